@@ -7,7 +7,7 @@ STAMP := $(VENV)/.ready
 # Torch's threads spin while they wait; about 10 us of it costs nothing and leaves the cores to others (LOG.md).
 export GOMP_SPINCOUNT ?= 10000
 
-.PHONY: setup demo test test-slow check docs parity bench clean
+.PHONY: setup demo test test-slow test-ray check docs parity bench clean
 
 setup: $(STAMP)
 
@@ -30,6 +30,16 @@ test: setup
 SLOW ?= tests
 test-slow: setup
 	$(BIN)/python -m pytest -m slow $(SLOW)
+
+# Replicas on a Ray cluster of this machine, and servers behind nginx if there is one: some two minutes.
+RAY := $(VENV)/.ray
+
+$(RAY): $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
+	@touch $@
+
+test-ray: $(RAY)
+	$(BIN)/python -m pytest -m slow --disable-warnings tests/integrations
 
 check: setup
 	$(BIN)/ruff format --check .

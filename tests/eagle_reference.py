@@ -59,19 +59,20 @@ class Reference:
             normed = self.norm(hidden, "layers.0.hidden_norm")
             seen = torch.cat([self.norm(embedded, "layers.0.input_layernorm"), normed], -1)
             stream = normed if self.config.norm_before_residual else hidden
-        stream = stream + self.attention(seen)
-        x = self.norm(stream, "layers.0.post_attention_layernorm")
-        gate, up = (x @ self.t[f"layers.0.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        stream = stream + (gate * gate.sigmoid() * up) @ self.t["layers.0.mlp.down_proj.weight"].T
+        for i in range(self.config.layer.layers):
+            stream = stream + self.attention(seen if i == 0 else self.norm(stream, f"layers.{i}.input_layernorm"), i)
+            x = self.norm(stream, f"layers.{i}.post_attention_layernorm")
+            gate, up = (x @ self.t[f"layers.{i}.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+            stream = stream + (gate * gate.sigmoid() * up) @ self.t[f"layers.{i}.mlp.down_proj.weight"].T
         if self.config.version == 1:
             return stream, stream
         normed = self.norm(stream, "norm")
         return (normed if self.config.norm_output else stream), normed
 
-    def attention(self, x: Tensor) -> Tensor:
+    def attention(self, x: Tensor, layer: int) -> Tensor:
         c, n = self.config.layer, len(x)
         q, k, v = (
-            (x @ self.t[f"layers.0.self_attn.{name}_proj.weight"].T).view(n, -1, c.head_dim).transpose(0, 1)
+            (x @ self.t[f"layers.{layer}.self_attn.{name}_proj.weight"].T).view(n, -1, c.head_dim).transpose(0, 1)
             for name in "qkv"
         )
         q, k = self.turn(q), self.turn(k)
@@ -80,7 +81,7 @@ class Reference:
         scores = q @ k.mT / c.head_dim**0.5
         later = torch.ones(n, n, dtype=torch.bool).triu(1)
         mixed = scores.masked_fill(later, -torch.inf).softmax(-1) @ v
-        return mixed.transpose(0, 1).reshape(n, -1) @ self.t["layers.0.self_attn.o_proj.weight"].T
+        return mixed.transpose(0, 1).reshape(n, -1) @ self.t[f"layers.{layer}.self_attn.o_proj.weight"].T
 
     def turn(self, x: Tensor) -> Tensor:
         """Rotary embedding by complex numbers: row t turns t times. Angles are float32, as in training, and their

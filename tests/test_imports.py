@@ -25,10 +25,9 @@ ORDER = (
         "__init__",
         "testing",
         "functional",
-        "integrations",
         "train",
     ),
-    *("bench", "server", "cli", "__main__"),
+    *("bench", "server", "cli", "integrations", "__main__"),
 )
 """Rooms and root modules, bottom to top."""
 Graph = Mapping[str, set[str]]

@@ -17,6 +17,7 @@ from paceline.files.garbage import uncollected
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from paceline.checkpoints.adapters import Adapter
     from paceline.drafters.base import Ask, Drafter
     from paceline.engine.detokenizer import Chunk, Logprobs
     from paceline.engine.results import Batch, Completion, Stream
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from paceline.verify.rejection import acceptance_step, residual
 
 _NAMES = {
+    "checkpoints.adapters": ("Adapter",),
     "drafters.base": ("Ask", "Drafter"),
     "engine.detokenizer": ("Chunk", "Logprobs"),
     "engine.results": ("Batch", "Completion", "Stream"),
@@ -48,6 +50,7 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "LLM",
+    "Adapter",
     "Ask",
     "Batch",
     "Chunk",

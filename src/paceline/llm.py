@@ -8,10 +8,11 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from paceline.checkpoints.adapters import Adapter, check_adapters
 from paceline.checkpoints.head_files import open_head
-from paceline.checkpoints.loader import Device, DType, Loaded, check_held, load_model, wrap
+from paceline.checkpoints.loader import Device, DType, Loaded, advise, check_held, load_model, with_preset, wrap
 from paceline.drafters.base import Drafter
-from paceline.drafters.factory import check_specs, drafter_for, open_drafter, spec_name, to_tree
+from paceline.drafters.factory import check_specs, open_drafter, open_drafters, spec_name, to_tree
 from paceline.drafters.trimmed import DraftVocab, check_draft_vocab
 from paceline.engine.detokenizer import Chunk, TextStream
 from paceline.engine.draft_policy import Speculation, shown_name
@@ -21,12 +22,11 @@ from paceline.engine.prompt_logprobs import PromptLogprobs
 from paceline.engine.request import Request
 from paceline.engine.results import Batch, Completion, Stream
 from paceline.engine.scheduler import Task
+from paceline.engine.self_check import check_exact
 from paceline.engine.stats import Stats
 from paceline.errors import InvalidOption, InvalidPrompt, PromptTooLong
 from paceline.files.garbage import uncollected
 from paceline.kernels.quantize import Precision, check_precision
-from paceline.models.decoder import Decoder
-from paceline.models.runner_choice import runner_of, suggest_codes, warn_of
 from paceline.recording.file import ReplyRecorder
 from paceline.sampling.parameters import Sampling, Vocabulary, changed, recommended
 from paceline.session import Session
@@ -47,13 +47,20 @@ class LLM:
     """A target model, its tokenizer and its drafters."""
 
     def __init__(
-        self, model: Loaded, drafter: Drafter | Mapping[str, Drafter] | None = None, draft: DraftBudget | None = None
+        self,
+        model: Loaded,
+        drafter: Drafter | Mapping[str, Drafter] | None = None,
+        draft: DraftBudget | None = None,
+        adapters: Mapping[str, str | None] | None = None,
     ) -> None:
         """Usually made by `load`. Several may share a loaded model. `drafter`: one drafter, or several by name, of
-        which a request names one (`start`); the first is the default."""
+        which a request names one (`start`); the first is the default. `adapters`: by name, with the default drafter of
+        their requests (None: that of the others)."""
         self.model = model
         self.engine = Engine(model.target, drafter, draft)
-        self.draft = draft
+        self.draft, self.adapters = draft, dict(adapters or {})
+        self.adapter: str | None = None
+        """The adapter of replies that name none."""
         self.recorder: ReplyRecorder | None = None
         self.source: dict[str, Any] | None = None
         """The arguments of the `load` that made this, if all can be read again."""
@@ -105,6 +112,7 @@ class LLM:
         *,
         raw: bool = False,
         on_chunk: Callable[[Chunk], object] | None = None,
+        adapter: str | None = None,
         **changes: Any,
     ) -> Completion: ...
 
@@ -118,6 +126,7 @@ class LLM:
         raw: bool = False,
         width: int = 32,
         on_chunk: Callable[[int, Chunk], object] | None = None,
+        adapter: str | Sequence[str | None] | None = None,
         **changes: Any,
     ) -> list[Completion]: ...
 
@@ -131,6 +140,7 @@ class LLM:
         raw: bool = False,
         width: int = 32,
         on_chunk: Callable[[int, Chunk], object] | None = None,
+        adapter: str | Sequence[str | None] | None = None,
         **changes: Any,
     ) -> list[Completion]: ...
 
@@ -143,6 +153,7 @@ class LLM:
         raw: bool = False,
         width: int = 32,
         on_chunk: Callable[..., object] | None = None,
+        adapter: Any = None,
         **changes: Any,
     ) -> Any:
         """Write one reply; or, for a list of prompts (see `batch`) or with `n`, a list of replies.
@@ -150,28 +161,36 @@ class LLM:
         `sampling`: used as given; without one, what the model recommends (`LLM.sampling`). `changes`: single sampling
         parameters that override either, such as `max_new_tokens=64, temperature=0.7`.
         `on_chunk`: called with every chunk as it is written, of several replies with (index of the reply, chunk); where
-        it returns False, that reply ends. `raw`: give text to the model as it is, without the chat template. Raises
-        `PacelineError`.
+        it returns False, that reply ends. `raw`: give text to the model as it is, without the chat template. `adapter`:
+        the name of one of `load(adapters=...)`, or a list with one or None for each prompt. Raises `PacelineError`.
         """
         # One prompt may itself be a list: of ids or of messages.
         several = isinstance(prompt, (list, tuple)) and any(isinstance(one, (str, list, tuple)) for one in prompt)
         if several or n is not None:
             prompts, count = prompt if several else [prompt], 1 if n is None else n
-            with self.batch(prompts, sampling, n=count, raw=raw, width=width, **changes) as batch:
+            with self.batch(prompts, sampling, n=count, raw=raw, width=width, adapter=adapter, **changes) as batch:
                 for index, chunk in batch:
                     if on_chunk is not None and on_chunk(index, chunk) is False:
                         batch.stop(index)
             return batch.completions
-        with self.stream(prompt, sampling, raw=raw, **changes) as stream:
+        with self.stream(prompt, sampling, raw=raw, adapter=adapter, **changes) as stream:
             for chunk in stream:
                 if on_chunk is not None and on_chunk(chunk) is False:
                     break
         return stream.completion
 
-    def stream(self, prompt: Prompt, sampling: Sampling | None = None, *, raw: bool = False, **changes: Any) -> Stream:
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        *,
+        raw: bool = False,
+        adapter: str | None = None,
+        **changes: Any,
+    ) -> Stream:
         """Write one reply chunk by chunk, one per token, and none before it is requested. Arguments: see `generate`."""
         sampling = self._sampling(sampling, changes)
-        return Stream(self.engine, self.start(self.prompt_ids(prompt, raw=raw), sampling))
+        return Stream(self.engine, self.start(self.prompt_ids(prompt, raw=raw), sampling, adapter=adapter))
 
     def batch(
         self,
@@ -181,32 +200,37 @@ class LLM:
         n: int = 1,
         raw: bool = False,
         width: int = 32,
+        adapter: str | Sequence[str | None] | None = None,
         **changes: Any,
     ) -> Batch:
         """Write many replies together: an iterator over (index, chunk), whose `completions` are in the prompts' order.
 
         `sampling`: one for all, or one per prompt. `changes`: as for `generate`, applied to each.
         `n`: replies per prompt, adjacent in the results: samples 0 to n - 1 of its seed.
-        `width`: maximum number of requests that share a pass; the others wait. Each reply is the one its prompt would
-        get alone. Raises `PacelineError` for an invalid prompt or option before anything is computed.
+        `width`: maximum number of requests that share a pass; the others wait. `adapter`: see `generate`. Each reply is
+        the one its prompt would get alone. Raises `PacelineError` for an invalid prompt or option before anything else.
         """
         if isinstance(prompts, str):
             raise InvalidPrompt("a batch is a list of prompts, and this is one text", "Give [text], or call generate")
         each = sampling if isinstance(sampling, (list, tuple)) else [sampling] * len(prompts)
-        if len(each) != len(prompts):
-            raise InvalidOption(f"{len(prompts)} prompts have {len(each)} samplings", "Give one for all, or one each")
+        names = [adapter] * len(prompts) if adapter is None or isinstance(adapter, str) else list(adapter)
+        for what, given in (("samplings", each), ("adapters", names)):
+            if len(given) != len(prompts):
+                raise InvalidOption(f"{len(prompts)} prompts have {len(given)} {what}", "Give one for all, or one each")
         if any(type(x) is not int or x < 1 for x in (n, width)):
             raise InvalidOption(f"n={n!r} replies per prompt, {width!r} at once, are not possible", "Give 1 or more")
         tasks = []
-        for index, (prompt, how) in enumerate(zip(prompts, each, strict=True)):
+        for index, (prompt, how, name) in enumerate(zip(prompts, each, names, strict=True)):
+            self.model.adapter_number(name)  # this and the sampler refuse what they must before anything begins
             seeded = self._sampling(how, changes).seeded()
             try:
                 tokens = self.prompt_ids(prompt, raw=raw)
             except InvalidPrompt as error:
                 where = f"prompt {index} of the batch: " if len(prompts) > 1 else ""
                 raise type(error)(where + error.cause, error.fix) from error
-            seeded.sampler(vocabulary=self.vocabulary)  # refuses what it must before anything begins
-            tasks += [Task(partial(self.start, tokens, seeded, sample), group=index) for sample in range(n)]
+            seeded.sampler(vocabulary=self.vocabulary)
+            begin = partial(self.start, tokens, seeded, adapter=name)
+            tasks += [Task(partial(begin, sample), group=index) for sample in range(n)]
         return Batch(self.engine, tasks, width)
 
     def _sampling(self, sampling: Any, changes: Mapping[str, Any]) -> Sampling:
@@ -227,21 +251,29 @@ class LLM:
         source: Request | None = None,
         speculation: Speculation | None = None,
         scores: PromptLogprobs | None = None,
+        adapter: str | None = None,
     ) -> Request:
         """Start a reply, for callers with a scheduler of their own (see `Engine.start`). `scores` collects the prompt's
         log-probabilities."""
+        number = self.model.adapter_number(adapter := adapter or self.adapter)
         sampler, target = sampling.sampler(sample, self.vocabulary), self.model.target
         room = target.context_length - len(tokens)
         text = TextStream(sampling, self.model.eos, self.tokenizer.decode, room)
-        drafter = (speculation or self.engine.policies.default).drafter
-        stats = Stats(sampler.noise.seed, text_guarantee(sampler, self.guarantee), drafter)
-        request = self.engine.start(tokens, sampler, text, stats, None if scores else source, speculation)
+        how = speculation or self.speculation(adapter)
+        stats = Stats(sampler.noise.seed, text_guarantee(sampler, self.guarantee), how.drafter, adapter)
+        request = self.engine.start(tokens, sampler, text, stats, None if scores else source, how, number)
         request.prompt_logprobs = scores
         if sampling.prediction:
             request.expect(predicted_ids(sampling.prediction, self.tokenizer.encode, room, target.vocab_size))
         if self.recorder:
             self.recorder.watch(request, sampling, sample)
         return request
+
+    def speculation(self, adapter: str | None = None) -> Speculation:
+        """Return the default speculation of requests with this adapter."""
+        if drafter := self.adapters.get(adapter or ""):
+            return Speculation(None if drafter == "none" else drafter)
+        return self.engine.policies.default
 
     def record(self, path: str | Path) -> ReplyRecorder:
         """Append every reply from now on to a recording, to be closed. Raises `InvalidData`, and `OSError`."""
@@ -277,28 +309,12 @@ class LLM:
         self.model, self.engine, self.source = made.model, made.engine, made.source
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "fast": {"quantize": "int4"},
-    "low-memory": {"quantize": "int4", "drafter": "suffix"},
-    "exact": {"quantize": "none", "exact": True},
-}
-"""Name -> what `load` takes instead of its defaults."""
-
-
-def _with_preset(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `load` with a preset's where the default was left. Raises `InvalidOption`."""
-    if name not in PRESETS:
-        raise InvalidOption(f"preset {name!r} is unknown", f"Choose from {', '.join(PRESETS)}")
-    defaults = {key: option.default for key, option in signature(load).parameters.items()}
-    preset = {key: value for key, value in PRESETS[name].items() if given[key] == defaults[key]}
-    return {**given, **preset, "preset": None}
-
-
 @uncollected()
 def load(
     model: str | Path | PreTrainedModel = "demo",
     *,
     adapter: str | Path | None = None,
+    adapters: Mapping[str, str | Path | Adapter] | None = None,
     tokenizer: Tokenizer | PreTrainedTokenizerFast | None = None,
     drafter: str | Drafter | Sequence[str] | None = "auto",
     draft: int | DraftBudget | Literal["auto"] = "auto",
@@ -320,7 +336,9 @@ def load(
     model: "demo", a folder in Hugging Face layout, a GGUF file, a hub id (with `revision` and `token`), or a LoRA
     adapter in PEFT's layout, which names its base model itself; or a causal model already loaded with transformers,
     with its `tokenizer`: it stays on its device, in its own dtype, and is set to eval().
-    adapter: a LoRA adapter, a folder or a hub id, to merge into the model.
+    adapter: a LoRA adapter, a folder or a hub id, to merge into the model. adapters: by name, those to hold beside it:
+    each request may name its own, and requests of several share passes. A `paceline.Adapter` adds up several, or has a
+    drafter of its own.
     drafter: None, "auto" ("suffix", which needs no weights), "ngram", "suffix", "model:REF" (a small model; with an
     adapter "model:REF@ADAPTER"), a head trained for the model ("eagle3:REF", "medusa:REF", "block:REF",
     "early-exit:REF", "head:REF" for any; "eagle3" or "medusa" alone comes with Paceline), "early-exit:LAYERS" (with
@@ -346,21 +364,24 @@ def load(
     """
     given = {**locals()}
     if preset is not None:
-        return load(**_with_preset(preset, given))
+        return load(**with_preset(preset, given, signature(load)))
     SANDBOX.start()  # for the chat template; it starts while the model is read
     budget = to_tree(draft)
-    check_specs(drafter if isinstance(drafter, _ONE) else list(drafter), draft_quantize)
+    beside = check_adapters(adapters or {})
+    own = {name: one.drafter and spec_name(one.drafter) for name, one in beside.items()}
+    given_drafters = [drafter] if isinstance(drafter, _ONE) else list(drafter)
+    check_specs([*given_drafters, *filter(None, own.values())], draft_quantize)
     check_precision(quantize)
     check_draft_vocab(draft_vocab)
     read = partial(load_model, dtype=dtype, device=device, token=token, allow_pickle=allow_pickle, progress=progress)
     if isinstance(model, (str, Path)):
         if tokenizer is not None:
             raise InvalidOption(f"{model} brings its own tokenizer", "Give tokenizer=... with a model object only")
-        loaded = read(model, adapter=adapter, revision=revision, quantize=quantize, exact=exact)
-        _advise(loaded, floats_chosen=(quantize, dtype) != ("auto", "auto"))
+        loaded = read(model, adapter=adapter, revision=revision, quantize=quantize, exact=exact, adapters=beside)
+        advise(loaded, floats_chosen=(quantize, dtype) != ("auto", "auto"))
     else:
         moved = (dtype, device, revision) != ("auto", "auto", None)
-        check_held(moved, quantize not in ("auto", "none"), adapter is not None)
+        check_held(moved, quantize not in ("auto", "none"), adapter is not None or bool(beside))
         loaded = wrap(model, tokenizer)
     opened = partial(
         open_drafter,
@@ -370,31 +391,10 @@ def load(
         head=partial(open_head, revision=draft_revision, token=token, quiet=not progress, allow_pickle=allow_pickle),
         draft_vocab=draft_vocab,
     )
-    llm = LLM(loaded, _drafters(drafter, loaded, opened), budget)
+    llm = LLM(loaded, open_drafters(drafter, [*filter(None, own.values())], loaded, opened), budget, own)
+    if drafter in (None, "none"):
+        llm.engine.policies.default = Speculation(None)
     llm.source = given if isinstance(model, (str, Path)) else None
-    if exact and llm.guarantee != "bits":
-        raise InvalidOption(
-            f"rows of one pass change each other's last bits in this model on {loaded.target.device}, "
-            "so its text is plain decoding's only up to rounding",
-            'Use dtype="bfloat16" on a CPU with a C++ compiler, or leave out exact=True',
-        )
+    if exact:
+        check_exact(llm.guarantee, loaded.target.device)
     return llm
-
-
-def _advise(loaded: Loaded, floats_chosen: bool) -> None:
-    """Say once what would make the model faster."""
-    if isinstance(target := loaded.target, Decoder):
-        warn_of(runner_of(target.config, target.device, target.dtype, loaded.quantize))
-        if not floats_chosen:
-            suggest_codes(loaded.path, target.device)
-
-
-def _drafters(
-    given: str | Drafter | Sequence[str] | None, target: Loaded, opened: Callable[[str], Drafter | None]
-) -> Drafter | dict[str, Drafter] | None:
-    """Each drafter under its name; "none" has no entry. An object stays as it is."""
-    if given is None or isinstance(given, Drafter):
-        return given
-    specs = [given] if isinstance(given, str) else given
-    named = dict.fromkeys(drafter_for(spec, target) for spec in specs)
-    return {spec_name(spec): drafter for spec in named if (drafter := opened(spec))}

@@ -28,6 +28,14 @@ class Pass(Protocol):
         """
 
 
+class SharedPass(Pass, Protocol):
+    """A pass over a cache where layers may share keys and values."""
+
+    def look(self, layer: int, q: Tensor) -> Tensor:
+        """Attend to the keys and values that this layer has written, or the earlier one whose keys and values it
+        shares. q and the result: see `attend`."""
+
+
 class RecurrentPass(Pass, Protocol):
     """A pass over a cache that keeps states of recurrent layers too."""
 
@@ -88,8 +96,13 @@ class KVCache(Protocol[PassT]):
         It is fixed for the whole request, because keys made with one choice of factors cannot meet queries of another.
         """
 
-    def acquire(self, prompt: int = 0) -> int:
-        """Return a free slot, of length 0, for a request with a prompt of `prompt` tokens. Raises `OutOfMemory`."""
+    @property
+    def adapters(self) -> Sequence[int]:
+        """Adapter of each slot's request, as a number from 1 on in `Adaptable.adapters`; 0: none."""
+
+    def acquire(self, prompt: int = 0, adapter: int = 0) -> int:
+        """Return a free slot, of length 0, for a request with a prompt of `prompt` tokens and this adapter. Raises
+        `OutOfMemory`."""
 
     def begin(self, rows: Rows) -> PassT:
         """Make room for the rows and return the pass that writes and reads them. Raises `OutOfMemory`."""
@@ -154,6 +167,15 @@ class Divisible(Protocol):
     def excerpt(self) -> Target:
         """Return the fewest first layers that have one of each kind, and the head's first outputs if its kernels treat
         all alike; the target itself where parts run otherwise."""
+
+
+@runtime_checkable
+class Adaptable(Protocol):
+    """A target with adapters, of which each slot may have one (`KVCache.acquire`)."""
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        """Their names."""
 
 
 @runtime_checkable

@@ -149,11 +149,11 @@ def test_configs_that_make_no_sense(keys: dict[str, object], said: str, tmp_path
         open_head(folder)
 
 
-def test_heads_of_several_layers_and_with_windows_are_refused(tmp_path: Path) -> None:
+def test_layers_that_are_missing_and_windows_are_refused(tmp_path: Path) -> None:
     folder = write_head(tmp_path / "head", head_of(replace(EAGLE3, layer=replace(LAYER, qk_norm=True))))
     layer = json.loads((folder / "config.json").read_text())["transformer_layer_config"]
     assert layer["model_type"] == "qwen3"
-    with pytest.raises(UnsupportedModel, match="of 2 layers"):
+    with pytest.raises(CorruptModel, match=r"lacks layers\.1\.self_attn"):
         open_head(configured(folder, transformer_layer_config=layer | {"num_hidden_layers": 2}))
     sliding = {"use_sliding_window": True, "sliding_window": 16, "layer_types": ["sliding_attention"]}
     with pytest.raises(UnsupportedModel, match="sliding window"):

@@ -45,6 +45,8 @@ CONFIGS: dict[str, EagleConfig] = {
     "all tokens": eagle_config(draft_vocab=37),
     "wider than its target": eagle_config(layer=replace(TINY, layers=1, hidden=40, context_length=16)),
     "eagle-1": eagle_config(version=1),
+    "three layers": eagle_config(layer=replace(TINY, layers=3, context_length=16)),
+    "eagle-1, two layers": eagle_config(version=1, layer=replace(TINY, context_length=16)),
 }
 
 

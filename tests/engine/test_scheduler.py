@@ -145,6 +145,19 @@ def test_a_long_prompt_does_not_stall_those_who_run() -> None:
     assert written >= 29, "a round for each ten tokens of the prompt"
 
 
+def test_a_first_token_does_not_wait_for_other_prompts() -> None:
+    engine = Engine(TOY)
+    engine.__dict__["seamless"] = True
+    scheduler = Scheduler(engine, 8, quota=20)
+    short, *others = (task(engine, [1] * n, Sampling(max_new_tokens=50)) for n in (10, 90, 90))
+    for one in (short, *others):
+        scheduler.add(one)
+    assert [one for one, chunks in scheduler.turn() if chunks] == [short]
+    assert engine.cache.lengths == [10, 11], "20 tokens, and not the 60 that may be fed while three tasks wait"
+    assert [one for one, chunks in scheduler.turn() if chunks] == [short]
+    assert engine.cache.lengths == [11, 31]
+
+
 def test_the_oldest_comes_first_and_samples_share_a_prefill() -> None:
     fed: list[int] = []
 

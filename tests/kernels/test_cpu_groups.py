@@ -123,7 +123,7 @@ def test_rows_that_all_see_each_other_stay_together() -> None:
 
     def run(cache: KVCache, slots: list[int]) -> Forward:
         assert isinstance(cache, SlabCache)
-        cache._kinds = [(60, False), (None, True)]
+        cache._kinds = [(60, False, None), (None, True, None)]
         return target.forward(pack_prefix(text(48, 3), slots[0], 30, CPU), cache, Want())
 
     same_with_threads(target, [30], run, [48], cut=False)

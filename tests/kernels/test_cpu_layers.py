@@ -371,7 +371,7 @@ def test_the_first_layer_may_be_made_from_rows_of_another_width() -> None:
         name = f"model.layers.0.self_attn.{x}_proj.weight"
         tensors[name] = torch.cat([tensors[name], tensors[name].flip(1)], 1)
     weights = Weights(tensors, torch.bfloat16, CPU)
-    body = [make_layer(c, False, weights, f"model.layers.{i}.", (128, None)[i]) for i in range(2)]
+    body = [make_layer(c, c.plan[i], weights, f"model.layers.{i}.", (128, None)[i]) for i in range(2)]
     ours, by_torch = (LayerStack(c, body, native(BASE)) for _ in range(2))
     assert ours.native
     by_torch.native = None

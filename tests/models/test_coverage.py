@@ -57,6 +57,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma 1": ("Gemma", {}),
     "Gemma 2": ("Gemma2", SLIDES),
     "Gemma 3 (text)": ("Gemma3Text", SLIDES),
+    "Gemma 4 (text)": ("Gemma4Text", {**SLIDES, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 101}),
     "GLM-4 (2024)": ("Glm", {}),
     "GLM-4": ("Glm4", {}),
     "GLM-4.5 to 4.7": ("Glm4Moe", EXPERTS),

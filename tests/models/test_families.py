@@ -288,7 +288,7 @@ def test_the_cache_holds_what_the_config_says(case: str) -> None:
     for length in (256, 512, 1024):  # where no doubling is half used
         while cache.lengths[slot] < length:
             feed(ours, cache, slot, [1] * PREFILL_ROWS)
-        assert ours.config.cache_bytes(length, itemsize=8) == cache.nbytes  # type: ignore[attr-defined]
+        assert ours.config.cache_bytes(length, itemsize=8) == cache.nbytes
 
 
 @pytest.mark.parametrize("case", ["qwen3", "gemma2", "gemma3", "phi3, sliding"])

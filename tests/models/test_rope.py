@@ -30,6 +30,8 @@ RULES: dict[str, dict[str, Any]] = {
     "yarn, temperatures": {"factor": 40.0, "mscale": 0.7, "mscale_all_dim": 1.0},
     "yarn, its own": {"factor": 4.0, "attention_factor": 0.9},
     "longrope": {**FACTORS, "original_max_position_embeddings": 64},
+    "proportional": {"partial_rotary_factor": 0.25},
+    "proportional, stretched": {"partial_rotary_factor": 0.7, "factor": 8.0},
     "longrope, its own": {**FACTORS, "original_max_position_embeddings": 64, "attention_factor": 1.3},
 }
 

@@ -67,7 +67,8 @@ def serving(
 ) -> Iterator[Serving]:
     """Serves one model until the block is left. `more`: as for `serving_models`."""
     worker = Worker(llm, limits)
-    with serving_models([ModelSource((model, *aliases), lambda: worker, stays=True)], **more) as it:
+    source = ModelSource((model, *aliases), lambda: worker, stays=True, adapters=tuple(llm.adapters))
+    with serving_models([source], **more) as it:
         it.llm, it.worker = llm, worker
         yield it
 

@@ -23,22 +23,30 @@ _ROWS = 64
 """Rows whose scores are held at a time: those of a prompt's chunk would take a gigabyte after a long text."""
 
 
+Kind = tuple[int | None, bool, tuple[int, int] | None]
+"""What layers that share a slab have in common: see `LayerAttention`."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
     """Attention of one layer: scores times `scale`, then cap * tanh(scores / cap) if there is a `softcap`; a row sees
     the last `window` positions, its own included (None: all). `mutual`: rows of one pass see each other, the later ones
-    too (a drafted block). `sinks` [heads]: the score, in the softmax alone, of a column without a value (gpt-oss)."""
+    too (a drafted block). `sinks` [heads]: the score, in the softmax alone, of a column without a value (gpt-oss).
+    `heads`: number and size of its key heads, where they are not the cache's. `source`: the layer whose keys and values
+    it sees, if it has none of its own."""
 
     scale: float
     window: int | None = None
     softcap: float | None = None
     mutual: bool = False
     sinks: Tensor | None = field(default=None, compare=False)
+    heads: tuple[int, int] | None = None
+    source: int | None = None
 
     @property
-    def kind(self) -> tuple[int | None, bool]:
+    def kind(self) -> Kind:
         """Layers of one kind share a slab, and what a row sees in it."""
-        return self.window, self.mutual
+        return self.window, self.mutual, self.heads
 
 
 def slab_indices(layers: Sequence[LayerAttention | None]) -> list[tuple[int, int]]:
@@ -46,8 +54,16 @@ def slab_indices(layers: Sequence[LayerAttention | None]) -> list[tuple[int, int
     -1) for one that does not attend."""
     kinds = list(dict.fromkeys(layer.kind for layer in layers if layer))
     numbers = [itertools.count() for _ in kinds]
-    slabs = [kinds.index(layer.kind) if layer else -1 for layer in layers]
-    return [(slab, next(numbers[slab]) if slab >= 0 else -1) for slab in slabs]
+    found: list[tuple[int, int]] = []
+    for layer in layers:
+        if layer is None:
+            found.append((-1, -1))
+        elif layer.source is not None:
+            found.append(found[layer.source])
+        else:
+            slab = kinds.index(layer.kind)
+            found.append((slab, next(numbers[slab])))
+    return found
 
 
 class SlabPlan:
@@ -149,6 +165,10 @@ class SlabPass:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `protocols.Pass.attend`."""
         self.write(layer, k, v)
+        return self.look(layer, q)
+
+    def look(self, layer: int, q: Tensor) -> Tensor:
+        """See `protocols.SharedPass.look`."""
         slab, index = self._indices[layer]
         plan, spec = self.plans[slab], self._layers[layer]
         assert spec

@@ -58,6 +58,13 @@ def layout(parents: tuple[int, ...], length: int, start: int = 0) -> Layout:
     return replace(whole, visible=whole.visible[start:], row_depths=whole.row_depths[start:], written=tuple(written))
 
 
+@lru_cache(maxsize=64)
+def nothing(count: int) -> Layout:
+    """Layout of `count` rows that see the prefix alone, and are not written."""
+    depths = torch.zeros(count, dtype=torch.int32)
+    return Layout((), (), torch.zeros(count, 1, dtype=torch.bool), depths, depths[:1], ())
+
+
 def _layout(parents: tuple[int, ...], parity: int, start: int) -> Layout:
     """Layout of all rows, those of earlier passes too."""
     numbers = tuple(range(len(parents)))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.cache.attention import BLOCK, LayerAttention, SlabPass, SlabPlan, slab_indices
-from paceline.cache.layout import Layout, layout
+from paceline.cache.layout import Layout, layout, nothing
 from paceline.cache.slots import SlotTable
 from paceline.errors import memory_named
 from paceline.protocols import Saved
@@ -170,16 +170,19 @@ class SlabCache(SlotTable):
         device: torch.device,
         choose: Callable[[int], Hashable] = lambda prompt: None,
     ) -> None:
-        """`layers`: None for one that does not attend. `limit`: the context length; a slab may exceed it by the rows of
-        a draft that is never committed. `choose`: from a prompt's length to what the model chooses by it (see
-        `KVCache.prompts`)."""
+        """`layers`: None for one that does not attend. `kv_heads`, `head_dim`: of layers that do not say. `limit`: the
+        context length; a slab may exceed it by the rows of a draft that is never committed. `choose`: from a prompt's
+        length to what the model chooses by it (see `KVCache.prompts`)."""
         super().__init__()
         self._choose = choose
         self._layers = tuple(layers)
         self._indices = slab_indices(layers)
-        empty = torch.empty(kv_heads, 0, head_dim, dtype=dtype, device=device)
-        self._kinds = Counter(layer.kind for layer in layers if layer)
-        self.slabs = tuple(Slab(count, window, empty, limit + BLOCK) for (window, _), count in self._kinds.items())
+        self._kinds = Counter(layer.kind for layer in layers if layer and layer.source is None)
+        self.slabs = tuple(
+            Slab(count, window, torch.empty(kv, 0, size, dtype=dtype, device=device), limit + BLOCK)
+            for (window, _, heads), count in self._kinds.items()
+            for kv, size in (heads or (kv_heads, head_dim),)
+        )
         self._places: dict[int, int] = {}
         """Taken slot -> its place."""
         self._tops: dict[int, int] = {}
@@ -196,12 +199,12 @@ class SlabCache(SlotTable):
         return sum(x.numel() * x.element_size() for slab in self.slabs for x in slab.tensors)
 
     @torch.inference_mode()
-    def acquire(self, prompt: int = 0) -> int:
+    def acquire(self, prompt: int = 0, adapter: int = 0) -> int:
         for slab in self.slabs:
             if slab.places == len(self._places):
                 capacity = slab.fits(self.initial_capacity)
                 slab.resize(max(1, 2 * slab.places), capacity, max(self._tops.values(), default=0))
-        slot = super().acquire(prompt)
+        slot = super().acquire(prompt, adapter)
         self._places[slot], self._tops[slot] = len(self._places), 0
         return slot
 
@@ -209,7 +212,7 @@ class SlabCache(SlotTable):
     def fork(self, slot: int) -> int:
         """See `protocols.KVCache.fork`."""
         self.check_taken(slot)
-        new = self.acquire(self.prompts[slot])
+        new = self.acquire(self.prompts[slot], self.adapters[slot])
         self.lengths[new], self._tops[new] = self.lengths[slot], self._tops[slot]
         for slab in self.slabs:
             slab.copy(self._places[slot], self._places[new], self._tops[slot])
@@ -290,9 +293,21 @@ class SlabCache(SlotTable):
         places = [self._places[slot] for slot in rows.slots]
         plans = [
             SlabPlan(slab.tensors, window, places, rows, [x.mutual() for x in layouts] if mutual else layouts)
-            for slab, (window, mutual) in zip(self.slabs, self._kinds, strict=True)
+            for slab, (window, mutual, _) in zip(self.slabs, self._kinds, strict=True)
         ]
         return SlabPass(plans, self._layers, self._indices, rows.prefill)
+
+    @torch.inference_mode()
+    def view(self, slots: Sequence[int], rows: int, layers: Sequence[LayerAttention]) -> SlabPass:
+        """A pass of `rows` rows of each slot that see all of its text so far, each at the position after it, and that
+        write nothing. `layers`: the `source` of each is one of this cache's own. Raises `OutOfMemory`."""
+        lengths, count = tuple(self.lengths[slot] for slot in slots), len(slots)
+        tokens = torch.zeros(count, rows, dtype=torch.int64)
+        passing = Rows(tokens, tokens, tuple(slots), lengths, ((),) * count, (0,) * count)
+        self._reserve(slots, [length + 1 for length in lengths])
+        places, seen = [self._places[slot] for slot in slots], [nothing(rows)] * count
+        plans = [SlabPlan(slab.tensors, slab.window, places, passing, seen) for slab in self.slabs]
+        return SlabPass(plans, layers, [self._indices[layer.source or 0] for layer in layers], False)
 
     def _reserve(self, slots: Sequence[int], ends: Sequence[int]) -> None:
         """Make room for the columns before `ends` [B] of these slots. Raises `OutOfMemory`."""

@@ -20,18 +20,21 @@ class SlotTable(ABC):
         """Committed tokens of each slot."""
         self.prompts: list[int] = []
         """Prompt length of each slot's request."""
+        self.adapters: list[int] = []
+        """Adapter of each slot's request."""
         self._free: list[int] = []
         self._kept: dict[int, tuple[Tensor, int]] = {}
         """Slot -> the tokens of the pass that it committed last, and its length before."""
 
-    def acquire(self, prompt: int = 0) -> int:
+    def acquire(self, prompt: int = 0, adapter: int = 0) -> int:
         """See `protocols.KVCache.acquire`."""
         if not self._free:
             self._free.append(len(self.lengths))
             self.lengths.append(0)
             self.prompts.append(0)
+            self.adapters.append(0)
         slot = self._free.pop()
-        self.lengths[slot], self.prompts[slot] = 0, prompt
+        self.lengths[slot], self.prompts[slot], self.adapters[slot] = 0, prompt, adapter
         return slot
 
     def release(self, slot: int) -> None:

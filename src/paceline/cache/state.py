@@ -126,8 +126,8 @@ class StateCache(SlabCache):
         self._fed: dict[int, _Fed] = {}
 
     @torch.inference_mode()
-    def acquire(self, prompt: int = 0) -> int:
-        slot = super().acquire(prompt)
+    def acquire(self, prompt: int = 0, adapter: int = 0) -> int:
+        slot = super().acquire(prompt, adapter)
         self._states[slot] = {0: {layer: one.empty() for layer, one in self.recurrences.items()}}
         self._fed[slot] = _Fed()
         return slot

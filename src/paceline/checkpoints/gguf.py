@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.checkpoints.gguf_file import GGUFFile, read_gguf
 from paceline.checkpoints.gguf_hybrids import delta_net, falcon_h1, granite, granite_hybrid, lfm2, mamba2, nemotron_h
-from paceline.checkpoints.gguf_metadata import Config, Fields, Metadata, widest
+from paceline.checkpoints.gguf_metadata import Config, Fields, Metadata, by_layer, widest
 from paceline.checkpoints.gguf_tensors import LAYOUTS, ROPE_FACTORS, GGUFTensors
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.files.schema import GGUF, check
@@ -27,7 +27,7 @@ def open_gguf(path: Path) -> tuple[Config, GGUFTensors, Fields]:
     check(path, file.fields, GGUF)
     name = _architecture(file)
     try:
-        config = _config(Metadata(file, name))
+        config = config_of(Metadata(file, name), ARCHITECTURES[name])
     except KeyError as missing:
         raise CorruptModel(f"{path} lacks {missing}", "Fetch the file again") from missing
     return config, GGUFTensors(file, LAYOUTS[name], config), file.fields
@@ -44,6 +44,7 @@ _OTHER_KINDS = (
         "is a multimodal model or a part of one",
         "Use a text-only model of the same family",
     ),
+    ("eagle3 dflash", "is a drafter, not a model", "Name it as the drafter of a model: head:FILE"),
     ("bert t5 gemma-embedding llama-embed", "is an encoder, which generates no text", "Use a decoder-only model"),
 )
 """Parts of the names of unsupported architectures, what these are, and the fix."""
@@ -71,10 +72,14 @@ _UNEVEN = ("lfm2", "lfm2moe", "granitehybrid", "nemotron_h", "nemotron_h_moe")
 """Architectures of which some layers have no heads, or no feed-forward part."""
 
 
-def _config(meta: Metadata) -> Config:
+def config_of(meta: Metadata, own: Callable[[Metadata, Config], Config]) -> Config:
+    """Return the config in Hugging Face's terms. `own`: the architecture's part of it. Raises `KeyError` for metadata
+    that is missing, `CorruptModel`, `UnsupportedModel`."""
     title = meta.file.path.name
     widths = [set(value) - {0} for key in _PER_LAYER if isinstance(value := meta.get(key), list)]
-    if any(len(found) > 1 for found in widths) or (widths and meta.architecture not in _UNEVEN):
+    mixed = meta.architecture == "gemma4"  # which reads these lists itself
+    uneven = any(len(found) > 1 for found in widths) or (widths and meta.architecture not in _UNEVEN)
+    if not mixed and uneven:
         raise UnsupportedModel(f"{title} has layers of different widths", "Use a uniform model")
     if meta.get("pooling_type", 0):
         raise UnsupportedModel(f"{title} embeds or ranks texts and writes none", "Use a language model")
@@ -99,8 +104,7 @@ def _config(meta: Metadata) -> Config:
         "rope_scaling": _rope_scaling(meta),
         "rope_freqs": meta.factors(ROPE_FACTORS[0]),
         "max_position_embeddings": meta["context_length"],
-        # The tokenizer's count, or more where the vocabulary is padded.
-        "vocab_size": meta.file.tensors["token_embd.weight"].shape[0],
+        "vocab_size": _vocab_size(meta),
         "tie_word_embeddings": "output.weight" not in meta.file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in meta.file.tensors,
         "hidden_act": "silu",
@@ -108,12 +112,18 @@ def _config(meta: Metadata) -> Config:
         "bos_token_id": meta.file.fields.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _eos(meta.file.fields),
     }
-    config |= ARCHITECTURES[meta.architecture](meta, config)
+    config |= own(meta, config)
     rotated = meta.get("rope.dimension_count", head_dim)
     encodes = meta.get("rope.scaling.finetuned", True)  # for llama.cpp: whether positions are encoded
-    if encodes and rotated != head_dim * config.get("partial_rotary_factor", 1):
+    if encodes and not mixed and rotated != head_dim * config.get("partial_rotary_factor", 1):
         raise UnsupportedModel(f"{title} rotates only part of each head", "Use another model")
     return {key: value for key, value in config.items() if value is not None}
+
+
+def _vocab_size(meta: Metadata) -> int:
+    """Return the tokenizer's count, or more where the vocabulary is padded. A drafter may have no embedding."""
+    table = meta.file.tensors.get("token_embd.weight")
+    return table.shape[0] if table else meta.get("vocab_size") or len(meta.file.fields["tokenizer.ggml.tokens"])
 
 
 def _llama(meta: Metadata, config: Config) -> Config:
@@ -146,7 +156,7 @@ def _gpt_oss(meta: Metadata, config: Config) -> Config:
         "num_local_experts": meta["expert_count"],
         "num_experts_per_tok": meta["expert_used_count"],
         "intermediate_size": meta["expert_feed_forward_length"],
-        "layer_types": _layer_types(meta, config["num_hidden_layers"], 2),
+        "layer_types": layer_types(meta, config["num_hidden_layers"], 2),
         "rope_scaling": rope,
     }
 
@@ -163,7 +173,7 @@ def _gemma2(meta: Metadata, config: Config) -> Config:
     return {
         "model_type": "gemma2",
         "sliding_window": meta.get("attention.sliding_window"),
-        "layer_types": _layer_types(meta, config["num_hidden_layers"], 2),
+        "layer_types": layer_types(meta, config["num_hidden_layers"], 2),
         "query_pre_attn_scalar": _query_scalar(config, 46),
         "attn_logit_softcapping": meta.get("attn_logit_softcapping"),
         "final_logit_softcapping": meta.get("final_logit_softcapping"),
@@ -176,13 +186,57 @@ def _gemma3(meta: Metadata, config: Config) -> Config:
         "model_type": "gemma3_text",
         "rope_theta": meta.get("rope.freq_base", 1000000.0),
         "rope_local_base_freq": meta.get("rope.freq_base_swa"),
-        "layer_types": _layer_types(meta, config["num_hidden_layers"], pattern),
+        "layer_types": layer_types(meta, config["num_hidden_layers"], pattern),
         "query_pre_attn_scalar": _query_scalar(config, 62),
         "final_logit_softcapping": meta.get("final_logit_softcapping"),
     }
 
 
-def _layer_types(meta: Metadata, layers: int, every: int) -> list[str]:
+def _gemma4(meta: Metadata, config: Config) -> Config:
+    """Gemma 4, of which the metadata names the sizes of both kinds of layers, and the planes that turn by the factors
+    of their wavelengths."""
+    layers, types = config["num_hidden_layers"], layer_types(meta, config["num_hidden_layers"], 6)
+    shared = meta.get("attention.shared_kv_layers", 0)
+    widths = by_layer(meta["feed_forward_length"], layers)
+    double = [widths[0] * (2 if i >= layers - shared else 1) for i in range(layers)]
+    if widths not in (double, widths[:1] * layers):
+        raise UnsupportedModel(f"{meta.file.path.name} has layers of different widths", "Use a uniform model")
+    heads = by_layer(meta.get("attention.head_count_kv", config["num_attention_heads"]), layers)
+    factors = meta.factors(ROPE_FACTORS[0]) or [1.0]
+    turning = factors.count(1.0)
+    if any(factor < 1e20 for factor in factors[turning:]):
+        raise UnsupportedModel(f"{meta.file.path.name} stretches some wavelengths", "Use another model")
+    sizes = {False: config["head_dim"], True: meta.get("attention.key_length_swa", config["head_dim"])}
+    slides = [kind == "sliding_attention" for kind in types]
+    whole = {"rope_type": "proportional", "partial_rotary_factor": turning / len(factors)}
+    near = meta.get("rope.dimension_count_swa", sizes[True]) / sizes[True]
+    return {
+        "model_type": "gemma4_text",
+        "num_key_value_heads": heads[0],
+        "head_dim": sizes[True],
+        "intermediate_size": widths[0],
+        "use_double_wide_mlp": widths != widths[:1] * layers,
+        "layer_types": types,
+        "per_layer_config": {
+            str(i): {"head_dim": sizes[slides[i]], "num_key_value_heads": heads[i]} for i in range(layers)
+        },
+        "rope_parameters": {
+            "full_attention": {**whole, "rope_theta": config["rope_theta"]},
+            "sliding_attention": {"rope_theta": meta.get("rope.freq_base_swa"), "partial_rotary_factor": near},
+        },
+        **dict.fromkeys(("rope_freqs", "rope_scaling")),
+        "num_kv_shared_layers": shared,
+        "hidden_size_per_layer_input": meta.get("embedding_length_per_layer_input", 0),
+        "attention_k_eq_v": any(f"blk.{i}.attn_v.weight" not in meta.file.tensors for i in range(layers - shared)),
+        "final_logit_softcapping": meta.get("final_logit_softcapping"),
+        "enable_moe_block": bool(meta.get("expert_count")),
+        "num_experts": meta.get("expert_count") or None,
+        "top_k_experts": meta.get("expert_used_count"),
+        "moe_intermediate_size": meta.get("expert_feed_forward_length"),
+    }
+
+
+def layer_types(meta: Metadata, layers: int, every: int) -> list[str]:
     """Return full attention for every `every`-th layer, unless the metadata has another period or a list (True:
     window)."""
     pattern = meta.get("attention.sliding_window_pattern", every)
@@ -219,6 +273,7 @@ ARCHITECTURES: dict[str, Callable[[Metadata, Config], Config]] = {
     "seed_oss": _named("seed_oss"),
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gemma4": _gemma4,
 }
 """GGUF architecture -> its fields of the config: Hugging Face's model type, and what differs from its defaults (as for
 the layers of SmolLM3 without rotary embedding, which the metadata does not name)."""
@@ -247,7 +302,7 @@ def _rope_scaling(meta: Metadata) -> dict[str, Any] | None:
 
 _EOS_TOKENS = {
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>"),
-    *("<EOT>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<|return|>", "<|call|>"),
+    *("<EOT>", "<turn|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<|return|>", "<|call|>"),
 }
 _HARMONY = {"<|return|>", "<|call|>"}
 """In gpt-oss's chat format these end a reply, and "<|end|>" ends a message, of which a reply may have several."""

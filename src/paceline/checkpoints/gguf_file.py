@@ -29,6 +29,8 @@ _PIECE = 1 << 18
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 """Unquantised types."""
+_PLAIN = FLOATS | {"I32": torch.int32, "I64": torch.int64}
+"""Types that are read as they are."""
 
 
 class GGMLType(NamedTuple):
@@ -44,6 +46,7 @@ _TYPES = {
     number: GGMLType(name, number, elements, size)
     for name, number, elements, size in (
         *(("F32", 0, 1, 4), ("F16", 1, 1, 2), ("F64", 28, 1, 8), ("BF16", 30, 1, 2)),
+        *(("I32", 26, 1, 4), ("I64", 27, 1, 8)),
         *(("Q4_0", 2, 32, 18), ("Q4_1", 3, 32, 20), ("Q5_0", 6, 32, 22), ("Q5_1", 7, 32, 24), ("Q8_0", 8, 32, 34)),
         *(("Q2_K", 10, 256, 84), ("Q3_K", 11, 256, 110), ("Q4_K", 12, 256, 144), ("Q5_K", 13, 256, 176)),
         *(("Q6_K", 14, 256, 210), ("IQ4_NL", 20, 32, 18), ("IQ4_XS", 23, 256, 136)),
@@ -84,8 +87,8 @@ class GGUFTensor:
 
     def read(self) -> Tensor:
         """Return the tensor, in the file's dtype where it is unquantised, else in float32."""
-        if self.kind in FLOATS:
-            return self.data.view(FLOATS[self.kind]).view(self.shape)
+        if self.kind in _PLAIN:
+            return self.data.view(_PLAIN[self.kind]).view(self.shape)
         return dequantize(self.data, self.type).view(self.shape)
 
     def codes(self) -> Codes | None:

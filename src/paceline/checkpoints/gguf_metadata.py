@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from paceline.checkpoints.gguf_file import GGUFFile
+from paceline.errors import CorruptModel
 from paceline.files.schema import GGUF_ARCHITECTURE, check_value
 
 Fields = Mapping[str, Any]
@@ -50,11 +51,21 @@ class Metadata:
         return tensor.read().to(torch.float64).flatten().tolist()
 
 
+def by_layer(value: Any, layers: int, least: int = 1) -> list[int]:
+    """A size of each layer, of which the metadata may have one for all. Raises `CorruptModel`."""
+    if not isinstance(value, list):
+        return [int(value)] * layers
+    if len(value) < layers or not all(isinstance(size, int) and least <= size < 2**24 for size in value):
+        raise CorruptModel(f"sizes of {layers} layers must be whole numbers, got {value!r:.80}", "Fetch the file again")
+    return value[:layers]
+
+
 def each_layer(meta: Metadata, config: Config, key: str) -> list[int]:
-    """A number for each of the model's own layers."""
-    value, layers = meta[key], config["num_hidden_layers"]
-    return value[:layers] if isinstance(value, list) else [value] * layers
+    """A size of each of the model's own layers, 0 where a layer lacks the part. Raises `CorruptModel`."""
+    return by_layer(meta[key], config["num_hidden_layers"], 0)
 
 
-def widest(value: int | list[int]) -> int:
-    return max(value, default=0) if isinstance(value, list) else value
+def widest(value: Any) -> int:
+    """The largest of the sizes of all layers."""
+    sizes = value if isinstance(value, list) else [value]
+    return max((size for size in sizes if isinstance(size, int)), default=0)

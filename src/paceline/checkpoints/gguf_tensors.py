@@ -27,7 +27,7 @@ class TensorLayout:
     first dimension; "{}" stands for the expert. `paired`: query and key rows are stored with the two halves of each
     rotary pair side by side, while Hugging Face has all first halves before all second ones. `shifted`: norms are
     stored with the 1 added that Hugging Face's code adds. `whole`: part -> Hugging Face name, where neither ends in
-    ".weight" or ".bias".
+    ".weight" or ".bias". `top`: names that belong to no layer, besides those of all architectures.
     """
 
     names: Mapping[str, str]
@@ -35,6 +35,7 @@ class TensorLayout:
     paired: bool = False
     shifted: bool = False
     whole: Mapping[str, str] = field(default_factory=dict)
+    top: Mapping[str, str] = field(default_factory=dict)
 
 
 _TOP = {
@@ -42,8 +43,12 @@ _TOP = {
     "output_norm.weight": "model.norm.weight",
     "token_embd_norm.weight": "model.norm.weight",  # LFM2
     "output.weight": "lm_head.weight",
+    "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+    "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+    "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
 }
-_ATTENTION = {
+
+ATTENTION = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -51,16 +56,16 @@ _ATTENTION = {
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
 }
-_LAYER = {**_ATTENTION, "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
-_QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+LAYER = {**ATTENTION, "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _GEMMA = {
-    **_LAYER,
+    **LAYER,
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _DELTA_NET = {
-    **{**_LAYER, **_QK_NORMS, "post_attention_norm": "post_attention_layernorm"},
+    **{**LAYER, **QK_NORMS, "post_attention_norm": "post_attention_layernorm"},
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
     "ssm_conv1d": "linear_attn.conv1d",
@@ -92,33 +97,33 @@ _MIXTRAL, _QWEN_MOE = "block_sparse_moe.experts.{}", "mlp.experts.{}"
 
 LAYOUTS = {
     "llama": TensorLayout(
-        {**_LAYER, "ffn_gate_inp": "block_sparse_moe.gate"},
+        {**LAYER, "ffn_gate_inp": "block_sparse_moe.gate"},
         {"ffn_gate_exps": f"{_MIXTRAL}.w1", "ffn_down_exps": f"{_MIXTRAL}.w2", "ffn_up_exps": f"{_MIXTRAL}.w3"},
         paired=True,
     ),
-    "smollm3": TensorLayout(_LAYER, paired=True),
-    "granite": TensorLayout(_LAYER, paired=True),
-    "qwen2": TensorLayout(_LAYER),
-    "qwen3": TensorLayout({**_LAYER, **_QK_NORMS}),
+    "smollm3": TensorLayout(LAYER, paired=True),
+    "granite": TensorLayout(LAYER, paired=True),
+    "qwen2": TensorLayout(LAYER),
+    "qwen3": TensorLayout({**LAYER, **QK_NORMS}),
     "qwen3moe": TensorLayout(
-        {**_LAYER, **_QK_NORMS, "ffn_gate_inp": "mlp.gate"},
+        {**LAYER, **QK_NORMS, "ffn_gate_inp": "mlp.gate"},
         {f"ffn_{part}_exps": f"{_QWEN_MOE}.{part}_proj" for part in ("gate", "up", "down")},
     ),
     **dict.fromkeys(
         ("lfm2", "lfm2moe"),
         TensorLayout(
             {
-                **{**_LAYER, **_QK_NORMS, "ffn_gate_inp": "mlp.gate"},
+                **{**LAYER, **QK_NORMS, "ffn_gate_inp": "mlp.gate"},
                 **{f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")},
             },
             {"ffn_gate_exps": f"{_QWEN_MOE}.w1", "ffn_down_exps": f"{_QWEN_MOE}.w2", "ffn_up_exps": f"{_QWEN_MOE}.w3"},
             whole=_BIAS,
         ),
     ),
-    **dict.fromkeys(("mamba2", "falcon-h1"), TensorLayout({**_LAYER, **_MAMBA}, whole=_MAMBA_WHOLE)),
+    **dict.fromkeys(("mamba2", "falcon-h1"), TensorLayout({**LAYER, **_MAMBA}, whole=_MAMBA_WHOLE)),
     "granitehybrid": TensorLayout(
         {
-            **{**_LAYER, **_MAMBA, "ffn_gate_inp": "block_sparse_moe.router.layer"},
+            **{**LAYER, **_MAMBA, "ffn_gate_inp": "block_sparse_moe.router.layer"},
             **{f"ffn_{part}_shexp": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
         },
         {f"ffn_{part}_exps": f"{_MIXTRAL}.{part}_proj" for part in ("gate", "up", "down")},
@@ -129,7 +134,7 @@ LAYOUTS = {
         ("nemotron_h", "nemotron_h_moe"),
         TensorLayout(
             {
-                **{**_LAYER, **_MAMBA, "ffn_gate_inp": "mlp.gate"},
+                **{**LAYER, **_MAMBA, "ffn_gate_inp": "mlp.gate"},
                 **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("up", "down")},
             },
             {f"ffn_{part}_exps": f"{_QWEN_MOE}.{part}_proj" for part in ("up", "down")},
@@ -139,7 +144,7 @@ LAYOUTS = {
     ),
     "gpt-oss": TensorLayout(
         {
-            **_ATTENTION,
+            **ATTENTION,
             "post_attention_norm": "post_attention_layernorm",
             "attn_sinks": "self_attn.sinks",
             "ffn_gate_inp": "mlp.router",
@@ -156,12 +161,30 @@ LAYOUTS = {
         for name in ("qwen3next", "qwen35", "qwen35moe")
     },
     "phi3": TensorLayout(
-        {**_ATTENTION, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
+        {**ATTENTION, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
     ),
-    "gemma": TensorLayout(_LAYER, shifted=True),
-    "seed_oss": TensorLayout({**_LAYER, "post_attention_norm": "post_attention_layernorm"}),
+    "gemma": TensorLayout(LAYER, shifted=True),
+    "seed_oss": TensorLayout({**LAYER, "post_attention_norm": "post_attention_layernorm"}),
     "gemma2": TensorLayout(_GEMMA, shifted=True),
-    "gemma3": TensorLayout({**_GEMMA, **_QK_NORMS}, shifted=True),
+    "gemma3": TensorLayout({**_GEMMA, **QK_NORMS}, shifted=True),
+    "gemma4": TensorLayout(
+        {
+            **{**_GEMMA, **QK_NORMS},
+            "inp_gate": "per_layer_input_gate",
+            "proj": "per_layer_projection",
+            "post_norm": "post_per_layer_input_norm",
+            "ffn_gate_inp": "router.proj",
+            "post_ffw_norm_1": "post_feedforward_layernorm_1",
+            "post_ffw_norm_2": "post_feedforward_layernorm_2",
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+        },
+        {f"ffn_{part}_exps": f"experts.{{}}.{part}_proj" for part in ("gate", "up", "gate_up", "down")},
+        whole={
+            "layer_output_scale.weight": "layer_scalar",
+            "ffn_gate_inp.scale": "router.scale",
+            "ffn_down_exps.scale": "router.per_expert_scale",
+        },
+    ),
 }
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that become fields of the config."""
@@ -211,6 +234,8 @@ class GGUFTensors(LazyTensors):
         return (1, *shape) if name.endswith("shared_expert_gate.weight") and len(shape) == 1 else shape
 
     def _conversion(self, name: str) -> Callable[[Tensor], Tensor] | None:
+        if name == "d2t":  # stored as the tokens themselves
+            return lambda tokens: tokens - torch.arange(len(tokens))
         if name.endswith("A_log"):
             return lambda rate: (-rate).log().flatten()
         if name.endswith(("conv1d.weight", ".conv.conv.weight", "shared_expert_gate.weight", *_FLAT)):
@@ -254,8 +279,8 @@ def _named(file: GGUFFile, layout: TensorLayout, layers: int) -> dict[str, GGUFT
 
 def _hf_names(name: str, tensor: GGUFTensor, layout: TensorLayout) -> dict[str, GGUFTensor]:
     """Return Hugging Face's name of a GGUF tensor, one per expert where it stacks them; {} where it is unknown."""
-    if name in _TOP:
-        return {_TOP[name]: tensor}
+    if top := layout.top.get(name) or _TOP.get(name):
+        return {top: tensor}
     block, _, rest = name.partition(".")
     layer, _, rest = rest.partition(".")
     if block == "blk" and rest in layout.whole:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.models.config import ModelConfig
-from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, HeadConfig, MedusaConfig
+from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, MedusaConfig, TrainableConfig
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -20,7 +20,7 @@ MAPS = ("d2t", "t2d", "token_map")
 """Tensors that map the rows of a draft vocabulary to the target's tokens."""
 
 
-def shapes_of(config: HeadConfig) -> tuple[Shapes, Shapes]:
+def shapes_of(config: TrainableConfig) -> tuple[Shapes, Shapes]:
     """Return the tensors (see `heads.py` for their names) that a head must have, and those it may have."""
     if isinstance(config, EagleConfig):
         return _eagle3(config) if config.version == 3 else _eagle(config)
@@ -31,7 +31,7 @@ def shapes_of(config: HeadConfig) -> tuple[Shapes, Shapes]:
 
 def _eagle3(c: EagleConfig) -> tuple[Shapes, Shapes]:
     h, wide, vocab = c.layer.hidden, (len(c.taps) or 3) * c.target_hidden, c.layer.vocab_size
-    needed, allowed = _layer(c.layer, 0, 2 * h)
+    needed, allowed = _layers(c.layer, 2 * h)
     needed |= {"fc.weight": (h, wide), "layers.0.hidden_norm.weight": (h,), "norm.weight": (h,)}
     if c.norm_before_fc:
         needed["input_norm.weight"] = (wide,)
@@ -48,7 +48,7 @@ def _eagle3(c: EagleConfig) -> tuple[Shapes, Shapes]:
 
 def _eagle(c: EagleConfig) -> tuple[Shapes, Shapes]:
     h = c.layer.hidden
-    needed, allowed = _layer(c.layer, 0, h)
+    needed, allowed = _layers(c.layer, h)
     norm = "layers.0.input_layernorm.weight"  # absent in the reference, whose input was normed by the target
     allowed |= {norm: needed.pop(norm), "fc.bias": (h,), "embed_tokens.weight": (c.layer.vocab_size, h)}
     return needed | {"fc.weight": (h, 2 * h)}, allowed
@@ -67,10 +67,8 @@ def _medusa(c: MedusaConfig) -> tuple[Shapes, Shapes]:
 def _block(c: BlockConfig) -> tuple[Shapes, Shapes]:
     h = c.layer.hidden
     needed: Shapes = {"fc.weight": (h, len(c.taps) * h), "hidden_norm.weight": (h,), "norm.weight": (h,)}
-    allowed: Shapes = {}
-    for index in range(c.layer.layers):
-        must, may = _layer(c.layer, index, h)
-        needed, allowed = needed | must, allowed | may
+    must, allowed = _layers(c.layer, h)
+    needed |= must
     if c.draft_vocab not in (0, c.layer.vocab_size):
         maps: Shapes = {"d2t": (c.draft_vocab,), "t2d": (c.layer.vocab_size,)}
         needed |= maps | {"lm_head.weight": (c.draft_vocab, h)}
@@ -82,6 +80,16 @@ def _exit(c: ExitConfig) -> tuple[Shapes, Shapes]:
     if c.rank:
         needed |= {"proj.down.weight": (c.rank, c.hidden), "proj.up.weight": (c.hidden, c.rank)}
     return needed, {}
+
+
+def _layers(c: ModelConfig, width: int) -> tuple[Shapes, Shapes]:
+    """Return the tensors of all layers; `width` is the first one's, see `_layer`."""
+    needed, allowed = _layer(c, 0, width)
+    for index in range(1, c.layers):
+        must, may = _layer(c, index, c.hidden)
+        needed |= must
+        allowed |= may
+    return needed, allowed
 
 
 def _layer(c: ModelConfig, index: int, width: int) -> tuple[Shapes, Shapes]:
@@ -103,7 +111,7 @@ def _layer(c: ModelConfig, index: int, width: int) -> tuple[Shapes, Shapes]:
     return {f"{start}{name}.weight": shape for name, shape in (parts | norms).items()}, biases
 
 
-def check_tensors(where: Path, config: HeadConfig, tensors: Mapping[str, Tensor]) -> None:
+def check_tensors(where: Path, config: TrainableConfig, tensors: Mapping[str, Tensor]) -> None:
     """Raise `CorruptModel` for a tensor that is missing, misshapen, not finite or unknown to the config, and for
     inconsistent token maps or configs; `UnsupportedModel` for quantised weights."""
     _check_config(where, config)
@@ -120,7 +128,7 @@ def check_tensors(where: Path, config: HeadConfig, tensors: Mapping[str, Tensor]
     _check_maps(where, config, tensors)
 
 
-def _check_config(where: Path, config: HeadConfig) -> None:
+def _check_config(where: Path, config: TrainableConfig) -> None:
     if isinstance(config, MedusaConfig):
         for path in config.paths:
             if not path or any(isinstance(x, bool) or not isinstance(x, int) or x < 0 for x in path):
@@ -152,7 +160,7 @@ def _check_tensor(where: Path, name: str, tensor: Tensor, shape: tuple[int, ...]
         )
 
 
-def _check_maps(where: Path, config: HeadConfig, tensors: Mapping[str, Tensor]) -> None:
+def _check_maps(where: Path, config: TrainableConfig, tensors: Mapping[str, Tensor]) -> None:
     if "d2t" in tensors and isinstance(config, (EagleConfig, BlockConfig)):
         targets = torch.arange(config.draft_vocab) + tensors["d2t"]
         _check_targets(f"d2t of the head {where}", targets, config.layer.vocab_size)

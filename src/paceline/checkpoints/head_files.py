@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.checkpoints.assistant import ASSISTANT, open_assistant
 from paceline.checkpoints.checkpoint import open_weights
 from paceline.checkpoints.head_check import MAPS, check_tensors
 from paceline.checkpoints.head_codes import decode
+from paceline.checkpoints.head_gguf import is_head_gguf, open_head_gguf
 from paceline.checkpoints.mtp import open_mtp
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.files.locate import resolve
@@ -26,7 +28,7 @@ from paceline.files.reading import read_json
 from paceline.files.schema import HEAD, HEAD_IDENTITY, check
 from paceline.models.config import ModelConfig
 from paceline.models.families import read_config
-from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, HeadConfig, HeadFile, MedusaConfig
+from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, HeadFile, MedusaConfig, TrainableConfig
 from paceline.types import Tap
 
 Raw = Mapping[str, Any]
@@ -60,7 +62,7 @@ class _Folder:
         return value
 
 
-Found = tuple[str, HeadConfig, Tensors]
+Found = tuple[str, TrainableConfig, Tensors]
 """Layout, config, and tensors by canonical name."""
 
 
@@ -73,7 +75,7 @@ def open_head(
     allow_pickle: bool = False,
 ) -> HeadFile:
     """Read and check a learned drafter in any layout, from a folder or a hub id (with `revision` and `token`), or the
-    MTP layer of a model there or in a GGUF file.
+    MTP layer of a model there or in a GGUF file, or llama.cpp's GGUF of an EAGLE-3 or DFlash drafter.
 
     `allow_pickle` admits pytorch_model.bin and medusa_lm_head.pt, read with `weights_only`. Raises `ModelNotFound`,
     `CorruptModel` (damaged, incomplete, inconsistent, not finite) or `UnsupportedModel` (not a head that Paceline
@@ -81,8 +83,12 @@ def open_head(
     """
     path = resolve(reference, revision=revision, token=token, quiet=quiet, allow_pickle=allow_pickle)
     raw = {} if path.is_file() else read_json(path / "config.json", HEAD_IDENTITY)
+    if raw.get("model_type") == ASSISTANT:
+        return open_assistant(path, allow_pickle=allow_pickle)
     reader = None if path.is_file() else _reader(path, raw)
     if reader is None:
+        if path.is_file() and (stored := open_head_gguf(path)):
+            return stored
         if built_in := open_mtp(path, allow_pickle=allow_pickle):
             return built_in
         raise UnsupportedModel(
@@ -105,7 +111,7 @@ def open_head(
     return HeadFile(path, layout, config, whole, target, layers, extra)
 
 
-def complete(config: HeadConfig, tensors: Mapping[str, Tensor]) -> Tensors:
+def complete(config: TrainableConfig, tensors: Mapping[str, Tensor]) -> Tensors:
     """Return the tensors with token maps in int64 and bool, and d2t and t2d derived from each other if one is missing.
 
     Malformed maps (not integers, not one row) are left for `check_tensors` to report.
@@ -125,10 +131,15 @@ def complete(config: HeadConfig, tensors: Mapping[str, Tensor]) -> Tensors:
 
 
 def holds_head(path: Path) -> bool:
-    """Whether the config.json in this folder is a learned drafter's. Raises `UnsupportedModel` for a kind that Paceline
-    does not run."""
+    """Whether the config.json in this folder is a learned drafter's, or this GGUF file holds one. Raises
+    `UnsupportedModel` for a kind that Paceline does not run."""
+    if path.is_file():
+        return is_head_gguf(path)
     file = path / "config.json"
-    return file.exists() and _reader(path, read_json(file, HEAD_IDENTITY)) is not None
+    if not file.exists():
+        return False
+    raw = read_json(file, HEAD_IDENTITY)
+    return raw.get("model_type") == ASSISTANT or _reader(path, raw) is not None
 
 
 def _check_fields(file: Path, raw: Raw) -> None:
@@ -166,7 +177,7 @@ def _reader(path: Path, raw: Raw) -> Callable[[_Folder], Found] | None:
         return _read_medusa_reference
     if "dflash" in names or "dflash_config" in raw:
         return _read_dflash
-    # EAGLE-1 and 2 have the config of a Llama, but of one layer and without a tokenizer.
+    # EAGLE-1 and 2 have the config of a Llama, but of one layer and without a tokenizer; larger ones say "eagle".
     single = raw.get("num_hidden_layers") == 1 and not any(path.glob("tokenizer*"))
     return _read_eagle if "eagle" in names or "draft_vocab_size" in raw or single else None
 
@@ -190,20 +201,26 @@ def _canonical(name: str) -> str:
     return re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model."))
 
 
+def _eagle_tensors(folder: _Folder) -> Tensors:
+    """By canonical name, without norms of hidden states that only the first layer applies."""
+    named = {_canonical(name): tensor for name, tensor in folder.tensors.items()}
+    return {name: x for name, x in named.items() if not re.fullmatch(r"layers\.[1-9]\d*\.hidden_norm\.weight", name)}
+
+
 def _read_speculators_eagle3(folder: _Folder) -> Found:
     raw = folder.raw
-    layer = _one_layer(folder, raw["transformer_layer_config"])
+    layer = _eagle_layers(folder, raw["transformer_layer_config"])
     config = _eagle3(folder, layer, tuple(raw.get("eagle_aux_hidden_state_layer_ids") or ()))
-    return "speculators", config, {_canonical(name): tensor for name, tensor in folder.tensors.items()}
+    return "speculators", config, _eagle_tensors(folder)
 
 
 def _read_eagle(folder: _Folder) -> Found:
     """Read the layout of the reference, SGLang and SpecForge: EAGLE-3, or 1 and 2, which have no `hidden_norm`."""
     raw = folder.raw
-    tensors = {_canonical(name): tensor for name, tensor in folder.tensors.items()}
+    tensors = _eagle_tensors(folder)
     # The reference's layer is Llama's whatever model_type says, and it ignores windows.
     ignored = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
-    layer = _one_layer(folder, {k: v for k, v in raw.items() if k not in ignored} | {"model_type": "llama"})
+    layer = _eagle_layers(folder, {k: v for k, v in raw.items() if k not in ignored} | {"model_type": "llama"})
     if "layers.0.hidden_norm.weight" not in tensors and "draft_vocab_size" not in raw:
         tensors.pop("lm_head.weight", None)  # some files repeat the target's
         return "reference", EagleConfig(layer, ("final",), layer.hidden, layer.vocab_size, version=1), tensors
@@ -232,13 +249,9 @@ def _eagle3(folder: _Folder, layer: ModelConfig, taps: tuple[Tap, ...]) -> Eagle
     )
 
 
-def _one_layer(folder: _Folder, raw: Raw) -> ModelConfig:
-    if raw.get("num_hidden_layers", 1) != 1:
-        raise UnsupportedModel(
-            f"{folder.path} is an EAGLE head of {raw['num_hidden_layers']} layers", "Paceline runs those of one layer"
-        )
-    config = read_config({"model_type": "qwen3", **raw, "num_hidden_layers": 1})
-    if config.plan[0].window:
+def _eagle_layers(folder: _Folder, raw: Raw) -> ModelConfig:
+    config = read_config({"model_type": "qwen3", "num_hidden_layers": 1, **raw})
+    if any(layer.window for layer in config.plan):
         raise UnsupportedModel(f"{folder.path} is an EAGLE head with a sliding window", "Use one without")
     normed = any(_canonical(name) == "layers.0.self_attn.q_norm.weight" for name in folder.tensors)
     return replace(config, qk_norm=normed, special=(), tied=False)

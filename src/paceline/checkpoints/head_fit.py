@@ -14,7 +14,7 @@ from paceline.errors import HeadMismatch, UnsupportedModel
 from paceline.files.reading import read_json
 from paceline.files.schema import HEAD
 from paceline.models.config import ModelConfig
-from paceline.models.heads import BlockConfig, EagleConfig, HeadConfig, HeadFile, MedusaConfig, taps_of
+from paceline.models.heads import AssistantConfig, BlockConfig, EagleConfig, HeadConfig, HeadFile, MedusaConfig, taps_of
 from paceline.protocols import TargetWithHead
 from paceline.text.tokenizer import Tokenizer
 from paceline.types import Tap
@@ -82,7 +82,7 @@ def fits(head: HeadFile, target: Loaded | ModelConfig) -> HeadFile:
 
 def _expects(config: HeadConfig) -> tuple[int, int | None]:
     """Return the hidden size and vocabulary that the head expects of its target."""
-    if isinstance(config, EagleConfig):
+    if isinstance(config, (EagleConfig, AssistantConfig)):
         return config.target_hidden, config.layer.vocab_size
     if isinstance(config, BlockConfig):
         return config.layer.hidden, config.layer.vocab_size

@@ -25,7 +25,7 @@ from paceline.checkpoints.head_check import check_tensors
 from paceline.checkpoints.head_files import EAGLE_FLAGS, complete, holds_head
 from paceline.errors import CannotWrite, InvalidOption
 from paceline.models.config import ModelConfig
-from paceline.models.heads import BlockConfig, EagleConfig, HeadFile, MedusaConfig, kind_of
+from paceline.models.heads import AssistantConfig, BlockConfig, EagleConfig, HeadFile, MedusaConfig, kind_of
 
 Raw = dict[str, Any]
 Tensors = Mapping[str, Tensor]
@@ -47,6 +47,8 @@ def write_head(folder: str | Path, head: HeadFile, bits: int = 16) -> Path:
     express and for a folder that holds something else, `CorruptModel` for tensors that do not fit their config,
     `CannotWrite`.
     """
+    if isinstance(head.config, AssistantConfig):
+        raise InvalidOption("Gemma 4's assistants are read only", "Copy the folder instead")
     folder = Path(folder).expanduser()
     tensors = complete(head.config, head.tensors)
     check_tensors(folder, head.config, tensors)
@@ -101,6 +103,7 @@ def _fill(folder: Path, config: Raw, tensors: Tensors) -> None:
 def _config_json(head: HeadFile, tensors: Tensors) -> Raw:
     """Return the fields of config.json, "paceline" excepted."""
     c = head.config
+    assert not isinstance(c, AssistantConfig)
     if isinstance(c, EagleConfig):
         return _eagle3(head, c, tensors)
     if isinstance(c, BlockConfig):

@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from inspect import Signature
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from paceline.checkpoints.adapters import Adapter, read_factors
 from paceline.checkpoints.checkpoint import Checkpoint, eos_token_ids
 from paceline.checkpoints.lora import Merged, open_model
 from paceline.checkpoints.mtp import has_mtp
@@ -22,6 +24,7 @@ from paceline.files.progress import progress_bar
 from paceline.kernels.cpu.build import library
 from paceline.kernels.cuda import has_triton
 from paceline.kernels.linear import fast_bfloat16, packs_bfloat16
+from paceline.kernels.low_rank import Factors
 from paceline.kernels.quantize import Mode, Precision, check_precision
 from paceline.kernels.threads import limit_threads
 from paceline.models.config import ModelConfig
@@ -29,7 +32,8 @@ from paceline.models.decoder import Decoder
 from paceline.models.families import FAMILIES, read_config
 from paceline.models.lazy import Outlines, Quantised, mostly_codes
 from paceline.models.refusals import refuse_other_heads, refuse_other_kinds
-from paceline.protocols import Target
+from paceline.models.runner_choice import runner_of, suggest_codes, warn_of
+from paceline.protocols import Adaptable, Target
 from paceline.text.tokenizer import Tokenizer
 
 _LOG = logging.getLogger("paceline")
@@ -55,6 +59,31 @@ class Loaded:
     head_tokens: Tensor | None = None
     has_mtp: bool = False
 
+    def adapter_number(self, name: str | None) -> int:
+        """Return an adapter's number, 0 for None (see `KVCache.acquire`). Raises `InvalidOption` for an unknown one."""
+        names = ["", *(self.target.adapters if isinstance(self.target, Adaptable) else ())]
+        if (name or "") not in names:
+            raise InvalidOption(f"no adapter {name!r} is loaded", f"Loaded adapters: {', '.join(names[1:]) or 'none'}")
+        return names.index(name or "")
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "fast": {"quantize": "int4"},
+    "low-memory": {"quantize": "int4", "drafter": "suffix"},
+    "exact": {"quantize": "none", "exact": True},
+}
+"""Name -> what `load` takes instead of its defaults."""
+
+
+def with_preset(name: str, given: Mapping[str, Any], of: Signature) -> dict[str, Any]:
+    """Return the arguments of `load`, with a preset's where the default of its signature was left. Raises
+    `InvalidOption`."""
+    if name not in PRESETS:
+        raise InvalidOption(f"preset {name!r} is unknown", f"Choose from {', '.join(PRESETS)}")
+    defaults = {key: option.default for key, option in of.parameters.items()}
+    preset = {key: value for key, value in PRESETS[name].items() if given[key] == defaults[key]}
+    return {**given, **preset, "preset": None}
+
 
 def load_model(
     reference: str | Path,
@@ -69,6 +98,7 @@ def load_model(
     progress: bool = False,
     exact: bool = False,
     head_tokens: HeadTokens | None = None,
+    adapters: Mapping[str, Adapter] | None = None,
 ) -> Loaded:
     """See `paceline.load`. `head_tokens`: makes a draft model, which no text depends on. Raises `PacelineError`."""
     began = time.perf_counter()
@@ -87,6 +117,7 @@ def load_model(
             f"{reference} runs through transformers, whose weights are not quantised here",
             "Leave quantize out, or use a model that Paceline runs itself (`paceline info` says which)",
         )
+    factors = _read_adapters(adapters or {}, config, exact, where, token=token, allow_pickle=allow_pickle)
     mode = weights_held(config, checkpoint.tensors, quantize, dtype, where, drafts=head_tokens is not None)
     tensors = Quantised(checkpoint.tensors, mode, requantise=head_tokens is not None) if mode else checkpoint.tensors
     kept = None
@@ -95,7 +126,7 @@ def load_model(
     too_large = memory_named(f"{reference} does not fit on {where} in {kind}", "Use a smaller dtype or model")
     with too_large, progress_bar(f"loading {reference}", progress) as advance:
         if config:
-            target: Target = _decoder(exact, where)(config, tensors, kind, where, advance, kept)
+            target: Target = _decoder(exact, where)(config, tensors, kind, where, advance, kept, factors)
         else:
             target = _through_transformers(checkpoint, kind, where)
     eos = eos_token_ids(checkpoint.config, checkpoint.generation, checkpoint.tokenizer)
@@ -103,6 +134,20 @@ def load_model(
     _LOG.debug(line, checkpoint.path, mode or kind, where, type(target).__name__, time.perf_counter() - began)
     mtp = config is not None and has_mtp(checkpoint.tensors)
     return Loaded(target, checkpoint.tokenizer, eos, checkpoint.generation, checkpoint.path, mode, kept, mtp)
+
+
+def _read_adapters(
+    adapters: Mapping[str, Adapter], config: ModelConfig | None, exact: bool, device: torch.device, **fetch: Any
+) -> list[Factors]:
+    """Read the adapters to hold beside the weights. Raises `UnsupportedModel` where nothing can run them."""
+    if adapters and config is None:
+        raise UnsupportedModel(
+            "this model runs through transformers, where no adapters are held beside the weights",
+            "Give load a PeftModel of the peft package, or merge the adapter",
+        )
+    if adapters and exact and device.type == "cuda":
+        raise UnsupportedModel("exact=True on a CUDA device runs no adapters", "Leave out exact, or merge the adapter")
+    return [read_factors(name, adapter, **fetch) for name, adapter in adapters.items()]
 
 
 def weights_held(
@@ -186,6 +231,14 @@ def _through_transformers(checkpoint: Checkpoint, dtype: torch.dtype, device: to
             "Merge it with peft's merge_and_unload, and load the result",
         )
     return from_pretrained(checkpoint.path, dtype, device)
+
+
+def advise(loaded: Loaded, floats_chosen: bool) -> None:
+    """Say once what would make the model faster."""
+    if isinstance(target := loaded.target, Decoder):
+        warn_of(runner_of(target.config, target.device, target.dtype, loaded.quantize))
+        if not floats_chosen:
+            suggest_codes(loaded.path, target.device)
 
 
 def check_held(moved: bool, quantized: bool, adapted: bool) -> None:

@@ -110,6 +110,11 @@ def _patterns(path: Path, given: Mapping[str, float] | None) -> Patterns:
 
 def _refuse_other_kinds(path: Path, raw: Mapping[str, Any]) -> None:
     merge = "Merge it with the peft package and load the result, or use a plain LoRA"
+    if raw.get("peft_type") == "XLORA":
+        raise UnsupportedModel(
+            f"{path} is an X-LoRA, which weighs its adapters anew for every token, by another pass before",
+            "Give its adapters as a list, with fixed weights",
+        )
     if raw.get("peft_type") != "LORA":
         raise UnsupportedModel(f"{path} is an adapter of type {raw.get('peft_type', '?')}, not LORA", merge)
     if used := [key for key in _VARIANTS if raw.get(key)]:
@@ -165,6 +170,28 @@ class LoraAdapter:
                 "Config and weights are of different adapters; fetch it again",
             )
         return a, b
+
+    def low_rank(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return A [r, in] and B [out, r] of each module, B with the scale, in float32 or wider.
+
+        Raises `UnsupportedModel` for an adapter that changes more than products, and can only be merged.
+        """
+        parts = {part for found in self.changes.values() for part in found}
+        kinds = {"bias": "has biases of its own", "lora_embedding_A": "changes an embedding"}
+        kinds["lora_magnitude_vector"] = "is weight-decomposed (DoRA)"
+        reasons = [reason for part, reason in kinds.items() if part in parts]
+        if self.whole:
+            reasons.append(f"replaces {next(iter(self.whole))}")
+        if reasons:
+            raise UnsupportedModel(
+                f"the adapter {self.path} {' and '.join(reasons)}, which must be the same for all rows of a pass",
+                "Merge it into the model: give it as `adapter`, without a name",
+            )
+        found = {}
+        for module in self.changes:
+            a, b = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in self.factors(module))
+            found[module] = a, b * self.rules.scale_of(module)
+        return found
 
     def misfit(self, name: str, shapes: str) -> AdapterMismatch:
         """Return the error for a base whose tensor or module `name` contradicts the adapter."""

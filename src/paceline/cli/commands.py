@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import MISSING, field, fields, is_dataclass
 from inspect import Parameter, Signature, cleandoc, signature
@@ -15,6 +15,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
 from typer.models import OptionInfo
 
 from paceline.errors import PacelineError
@@ -113,14 +114,29 @@ def _show_all(ctx: typer.Context, wanted: bool) -> None:
         raise typer.Exit
 
 
-def add_command(app: typer.Typer, function: Callable[..., None], name: str | None = None, **context: Any) -> None:
+def add_command(app: typer.Typer, function: Callable[..., Any], name: str | None = None, **context: Any) -> None:
     """Make `function` a command of `app`. `context`: typer's settings of its context."""
     app.command(name, cls=Command, context_settings=context)(with_options(function))
 
 
-def with_options(function: Callable[..., None]) -> Callable[..., None]:
+def parsed(function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """Return the context of `function` as a command with these options, checked but not run: its command's `invoke`
+    runs it. `options`: as in a file, by name. Raises click's `UsageError`."""
+    arguments: list[str] = []
+    for name, value in options.items():
+        for one in value if isinstance(value, list) else [value]:
+            text = str(one)
+            if text.lower() != "false":
+                arguments += [f"--{name.replace('_', '-')}", *([] if text.lower() == "true" else [text])]
+    app = typer.Typer()
+    add_command(app, function)
+    return get_command(app).make_context(function.__name__, arguments)
+
+
+def with_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return `function` as typer needs it: a parameter whose type is a dataclass becomes the fields of that class."""
     hints = get_type_hints(function, include_extras=True)
+    hints.pop("return", None)
     groups = {name: kind for name, kind in hints.items() if isinstance(kind, type) and is_dataclass(kind)}
     parameters: list[Parameter] = []
     for parameter in signature(function).parameters.values():
@@ -137,13 +153,13 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
     help_all = option("Show every option, by subject, and exit.", is_eager=True, callback=_show_all)
     parameters.append(_parameter("help_all", Annotated[bool, help_all], False))
 
-    def run(help_all: bool, verbose: bool = False, **given: Any) -> None:
+    def run(help_all: bool, verbose: bool = False, **given: Any) -> Any:
         if verbose:
             logging.basicConfig(format=LOG_FORMAT)
             logging.getLogger("paceline").setLevel(logging.DEBUG)
         for name, kind in groups.items():
             given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
-        function(**given)
+        return function(**given)
 
     paragraphs = cleandoc(function.__doc__ or "").split("\n\n")
     run.__name__, run.__doc__ = function.__name__, "\n\n".join(" ".join(text.split()) for text in paragraphs)

@@ -37,6 +37,7 @@ _HEADS = {
     "mtp": ("multi-token prediction", "", ""),
     "medusa": ("Medusa", "heads", "{heads} of {layers} layers, with {output}"),
     "block": ("DFlash (block)", "block", "{block_size} tokens, {layers} layers, mask token {mask_token}"),
+    "assistant": ("Gemma 4 assistant", "layers", "{layers}, over the target's keys and values"),
     "exit": ("early exit", "exit", "after {layers} layers, adapter of rank {rank}"),
 }
 """Kind -> title, and a row of its own: name and value."""
@@ -64,7 +65,7 @@ def info(
 
     name, quiet = model_name(argument, model), not progress_wanted(False)
     path = resolve(name, revision=revision, token=token, quiet=quiet, allow_pickle=allow_pickle)
-    is_head = path.is_dir() and holds_head(path)
+    is_head = holds_head(path)
     facts = _head_facts(path, allow_pickle) if is_head else _model_facts(path, allow_pickle)
     if as_json:
         typer.echo(json.dumps(facts))
@@ -237,6 +238,8 @@ def _head_facts(path: Path, allow_pickle: bool) -> dict[str, Any]:
     from paceline.models.lazy import shape_of
 
     head = open_head(path, allow_pickle=allow_pickle)
+    ends = ("safetensors", "bin", "pt")
+    files = [path] if path.is_file() else [file for end in ends for file in path.glob(f"*.{end}")]
     sizes = [(kind_of_tensor(head.tensors, name), math.prod(shape_of(head.tensors, name))) for name in head.tensors]
     return {
         "path": str(head.path),
@@ -247,18 +250,19 @@ def _head_facts(path: Path, allow_pickle: bool) -> dict[str, Any]:
         "taps": list(taps_of(head.config)) or None,
         **_head_sizes(head),
         "parameters": sum(count for kind, count in sizes if not kind.endswith(("int64", "bool"))),
-        "bytes": sum(
-            file.stat().st_size for end in ("safetensors", "bin", "pt") for file in head.path.glob(f"*.{end}")
-        ),
+        "bytes": sum(file.stat().st_size for file in files),
         "dtypes": _dtypes(sizes),
         "extra": dict(head.extra),
     }
 
 
 def _head_sizes(head: HeadFile) -> dict[str, Any]:
-    from paceline.models.heads import BlockConfig, EagleConfig, MedusaConfig
+    from paceline.models.heads import AssistantConfig, BlockConfig, EagleConfig, MedusaConfig
 
     c = head.config
+    if isinstance(c, AssistantConfig):
+        vocab = c.layer.vocab_size
+        return {"hidden": c.target_hidden, "vocab_size": vocab, "draft_vocab": vocab, "layers": c.layer.layers}
     if isinstance(c, EagleConfig):
         return {"hidden": c.target_hidden, "vocab_size": c.layer.vocab_size, "draft_vocab": c.draft_vocab}
     if isinstance(c, MedusaConfig):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -17,8 +18,9 @@ from paceline.cli.show import ignored_line, sampling_line
 from paceline.errors import InvalidOption
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from paceline.checkpoints.adapters import Adapter
     from paceline.llm import LLM
     from paceline.sampling.grammar import Grammar
     from paceline.sampling.parameters import Sampling
@@ -126,7 +128,14 @@ class ModelOptions:
 
     model: ModelName = DEMO
     adapter: Annotated[
-        str | None, _model("LoRA adapter to merge into the model: a PEFT folder or a hub id.", metavar="ADAPTER")
+        list[str] | None,
+        _model(
+            "LoRA adapter, a PEFT folder or a hub id; NAME=ADAPTER is not merged. Repeatable.\n\nOne without a name is "
+            "merged into the model. Those with one stay beside it: each request of a server may give one's name as its "
+            "model; other replies have the first. Several are added up as JSON: "
+            '{"name": "mix", "path": ["DIR", "DIR"], "weights": [0.7, 0.3], "drafter": "ngram"}.',
+            metavar="ADAPTER",
+        ),
     ] = None
     dtype: DataType = "auto"
     device: Device = "auto"
@@ -146,13 +155,17 @@ class ModelOptions:
         return resolve(self.model, revision=self.revision, token=self.token, allow_pickle=self.allow_pickle)
 
     def open(self, *, progress: bool, **more: Any) -> LLM:
-        """Load the model. `more`: other arguments of `paceline.load`. Raises `PacelineError`."""
+        """Load the model; replies have the first named adapter. `more`: other arguments of `paceline.load`. Raises
+        `PacelineError`."""
         import paceline.llm
 
         set_threads(self.threads)
-        names = ("adapter", "dtype", "device", "revision", "token", "allow_pickle")
+        names = ("dtype", "device", "revision", "token", "allow_pickle")
         given: dict[str, Any] = {name: getattr(self, name) for name in names}
-        return paceline.llm.load(self.model, progress=progress, **given, **more)
+        merged, beside = parse_adapters(self.adapter or ())
+        llm = paceline.llm.load(self.model, adapter=merged, adapters=beside, progress=progress, **given, **more)
+        llm.adapter = next(iter(beside), None)
+        return llm
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +215,45 @@ class LoadOptions(ModelOptions):
             draft_revision=self.draft_revision,
             draft_vocab=int(self.draft_vocab) if self.draft_vocab.isdecimal() else self.draft_vocab,
         )
+
+
+def parse_adapters(texts: Sequence[str]) -> tuple[str | None, dict[str, str | Adapter]]:
+    """Return the values of --adapter: the one to merge, and those beside the model by name. Raises `InvalidOption`."""
+    merged: list[str] = []
+    beside: dict[str, str | Adapter] = {}
+    for text in texts:
+        adapter: str | Adapter
+        name, _, path = text.partition("=")
+        if text.lstrip().startswith("{"):
+            name, adapter = _parse_adapter(text)
+        elif path and not os.path.exists(text):
+            adapter = path
+        else:
+            merged.append(text)
+            continue
+        if name in beside:
+            raise InvalidOption(f"two adapters are called {name}", "Give one of them another name")
+        beside[name] = adapter
+    if len(merged) > 1:
+        raise InvalidOption(
+            f"{len(merged)} adapters are to be merged", "Merge one, and give the others as NAME=ADAPTER"
+        )
+    return next(iter(merged), None), beside
+
+
+def _parse_adapter(text: str) -> tuple[str, Adapter]:
+    """Return name and adapter of a JSON object, as vLLM's --lora-modules has them. Raises `InvalidOption`."""
+    from paceline.checkpoints.adapters import Adapter
+
+    try:
+        fields = json.loads(text)
+        name = fields.pop("name")
+        return str(name), Adapter(**fields)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise InvalidOption(
+            f"--adapter {text:.80} is not an adapter ({type(error).__name__}: {error})",
+            'Write {"name": "mix", "path": ["A", "B"], "weights": [0.7, 0.3]}',
+        ) from error
 
 
 def parse_draft(text: str) -> DraftBudget | Literal["auto"]:

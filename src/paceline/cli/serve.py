@@ -13,16 +13,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli.commands import LOG_FORMAT, option, options_of
-from paceline.cli.options import DEMO, LoadOptions, ModelArgument, Quiet, progress_wanted
+from paceline.cli.options import DEMO, LoadOptions, ModelArgument, Quiet, parse_adapters, progress_wanted
 from paceline.cli.show import amount
 from paceline.errors import InvalidOption, ModelNotFound, PacelineError, install_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
+    from fastapi import FastAPI
+
     from paceline.files.stores import StoredModel
     from paceline.llm import LLM
     from paceline.recording.file import ReplyRecorder
+    from paceline.server.limits import Settings
     from paceline.server.models import Models, ModelSource
     from paceline.server.worker import Worker, WorkerLimits
 
@@ -151,6 +154,26 @@ def _is_head(folder: Path) -> bool:
         return True
 
 
+Also = Annotated[
+    list[str] | None,
+    option(
+        "Further drafter that requests may name. Repeatable.\n\nsuffix and ngram are always available.",
+        panel="Speculation",
+        metavar="DRAFTER",
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModels:
+    """The application that the options of `paceline serve` describe. `close`: to be called once it has stopped."""
+
+    app: FastAPI
+    models: Models
+    has_keys: bool
+    close: Callable[[], None]
+
+
 def serve(
     argument: ModelArgument = None,
     *,
@@ -158,20 +181,32 @@ def serve(
     server: ServerOptions,
     limits: LimitOptions,
     several: ModelsOptions,
-    also: Annotated[
-        list[str] | None,
-        option(
-            "Further drafter that requests may name. Repeatable.\n\nsuffix and ngram are always available.",
-            panel="Speculation",
-            metavar="DRAFTER",
-        ),
-    ] = None,
+    also: Also = None,
     quiet: Quiet = False,
 ) -> None:
     """Serve models over OpenAI's API to many clients at once.
 
     MODEL is loaded before the server starts, and stays. The models of --models are loaded when a request names them.
     """
+    served = application(argument, model=model, server=server, limits=limits, several=several, also=also, quiet=quiet)
+    from paceline.server.listen import run
+
+    announce = partial(_announce, served.models, served.has_keys, quiet)
+    run(served.app, served.models, server.host, server.port, server.grace, announce)
+    served.close()
+
+
+def application(
+    argument: ModelArgument = None,
+    *,
+    model: LoadOptions,
+    server: ServerOptions,
+    limits: LimitOptions,
+    several: ModelsOptions,
+    also: Also = None,
+    quiet: Quiet = False,
+) -> ServedModels:
+    """Load what `serve` serves, for any ASGI server."""
     only_named = argument is None and model.model == DEMO and several.models
     model = model.with_model(argument)
     missing = [module for module in ("fastapi", "uvicorn", "prometheus_client", "psutil") if not find_spec(module)]
@@ -181,8 +216,7 @@ def serve(
     import psutil
 
     from paceline.server.app import create_app
-    from paceline.server.limits import Settings
-    from paceline.server.listen import check_address, run
+    from paceline.server.listen import check_address
     from paceline.server.models import Models, ModelSource
 
     addresses = check_address(server.host, server.port)
@@ -211,7 +245,20 @@ def serve(
         free_memory=lambda: int(psutil.virtual_memory().available),
         pull=partial(_pull, on_request, most) if set(several.models or ()) & set(_STORES) else None,
     )
-    settings = Settings(
+    settings = _settings(server, limits, addresses)
+
+    def close() -> None:
+        for recorder in recorders:
+            recorder.close()
+
+    return ServedModels(create_app(models, settings), models, bool(settings.api_keys), close)
+
+
+def _settings(server: ServerOptions, limits: LimitOptions, addresses: Collection[str]) -> Settings:
+    """Return the settings of a server that listens at these IP addresses."""
+    from paceline.server.limits import Settings
+
+    return Settings(
         api_keys=tuple(server.api_key or ()),
         hosts=server.hosts(addresses),
         cors_origins=tuple(server.cors or ()),
@@ -221,10 +268,6 @@ def serve(
         log_prompts=server.log_prompts,
         trace_endpoint=server.traces,
     )
-    announce = partial(_announce, models, bool(settings.api_keys), quiet)
-    run(create_app(models, settings), models, server.host, server.port, server.grace, announce)
-    for recorder in recorders:
-        recorder.close()
 
 
 def _first(model: LoadOptions, server: ServerOptions, load: Callable[[], Worker], path: Path | None) -> ModelSource:
@@ -232,7 +275,8 @@ def _first(model: LoadOptions, server: ServerOptions, load: Callable[[], Worker]
     from paceline.server.models import ModelSource
 
     names = dict.fromkeys(server.served_model_name or [Path(model.model).name])
-    return ModelSource(tuple(names), load, stays=True, path=path and path.resolve())
+    adapters = tuple(parse_adapters(model.adapter or ())[1])
+    return ModelSource(tuple(names), load, stays=True, path=path and path.resolve(), adapters=adapters)
 
 
 def _pull(
@@ -275,6 +319,7 @@ def _open_worker(
     off = model.drafter == "none"
     first = [] if off else [FOUND if model.drafter == "auto" else spec_name(model.drafter)]
     llm = model.load(progress=progress, drafter=list(dict.fromkeys([*first, *also, *_WEIGHTLESS])))
+    llm.adapter = None  # requests name theirs
     if record:
         recorders.append(llm.record(record))
     return Worker(llm, limits.worker_limits(llm), OFF if off else None)
@@ -288,6 +333,8 @@ def _announce(models: Models, has_keys: bool, quiet: bool, address: str) -> None
 
     loaded = [model for source in models.sources if (model := models.get(source.names[0]))]
     about = ", ".join(f"{model.name} (drafter: {_default_drafter(model.worker)})" for model in loaded)
+    if adapters := [name for source in models.sources for name in source.adapters]:
+        about += f", with adapters {', '.join(adapters)},"
     others = len(models.sources) - len(loaded)
     if others:
         about += f"{' and ' if about else ''}{others} model{'s' * (others > 1)} on request"

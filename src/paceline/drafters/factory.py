@@ -8,6 +8,7 @@ ngram                         prompt lookup
 model:REF                     a draft model, also with another tokenizer
 eagle3, medusa, block         the head of this kind that comes with Paceline for the target
 mtp, mtp:REF                  the multi-token-prediction layer in the target's own files, or in others
+assistant:REF                 Gemma 4's assistant, which reads the target's keys and values
 eagle3:REF, ..., head:REF     a head checkpoint; `head` takes any kind
 early-exit                    the adapter that comes with Paceline, or half of the target's layers
 early-exit:LAYERS or REF      so many of the target's layers, or an adapter checkpoint
@@ -18,7 +19,7 @@ A+B+C                         the first of these that has a draft; a reference c
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -73,14 +74,22 @@ _CLASSES = {
     "medusa": "paceline.drafters.medusa:Medusa",
     "block": "paceline.drafters.block:Block",
     "exit": "paceline.drafters.early_exit:EarlyExit",
+    "assistant": "paceline.drafters.assistant:Assistant",
 }
 """Kind of head (`heads.kind_of`) -> the drafter class, made from (config, tensors, target)."""
 
-_KINDS = {"eagle3": "eagle3", "mtp": "mtp", "medusa": "medusa", "block": "block", "early-exit": "exit"}
+_KINDS = {
+    "eagle3": "eagle3",
+    "mtp": "mtp",
+    "medusa": "medusa",
+    "block": "block",
+    "assistant": "assistant",
+    "early-exit": "exit",
+}
 """Name -> kind of head."""
 
 _REFERENCE = re.compile(
-    r"(?:^|\+)\s*((?:model|eagle3|mtp|medusa|block|head|early-exit(?!:\d+(?:@[\d.]+)?\s*(?:\+|$))):)"
+    r"(?:^|\+)\s*((?:model|eagle3|mtp|medusa|block|assistant|head|early-exit(?!:\d+(?:@[\d.]+)?\s*(?:\+|$))):)"
 )
 """The name before a reference, which goes on to the end of the spec."""
 
@@ -143,6 +152,21 @@ def _keeps_codes(head: HeadFile, target: Loaded) -> bool:
     """Whether a head's own codes are used: those of a file that has them, where there are kernels for them."""
     host = host_of(target)
     return mostly_codes(head.tensors) and host.dtype != torch.float64 and takes_stored(host.dtype, True, host.device)
+
+
+def open_drafters(
+    given: str | Drafter | Sequence[str] | None,
+    more: Sequence[str],
+    target: Loaded,
+    opened: Callable[[str], Drafter | None],
+) -> Drafter | dict[str, Drafter] | None:
+    """Each drafter under its name, those `given` first; "none" has no entry. An object alone stays as it is."""
+    specs = [given] if isinstance(given, str) else [] if given is None or isinstance(given, Drafter) else given
+    named = dict.fromkeys(drafter_for(spec, target) for spec in (*specs, *more))
+    found = {spec_name(spec): drafter for spec in named if (drafter := opened(spec))}
+    if isinstance(given, Drafter):
+        return {type(given).__name__: given, **found} if found else given
+    return found
 
 
 def spec_name(spec: str) -> str:

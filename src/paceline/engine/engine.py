@@ -92,20 +92,23 @@ class Engine:
         stats: Stats,
         source: Request | None = None,
         speculation: Speculation | None = None,
+        adapter: int = 0,
     ) -> Request:
         """Take a slot for a prompt of at least one token. `finish` must follow, whatever happens between. `source`: a
-        request with the same prompt that has been prefilled, so that this one need not be.
+        request with the same prompt that has been prefilled, so that this one need not be. `adapter`: see
+        `KVCache.acquire`.
         """
         speculation = speculation or self.policies.default
         policy = self.policies[speculation.drafter]
         replied = source is not None and len(source.token_ids) > source.num_prompt_tokens
+        if source and source.adapter != adapter:
+            source = None
         # By then a drafter that is fed hidden states has been fed those of the reply as well.
         if source and policy and policy.drafter.taps and (replied or source.policy is not policy):
             source = None
-        slot = self.cache.fork(source.slot) if source else self.cache.acquire(len(prompt))
-        request = Request(
-            list(prompt), len(prompt), sampler, stream, stats, slot, policy, max_draft=speculation.max_draft
-        )
+        slot = self.cache.fork(source.slot) if source else self.cache.acquire(len(prompt), adapter)
+        request = Request(list(prompt), len(prompt), sampler, stream, stats, slot, policy, speculation.max_draft)
+        request.adapter = adapter
         with self._released_on_error(request):
             if source:
                 self.cache.truncate(slot, request.position)
@@ -123,7 +126,8 @@ class Engine:
     @_exclusive
     def resume(self, request: Request) -> None:
         """Take a slot again; a prefill of the whole text must follow."""
-        request.slot, request.active, request.num_seen_tokens = self.cache.acquire(request.num_prompt_tokens), True, 0
+        request.slot = self.cache.acquire(request.num_prompt_tokens, request.adapter)
+        request.active, request.num_seen_tokens = True, 0
         with self._released_on_error(request):
             if request.policy:
                 request.policy.drafter.admit(request.slot, request.token_ids)
@@ -165,7 +169,7 @@ class Engine:
             return 0
         policy = request.policy
         needs = policy.name if policy and policy.drafter.needs_past else None
-        hit = self.prefixes.find(request.token_ids, needs)
+        hit = self.prefixes.find(request.token_ids, needs, request.adapter)
         if hit is None:
             return 0
         known = self.cache.load(request.slot, hit.target, hit.length)
@@ -183,7 +187,8 @@ class Engine:
         policy = request.policy
         with suppress(OutOfMemory), memory_named("no memory to keep a text", "Keep fewer"):
             saved = {policy.name: policy.drafter.save(request.slot)} if policy else {}
-            self.prefixes.store(request.token_ids, request.num_prompt_tokens, self.cache.save(request.slot), saved)
+            prompt, state = request.num_prompt_tokens, self.cache.save(request.slot)
+            self.prefixes.store(request.token_ids, prompt, state, saved, request.adapter)
 
     @_exclusive
     def step(self, requests: Sequence[Request]) -> list[list[Chunk]]:

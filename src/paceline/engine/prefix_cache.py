@@ -26,12 +26,13 @@ class Hit:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
-    """A saved text: its `tokens`, of which the first `prompt` were the prompt."""
+    """A saved text: its `tokens`, of which the first `prompt` were the prompt, and its request's `adapter`."""
 
     tokens: Tokens
     prompt: int
     target: Saved
     drafters: Mapping[str, Saved]
+    adapter: int
 
     @property
     def nbytes(self) -> int:
@@ -56,14 +57,14 @@ class PrefixCache:
         """Number of texts held."""
         return len(self._entries)
 
-    def find(self, tokens: Sequence[int], needs: str | None = None) -> Hit | None:
+    def find(self, tokens: Sequence[int], needs: str | None = None, adapter: int = 0) -> Hit | None:
         """Return the longest cached prefix of a prompt. `needs`: the name of the drafter whose state must be cached as
-        well (`Drafter.needs_past`)."""
+        well (`Drafter.needs_past`). `adapter`: the request's, under which alone the state is the same."""
         text = np.asarray(tokens, np.int64)
         found, length = None, 0
         for entry in reversed(self._entries):
             # Skip entries that cannot beat what was found.
-            if self._usable(entry, len(text), len(text), needs) > length:
+            if entry.adapter == adapter and self._usable(entry, len(text), len(text), needs) > length:
                 usable = self._usable(entry, _common(entry.tokens, text), len(text), needs)
                 parts = [entry.target, *([entry.drafters[needs]] if needs else [])]
                 if (most := common_most(parts, usable, len(text))) > length:
@@ -77,15 +78,21 @@ class PrefixCache:
         return Hit(length, found.target, found.drafters)
 
     def store(
-        self, tokens: Sequence[int], prompt: int, target: Saved, drafters: Mapping[str, Saved | None] | None = None
+        self,
+        tokens: Sequence[int],
+        prompt: int,
+        target: Saved,
+        drafters: Mapping[str, Saved | None] | None = None,
+        adapter: int = 0,
     ) -> None:
         """Keep the state of a text. `prompt`: number of tokens that were fed as a prompt, in chunks of `PREFILL_ROWS`
-        from the first one; rounds wrote the others. `drafters`: results of `Drafter.save` by name.
+        from the first one; rounds wrote the others. `drafters`: results of `Drafter.save` by name. `adapter`: that of
+        the request.
 
         A failed request must not be stored: its state may not be finite.
         """
         kept = {name: saved for name, saved in (drafters or {}).items() if saved}
-        entry = _Entry(np.array(tokens, np.int64), prompt, target, kept)
+        entry = _Entry(np.array(tokens, np.int64), prompt, target, kept, adapter)
         if entry.nbytes > self._limit:
             return  # it would evict all others, and then itself
         for other in list(self._entries):
@@ -140,6 +147,8 @@ class PrefixCache:
         """Whether `one` can replace `other`, but for drafters: its text continues the other's, and its saved state
         still reaches back to the other's end and, if the other's does, to its beginning."""
         most, count = self._most(other), len(other.tokens)
+        if one.adapter != other.adapter:
+            return False
         if count > len(one.tokens) or self._most(one) < most or not np.array_equal(one.tokens[:count], other.tokens):
             return False
         return all(one.target.most(n, other.prompt) >= other.target.most(n, other.prompt) for n in (1, most))

@@ -25,7 +25,8 @@ class Request:
     `max_draft`: the most to draft per round; None leaves it to the policy. `prompt_logprobs`: collects the prompt's own
     log-probabilities; such a prompt is fed whole, whatever the prefix cache holds. `num_seen_tokens`: the text's
     length when the drafter last drafted. `prediction`: drafts what the reply is expected to be, before the drafter.
-    `active`: whether the request holds its slot. `on_finish`: called once, when the request has ended.
+    `active`: whether the request holds its slot. `adapter`: see `KVCache.acquire`. `on_finish`: called once, when the
+    request has ended.
     """
 
     token_ids: list[int]
@@ -42,6 +43,7 @@ class Request:
     finish: FinishReason | None = None
     error: Exception | None = None
     active: bool = True
+    adapter: int = 0
     on_finish: Callable[[Request], object] | None = None
 
     def expect(self, tokens: Sequence[int]) -> None:

@@ -62,8 +62,9 @@ class Scheduler:
     fewest running replies.
 
     Between two rounds `quota` prompt tokens are fed, so that a long prompt does not stall running replies; times the
-    number of tasks that could start, up to `_MAX_CATCH_UP`. When memory gets short, the latest reply gives its slot
-    back and continues later, with the same text. A reply that fails ends alone.
+    number of tasks that could start, up to `_MAX_CATCH_UP`, until one of them is complete: its first token does not
+    wait for the others' prompts. When memory gets short, the latest reply gives its slot back and continues later, with
+    the same text. A reply that fails ends alone.
     """
 
     def __init__(
@@ -151,12 +152,18 @@ class Scheduler:
     def _prefill(self) -> list[Task]:
         """Feed prompts up to this turn's quota. Returns the tasks that have ended without a token."""
         startable = min(len(self.waiting), self._limit - len(self.running))
-        left, ended = self._quota * max(1, min(startable, _MAX_CATCH_UP)), []
-        while left > 0 and (task := self.prefilling or self._next()):
-            left -= self._feed(task, left)
+        limit, fed, ended = self._quota * max(1, min(startable, _MAX_CATCH_UP)), 0.0, []
+        while fed < limit and (task := self.prefilling or self._next()):
+            fed += self._feed(task, limit - fed)
             if task.done:
                 ended.append(task)
+            if not self.prefilling and not self._is_shared(task):
+                limit = self._quota
         return ended
+
+    def _is_shared(self, task: Task) -> bool:
+        """Whether replies to the same prompt wait, which need not be fed again."""
+        return task.group is not None and any(one.group == task.group for one in self.waiting)
 
     def _feed(self, task: Task, limit: float) -> float:
         """As `_chunk`. A prompt for which there is no memory waits again, and uses up the quota."""

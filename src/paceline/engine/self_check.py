@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from paceline.cache.attention import BLOCK
-from paceline.protocols import Divisible, KVCache, Target
+from paceline.errors import InvalidOption
+from paceline.protocols import Adaptable, Divisible, KVCache, Target
 from paceline.types import Draft, DraftBudget, Guarantee, Rows, Want
 from paceline.verify.tree import PREFILL_ROWS, beside, pack
 
@@ -23,15 +24,36 @@ def guarantee(target: Target) -> Guarantee:
     so does the row after them once they are committed.
 
     Then text with speculation is plain decoding's bit for bit; otherwise up to rounding: a token may differ where two
-    candidates are within an ulp or so. Costs a dozen small passes of the target's `excerpt`, if it has one.
+    candidates are within an ulp or so. Costs a dozen small passes of the target's `excerpt`, if it has one, for plain
+    rows and for each adapter's.
     """
     target = target.excerpt() if isinstance(target, Divisible) else target
-    before = min(_PREFIX, target.context_length - _LONGEST)
-    if before < 1:
+    count = 1 + _adapters(target)
+    if target.context_length <= _LONGEST:
         return "rounding"
+    return "bits" if all(_same_bits(target, one, (one + 1) % count) for one in range(count)) else "rounding"
+
+
+def check_exact(guarantee: Guarantee, device: torch.device) -> None:
+    """Raise `InvalidOption` for a model whose text is not kept bit for bit."""
+    if guarantee != "bits":
+        raise InvalidOption(
+            f"rows of one pass change each other's last bits in this model on {device}, "
+            "so its text is plain decoding's only up to rounding",
+            'Use dtype="bfloat16" on a CPU with a C++ compiler, or leave out exact=True',
+        )
+
+
+def _adapters(target: Target) -> int:
+    return len(target.adapters) if isinstance(target, Adaptable) else 0
+
+
+def _same_bits(target: Target, adapter: int, neighbour: int) -> bool:
+    """`guarantee` for requests with one adapter. `neighbour`: the adapter of another request."""
+    before = min(_PREFIX, target.context_length - _LONGEST)
     tokens = _tokens(target, before + _ROWS)
     cache, path = target.new_cache(), tokens[before:]
-    slot, plain = cache.acquire(), []
+    slot, plain = cache.acquire(0, adapter), []
     _feed(target, cache, slot, tokens[:before], (PREFILL_ROWS,), prompt=True)
     other = cache.fork(slot)
     for token in (*path, path[0]):
@@ -49,11 +71,13 @@ def guarantee(target: Target) -> Guarantee:
         cache.commit(rows, [numbers[1:]])
         _, after = _verify(target, cache, [same], path[:1], [Draft()])
         if not torch.equal(torch.cat([logits[0, numbers], after[0, :1]]), alone):
-            return "rounding"
+            return False
         cache.release(same)
-    # A longer text in the same pass.
-    _, logits = _verify(target, cache, [other, slot], path[:1] * 2, [Draft(), chain])
-    return "bits" if torch.equal(logits[1, :_ROWS], alone[:_ROWS]) else "rounding"
+    # A longer text and one with another adapter in the same pass.
+    third = cache.acquire(0, neighbour)
+    _feed(target, cache, third, tokens[:before], (PREFILL_ROWS,), prompt=True)
+    _, logits = _verify(target, cache, [other, third, slot], path[:1] * 3, [Draft(), Draft(), chain])
+    return torch.equal(logits[2, :_ROWS], alone[:_ROWS])
 
 
 def seamless(target: Target, guarantee: Guarantee) -> bool:
@@ -67,14 +91,15 @@ def seamless(target: Target, guarantee: Guarantee) -> bool:
     if guarantee != "bits" or length < 2 * _LONGEST:
         return False
     tokens = _tokens(target, length)
-    cache = target.new_cache()
-    slot = cache.acquire(length)
+    # Rows of an adapter pass through all that plain ones do.
+    cache, adapter = target.new_cache(), min(1, _adapters(target))
+    slot = cache.acquire(length, adapter)
     _feed(target, cache, slot, tokens, (PREFILL_ROWS,), prompt=True)
     whole, late = cache.save(slot), length - 2 * _LONGEST
     early = whole.most(2 * _LONGEST, length) or min(PREFILL_ROWS, length)
     ways = ((0, early, (3, 1, 60), True), (late, length, (3, 61), True), (late, length, (7, 1), False))
     for start, end, sizes, prompt in ways:
-        other, same = cache.acquire(length), cache.acquire(length)
+        other, same = cache.acquire(length, adapter), cache.acquire(length, adapter)
         if start and not cache.load(other, whole, start):
             return False
         _feed(target, cache, other, tokens[:start], (PREFILL_ROWS,), prompt=True)

@@ -20,14 +20,15 @@ class Stats:
 
     `rounds`: rounds, one verifying pass each. `tokens`: tokens of the reply. `drafted`, `accepted`: tokens drafted, and
     accepted of them. `accepted_at[i]`: rounds accepted to depth i + 1 or deeper. `cached`: prompt tokens found in the
-    prefix cache. `seed`: the seed used. `guarantee`: see `Guarantee`. `drafter`: the drafter's name, None for plain
-    decoding. `predicted`, `confirmed`: tokens of the text that the reply was expected to be, and those of them
-    that it has. `seconds`: time by phase. `timer`: the engine's.
+    prefix cache. `seed`: the seed used. `guarantee`: see `Guarantee`. `drafter`, `adapter`: their names, None for plain
+    decoding and for the model itself. `predicted`, `confirmed`: tokens of the text that the reply was expected to be,
+    and those of them that it has. `seconds`: time by phase. `timer`: the engine's.
     """
 
     seed: int
     guarantee: Guarantee
     drafter: str | None = None
+    adapter: str | None = None
     rounds: int = 0
     tokens: int = 0
     drafted: int = 0
@@ -80,6 +81,7 @@ class Stats:
             "seed": self.seed,
             "guarantee": self.guarantee,
             "drafter": self.drafter,
+            **({"adapter": self.adapter} if self.adapter else {}),
             **({"predicted": self.predicted, "confirmed": self.confirmed} if self.predicted else {}),
             "seconds": {phase: round(seconds, 6) for phase, seconds in self.seconds.items()},
         }

@@ -174,6 +174,22 @@ GEMMA: Mapping[str, FieldKind] = {
     "rope_local_base_freq": _BASE,
     "sliding_window_pattern": whole(1),
 }
+GEMMA4_LAYER: Mapping[str, FieldKind] = {"head_dim": _SIZE, "num_key_value_heads": _SIZE}
+"""What a layer of Gemma 4 may have of its own."""
+GEMMA4: Mapping[str, FieldKind] = {
+    "hidden_activation": TEXT,
+    **_each(_SIZE | NULL, "global_head_dim", "num_global_key_value_heads"),
+    "sliding_window": whole(1),
+    "rope_parameters": OBJECT,
+    "use_bidirectional_attention": TEXT | NULL,
+    "hidden_size_per_layer_input": whole(0, 2**16) | NULL,
+    "vocab_size_per_layer_input": whole(0, MOST_ROWS),
+    **_each(FLAG, "attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp"),
+    "num_kv_shared_layers": whole(0, LAYERS),
+    "per_layer_config": OBJECT | NULL,
+    **_each(_EXPERTS | NULL, "num_experts", "top_k_experts"),
+    "moe_intermediate_size": _ROWS | NULL,
+}
 GRANITE = _each(_FACTOR, "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 MIXTURE: Mapping[str, FieldKind] = {
     "use_sliding_window": FLAG | NULL,
@@ -291,7 +307,7 @@ GGUF: Mapping[str, FieldKind] = {
     "tokenizer.ggml.scores": listed(number(-1e30, 1e30)),
     "tokenizer.ggml.add_space_prefix": FLAG,
     **{f"tokenizer.ggml.add_{role}_token": FLAG for role in ("bos", "eos")},
-    **{f"tokenizer.ggml.{role}_token_id": _ID for role in ("bos", "eos", "eot", "eom", "unknown", "padding")},
+    **{f"tokenizer.ggml.{role}_token_id": _ID for role in ("bos", "eos", "eot", "eom", "unknown", "padding", "mask")},
 }
 """GGUF metadata that is the same for every architecture."""
 
@@ -300,6 +316,9 @@ GGUF_ARCHITECTURE: Mapping[str, FieldKind] = {
     "block_count": _LAYERS,
     **_each(_TOKENS, "context_length", "rope.scaling.original_context_length"),
     **_each(_SIZE, "embedding_length", "attention.key_length", "attention.value_length", "rope.dimension_count"),
+    **_each(_SIZE, "attention.key_length_swa", "rope.dimension_count_swa"),
+    "embedding_length_per_layer_input": whole(0, 2**16),
+    "attention.shared_kv_layers": whole(0, LAYERS),
     "feed_forward_length": whole(0, MOST_ROWS) | _PER_LAYER,
     **_each(whole(0, 2**20) | _PER_LAYER, "attention.head_count", "attention.head_count_kv"),
     **_each(_EPS, "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"),
@@ -315,6 +334,12 @@ GGUF_ARCHITECTURE: Mapping[str, FieldKind] = {
     **_each(whole(0, EXPERTS), "expert_group_count", "expert_shared_count"),
     **{"leading_dense_block_count": whole(0, LAYERS), "moe_latent_size": whole(0, MOST_ROWS)},
     **{"expert_weights_scale": number(0, 1e9), "expert_weights_norm": FLAG, "rope.scaling.finetuned": FLAG},
+    "vocab_size": _ROWS,
+    "target_layers": listed(whole(0, LAYERS)),
+    "target_hidden_size": _SIZE,
+    "block_size": whole(2, 4096),
+    **_each(FLAG, "norm_before_residual", "norm_before_fc", "sample_from_anchor", "attention.causal"),
+    "attention.value_scale": _FACTOR,
     "full_attention_interval": whole(1),
     "attention.recurrent_layers": listed(FLAG | whole()),
     **_each(_SIZE, "ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank", "ssm.group_count"),

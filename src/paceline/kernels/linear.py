@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.kernels.activations import ACTIVATIONS, Activation
+from paceline.kernels.activations import ACTIVATIONS
 from paceline.kernels.cpu.build import library
 from paceline.kernels.cpu.matrix import FLOAT_KINDS, NativeGated, NativeLinear
 from paceline.kernels.quantize import Codes, round_activations
@@ -74,18 +74,22 @@ def linear(weight: Tensor | Codes | Stored, bias: Tensor | None = None) -> Linea
     return _Packed(weight, bias) if packs else _Plain(weight, bias)
 
 
-def gated(weight: Tensor | Codes | Stored, bias: Tensor | None, activation: str) -> Activation:
+def gated(weight: Tensor | Codes | Stored, bias: Tensor | None, activation: str) -> Gated | NativeGated:
     """x -> `ACTIVATIONS[activation]`(x G^T, x U^T) for gate G above up U in `weight` [2 * out, in]."""
     if isinstance(weight, Stored) or (_native(weight) and not _MAKE.get()):
         return NativeGated(weight, bias, activation)
-    both = linear(weight, bias)
-    act = ACTIVATIONS[activation]
+    return Gated(linear(weight, bias), activation)
 
-    def run(x: Tensor) -> Tensor:
-        gate, up = both(x).chunk(2, -1)
-        return act(gate, up)
 
-    return run
+class Gated:
+    """`gated` by any product `both`."""
+
+    def __init__(self, both: Linear, activation: str) -> None:
+        self.both, self._act = both, ACTIVATIONS[activation]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self.both(x).chunk(2, -1)
+        return self._act(gate, up)
 
 
 class _Plain(Linear):

@@ -51,7 +51,7 @@ class BlockNetwork:
         parts = {f"{name}self_attn.{x}_proj": c.kv_heads * c.head_dim for name in names for x in "kv"}
         # Keys and values of the context for all layers in one product.
         self._keys_values = weights.linear(parts, c.hidden)
-        layers = [make_layer(c, spec, weights, name) for spec, name in zip(c.plan, names, strict=True)]
+        layers = [make_layer(c, layer, weights, name) for layer, name in zip(c.plan, names, strict=True)]
         self._head_norms = [layer.attention.norm for layer in layers if isinstance(layer.attention, Attention)]
         self._stack = LayerStack(c, layers, host, [not late for late in config.causal or (False,) * c.layers])
         self._norm = make_norm(c, weights, "norm", c.hidden)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.cache.slab import ring
 
@@ -87,7 +87,9 @@ class LayerConfig:
 
     `rope`: None if positions are not encoded. `window`: number of positions that a row sees, its own included (None:
     all). `sparse`: whether the feed-forward part is a mixture of experts. `recurrent`: the layer has a state.
-    `attends`: it has attention, beside its state if both. `feeds`: it has a feed-forward part.
+    `attends`: it has attention, beside its state if both. `feeds`: it has a feed-forward part. `kv_heads`, `head_dim`,
+    `ffn`: its own sizes, where they are not the model's (0). `source`: the layer whose keys and values it sees, if it
+    has none of its own. `keys_as_values`: values are its keys before norm and rotation.
     """
 
     rope: RopeConfig | None
@@ -96,6 +98,11 @@ class LayerConfig:
     recurrent: RecurrentConfig | None = None
     attends: bool = True
     feeds: bool = True
+    kv_heads: int = 0
+    head_dim: int = 0
+    ffn: int = 0
+    source: int | None = None
+    keys_as_values: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +111,8 @@ class Experts:
 
     `block`, `names`, `router`: names in the checkpoint of the block, of an expert's gate, up and down projections, and
     of what chooses among them. `shared`: width of one more expert that every row uses (0: none), named `shared_block`.
-    `sigmoid`: a score is the expert's own, not a share of all; `scale`: factor of the weights.
+    `sigmoid`: a score is the expert's own, not a share of all; `scale`: factor of the weights. `beside`: they add to
+    the result of the dense network (Gemma 4).
     """
 
     count: int
@@ -118,6 +126,7 @@ class Experts:
     shared_block: str = "mlp.shared_expert"
     sigmoid: bool = False
     scale: float = 1.0
+    beside: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +139,8 @@ class ModelConfig:
     norm. `embed_scale`, `query_scale`: factors of the embedding and of the scores (None: head_dim ** -0.5). `softcap`,
     `final_softcap`: bounds of scores and logits, by tanh. `sinks`: each query head has a score for seeing nothing.
     `residual_scale`: factor of what attention and feed-forward add to the stream. `logits_divisor`: of the logits.
+    `value_norm`: value heads are normed, without a weight. `layer_scale`: each layer's result has a factor.
+    `token_inputs`: size of what each layer gets from a table of its own by the token (0: no such tables).
     """
 
     family: str
@@ -158,6 +169,9 @@ class ModelConfig:
     sinks: bool = False
     residual_scale: float = 1.0
     logits_divisor: float = 1.0
+    value_norm: bool = False
+    layer_scale: bool = False
+    token_inputs: int = 0
 
     @property
     def plan(self) -> tuple[LayerConfig, ...]:
@@ -170,9 +184,19 @@ class ModelConfig:
         A layer with a window holds no more than its ring. The cache doubles as it grows, so it may hold up to twice
         this.
         """
-        attending = [layer for layer in self.plan if layer.attends]
-        held = [min(tokens, ring(layer.window)) if layer.window else tokens for layer in attending]
-        return 2 * sum(held) * self.kv_heads * self.head_dim * itemsize
+        own = [layer for layer in self.plan if layer.attends and layer.source is None]
+        held = [min(tokens, ring(layer.window)) if layer.window else tokens for layer in own]
+        sizes = [(layer.kv_heads or self.kv_heads) * (layer.head_dim or self.head_dim) for layer in own]
+        return 2 * sum(n * size for n, size in zip(held, sizes, strict=True)) * itemsize
+
+    def of(self, layer: LayerConfig) -> ModelConfig:
+        """The same with the sizes that this layer has."""
+        return replace(
+            self,
+            kv_heads=layer.kv_heads or self.kv_heads,
+            head_dim=layer.head_dim or self.head_dim,
+            ffn=layer.ffn or self.ffn,
+        )
 
     @property
     def state_bytes(self) -> int:

@@ -17,7 +17,8 @@ from paceline.cache.layout import Layout
 from paceline.errors import OutOfMemory
 from paceline.kernels.cpu.build import kernel, library
 from paceline.kernels.cpu.matrix import FLOAT_KINDS, LANES, SMALLER, CMatrix, NativeGated, NativeLinear
-from paceline.models.layers import Attention, Layer, Mixture, SharedMixture
+from paceline.kernels.low_rank import Adapted, NativeChanges, base_of
+from paceline.models.layers import Attention, Dense, Layer, Mixture, MixtureBeside, SharedMixture
 from paceline.models.rope import Rope
 from paceline.types import Tap
 
@@ -48,6 +49,7 @@ class _CLayer(Structure):
         (c_float, "eps residual_scale"),
         (c_int32, "hidden ffn activation head_dim view index rotation"),
         (_Heads, "heads"),
+        (c_void_p, "on_qkv on_out on_gate_up on_down"),
     )
 
 
@@ -75,6 +77,8 @@ class _CPass(Structure):
         (c_void_p, "indices"),
         (POINTER(_View), "views"),
         (POINTER(_Rotation), "rotations"),
+        (c_void_p, "adapters"),
+        (c_int32, "rank"),
     )
 
 
@@ -85,6 +89,7 @@ class NativeLayers:
         """See `stack.LayerStack`."""
         self._held: list[Tensor] = []
         """Tensors that the structures point into."""
+        self._changes: list[NativeChanges] = []
         self._layers = layers
         each = zip(layers, attentions, slab_indices(attentions), rope_of, strict=True)
         table = [self._structure(layer, attention, *indices, rope) for layer, attention, indices, rope in each]
@@ -103,13 +108,15 @@ class NativeLayers:
         attention: SlabPass,
         entry: Tensor | None,
         taps: Sequence[int],
+        adapters: Sequence[int] = (),
     ) -> tuple[Tensor, dict[Tap, Tensor]]:
         """See `stack.LayerStack.run`."""
         entering, x = x, x.clone(memory_format=torch.contiguous_format)
         inner = [tap for tap in taps if first < tap < end]
         states = x.new_empty(len(inner), *x.shape)
         if first < end:
-            passed = _KernelPass(attention.plans, ropes)
+            rank = max((changes.rank for changes in self._changes), default=0)
+            passed = _KernelPass(attention.plans, ropes, adapters if rank else (), rank)
             entry = None if entry is None else entry.contiguous()
             if self._run(
                 *(ctypes.addressof(self._table) + first * ctypes.sizeof(_CLayer), end - first),
@@ -124,14 +131,17 @@ class NativeLayers:
     def _structure(self, layer: Layer, spec: LayerAttention, slab: int, index: int, rope: int) -> _CLayer:
         parts = _parts(layer)
         assert parts
-        assert layer.mlp_norm
         mix, post = layer.attention, layer.post or (None, None)
         assert isinstance(mix, Attention)
+        assert layer.mlp_norm
         norms = [norm.weight if norm else None for norm in (layer.attn_norm, post[0], layer.mlp_norm, post[1])]
         norms += (None, None) if mix.norm is None else (mix.norm.weight[0], mix.norm.weight[-1])
-        experts = [_Expert(gated.both.matrix.c, down.matrix.c) for gated, down in parts.experts]
+        experts = [_Expert(both.matrix.c, down.matrix.c) for _, both, down in parts.experts]
         used, normalised = (layer.mlp.used, layer.mlp.normalised) if isinstance(layer.mlp, Mixture) else (1, False)
-        gated, _ = parts.experts[0]
+        gated = parts.experts[0][0]
+        products: list[object] = [mix.qkv, layer.out]
+        if isinstance(layer.mlp, Dense):
+            products += [gated.both, layer.mlp.down]
         return _CLayer(
             *(parts.qkv.matrix.c, parts.out.matrix.c, parts.router.matrix.c if parts.router else CMatrix()),
             *((_Expert * len(experts))(*experts), len(experts), used, normalised),
@@ -148,7 +158,14 @@ class NativeLayers:
             _Heads(
                 mix.heads, mix.split[1], whole(mix.head_dim), spec.scale, spec.softcap or 0.0, self._pointer(spec.sinks)
             ),
+            *map(self._changed, products),
         )
+
+    def _changed(self, product: object) -> int | None:
+        if not isinstance(product, Adapted):
+            return None
+        self._changes.append(NativeChanges(product))
+        return ctypes.addressof(self._changes[-1].c)
 
     def _pointer(self, vector: Tensor | None) -> int | None:
         if vector is None:
@@ -168,44 +185,48 @@ def runs_natively(layers: Sequence[Layer], dtype: torch.dtype) -> bool:
 
 
 class _Parts(NamedTuple):
-    """Products of a layer. `experts`: gate and up, and down, of each; of a dense layer one. `router`: of a mixture."""
+    """Products of a layer, without adapters. `experts`: gate and up, their product, and down, of each; of a dense layer
+    one. `router`: of a mixture."""
 
     qkv: NativeLinear
     out: NativeLinear
-    experts: list[tuple[NativeGated, NativeLinear]]
+    experts: list[tuple[NativeGated, NativeLinear, NativeLinear]]
     router: NativeLinear | None
 
 
 def _parts(layer: Layer) -> _Parts | None:
     """None if the kernels cannot run the layer."""
-    if not isinstance(layer.attention, Attention) or layer.attention.gated:
+    if not isinstance(layer.attention, Attention) or layer.attention.gated or layer.attention.value_norm:
         return None
-    if (
-        layer.mlp is None
-        or isinstance(layer.mlp, SharedMixture)
-        or (isinstance(layer.mlp, Mixture) and layer.mlp.sigmoid)
-    ):
+    if layer.mlp is None or (isinstance(layer.mlp, Mixture) and layer.mlp.sigmoid):
         return None
-    mlp, qkv, out = layer.mlp, layer.attention.qkv, layer.out
+    if isinstance(layer.mlp, (SharedMixture, MixtureBeside)) or layer.token_input or layer.scale is not None:
+        return None
+    mlp, qkv, out = layer.mlp, base_of(layer.attention.qkv), base_of(layer.out)
     dense, router = (mlp.experts, mlp.router) if isinstance(mlp, Mixture) else ([mlp], None)
     experts = []
     for one in dense:
-        if not (isinstance(one.gate_up, NativeGated) and isinstance(one.down, NativeLinear)):
+        if not isinstance(one.gate_up, NativeGated):
             return None
-        experts.append((one.gate_up, one.down))
+        both, down = base_of(one.gate_up.both), base_of(one.down)
+        if not (isinstance(both, NativeLinear) and isinstance(down, NativeLinear)):
+            return None
+        experts.append((one.gate_up, both, down))
     if not (isinstance(qkv, NativeLinear) and isinstance(out, NativeLinear)):
         return None
     if router is not None and not isinstance(router, NativeLinear):
         return None
     # All experts take the same inputs.
-    alike = len({(gated.both.matrix.c.kind, down.matrix.c.kind) for gated, down in experts}) == 1
+    alike = len({(both.matrix.c.kind, down.matrix.c.kind) for _, both, down in experts}) == 1
     return _Parts(qkv, out, experts, router) if alike else None
 
 
 class _KernelPass:
     """A pass as the kernels see it."""
 
-    def __init__(self, plans: Sequence[SlabPlan], ropes: Sequence[Rope]) -> None:
+    def __init__(
+        self, plans: Sequence[SlabPlan], ropes: Sequence[Rope], adapters: Sequence[int] = (), rank: int = 0
+    ) -> None:
         self._held: list[object] = []
         rows = plans[0].rows
         self.c = _CPass(
@@ -213,7 +234,16 @@ class _KernelPass:
             self._longs(rows.lines),
             (_View * len(plans))(*(self._view(plan) for plan in plans)),
             (_Rotation * len(ropes))(*(self._rotation(rope) for rope in ropes)),
+            *(self._of_rows(adapters, rows.counts), rank),
         )
+
+    def _of_rows(self, adapters: Sequence[int], counts: Sequence[int]) -> int | None:
+        """The adapter of each row; None if no row has one."""
+        if not any(adapters):
+            return None
+        each = [number for number, count in zip(adapters, counts, strict=True) for _ in range(count)]
+        self._held.append(array := (c_int32 * len(each))(*each))
+        return ctypes.addressof(array)
 
     def _view(self, plan: SlabPlan) -> _View:
         keys, values = plan.slabs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -11,11 +12,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.cache.slab import SlabCache
-from paceline.kernels.activations import UNGATED
+from paceline.kernels.activations import ACTIVATIONS, UNGATED
 from paceline.kernels.cpu.matrix import NativeLinear, softcap_
 from paceline.kernels.linear import Linear, linear
+from paceline.kernels.low_rank import Factors
 from paceline.models.config import Experts, LayerConfig, ModelConfig
-from paceline.models.layers import Addend, Attention, Dense, HeadNorm, Layer, Mixer, Mixture, RMSNorm, SharedMixture
+from paceline.models.layers import (
+    Addend,
+    Attention,
+    Dense,
+    FeedForward,
+    HeadNorm,
+    Layer,
+    Mixer,
+    Mixture,
+    MixtureBeside,
+    RMSNorm,
+    SharedAttention,
+    SharedMixture,
+    TokenInput,
+)
 from paceline.models.mamba import Parallel, Summed, make_state
 from paceline.models.stack import LayerStack
 from paceline.models.weights import Weights
@@ -42,12 +58,15 @@ class Decoder:
         device: torch.device,
         progress: Progress = lambda done, total: None,
         head_tokens: Tensor | None = None,
+        adapters: Sequence[Factors] = (),
     ) -> None:
         """`tensors`: by Hugging Face name, any float dtype. `head_tokens`: of a draft model on the CPU, the only tokens
-        that its logits [..., C] are of. Raises `CorruptModel` for missing or misshapen tensors."""
+        that its logits [..., C] are of. `adapters`: of which each request may have one (`KVCache.acquire`). Raises
+        `CorruptModel` for missing or misshapen tensors, and as `Weights.finish` for adapters."""
         self.config, self.dtype, self.device = config, dtype, device
         self.vocab_size, self.context_length, self.layers = config.vocab_size, config.context_length, config.layers
-        weights = Weights(tensors, dtype, device)
+        weights = Weights(tensors, dtype, device, adapters)
+        self.adapters = tuple(adapter.name for adapter in adapters)
         table = (config.vocab_size, config.hidden)
         self._embed = weights.embedding("model.embed_tokens.weight", table, config.tied)
         # As the published models do: the root is rounded to the model's dtype first.
@@ -58,6 +77,7 @@ class Decoder:
             name = f"model.layers.{index}."
             layers.append(make_layer(config, layer, weights, name))
         self._stack = LayerStack(config, layers, self)
+        self._token_inputs = TokenInputs(config, weights) if config.token_inputs else None
         self.norm = make_norm(config, weights, "model.norm", config.hidden)
         name, own = "lm_head.weight", None
         if config.tied:
@@ -90,14 +110,26 @@ class Decoder:
         if rows.resume and any(tap != "final" and tap < rows.resume.layer for tap in want.taps):
             rows = replace(rows, resume=None)
         first, x = self._enter(rows, cache)
-        return self._run(rows, first, x, cache.begin(rows), [cache.prompts[slot] for slot in rows.slots], want)
+        prompts = [cache.prompts[slot] for slot in rows.slots]
+        adapters = [cache.adapters[slot] for slot in rows.slots] if self.adapters else ()
+        return self._run(rows, first, x, cache.begin(rows), prompts, want, adapters)
 
-    def _run(self, rows: Rows, first: int, x: Tensor, attention: Pass, prompts: Sequence[int], want: Want) -> Forward:
+    def _run(
+        self,
+        rows: Rows,
+        first: int,
+        x: Tensor,
+        attention: Pass,
+        prompts: Sequence[int],
+        want: Want,
+        adapters: Sequence[int] = (),
+    ) -> Forward:
         """Layers from `first` on, which x [B, T, H] enters, then norm, and the head for the rows that want it."""
         end = self.config.layers if want.layers is None else want.layers
         inner = sorted(tap for tap in want.taps if tap != "final" and first <= tap <= end)
         ropes = self._stack.ropes(rows.positions, rows.end, prompts)
-        x, taps = self._stack.run(x, first, end, ropes, attention, taps=inner)
+        given = self._token_inputs(rows.tokens, self.embed(rows.tokens)) if self._token_inputs else None
+        x, taps = self._stack.run(x, first, end, ropes, attention, taps=inner, given=given, adapters=adapters)
         if want.logits == "none" and "final" not in want.taps:
             return Forward(x.new_empty(x.shape[0], 0, self.vocab_size), taps)
         x = self.norm(x)
@@ -133,10 +165,7 @@ class Decoder:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """See `protocols.EmbeddingAndHead`."""
-        if isinstance(self._embed, NativeLinear):
-            x = self._embed.matrix.rows(tokens).to(self.dtype)
-        else:
-            x = F.embedding(tokens, self._embed)
+        x = _rows(self._embed, tokens, self.dtype)
         return x if self._embed_scale == 1.0 else x * self._embed_scale
 
     def logits(self, x: Tensor) -> Tensor:
@@ -157,27 +186,64 @@ class Decoder:
         return self._head.weight().to(self.dtype)
 
 
-def make_layer(c: ModelConfig, spec: LayerConfig, weights: Weights, prefix: str, entry: int | None = None) -> Layer:
+def _rows(table: Tensor | NativeLinear, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    """The rows [..., *] of an embedding."""
+    return table.matrix.rows(tokens).to(dtype) if isinstance(table, NativeLinear) else F.embedding(tokens, table)
+
+
+class TokenInputs:
+    """What each layer gets by the token itself (see `layers.TokenInput`): rows of a table, and a product of the
+    embedding (Gemma 4)."""
+
+    def __init__(self, c: ModelConfig, weights: Weights) -> None:
+        self._shape, self._dtype = (c.layers, c.token_inputs), weights.dtype
+        size, name = c.layers * c.token_inputs, "model.per_layer_model_projection"
+        self._table = weights.embedding("model.embed_tokens_per_layer.weight", (c.vocab_size, size), False)
+        self._product = weights.linear({name: size}, c.hidden)
+        self._norm = make_norm(c, weights, "model.per_layer_projection_norm", c.token_inputs)
+        self._scales = c.token_inputs**0.5, c.hidden**-0.5
+
+    def __call__(self, tokens: Tensor, x: Tensor) -> Tensor:
+        """[B, T, layers, P], from tokens [B, T] and their embedding x [B, T, H]."""
+        of_table, of_product = self._scales
+        own: Tensor = (_rows(self._table, tokens, self._dtype) * of_table).unflatten(-1, self._shape)
+        normed = self._norm((self._product(x) * of_product).unflatten(-1, self._shape))
+        return (normed + own) * math.sqrt(0.5)
+
+
+def make_layer(c: ModelConfig, layer: LayerConfig, weights: Weights, prefix: str, entry: int | None = None) -> Layer:
     """Build a layer from Llama's names. Gemma has two more norms, and another meaning for one of the others. `entry`:
     width of the input of attention, if it is not the stream that the layer norms itself."""
+    c = c.of(layer)
 
     def norm(name: str) -> RMSNorm:
         return make_norm(c, weights, f"{prefix}{name}_layernorm", c.hidden)
 
-    mixer, out = _make_mixer(c, spec, weights, prefix, entry or c.hidden)
-    mlp: Dense | Mixture | SharedMixture | None = None
-    if spec.feeds:
-        sparse = spec.sparse and c.experts
+    mixer, out = _make_mixer(c, layer, weights, prefix, entry or c.hidden)
+    mlp: FeedForward | None = None
+    if layer.feeds:
+        sparse = layer.sparse and c.experts
         mlp = _mixture(c, c.experts, weights, prefix) if sparse and c.experts else make_mlp(c, weights, prefix + "mlp.")
     second = "pre_feedforward" if c.sandwich else "post_attention"
     return Layer(
         norm("input") if mixer and entry is None else None,
         mixer,
         out,
-        norm(second if mixer else "input") if mlp else None,
+        norm(second if mixer else "input") if mlp and not isinstance(mlp, MixtureBeside) else None,
         mlp,
         (norm("post_attention"), norm("post_feedforward")) if c.sandwich else None,
         c.residual_scale,
+        _token_input(c, weights, prefix) if c.token_inputs else None,
+        weights.get(prefix + "layer_scalar", (1,)) if c.layer_scale else None,
+    )
+
+
+def _token_input(c: ModelConfig, weights: Weights, prefix: str) -> TokenInput:
+    return TokenInput(
+        weights.linear({prefix + "per_layer_input_gate": c.token_inputs}, c.hidden),
+        ACTIVATIONS[c.activation],
+        weights.linear({prefix + "per_layer_projection": c.hidden}, c.token_inputs),
+        make_norm(c, weights, prefix + "post_per_layer_input_norm", c.hidden),
     )
 
 
@@ -187,12 +253,12 @@ def _make_mixer(
     """The mixer of a layer, if it has one, and its output product."""
     attention, state, products = None, None, list[Linear]()
     if spec.attends:
-        attention = make_attention(c, weights, prefix + "self_attn.", width)
+        attention = make_attention(c, spec, weights, prefix + "self_attn.", width)
         products.append(weights.linear({prefix + "self_attn.o_proj": c.hidden}, c.heads * c.head_dim))
     if spec.recurrent:
         state, name, wide = make_state(c, spec.recurrent, weights, prefix)
         products.append(weights.linear({prefix + name: c.hidden}, wide))
-    if attention and state:
+    if isinstance(attention, Attention) and state:
         return Parallel(attention, state), Summed(products[0], products[1], c.heads * c.head_dim)
     return attention or state, products[0] if products else None
 
@@ -210,18 +276,34 @@ def norm_weight(c: ModelConfig, weights: Weights, name: str, size: int) -> Tenso
     return weights.get(name + ".weight", (size,), weights.precise) + c.norm_shift
 
 
-def make_attention(c: ModelConfig, weights: Weights, prefix: str, width: int) -> Attention:
+def make_attention(
+    c: ModelConfig, layer: LayerConfig, weights: Weights, prefix: str, width: int
+) -> Attention | SharedAttention:
     """Build attention whose queries, keys and values are products of rows of `width` elements."""
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    if layer.source is not None:
+        for name in ("k_proj", "v_proj", "k_norm"):  # which checkpoints may hold all the same
+            weights.skip(f"{prefix}{name}.weight")
+        product = weights.linear({prefix + "q_proj": q}, width)
+        return SharedAttention(product, c.heads, c.head_dim, _head_norm(c, weights, prefix, ("q_norm", "q_norm"), 0))
     parts = {prefix + "q_proj": 2 * q if c.gated else q, prefix + "k_proj": kv, prefix + "v_proj": kv}
+    if layer.keys_as_values:
+        del parts[prefix + "v_proj"]
     if prefix + "qkv_proj.weight" in weights:  # Phi-3
         parts = {prefix + "qkv_proj": q + 2 * kv}
-    norm = None
-    if c.qk_norm:
-        q_norm, k_norm = (norm_weight(c, weights, prefix + name, c.head_dim) for name in ("q_norm", "k_norm"))
-        norm = HeadNorm(q_norm, k_norm, c.heads, c.kv_heads, c.norm_eps)
+    norm = _head_norm(c, weights, prefix, ("q_norm", "k_norm"), c.kv_heads)
     sinks = weights.get(prefix + "sinks.weight", (c.heads,), weights.precise) if c.sinks else None
-    return Attention(weights.linear(parts, width), c.heads, c.kv_heads, c.head_dim, norm, sinks, c.gated)
+    value_norm = RMSNorm(weights.ones(c.head_dim), c.norm_eps) if c.value_norm else None
+    product = weights.linear(parts, width)
+    return Attention(product, c.heads, c.kv_heads, c.head_dim, norm, sinks, c.gated, value_norm)
+
+
+def _head_norm(c: ModelConfig, weights: Weights, prefix: str, names: tuple[str, str], kv_heads: int) -> HeadNorm | None:
+    """`names`: of the norms of queries and keys."""
+    if not c.qk_norm:
+        return None
+    q, k = (norm_weight(c, weights, prefix + name, c.head_dim) for name in names)
+    return HeadNorm(q, k, c.heads, kv_heads, c.norm_eps)
 
 
 def make_mlp(c: ModelConfig, weights: Weights, prefix: str) -> Dense:
@@ -240,7 +322,9 @@ def _dense(c: ModelConfig, weights: Weights, parts: Sequence[str], down: str, ff
     return Dense(weights.gated(parts, (ffn, c.hidden), c.activation), out)
 
 
-def _mixture(c: ModelConfig, e: Experts, weights: Weights, prefix: str) -> Mixture | SharedMixture:
+def _mixture(c: ModelConfig, e: Experts, weights: Weights, prefix: str) -> FeedForward:
+    if e.beside:
+        return _mixture_beside(c, e, weights, prefix)
     block = f"{prefix}{e.block}."
     names = [[f"{block}experts.{number}.{name}" for name in e.names] for number in range(e.count)]
     experts = [_dense(c, weights, (gate, up), down, e.ffn) for gate, up, down in names]
@@ -250,9 +334,9 @@ def _mixture(c: ModelConfig, e: Experts, weights: Weights, prefix: str) -> Mixtu
         experts,
         e.used,
         e.normalised,
+        torch.full((e.count,), e.scale, dtype=weights.precise, device=weights.device) if e.scale != 1.0 else None,
         e.sigmoid,
         weights.get(bias, (e.count,), weights.precise) if bias in weights else None,
-        e.scale,
     )
     if not e.shared:
         return mixture
@@ -261,4 +345,21 @@ def _mixture(c: ModelConfig, e: Experts, weights: Weights, prefix: str) -> Mixtu
         mixture,
         _dense(c, weights, (shared + "gate_proj", shared + "up_proj"), shared + "down_proj", e.shared),
         weights.router(share, (1, c.hidden)) if share + ".weight" in weights else None,
+    )
+
+
+def _mixture_beside(c: ModelConfig, e: Experts, weights: Weights, prefix: str) -> MixtureBeside:
+    experts = [make_mlp(replace(c, ffn=e.ffn), weights, f"{prefix}experts.{number}.") for number in range(e.count)]
+    router = weights.router(prefix + "router.proj", (e.count, c.hidden))
+    scales = weights.get(prefix + "router.per_expert_scale", (e.count,), weights.precise)
+    judged = weights.get(prefix + "router.scale", (c.hidden,)) * c.hidden**-0.5
+
+    def norm(name: str) -> RMSNorm:
+        return make_norm(c, weights, f"{prefix}{name}", c.hidden)
+
+    return MixtureBeside(
+        make_mlp(c, weights, prefix + "mlp."),
+        Mixture(router, experts, e.used, e.normalised, scales),
+        (norm("pre_feedforward_layernorm"), norm("pre_feedforward_layernorm_2"), RMSNorm(judged, c.norm_eps)),
+        (norm("post_feedforward_layernorm_1"), norm("post_feedforward_layernorm_2")),
     )

@@ -1,4 +1,4 @@
-"""The network of an EAGLE head: one decoder layer that continues the target's hidden states.
+"""The network of an EAGLE head: a decoder layer or a few that continue the target's hidden states.
 
 Row t of a text pairs the target's features g_t at position t with token t + 1, and predicts token t + 2. Where g_t is
 unknown because the token is only drafted, the parent row's hidden state takes its place. Rows have rotary position t,
@@ -39,11 +39,16 @@ class EagleNetwork:
         weights = Weights(tensors, host.dtype, host.device)
         self._embed = _embedding(config, weights, host)
         self._entry = (_Eagle3Input if config.version == 3 else _Eagle1Input)(config, weights)
-        self._stack = LayerStack(layer, [make_layer(layer, layer.plan[0], weights, _LAYER, self._entry.width)], host)
+        widths = [self._entry.width, *[None] * (layer.layers - 1)]  # later layers are the family's own
+        layers = [
+            make_layer(layer, kind, weights, f"layers.{i}.", width)
+            for i, (kind, width) in enumerate(zip(layer.plan, widths, strict=True))
+        ]
+        self._stack = LayerStack(layer, layers, host)
         # EAGLE-1 learns the normed state itself, so its layer leads straight to the target's head.
         normed = config.built_in or "norm.weight" in weights
         self._norm = make_norm(layer, weights, "norm", layer.hidden) if normed else None
-        self._feeds_normed = config.norm_output
+        self._feeds_normed, self._layers = config.norm_output, layer.layers
         self.subset, self.logits = output_head(weights, host, config.draft_vocab, layer.hidden, config.head_tokens)
         """The tokens of the logits' columns (None: all), and logits [..., C] of the second result of `step`."""
         weights.finish()
@@ -65,7 +70,7 @@ class EagleNetwork:
         """
         entry, residual = self._entry.enter(self._embed(rows.tokens), hidden)
         ropes = self._stack.ropes(rows.positions, rows.end, [cache.prompts[slot] for slot in rows.slots])
-        x, _ = self._stack.run(residual, 0, 1, ropes, cache.begin(rows), entry)
+        x, _ = self._stack.run(residual, 0, self._layers, ropes, cache.begin(rows), entry)
         normed = x if self._norm is None else self._norm(x)
         return (normed if self._feeds_normed else x), normed
 

@@ -17,6 +17,7 @@ from paceline.files.schema import (
     CORRECT,
     DECODER,
     GEMMA,
+    GEMMA4,
     GRANITE,
     HYBRID,
     LAYERS,
@@ -30,6 +31,7 @@ from paceline.files.schema import (
     check,
 )
 from paceline.kernels.activations import ACTIVATIONS, LIMIT, SLOPE, UNGATED
+from paceline.models import gemma4
 from paceline.models.attending import (
     gemma,
     gemma1,
@@ -122,6 +124,7 @@ FAMILIES: dict[str, Family] = {
         _GEMMA | {"rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6},
         GEMMA,
     ),
+    "gemma4_text": Family(gemma4.gemma4, gemma4.GEMMA4, GEMMA4),
     "mixtral": Family(
         mixtral,
         {
@@ -246,6 +249,8 @@ def _layers(raw: Raw) -> int:
 def _rope(raw: Raw, head_dim: int) -> RopeConfig:
     """From either `rope_theta` + `rope_scaling` or transformers 5's `rope_parameters`, by layer type or not."""
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if raw["model_type"] == "gemma4_text":
+        scaling = scaling.get(gemma4.SLIDING) or {}
     if raw["model_type"] == "gemma3_text":
         scaling = scaling.get("full_attention", {} if "sliding_attention" in scaling else scaling) or {}
     if raw["model_type"] in TEXT_PARTS.values():
@@ -277,8 +282,11 @@ def _check(c: ModelConfig) -> None:
         uneven = isinstance(one, MatrixConfig) and one.heads % one.key_heads
         if uneven or one.state_size > MOST_ROWS:
             raise CorruptModel(f"{one} does not fit: its state has {one.state_size:,} numbers", CORRECT)
-    if c.heads * c.head_dim > MOST_ROWS:
-        raise CorruptModel(f"{c.heads} heads of size {c.head_dim} are more than a matrix can have", CORRECT)
+    if any(c.heads % own.kv_heads or own.head_dim < 2 or own.head_dim % 2 for own in map(c.of, c.plan)):
+        raise CorruptModel(f"{c.heads} heads do not fit the key heads of every layer", CORRECT)
+    widest = max(own.head_dim for own in map(c.of, c.plan))
+    if c.heads * widest > MOST_ROWS or c.layers * c.token_inputs > MOST_ROWS:
+        raise CorruptModel(f"{c.heads} heads of size {widest} are more than a matrix can have", CORRECT)
 
 
 def _refuse_peculiar(raw: Raw, family: Family) -> None:

@@ -4,8 +4,9 @@ Tensors travel under one set of names, those of the `speculators` layout:
 
     eagle3   fc.weight [H, taps * target H], layers.0.{hidden_norm,input_layernorm,post_attention_layernorm}.weight,
              layers.0.self_attn.{q,k,v,o}_proj.weight (q, k, v take 2H: normed embedding, then normed hidden),
-             layers.0.mlp.{gate,up,down}_proj.weight, norm.weight, lm_head.weight [draft_vocab, H], d2t [draft_vocab],
-             t2d [vocab] (token = row + d2t[row], rising; t2d marks the same tokens; neither is needed where
+             layers.0.mlp.{gate,up,down}_proj.weight, layers.{1, ...}.* as in Llama, norm.weight,
+             lm_head.weight [draft_vocab, H], d2t [draft_vocab], t2d [vocab] (token = row + d2t[row], rising; t2d
+             marks the same tokens; neither is needed where
              draft_vocab is the whole vocabulary); a missing lm_head is the
              target's rows of these tokens; optional embed_tokens.weight, fc_norm.{i}.weight, input_norm.weight
     eagle    (EAGLE-1 and 2) fc.weight [H, 2H] (embedding, then hidden) and optional fc.bias, layers.0.* as in Llama;
@@ -17,6 +18,8 @@ Tensors travel under one set of names, those of the `speculators` layout:
     block    (DFlash) fc.weight [H, taps * target H], hidden_norm.weight, layers.{i}.* as in Qwen3, norm.weight;
              the embedding is the target's, and the head too unless there is an lm_head.weight [draft_vocab, H] with
              its d2t (and t2d), as in eagle3
+    assistant (Gemma 4) model.* as in its target, without keys and values; pre_projection.weight [H, 2 target H]
+             (embedding, then hidden), post_projection.weight [target H, H]; the head is the embedding
     exit     (early exit) norm.weight [H] and optional proj.{down,up}.weight: the adapter between layer E and the head
 
 Any projection may have a bias beside its weight.
@@ -39,12 +42,13 @@ class EagleConfig:
     """EAGLE-3, or EAGLE-1/2 where `version` is 1 (arXiv 2503.01840, 2401.15077, 2406.16858). If it is `built_in`, also
     of version 1, it is the target's multi-token-prediction layer (Qwen3-Next, Qwen3.5; arXiv 2412.19437).
 
-    `layer`: the one decoder layer, with the target's vocabulary. Its `context_length` is that of the file (2048 in many
-    published ones) and not a limit: the target's counts. `taps`: its input taps, in order; () in a file that leaves
-    them to the target, and `head_fit.fits` then fills them in. `norm_before_residual`: the residual stream of the layer
-    is the normed hidden state. `fc_norm`: each tap is normed by itself before `fc`. `norm_before_fc`: their
-    concatenation is. `norm_output`: the normed output is fed back to the next step, not the raw one. `head_tokens`: cut
-    the output head over the whole vocabulary to these tokens, ascending; not in the file.
+    `layer`: the decoder layer or layers, with the target's vocabulary; only the first sees the embedding. Its
+    `context_length` is that of the file (2048 in many published ones) and not a limit: the target's counts. `taps`: its
+    input taps, in order; () in a file that leaves them to the target, and `head_fit.fits` then fills them in.
+    `norm_before_residual`: the residual stream of the first layer is the normed hidden state. `fc_norm`: each tap is
+    normed by itself before `fc`. `norm_before_fc`: their concatenation is. `norm_output`: the normed output is fed back
+    to the next step, not the raw one. `head_tokens`: cut the output head over the whole vocabulary to these tokens,
+    ascending; not in the file.
     """
 
     layer: ModelConfig
@@ -116,21 +120,35 @@ class ExitConfig:
     rank: int = 0
 
 
-HeadConfig = EagleConfig | MedusaConfig | BlockConfig | ExitConfig
+@dataclass(frozen=True, slots=True)
+class AssistantConfig:
+    """Gemma 4's assistant: layers of queries alone, which see the target's keys and values. `layer`: its layers, with
+    the target's vocabulary."""
+
+    layer: ModelConfig
+    target_hidden: int
+    taps: tuple[Tap, ...] = ("final",)
+
+
+TrainableConfig = EagleConfig | MedusaConfig | BlockConfig | ExitConfig
+"""Heads that Paceline trains, and writes, too."""
+HeadConfig = TrainableConfig | AssistantConfig
 
 
 def kind_of(config: HeadConfig) -> str:
-    """Name of the method: "eagle3", "eagle" (1 and 2), "mtp", "medusa", "block" or "exit"."""
+    """Name of the method: "eagle3", "eagle" (1 and 2), "mtp", "medusa", "block", "exit" or "assistant"."""
     if isinstance(config, EagleConfig) and config.built_in:
         return "mtp"
     if isinstance(config, EagleConfig):
         return "eagle3" if config.version == 3 else "eagle"
-    return {MedusaConfig: "medusa", BlockConfig: "block", ExitConfig: "exit"}[type(config)]
+    return {MedusaConfig: "medusa", BlockConfig: "block", ExitConfig: "exit", AssistantConfig: "assistant"}[
+        type(config)
+    ]
 
 
 def taps_of(config: HeadConfig) -> tuple[Tap, ...]:
     """The head's input taps; () if EAGLE-3's default was left to the target."""
-    if isinstance(config, (EagleConfig, BlockConfig)):
+    if isinstance(config, (EagleConfig, BlockConfig, AssistantConfig)):
         return config.taps
     return ("final",) if isinstance(config, MedusaConfig) else (config.layers,)
 

@@ -122,7 +122,7 @@ def lfm2(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 _SHORT = ("full_attention", "conv")
 
-TEXT_PARTS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+TEXT_PARTS = {"gemma4": "gemma4_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """Models that also see -> their language model, which runs by itself here."""
 
 

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.kernels.activations import Activation
+from paceline.kernels.activations import Activation, Gate
 from paceline.kernels.cpu.build import library
 from paceline.kernels.cpu.matrix import NativeNorm
 from paceline.kernels.linear import Linear
 from paceline.models.rope import Rope, rotate
-from paceline.protocols import Pass
+from paceline.protocols import Pass, SharedPass
 from paceline.verify.tree import MIN_ROWS
 
 
@@ -97,9 +97,11 @@ class Attention(Mixer):
         norm: HeadNorm | None = None,
         sinks: Tensor | None = None,
         gated: bool = False,
+        value_norm: RMSNorm | None = None,
     ) -> None:
-        """`sinks` [heads]: see `cache.attention.LayerAttention`, of which they are a part."""
-        self.qkv, self.norm, self.sinks, self.gated = qkv, norm, sinks, gated
+        """`qkv`: values may be missing where they are the keys before norm and rotation. `sinks` [heads]: see
+        `cache.attention.LayerAttention`, of which they are a part."""
+        self.qkv, self.norm, self.sinks, self.gated, self.value_norm = qkv, norm, sinks, gated, value_norm
         self.split = (heads + kv_heads, kv_heads)
         self.heads, self.head_dim = heads, head_dim
 
@@ -111,13 +113,31 @@ class Attention(Mixer):
         if self.gated:
             queries, rest = every.split([2 * self.heads, 2 * self.split[1]], 2)
             every, gate = torch.cat([queries[:, :, ::2], rest], 2), queries[:, :, 1::2].flatten(2)
-        qk, v = every.split(self.split, 2)
+        qk, v = every[:, :, : self.split[0]], every[:, :, -self.split[1] :]
+        if self.value_norm is not None:
+            v = self.value_norm(v)
         if self.norm is not None:
             qk = self.norm(qk)
         if rope is not None:
             qk = rotate(qk, *rope)
         mixed = attention.attend(layer, qk[:, :, : self.heads], qk[:, :, self.heads :], v)
         return mixed if gate is None else mixed * sigmoid(gate)
+
+
+class SharedAttention(Mixer):
+    """Attention of queries alone, to the keys and values of an earlier layer (Gemma 4)."""
+
+    sinks: Tensor | None = None
+
+    def __init__(self, q: Linear, heads: int, head_dim: int, norm: HeadNorm | None) -> None:
+        self._q, self._shape, self._norm = q, (heads, head_dim), norm
+
+    def mix(self, x: Tensor, layer: int, rope: Rope, attention: SharedPass) -> Tensor:
+        """See `Attention.mix`."""
+        q = self._q(x).unflatten(-1, self._shape)
+        if self._norm is not None:
+            q = self._norm(q)
+        return attention.look(layer, q if rope is None else rotate(q, *rope))
 
 
 class Dense:
@@ -150,18 +170,19 @@ class Mixture:
         experts: Sequence[Dense],
         used: int,
         normalised: bool,
+        scales: Tensor | None = None,
         sigmoid: bool = False,
         bias: Tensor | None = None,
-        scale: float = 1.0,
     ) -> None:
-        """`sigmoid`: scores are by sigmoid. `bias` [experts]: added to the scores that are compared, not to the
-        weights. `scale`: factor of the weights."""
-        self.router, self.experts, self.used, self.normalised = router, experts, used, normalised
-        self.sigmoid, self._bias, self._scale = sigmoid, bias, scale
+        """`scales` [experts]: factors of their results. `sigmoid`: scores are by sigmoid. `bias` [experts]: added to
+        the scores that are compared, not to the weights."""
+        self.router, self.experts, self.scales = router, experts, scales
+        self.used, self.normalised, self.sigmoid, self._bias = used, normalised, sigmoid, bias
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, judged: Tensor | None = None) -> Tensor:
+        """`judged` [..., H]: what the router sees, if not x."""
         rows = x.flatten(0, -2)
-        weights, chosen = self._route(rows)
+        weights, chosen = self._route(rows if judged is None else judged.flatten(0, -2))
         total = torch.zeros_like(rows, dtype=weights.dtype)
         for number in chosen.unique().tolist():
             here, rank = (chosen == number).nonzero(as_tuple=True)
@@ -181,9 +202,8 @@ class Mixture:
         compared = scores if self._bias is None else scores + self._bias
         chosen = compared.sort(dim=-1, descending=True, stable=True)[1][:, : self.used]
         weights = scores.gather(1, chosen)
-        if self.normalised:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return (weights if self._scale == 1.0 else weights * self._scale), chosen
+        weights = weights / weights.sum(-1, keepdim=True) if self.normalised else weights
+        return weights if self.scales is None else weights * self.scales[chosen], chosen
 
 
 class SharedMixture:
@@ -202,6 +222,44 @@ class SharedMixture:
         return residual + self(x)
 
 
+class MixtureBeside:
+    """Experts beside a dense network, each with norms of its own (Gemma 4). It takes the stream itself."""
+
+    def __init__(
+        self,
+        dense: Dense,
+        experts: Mixture,
+        before: tuple[RMSNorm, RMSNorm, RMSNorm],
+        after: tuple[RMSNorm, RMSNorm],
+    ) -> None:
+        """`before`: norms of what the dense network, the experts and their router see. `after`: of the results of the
+        first two."""
+        self._dense, self._experts, self._before, self._after = dense, experts, before, after
+
+    def __call__(self, x: Tensor) -> Tensor:
+        dense, experts, router = (norm(x) for norm in self._before)
+        first, second = self._after
+        return first(self._dense(dense)) + second(self._experts(experts, router))
+
+    def onto(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + self(x)."""
+        return residual + self(x)
+
+
+FeedForward = Dense | Mixture | SharedMixture | MixtureBeside
+
+
+class TokenInput:
+    """What a layer adds by the token itself (Gemma 4's per-layer embeddings)."""
+
+    def __init__(self, gate: Linear, activation: Gate, out: Linear, norm: RMSNorm) -> None:
+        self._gate, self._activation, self._out, self._norm = gate, activation, out, norm
+
+    def __call__(self, x: Tensor, given: Tensor) -> Tensor:
+        """x [B, T, H] with what `given` [B, T, P] adds."""
+        return x + self._norm(self._out(self._activation(self._gate(x), given)))
+
+
 class Layer:
     """One pre-norm decoder layer: `out` and then `mlp` add to the stream, both through another norm if there are
     `post` norms (Gemma 2 and 3).
@@ -216,23 +274,37 @@ class Layer:
         attention: Mixer | None,
         out: Addend | None,
         mlp_norm: RMSNorm | None,
-        mlp: Dense | Mixture | SharedMixture | None,
+        mlp: FeedForward | None,
         post: tuple[RMSNorm, RMSNorm] | None = None,
         residual_scale: float = 1.0,
+        token_input: TokenInput | None = None,
+        scale: Tensor | None = None,
     ) -> None:
+        """`mlp_norm`: None where `mlp` norms the stream itself. `scale` [1]: factor of the layer's result."""
         self.attn_norm, self.attention, self.out = attn_norm, attention, out
         self.mlp_norm, self.mlp, self.post, self.residual_scale = mlp_norm, mlp, post, residual_scale
+        self.token_input, self.scale = token_input, scale
 
-    def __call__(self, x: Tensor, layer: int, rope: Rope, attention: Pass, entry: Tensor | None = None) -> Tensor:
-        """`entry`: the input of attention, if not the normed stream."""
+    def __call__(
+        self,
+        x: Tensor,
+        layer: int,
+        rope: Rope,
+        attention: Pass,
+        entry: Tensor | None = None,
+        given: Tensor | None = None,
+    ) -> Tensor:
+        """`entry`: the input of attention, if not the normed stream. `given`: see `TokenInput`."""
         first, second = self.post or (None, None)
         if self.attention and self.out:
             if entry is None:
                 entry = x if self.attn_norm is None else self.attn_norm(x)
             x = self._plus(x, self.out, self.attention.mix(entry, layer, rope, attention), first)
-        if self.mlp and self.mlp_norm:
-            x = self._plus(x, self.mlp, self.mlp_norm(x), second)
-        return x
+        if self.mlp:
+            x = self._plus(x, self.mlp, x if self.mlp_norm is None else self.mlp_norm(x), second)
+        if self.token_input is not None and given is not None:
+            x = self.token_input(x, given)
+        return x if self.scale is None else x * self.scale
 
     def _plus(self, x: Tensor, part: Addend, y: Tensor, norm: RMSNorm | None) -> Tensor:
         """The stream x and what a part makes of y."""

@@ -102,6 +102,12 @@ class Renamed(LazyTensors):
         return shape_of(self._tensors, self._names[name])
 
 
+_SENSES = tuple(
+    f"model.{part}" for part in ("visual.", "vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
+)
+"""Beginnings of the names of tensors that see and hear."""
+
+
 class LanguageTensors(LazyTensors):
     """The language model's tensors of a checkpoint that may also see (Qwen3.5), under the names of one that reads text
     alone, and each expert by itself where the file stacks all of a layer."""
@@ -111,7 +117,7 @@ class LanguageTensors(LazyTensors):
         self._tensors = tensors
         self._names = self._sources = dict[str, tuple[str, int, slice]]()
         for source in tensors:
-            if source.startswith("model.visual."):
+            if source.startswith(_SENSES):
                 continue
             name, whole = source, slice(None)
             for old, new in renamed.items():

@@ -65,11 +65,11 @@ class RotarySet:
     """The rotary embeddings of a model's layers, one `Rotary` for all layers that share a config."""
 
     def __init__(
-        self, ropes: Sequence[RopeConfig | None], head_dim: int, dtype: torch.dtype, device: torch.device
+        self, ropes: Sequence[tuple[RopeConfig | None, int]], dtype: torch.dtype, device: torch.device
     ) -> None:
-        """`ropes`: by layer. For the rest see `Rotary`."""
+        """`ropes`: by layer, each with the size of a head. For the rest see `Rotary`."""
         kinds = list(dict.fromkeys(ropes))
-        self._rotaries = [Rotary(rope, head_dim, dtype, device) if rope else None for rope in kinds]
+        self._rotaries = [Rotary(rope, head_dim, dtype, device) if rope else None for rope, head_dim in kinds]
         self.index = [kinds.index(rope) for rope in ropes]
         """For each layer the index of its factors in what a call returns."""
 
@@ -122,6 +122,9 @@ def inverse_frequencies(config: RopeConfig, head_dim: int, span: int = 0) -> Ten
     wavelengths = (theta ** exponents.double()).float()
     if factors := (config.long_factors if span else ()) or config.factors:
         return 1.0 / (torch.tensor(factors) * wavelengths)
+    if config.kind == "proportional":  # the first planes turn, each as if all did (Gemma 4)
+        turning = torch.arange(rotated // 2) < int(numbers["partial_rotary_factor"] * rotated // 2)
+        return turning / wavelengths / numbers["factor"]
     if config.kind == "linear":
         return 1.0 / wavelengths / numbers["factor"]
     if config.kind == "llama3":
@@ -174,6 +177,8 @@ def read_rope(scaling: Raw | None, raw: Raw, theta: float, head_dim: int) -> Rop
     if unknown := [key for key in given if key not in (*needed, *known, *_HARMLESS)]:
         raise UnsupportedModel(f"rope scaling {kind!r} with {', '.join(unknown)} is not known", "Use another model")
     share = float(given.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0)
+    if kind == "proportional":
+        given["partial_rotary_factor"], share = share, 1.0
     rotated = int(head_dim * share)
     short = given.get("short_factor") or raw.get("rope_freqs") or ()
     factors, long = tuple(map(float, short)), tuple(map(float, given.get("long_factor", ())))
@@ -203,6 +208,7 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "dynamic": (("factor",), ()),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
     "yarn": ((), ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")),
+    "proportional": ((), ("factor",)),
     "longrope": (("short_factor", "long_factor"), ("factor", "attention_factor")),
 }
 """Rule -> its required keys, and its optional ones."""
@@ -213,6 +219,8 @@ def _numbers(kind: str, given: Raw, raw: Raw) -> dict[str, float]:
     longest = raw.get("max_position_embeddings", 2048)
     # The trained context length: Phi-3 has it beside the rule, others in it.
     original = float(raw.get(_ORIGINAL) or given.get(_ORIGINAL) or longest)
+    if kind == "proportional":
+        return {"factor": given.get("factor") or 1.0, "partial_rotary_factor": given["partial_rotary_factor"]}
     if kind not in ("yarn", "longrope"):
         numbers = {key: given[key] for key in KINDS[kind][0]}
         limit = {"dynamic": longest, "llama3": original}.get(kind)

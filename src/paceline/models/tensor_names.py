@@ -43,7 +43,7 @@ _MIXERS = {
     ".mixer.": ".mamba.",
 }
 _NAMES: Mapping[str, Mapping[str, str]] = {
-    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), _LANGUAGE),
+    **dict.fromkeys(("gemma4_text", "qwen3_5_text", "qwen3_5_moe_text"), _LANGUAGE),
     **dict.fromkeys(("lfm2", "lfm2_moe"), _LFM2),
     **dict.fromkeys(("bamba", "falcon_h1"), _BAMBA),
     **dict.fromkeys(("mamba2", "nemotron_h"), _MIXERS),

@@ -91,8 +91,8 @@ class SlotCache(SlotTable):
         self._model_cache = Cache(layer_class_to_replicate=partial(_SlotLayer, self._window))
 
     @torch.inference_mode()
-    def acquire(self, prompt: int = 0) -> int:
-        slot = super().acquire(prompt)
+    def acquire(self, prompt: int = 0, adapter: int = 0) -> int:
+        slot = super().acquire(prompt, adapter)
         for side in self._sides():
             if slot < len(side):
                 # A request that failed may have left NaN, which a longer neighbour's pass would read.
@@ -103,7 +103,7 @@ class SlotCache(SlotTable):
     def fork(self, slot: int) -> int:
         """See `protocols.KVCache.fork`."""
         self.check_taken(slot)
-        new, length = self.acquire(self.prompts[slot]), self.lengths[slot]
+        new, length = self.acquire(self.prompts[slot], self.adapters[slot]), self.lengths[slot]
         self._window.places = len(self.lengths)
         for layer in self._layers():
             layer.room(layer.keys, layer.values)

@@ -8,10 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from paceline.errors import CorruptModel, InvalidOption
+from paceline.errors import AdapterMismatch, CorruptModel, InvalidOption, UnsupportedModel
 from paceline.kernels.activations import Activation
 from paceline.kernels.cpu.matrix import NativeLinear
 from paceline.kernels.linear import Linear, gated, linear, takes_stored
+from paceline.kernels.low_rank import Factors, LowRank, adapt_gated, adapted
 from paceline.kernels.quantize import Codes, quantize, stack
 from paceline.kernels.stored import Stored
 from paceline.models.lazy import Quantised, codes_of, stored_of
@@ -26,8 +27,18 @@ class Weights:
     Of `Quantised` tensors, products are made of codes; what is taken as a tensor stays one.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
-        self._tensors, self._dtype, self.device = tensors, dtype, device
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        adapters: Sequence[Factors] = (),
+    ) -> None:
+        """`adapters`: held beside the weights of the products that they change."""
+        self._adapters = adapters
+        self._changes = {(adapter.name, module) for adapter in adapters for module in adapter.factors}
+        """Those that no product has taken."""
+        self._tensors, self.dtype, self.device = tensors, dtype, device
         self._bits = tensors.bits if isinstance(tensors, Quantised) else None
         self.requantises = isinstance(tensors, Quantised) and tensors.requantise
         """Whether nothing keeps the codes that the file has it in, if they have more bits."""
@@ -51,7 +62,7 @@ class Weights:
             raise CorruptModel(f"the checkpoint lacks {name}", "Fetch the model again")
         tensor = self._tensors[name]
         self._check(name, tuple(tensor.shape), shape)
-        return tensor.to(device=self.device, dtype=dtype or self._dtype)
+        return tensor.to(device=self.device, dtype=dtype or self.dtype)
 
     def _check(self, name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
         if found != shape:
@@ -74,12 +85,12 @@ class Weights:
         the file's own codes, or, if the head is tied, of floats."""
         own = stored_of(self._tensors, name) if self._bits and name in self else None
         shared = own is not None and not own.is_float if self._bits else tied
-        if shared and takes_stored(self._dtype, self._bits is not None, self.device):
+        if shared and takes_stored(self.dtype, self._bits is not None, self.device):
             return NativeLinear(replace(self._stored(name, shape, self._bits), fewer=False), None)
         return self.get(name, shape)
 
     def _matrix(self, name: str, shape: tuple[int, int], bits: int | None) -> Tensor | Codes | Stored:
-        if takes_stored(self._dtype, bits is not None, self.device):
+        if takes_stored(self.dtype, bits is not None, self.device):
             return self._stored(name, shape, bits)
         return self._coded(name, shape, bits) if bits else self.get(name, shape)
 
@@ -88,7 +99,7 @@ class Weights:
         if own is None or not (bits or own.is_float):
             own = Stored.floats(self.get(name, shape, torch.float32 if bits else None), None)
         self._check(name, own.shape, shape)
-        return replace(own, form=(own.form or bits) if bits else self._dtype, fewer=self.requantises)
+        return replace(own, form=(own.form or bits) if bits else self.dtype, fewer=self.requantises)
 
     def borrowed(self, rows: Tensor, cut: bool = False) -> Tensor | Codes:
         """An output head of rows of another model, quantised if these weights are. `cut`: one that was cut for speed
@@ -111,7 +122,27 @@ class Weights:
         weight, bias = self._stacked(parts, width)
         if order is not None:
             weight, bias = weight[order], None if bias is None else bias[order]
-        return linear(weight, bias)
+        changes = [self._change(adapter, parts, width) for adapter in self._adapters]
+        if order is not None:
+            changes = [change and change.ordered(order) for change in changes]
+        return adapted(linear(weight, bias), changes, self.dtype)
+
+    def _change(self, adapter: Factors, parts: Mapping[str, int], width: int) -> LowRank | None:
+        """What an adapter changes of a product of these projections. Rows choose experts, so theirs are left."""
+        found = {name: adapter.factors.get(name) for name in parts if ".experts." not in name}
+        for name, factors in found.items():
+            if factors is None:
+                continue
+            a, b = factors
+            if (a.shape[1], b.shape[0]) != (width, parts[name]):
+                raise AdapterMismatch(
+                    f"the adapter {adapter.name} changes {name} from {a.shape[1]} to {b.shape[0]} elements, "
+                    f"and this model's is from {width} to {parts[name]}",
+                    "It was trained for another model; load it with that",
+                )
+            self._changes.discard((adapter.name, name))
+        moved = [factors and (factors[0].to(self.device), factors[1].to(self.device)) for factors in found.values()]
+        return LowRank.stacked(moved, list(parts.values()))
 
     def router(self, name: str, shape: tuple[int, int], order: Tensor | None = None) -> Linear:
         """A product in the model's dtype even if the others are quantised: it is small, and chooses experts. `order`:
@@ -125,7 +156,10 @@ class Weights:
         """The first half of a gated MLP. `parts`: gate and up projections, or one that holds both; each of `shape`
         [out, in]."""
         out, width = shape[0] * 2 // len(parts), shape[1]
-        return gated(*self._stacked(dict.fromkeys(parts, out), width), activation)
+        both = dict.fromkeys(parts, out)
+        made = gated(*self._stacked(both, width), activation)
+        adapt_gated(made, [self._change(adapter, both, width) for adapter in self._adapters], self.dtype)
+        return made
 
     def _stacked(self, parts: Mapping[str, int], width: int) -> tuple[Tensor | Codes | Stored, Tensor | None]:
         """The projections stacked, and their biases if any has one."""
@@ -138,14 +172,29 @@ class Weights:
     def _bias(self, name: str, out: int) -> Tensor:
         if name + ".bias" in self:
             return self.get(name + ".bias", (out,))
-        return torch.zeros(out, dtype=self._dtype, device=self.device)
+        return torch.zeros(out, dtype=self.dtype, device=self.device)
+
+    def ones(self, size: int) -> Tensor:
+        """The weight of a norm without one."""
+        return torch.ones(size, dtype=self.dtype, device=self.device)
 
     def skip(self, name: str) -> None:
         """Mark a tensor as known but unused."""
         self._left.discard(name)
 
     def finish(self) -> None:
-        """Raise `CorruptModel` if tensors are left over: the model would not be the one in the file."""
+        """Raise `CorruptModel` if tensors are left over: the model would not be the one in the file; for what adapters
+        change, `AdapterMismatch` where the model has no such module, `UnsupportedModel` where it is merged only."""
+        for adapter, module in sorted(self._changes):
+            if module + ".weight" in self._tensors:
+                raise UnsupportedModel(
+                    f"the adapter {adapter} changes {module}, which must be the same for all rows of a pass",
+                    "Merge it into the model: give it as `adapter`, without a name",
+                )
+            raise AdapterMismatch(
+                f"the adapter {adapter} changes {module}, which this model does not have",
+                "It was trained for another model; load it with that",
+            )
         if self._left:
             some = ", ".join(sorted(self._left)[:3])
             raise CorruptModel(

@@ -16,7 +16,7 @@ from paceline.checkpoints.loader import Loaded
 from paceline.engine.request import Request
 from paceline.errors import CannotWrite, InvalidData
 from paceline.files.jsonl import LONGEST, Journal, JsonlFile
-from paceline.protocols import Closable, TargetWithHead
+from paceline.protocols import Adaptable, Closable, TargetWithHead
 from paceline.recording.rows import ENDS, RecordedReply, RecordingHeader, parse_header, parse_reply, seeded
 from paceline.sampling.parameters import Sampling
 
@@ -48,11 +48,14 @@ class ReplyRecorder(Closable):
     """
 
     def __init__(self, path: Path, model: Loaded) -> None:
-        """Raises `InvalidData` for a file that is no recording, or one of another model, and `OSError`."""
+        """Raises `InvalidData` for a file that is no recording, or one of another model, or for a model with adapters
+        beside it, and `OSError`."""
         self.path, self.count, self.skipped = path, 0, 0
         self.error: OSError | None = None
         self._journal: Journal | None = None
         self._last = 0.0
+        if isinstance(model.target, Adaptable) and model.target.adapters:
+            raise InvalidData("a recording is of one model, without adapters beside it", "Leave out one of them")
         header = header_of(model)
         known = _begun(path)
         if known and (known.quantize != header.quantize or not same_target(known.fingerprint, header.fingerprint)):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -51,14 +51,17 @@ class Metrics:
         self._speed = self._gauge("paceline:tokens_per_second", "Tokens per second over the last 10 s.")
         self._models: dict[str, ModelMetrics] = {}
 
-    def of(self, model: str) -> ModelMetrics:
-        """Return the metrics of one model, which continue where it is loaded again."""
+    def of(self, model: str, adapter: bool = False) -> ModelMetrics:
+        """Return the metrics of one model, which continue where it is loaded again. `adapter`: of an adapter, whose
+        load is a part of its model's."""
         if model not in self._models:
             mine = self._models[model] = ModelMetrics(self, model)
+            self._speed.labels(model).set_function(mine.tokens_per_second)
+            if adapter:
+                return mine
             self._running.labels(model).set_function(lambda: self._load(model).running)
             self._waiting.labels(model).set_function(lambda: self._load(model).waiting)
             self._cache.labels(model).set_function(lambda: self._load(model).cache)
-            self._speed.labels(model).set_function(mine.tokens_per_second)
         return self._models[model]
 
     def _counter(self, name: str, about: str, *labels: str) -> Counter:
@@ -69,6 +72,13 @@ class Metrics:
 
     def _gauge(self, name: str, about: str) -> Gauge:
         return Gauge(name, about, (_LABEL,), registry=self._registry)
+
+    def samples(self) -> Iterator[tuple[str, Mapping[str, str], float]]:
+        """Yield the name, labels and value of every series, without the times at which they were created."""
+        for family in self._registry.collect():
+            for sample in family.samples:
+                if not sample.name.endswith("_created"):
+                    yield sample.name, sample.labels, sample.value
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""

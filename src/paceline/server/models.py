@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -33,7 +34,7 @@ _LISTED = 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelSource:
-    """A model to serve. Requests may give any of `names`; replies have the first.
+    """A model to serve. Requests may give any of `names`, and replies have the first; or one of its `adapters`.
 
     `load` returns its worker, not started. `size`: bytes of memory that the model is expected to need, without its
     drafters. `stays`: it is loaded before the server starts, and never unloaded. `path`: its file or folder.
@@ -44,10 +45,13 @@ class ModelSource:
     size: int = 0
     stays: bool = False
     path: Path | None = None
+    adapters: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not all(name.strip() for name in self.names):
             raise InvalidOption("the model's name must not be empty", "Give --served-model-name a name")
+        if both := set(self.names) & set(self.adapters):
+            raise InvalidOption(f"model and adapter are both called {min(both)}", "Give one of them another name")
 
 
 Pull = Callable[[str, Callable[[str, int, int], None]], ModelSource]
@@ -55,7 +59,8 @@ Pull = Callable[[str, Callable[[str, int, int], None]], ModelSource]
 
 
 class LoadedModel:
-    """A model in memory, with what its requests share. `users`: requests that use it. `size`: bytes that it needs."""
+    """A model in memory, with what its requests share. `users`: requests that use it. `size`: bytes that it needs.
+    `adapter`: the one of a request that `Models.take` gave it to."""
 
     def __init__(self, name: str, worker: Worker, metrics: Metrics, size: int = 0) -> None:
         """Runs the self-check, which must not run beside the engine. `size`: see `ModelSource`."""
@@ -65,15 +70,28 @@ class LoadedModel:
         self.size = max(size, own) + held_bytes(target, drafters) - own
         _ = self.llm.guarantee
         self.token_texts, self.grammar_trials = TokenTexts(self.llm.tokenizer), GrammarTrials(self.llm)
-        self.metrics = metrics.of(name)
+        self.metrics, self._metrics = metrics.of(name), metrics
+        self.adapter: str | None = None
+        self._base: LoadedModel | None = None
         self.users, self.used = 0, time.monotonic()
         self.on_idle: Callable[[], object] = lambda: None
 
+    def take(self, adapter: str | None) -> LoadedModel:
+        """Count one user more, and return the model as a request with this adapter sees it. `release` must follow."""
+        self.users += 1
+        if adapter is None:
+            return self
+        adapted = copy(self)
+        adapted.name = adapted.adapter = adapter
+        adapted.metrics, adapted._base = self._metrics.of(adapter, adapter=True), self
+        return adapted
+
     def release(self) -> None:
         """Count one user less."""
-        self.users, self.used = self.users - 1, time.monotonic()
-        if not self.users:
-            self.on_idle()
+        model = self._base or self
+        model.users, model.used = model.users - 1, time.monotonic()
+        if not model.users:
+            model.on_idle()
 
 
 class Models:
@@ -126,7 +144,7 @@ class Models:
                 return
             self.sources.append(source)
             self._sizes[source] = source.size
-        for name in source.names:
+        for name in (*source.names, *source.adapters):
             self._named.setdefault(name, served)
 
     @property
@@ -199,9 +217,13 @@ class Models:
         """Return a model if it is loaded, with one user more: `release` must follow. Raises `ApiError` 404."""
         if self._stopping:
             raise ServerStopping
-        if model := self.get(name):
-            model.users += 1
-        return model
+        model = self.get(name)
+        return model and model.take(self.adapter(name))
+
+    def adapter(self, name: str | None) -> str | None:
+        """Return the adapter that a name means; None for a model's own name. Raises `ApiError` 404."""
+        adapters, name = self.source(name).adapters, name or ""
+        return next((one for one in (name, name.removesuffix(":latest")) if one in adapters), None)
 
     async def ready(self, name: str | None) -> None:
         """Load a model unless it is loaded. Whoever stops waiting does not stop the others.

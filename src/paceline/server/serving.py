@@ -178,7 +178,7 @@ class Service:
         return await self._generate(request, schema_tokens.InfillRequest, infilling.prepare, "")
 
     async def models(self) -> dict[str, Any]:
-        """List every model under each of its names. OpenAI's and Anthropic's clients both read the list."""
+        """List every model under each of its names, and its adapters. Clients of OpenAI and of Anthropic read it."""
         data = [await self.model(name) for name in self.loader.names]
         ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
         return {"object": "list", "data": data, **ends, "has_more": False}
@@ -188,7 +188,7 @@ class Service:
         about: dict[str, Any] = {"loaded": False}
         if model := self.loader.get(name):
             policies, sampling = model.llm.engine.policies, model.llm.sampling()
-            default = policies[model.worker.default.drafter]
+            default = policies[model.worker.default_for(self.loader.adapter(name)).drafter]
             defaults = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
             about = {
                 "loaded": True,
@@ -201,7 +201,8 @@ class Service:
         openai = {"object": "model", "created": self._started, "owned_by": "paceline"}
         created = datetime.fromtimestamp(self._started, timezone.utc).isoformat()
         anthropic = {"type": "model", "display_name": name, "created_at": created, "lifecycle": "active"}
-        return {"id": name, **openai, **anthropic, "paceline": about}
+        base = {"parent": self.loader.source(name).names[0]} if self.loader.adapter(name) else {}  # as in vLLM
+        return {"id": name, **openai, **anthropic, **base, "paceline": about}
 
     async def _take(self, request: Request, name: str | None, timeout: float | None) -> LoadedModel:
         """Return a model, loaded first unless it is, with one user more: `release` must follow.
@@ -278,8 +279,8 @@ class Service:
             try:
                 work = partial(prepare, model, self.settings, body)
                 prepared = await self._preprocess(request, "grammar" if body.constrained else pool, work, left())
-                remaining = left()
-                running.start([replace(job, client=client_of(request), timeout=remaining) for job in prepared.jobs])
+                more: dict[str, Any] = {"client": client_of(request), "timeout": left(), "adapter": model.adapter}
+                running.start([replace(job, **more) for job in prepared.jobs])
                 answer = GeneratedAnswer(running, prepared.writer(answer_id))
             except BaseException:
                 running.close()

@@ -67,7 +67,8 @@ class ReplyJob:
     `tokens`: the prompt's token ids. `sampling`: must have a seed. `sample`: index among several samples of the prompt.
     `speculation`: None for the server's default. `timeout`: seconds from now. `group`: equal for jobs that share a
     prompt. `client`: waiting clients get slots in turn. `scores`: receives the prompt's log-probabilities.
-    `prompt_only`: the generated tokens are not returned. `keep_alive`: an object to hold until the reply begins.
+    `prompt_only`: the generated tokens are not returned. `adapter`: the name of one. `keep_alive`: an object to hold
+    until the reply begins.
     """
 
     tokens: Sequence[int]
@@ -79,6 +80,7 @@ class ReplyJob:
     client: Hashable | None = None
     scores: PromptLogprobs | None = None
     prompt_only: bool = False
+    adapter: str | None = None
     keep_alive: object = None
 
 
@@ -164,9 +166,9 @@ class Worker:
     """
 
     def __init__(self, llm: LLM, limits: WorkerLimits | None = None, default: Speculation | None = None) -> None:
-        """`default`: speculation of jobs that set none; None for the engine's first drafter."""
+        """`default`: speculation of jobs that set none; None for the engine's first drafter, or the adapter's own."""
         self.llm, self.limits = llm, limits or WorkerLimits()
-        self.default = default or llm.engine.policies.default
+        self._default, self.default = default, default or llm.engine.policies.default
         if self.limits.prefix_bytes:
             llm.engine.remember(self.limits.prefix_bytes)
         self._scheduler = self._new_scheduler()
@@ -200,6 +202,10 @@ class Worker:
         waiting = max(0, len(self._replies) - len(active))
         return Load(len(active), waiting, min(1.0, positions / self.limits.cache_positions))
 
+    def default_for(self, adapter: str | None) -> Speculation:
+        """Return the speculation of jobs with this adapter that set none."""
+        return self._default or self.llm.speculation(adapter)
+
     def submit(self, job: ReplyJob, outputs: asyncio.Queue[ReplyRound], index: int = 0) -> ReplyHandle:
         """Queue a job, whose outputs will have this index.
 
@@ -209,11 +215,11 @@ class Worker:
             raise ServerStopping
         if len(self._replies) >= self.limits.slots + self.limits.queue:
             raise Busy(f"the server is full, {len(self._replies)} replies are running or waiting")
-        speculation = job.speculation or self.default
+        speculation = job.speculation or self.default_for(job.adapter)
         _ = self.llm.engine.policies[speculation.drafter]
 
         def begin(like: Request | None) -> Request:
-            return self.llm.start(job.tokens, job.sampling, job.sample, like, speculation, job.scores)
+            return self.llm.start(job.tokens, job.sampling, job.sample, like, speculation, job.scores, job.adapter)
 
         task = Task(begin, len(job.tokens), job.group, job.client)
         if job.timeout is not None:

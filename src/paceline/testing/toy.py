@@ -29,6 +29,7 @@ class ListCache:
 
     def __init__(self) -> None:
         self.prompts: list[int] = []  # slot -> the length of its request's prompt
+        self.adapters: list[int] = []  # slot -> its request's adapter
         self._kept: list[list[Entry]] = []  # slot -> its committed tokens
         self._fed: dict[int, list[Entry]] = {}  # slot -> the rows fed since, none of them committed
         self._free: list[int] = []
@@ -37,13 +38,14 @@ class ListCache:
     def lengths(self) -> Sequence[int]:
         return [len(entries) for entries in self._kept]
 
-    def acquire(self, prompt: int = 0) -> int:
+    def acquire(self, prompt: int = 0, adapter: int = 0) -> int:
         if not self._free:
             self._free.append(len(self._kept))
             self._kept.append([])
             self.prompts.append(0)
+            self.adapters.append(0)
         slot = self._free.pop()
-        self.prompts[slot] = prompt
+        self.prompts[slot], self.adapters[slot] = prompt, adapter
         return slot
 
     def begin(self, rows: Rows) -> ListPass:
@@ -66,7 +68,7 @@ class ListCache:
         del self._kept[slot][length:]
 
     def fork(self, slot: int) -> int:
-        new = self.acquire(self.prompts[slot])
+        new = self.acquire(self.prompts[slot], self.adapters[slot])
         self._kept[new] = list(self._kept[slot])
         return new
 

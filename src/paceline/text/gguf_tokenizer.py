@@ -29,10 +29,10 @@ def backend_from_gguf(fields: Fields) -> Tokenizer:
     missing or inconsistent.
     """
     model = fields.get("tokenizer.ggml.model")
-    if model not in ("gpt2", "llama"):
+    if model not in ("gpt2", "llama", "gemma4"):
         raise UnsupportedModel(
             f"the GGUF tokenizer {model!r} is not supported",
-            "Supported: gpt2 (byte-level BPE) and llama (SentencePiece BPE)",
+            "Supported: gpt2 (byte-level BPE), llama and gemma4 (SentencePiece BPE)",
         )
     tokens, kinds = _vocabulary(fields)
     if model == "gpt2":
@@ -110,7 +110,8 @@ def _sentencepiece(fields: Fields, tokens: list[str], kinds: list[int]) -> Token
     if len(scores) != len(tokens):
         raise CorruptModel(f"the GGUF file holds {len(tokens)} tokens but {len(scores)} scores")
     unknown = fields.get("tokenizer.ggml.unknown_token_id", 0)
-    merges = merges_from_scores(tokens, kinds, scores)
+    listed = [tuple(merge.split(" ")) for merge in fields.get("tokenizer.ggml.merges") or ()]
+    merges = listed if fields["tokenizer.ggml.model"] == "gemma4" else merges_from_scores(tokens, kinds, scores)
     name = tokens[unknown] if unknown < len(tokens) else None
     backend = Tokenizer(_bpe(models.BPE, tokens, merges, unk_token=name, fuse_unk=True, byte_fallback=True))
     space = normalizers.Replace(" ", "▁")

@@ -12,7 +12,7 @@ from paceline.errors import InvalidOption, UnsupportedModel
 from paceline.llm import LLM
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
-from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, HeadConfig, MedusaConfig
+from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, MedusaConfig, TrainableConfig
 from paceline.train.answers import AnswerPlan
 from paceline.train.block import BlockRecipe
 from paceline.train.block import default_taps as spread_taps
@@ -86,7 +86,7 @@ def _block(c: ModelConfig, job: TrainJob, mask: int) -> BlockConfig:
     return BlockConfig(layer, job.taps or spread_taps(c.layers), job.steps + 1, mask)
 
 
-def config_for(llm: LLM, job: TrainJob, size: int) -> HeadConfig:
+def config_for(llm: LLM, job: TrainJob, size: int) -> TrainableConfig:
     """Return the drafter's config for this target. `size`: of the draft vocabulary."""
     c = native(llm).config
     if job.kind == "eagle3":

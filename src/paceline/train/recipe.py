@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.errors import InvalidOption
-from paceline.models.heads import HeadConfig, HeadFile, taps_of
+from paceline.models.heads import HeadFile, TrainableConfig, taps_of
 from paceline.protocols import EmbeddingAndHead
 from paceline.train.states import DocumentBatch
 
@@ -230,13 +230,13 @@ class GuessTally:
 class Recipe(ABC):
     """A drafter in training. `module` holds float32 parameters under the names of `models/heads.py`."""
 
-    config: HeadConfig
+    config: TrainableConfig
     module: nn.Module
     decay = 0.8
     """Weight of a step's loss relative to the step before."""
 
     def __init__(
-        self, config: HeadConfig, module: nn.Module, target: EmbeddingAndHead, vocabulary: Tensor, steps: int
+        self, config: TrainableConfig, module: nn.Module, target: EmbeddingAndHead, vocabulary: Tensor, steps: int
     ) -> None:
         """`vocabulary` [K]: the ids, ascending, over which distributions are compared. `steps`: tokens of the drafts
         that it is trained for."""

@@ -15,7 +15,7 @@ pytest.importorskip("playwright", reason="the page is tested with playwright: pi
 
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
-from tests.server.page.fake_server import Fake, serving
+from tests.server.page.fake_server import MODEL, Fake, serving
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 # Long enough for a busy machine of two cores; nothing waits that long unless it fails.
@@ -52,6 +52,11 @@ class Tab:
         expect(self.page.locator("#send")).to_be_visible()
         return self.page.locator(".turn").last.locator(".text")
 
+    @property
+    def status(self) -> Locator:
+        """Where problems with the server are told."""
+        return self.page.locator("#status")
+
     def focused(self, selector: str) -> bool:
         return bool(self.page.evaluate("s => document.activeElement.matches(s)", selector))
 
@@ -65,10 +70,14 @@ Open = Callable[..., Any]
 @pytest.fixture
 def open_tab(browser: Browser) -> Open:
     @contextmanager
-    def open_at(url: str, **options: Any) -> Iterator[Tab]:
-        """Whatever the test is about: no error on the console beside refused requests, and no other host asked."""
+    def open_at(url: str, marks: bool = True, **options: Any) -> Iterator[Tab]:
+        """Whatever the test is about: no error on the console beside refused requests, and no other host asked.
+
+        `marks`: replies are shown as marked tokens, not formatted.
+        """
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
         context.set_default_timeout(30_000)
+        context.add_init_script(f"localStorage.marks ??= '{'on' if marks else 'off'}'")
         tab = Tab(context.new_page(), url)
         tab.page.on("pageerror", lambda error: tab.complaints.append(str(error)))
         tab.page.on("console", lambda said: said.type == "error" and tab.complaints.append(said.text))
@@ -96,5 +105,13 @@ def address(fake: Fake) -> Iterator[str]:
 @pytest.fixture
 def tab(open_tab: Open, address: str) -> Iterator[Tab]:
     with open_tab(address) as tab:
-        expect(tab.page.locator("#model")).to_have_text("SmolLM2-360M-Instruct")
+        expect(tab.page.locator("#model")).to_have_value(MODEL)
+        yield tab
+
+
+@pytest.fixture
+def formatted(open_tab: Open, address: str) -> Iterator[Tab]:
+    """A tab that shows formatted text."""
+    with open_tab(address, marks=False) as tab:
+        expect(tab.page.locator("#model")).to_have_value(MODEL)
         yield tab

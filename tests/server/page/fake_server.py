@@ -21,6 +21,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from paceline.server.app import PAGE, add_page
 
+MODEL = "SmolLM2-360M-Instruct"
 # (drafted, tokens) of each round. The last token is the target's own, so a round accepts one token less than it has.
 SKY = [
     (4, ["The", " sky", " looks"]),
@@ -60,6 +61,19 @@ class Fake:
     differ_at: int | None = None
     """The reply without speculation has another token here."""
     guarantee: str = "bits"
+    text: str | None = None
+    """The reply, instead of the recorded ones."""
+    reasoning: str = ""
+    """Sent before the reply."""
+    size: int = 40
+    """Characters of `text` in each event."""
+    cut_after: int | None = None
+    """The connection ends after so many events, without an error."""
+    others: tuple[str, ...] = ()
+    """Further models, not loaded until they are asked."""
+    loaded: set[str] = field(default_factory=lambda: {MODEL})
+    load_until: threading.Event | None = None
+    """A model that is not loaded is loaded once this is set."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     times: list[tuple[float, float]] = field(default_factory=list)
     """When each streamed reply began and ended."""
@@ -79,15 +93,19 @@ class Fake:
         return None
 
     async def models(self, request: Request) -> Response:
-        paceline = {
+        data = [{"id": name, "object": "model", "paceline": self.about(name)} for name in (MODEL, *self.others)]
+        return self.refuse(request) or JSONResponse({"data": data})
+
+    def about(self, name: str) -> dict[str, Any]:
+        if name not in self.loaded:
+            return {"loaded": False}
+        return {
+            "loaded": True,
             "drafters": ["suffix", "ngram", "eagle3"],
             "default": "suffix",
             "guarantee": self.guarantee,
             "context_length": 8192,
         }
-        return self.refuse(request) or JSONResponse(
-            {"data": [{"id": "SmolLM2-360M-Instruct", "object": "model", "paceline": paceline}]}
-        )
 
     async def chat(self, request: Request) -> Response:
         if refused := self.refuse(request):
@@ -97,17 +115,27 @@ class Fake:
         if self.fail:
             headers = {"Retry-After": "3"} if self.fail[0] == 429 else None
             return error(*self.fail, headers)
+        while self.load_until and not self.load_until.is_set() and body["model"] not in self.loaded:
+            await asyncio.sleep(0.01)
+        self.loaded.add(body["model"])
         return StreamingResponse(self.stream(body), media_type="text/event-stream")
 
     async def stream(self, body: dict[str, Any]) -> AsyncIterator[str]:
         asked, done = body.get("speculation", "auto"), False
         began = time.monotonic()
         rounds = MARKUP if "markup" in body["messages"][-1]["content"] else SKY
+        if self.text is not None:
+            rounds = [(3, [self.text[i : i + self.size], ""]) for i in range(0, len(self.text), self.size)]
         events = plain_rounds(rounds, self.differ_at) if asked == "off" else drafted_rounds(rounds, drafter_of(asked))
-        events = events[: body["max_tokens"]]
+        if self.text is None:
+            events = events[: body["max_tokens"]]
         try:
             yield ": a comment, as servers send them to keep a connection\n\n"
+            if self.reasoning:
+                yield line({"choices": [{"index": 0, "delta": {"reasoning_content": self.reasoning}}]})
             for number, event in enumerate(events):
+                if number == self.cut_after:
+                    return
                 if number == self.break_after:
                     yield line(
                         {"error": {"message": "Non-finite logits: the reply was ended.", "type": "server_error"}}
@@ -122,7 +150,7 @@ class Fake:
             yield "data: [DONE]\n\n"
             done = True
         finally:
-            if not done and self.break_after is None:
+            if not done and self.break_after is None and self.cut_after is None:
                 self.gone.set()
             self.times.append((began, time.monotonic()))
 

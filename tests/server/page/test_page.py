@@ -54,8 +54,8 @@ def test_tokens_arrive_one_round_at_a_time_with_live_numbers(tab: Tab, fake: Fak
     tab.page.press("#prompt", "Enter")
     tokens = tab.page.locator(".text .token")
     expect(tokens).to_have_count(9)
-    expect(tab.page.locator(".numbers b").first).to_have_text("4.50")
-    assert tab.page.locator(".bars rect").count() == 2
+    expect(tab.page.locator(".numbers")).to_contain_text("4.50 tokens per round")
+    assert tab.page.locator(".line .accepted").count() == 2
     fake.hold_at = 5
     expect(tokens).to_have_count(len([text for _, texts in SKY[:5] for text in texts]))
     fake.hold_at = None
@@ -64,7 +64,22 @@ def test_tokens_arrive_one_round_at_a_time_with_live_numbers(tab: Tab, fake: Fak
     assert f"{TOKENS / len(SKY):.2f} tokens per round" in seen
     assert f"{TOKENS} tokens" in seen
     assert re.search(r"[\d.]+ tok/s", seen)
-    assert f"{TOKENS - len(SKY)} of {sum(drafted for drafted, _ in SKY)} drafted accepted" in seen
+    drafted = sum(drafted for drafted, _ in SKY)
+    assert f"{round(100 * (TOKENS - len(SKY)) / drafted)} % accepted" in seen
+    tab.page.locator(".numbers").click()
+    chart = tab.page.get_by_role("img", name="Acceptance over time")
+    accepted = f"{TOKENS - len(SKY)} of {drafted} drafted tokens accepted in {len(SKY)} rounds"
+    expect(chart).to_have_attribute("aria-label", f"Acceptance over time: {accepted}")
+    heights = {
+        name: [
+            float(high)
+            for high in chart.locator(f".{name}").evaluate_all("all => all.map(e => e.height.baseVal.value)")
+        ]
+        for name in ("drafted", "accepted")
+    }
+    unit = heights["drafted"][0] / 4  # the first round drafted four tokens, of which two were accepted
+    assert heights["drafted"] == pytest.approx([unit * drafted for drafted, _ in SKY], abs=0.01)
+    assert heights["accepted"] == pytest.approx([unit * (len(texts) - 1) for _, texts in SKY], abs=0.01)
 
 
 def test_pointing_at_a_token_tells_its_probability_and_drafter(tab: Tab) -> None:
@@ -240,7 +255,7 @@ def test_a_server_that_is_gone_from_the_start(open_tab: Open, fake: Fake, addres
     with open_tab(address, **phone) as tab:
         tab.page.route("**/v1/models", lambda route: route.abort())
         tab.page.reload()
-        expect(tab.page.locator("#model")).to_contain_text("The server cannot be reached.")
+        expect(tab.status).to_contain_text("The server cannot be reached.")
         tab.page.unroute("**/v1/models")
         tab.send()
         assert len(fake.bodies) == 1
@@ -261,7 +276,7 @@ def test_api_key_is_asked_for_and_kept_in_this_tab(open_tab: Open) -> None:
         tab.send()
         assert len(fake.bodies) == 1
         kept = page.evaluate("() => [Object.values(sessionStorage), JSON.stringify(localStorage), document.cookie]")
-        assert kept == [["secret"], "{}", ""]
+        assert kept == [["secret"], '{"marks":"on"}', ""]
         fake.key = "another"
         tab.send("Again", turns=2)
         expect(page.locator("#key-form")).to_be_visible()

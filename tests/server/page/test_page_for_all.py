@@ -64,7 +64,9 @@ def test_every_field_and_button_has_a_name(tab: Tab) -> None:
     """By the accessibility tree's own roles and names, as a screen reader meets them."""
     tab.page.check("[name=compare]")
     for role, name in [
-        *[("button", name) for name in ("New chat", "Dark theme", "Settings", "Send")],
+        *[("button", name) for name in ("New chat", "Dark theme", "Settings", "Send", "Conversations")],
+        *[("switch", name) for name in ("Mark tokens", "Let the model think first")],
+        *[("combobox", "Model"), ("textbox", "System prompt")],
         *[("spinbutton", name) for name in ("Draft length", "Temperature", "Top p", "Seed", "Max tokens")],
         *[("combobox", "Drafter"), ("switch", "Side by side with speculation off"), ("textbox", "Message")],
         ("radiogroup", "Order of the two replies"),
@@ -174,7 +176,7 @@ def contrast(one: str, other: str) -> float:
 
 # Of each element with text of its own that is shown: its words, colour, and the first background behind it.
 COLOURS = """() => [...document.querySelectorAll('body *')].filter(e =>
-  e.checkVisibility({visibilityProperty: true}) && !e.matches(':disabled, option, .hidden') &&
+  e.checkVisibility({visibilityProperty: true}) && !e.matches(':disabled, option, .hidden, [role=switch]') &&
   (e.matches('input, textarea, select') || [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim()))
 ).map(e => {
   const clear = e => getComputedStyle(e).backgroundColor === 'rgba(0, 0, 0, 0)';
@@ -204,7 +206,7 @@ def test_contrast_of_all_text(open_tab: Open, address: str, fake: Fake, scheme: 
         assert poor == []
         lines = """() => [...document.querySelectorAll('.token.correction, .token.bonus')].map(e =>
           (s => [s.textDecorationColor, s.backgroundColor])(getComputedStyle(e))).concat(
-          [...document.querySelectorAll('input[type=number], select')].map(e =>
+          [...document.querySelectorAll('input[type=number], select:enabled')].map(e =>
           (s => [s.borderTopColor, s.backgroundColor])(getComputedStyle(e))))"""
         assert min(contrast(*pair) for pair in tab.page.evaluate(lines)) >= 3
 

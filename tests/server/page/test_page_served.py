@@ -65,7 +65,7 @@ def test_the_page_is_open_and_the_api_is_not(plain: LLM, open_tab: Open) -> None
         expect(tab.page.locator("#key")).to_be_focused()
         tab.page.keyboard.type("secret")
         tab.page.keyboard.press("Enter")
-        expect(tab.page.locator("#model")).to_have_text("toy")
+        expect(tab.page.locator("#model")).to_have_value("toy")
         tab.page.fill("[name=max_tokens]", "4")
         assert len(tab.send("hello").locator(".token").all()) > 0
 

@@ -111,7 +111,7 @@ class TextCache(SlotTable):
 
     def fork(self, slot: int) -> int:
         """See `protocols.KVCache.fork`."""
-        new = self.acquire(self.prompts[slot])
+        new = self.acquire(self.prompts[slot], self.adapters[slot])
         self.lengths[new] = self.lengths[slot]
         return new
 

@@ -26,6 +26,7 @@ class Group {
         before = piece_before, done = 0, busy = false;
         pass = all;
         pass.rows = to - from, pass.indices = all.indices + from;
+        pass.adapters = all.adapters ? all.adapters + from : nullptr;
         parts_.resize(views), views_.resize(views);
         for (int v = 0; v < views; v++) {
             views_[v] = all.views[v];

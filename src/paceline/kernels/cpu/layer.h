@@ -8,6 +8,7 @@
 
 #include "attention.h"
 #include "experts.h"
+#include "low_rank.h"
 #include "product.h"
 
 namespace paceline {
@@ -29,6 +30,7 @@ struct Layer {
     int32_t hidden, ffn, activation, head_dim;
     int32_t view, index, rotation;  // of the pass's views and rotations; `index`: which layer of the slab
     Heads heads;  // of `head_dim` elements, padded to whole lanes
+    const LowRank *on_qkv, *on_out, *on_gate_up, *on_down;  // of each adapter, or null: no adapter changes the product
 
     bool mixture() const { return expert_count > 1; }
     int queries() const { return heads.query * heads.size; }
@@ -40,6 +42,8 @@ struct Pass {
     const int64_t* indices;              // of each row in the tensors
     const View* views;
     const Rotation* rotations;
+    const int32_t* adapters;  // of each row the number of its adapter from 1 on, or 0; null: no row has one
+    int32_t rank;             // the largest of all adapters' products
 };
 
 // Rows in memory of our own are padded to whole lanes with zeros, so that all loops run over whole lanes.
@@ -112,6 +116,7 @@ struct ThreadScratch {
 // stage, since a piece of work cannot fail.
 struct Scratch {
     std::vector<float> stream, entry, qkv, mixed, added, scores, parts;  // [rows, *]
+    std::vector<float> shrunk;                                           // A x of the product at hand [rows, rank]
     std::vector<int32_t> chosen;                                         // experts [rows, used]
     std::vector<float> inner;                                            // [rows * used, ffn]
     std::vector<uint8_t> heads;                                          // queries, keys and values [rows, *]
@@ -124,6 +129,7 @@ struct Scratch {
         grow(stream, rows, whole(l.hidden)), grow(entry, rows, whole(width)), grow(added, rows, whole(l.hidden));
         grow(qkv, rows, l.all_heads()), grow(heads, rows, l.all_heads() * int(sizeof(typename Element::Number))), grow(mixed, rows, l.queries());
         grow(inner, rows * l.used, whole(l.ffn));
+        if (pass.adapters) grow(shrunk, rows, pass.rank);
         to_mix.reserve(rows, l.qkv), to_out.reserve(rows, l.out);
         to_mlp.reserve(rows, l.experts->gate_up), to_down.reserve(rows * l.used, l.experts->down);
         routes.reserve(l.expert_count, size_t(rows) * l.used);
@@ -150,20 +156,20 @@ class LayerTask {
             if (entry)
                 s.to_mix.set({0, rows}, row, l.qkv, entry + int64_t(row) * whole(width), whole(width), 0, whole(width));
             else
-                set(s.to_mix, l.qkv, row, normed_row(row, l.before_mix, local));
+                set(s.to_mix, l.qkv, row, normed_row(row, l.before_mix, local), l.on_qkv);
         });
-        multiply(l.qkv, s.to_mix, s.qkv.data(), all_heads);
+        multiply(l.qkv, s.to_mix, s.qkv.data(), all_heads, l.on_qkv);
         team.split(all_heads / l.heads.size, 1, [&](Span mine, int thread) {
             for (int head = mine.from; head < mine.to; head++) rotate_and_store(head, locals[thread].row.data());
         });
         attend();
         each_row([&](int row, ThreadScratch& local) { set_mixed(row, local.row.data()); });
-        multiply(l.out, s.to_out, s.added.data(), hidden);
+        multiply(l.out, s.to_out, s.added.data(), hidden, l.on_out);
         each_row([&](int row, ThreadScratch& local) {
             add(row, l.after_mix, false);
             const float* x = normed_row(row, l.before_mlp, local);
-            set(s.to_mlp, l.experts->gate_up, row, x);
-            if (l.mixture()) set(s.to_route, l.router, row, x);
+            set(s.to_mlp, l.experts->gate_up, row, x, l.on_gate_up);
+            if (l.mixture()) set(s.to_route, l.router, row, x, nullptr);
         });
         route();
         feed_forward();
@@ -189,11 +195,30 @@ class LayerTask {
         });
     }
 
-    // to [rows, stride] = x W^T + b.
-    void multiply(const Matrix& m, const Inputs& x, float* to, int stride) {
+    // to [rows, stride] = x W^T + b, and what adapters add.
+    void multiply(const Matrix& m, const Inputs& x, float* to, int stride, const LowRank* on) {
         team.split(blocks_of(m), 1, [&](Span blocks, int) {
-            product(blocks, m, x, {0, rows}, [&](int row, int at, Floats y) { store(to + int64_t(row) * stride + at, y); });
+            product(blocks, m, x, {0, rows}, [&](int row, int at, Floats y) {
+                store(to + int64_t(row) * stride + at, grown(on, row, at, y));
+            });
         });
+    }
+
+    // The part of a row's adapter in a product; null if there is none.
+    const LowRank* low_rank(const LowRank* on, int row) const {
+        if (!on || !pass.adapters || !pass.adapters[row]) return nullptr;
+        const LowRank* own = on + pass.adapters[row] - 1;
+        return own->rank ? own : nullptr;
+    }
+
+    void shrink(const LowRank* on, int row, const float* x, int size) {
+        if (const LowRank* own = low_rank(on, row)) own->shrink(&s.shrunk[int64_t(row) * pass.rank], x, size);
+    }
+
+    // y, 16 outputs from `at` on of a product without adapters, with what the row's adapter adds.
+    Floats grown(const LowRank* on, int row, int at, const Floats& y) const {
+        const LowRank* own = low_rank(on, row);
+        return own ? own->grow(y, &s.shrunk[int64_t(row) * pass.rank], at) : y;
     }
 
     // A row of the stream, normed if there is a norm.
@@ -203,7 +228,10 @@ class LayerTask {
         return local.row.data();
     }
 
-    void set(Inputs& to, const Matrix& m, int row, const float* x) { to.set({0, rows}, row, m, x, hidden, 0, hidden); }
+    void set(Inputs& to, const Matrix& m, int row, const float* x, const LowRank* on) {
+        to.set({0, rows}, row, m, x, hidden, 0, hidden);
+        shrink(on, row, x, hidden);
+    }
 
     // The heads of a row that attention has mixed become the input of a product, without their padding.
     void set_mixed(int row, float* joined) {
@@ -215,6 +243,7 @@ class LayerTask {
             x = joined;
         }
         s.to_out.set({0, rows}, row, l.out, x, whole(size), 0, whole(size));
+        shrink(l.on_out, row, x, whole(size));
     }
 
     // Norm and rotation of one head of all rows, in memory x for one; keys and values go to the cache.
@@ -278,7 +307,7 @@ class LayerTask {
     void route() {
         if (l.mixture()) {
             const int width = whole(l.expert_count);
-            multiply(l.router, s.to_route, s.scores.data(), width);
+            multiply(l.router, s.to_route, s.scores.data(), width, nullptr);
             each_row([&](int row, ThreadScratch&) {
                 choose(&s.scores[int64_t(row) * width], l.expert_count, l.used, l.normalised, &s.chosen[row * l.used], &s.parts[row * l.used]);
             });
@@ -296,6 +325,10 @@ class LayerTask {
                 first_half(unit / each, {2 * first, std::min(2 * (first + count), pairs)}, locals[thread].gathered);
             }
         });
+        if (l.on_down && pass.adapters) {
+            const int width = whole(l.ffn);
+            each_row([&](int row, ThreadScratch&) { shrink(l.on_down, row, &s.inner[int64_t(row) * width], width); });
+        }
         team.split(blocks_of(l.experts->down), 1, [&](Span blocks, int) { second_half(blocks); });
     }
 
@@ -306,8 +339,9 @@ class LayerTask {
         for (int i = 0; i < s.routes.count(); i++) {
             const Span entries = s.routes.of(i);
             product(blocks, l.experts[s.routes.active[i]].down, s.to_down, entries, [&](int entry, int at, Floats y) {
-                float* to = added(s.routes.rows[entries.from + entry]) + at;
-                store(to, l.mixture() ? fma(y, all(s.routes.parts[entries.from + entry]), load<Floats>(to)) : y);
+                const int row = s.routes.rows[entries.from + entry];
+                float* to = added(row) + at;
+                store(to, l.mixture() ? fma(y, all(s.routes.parts[entries.from + entry]), load<Floats>(to)) : grown(l.on_down, row, at, y));
             });
         }
     }
@@ -322,7 +356,9 @@ class LayerTask {
         for (int entry = 0; some && entry < count; entry++)
             gathered.copy({0, count}, entry, expert.gate_up, s.to_mlp, {0, rows}, routes.rows[entries.from + entry]);
         auto inner = [&](int entry) { return &s.inner[int64_t(entries.from + entry) * width]; };
+        const LowRank* on = l.mixture() ? nullptr : l.on_gate_up;  // experts have none, so that entries are rows
         paired_product(pairs, expert.gate_up, some ? gathered : s.to_mlp, count, [&](int entry, int at, Floats gate, Floats up) {
+            gate = grown(on, entry, 2 * at, gate), up = grown(on, entry, 2 * at + LANES, up);
             store(inner(entry) + at, gated(l.activation, gate, up));
         });
         for (int entry = 0; entry < count; entry++) {

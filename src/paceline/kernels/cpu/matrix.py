@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from copy import copy
 from ctypes import POINTER, Structure, addressof, byref, c_float, c_int32, c_int64, c_void_p
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -277,8 +278,8 @@ class NativeGated:
         self.out, self.activation = weight.shape[0] // 2, activation
         whole = -(-self.out // LANES) * LANES  # whose last outputs are another's once more, and unused
         one = torch.arange(whole).clamp(max=self.out - 1)
-        order = torch.stack([one, one + self.out]).view(2, -1, LANES).transpose(0, 1).flatten()
-        self.both = NativeLinear(weight[order], None if bias is None else bias[order])
+        self.order = torch.stack([one, one + self.out]).view(2, -1, LANES).transpose(0, 1).flatten()
+        self.both: Any = NativeLinear(weight[self.order], None if bias is None else bias[self.order])
 
     def __call__(self, x: Tensor) -> Tensor:
         gate, up = self.both(x).unflatten(-1, (-1, 2, LANES)).unbind(-2)

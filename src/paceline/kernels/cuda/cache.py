@@ -39,11 +39,11 @@ class DeviceCache(SlabCache):
         self._addresses: list[tuple[int, torch.Size]] = []
         self._spare: int | None = None
 
-    def acquire(self, prompt: int = 0) -> int:
+    def acquire(self, prompt: int = 0, adapter: int = 0) -> int:
         """The first place is taken by a spare slot of no request: the padding slots of a graph write there."""
         if self._spare is None:
             self._spare = super().acquire()
-        return super().acquire(prompt)
+        return super().acquire(prompt, adapter)
 
     def fit(self, slot: int, budget: DraftBudget) -> DraftBudget:
         """All of it: a row's bits do not depend on where blocks end. A ring has room for `BLOCK` rows."""
@@ -103,6 +103,10 @@ class DevicePass:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `protocols.Pass.attend`."""
         self.write(layer, k, v)
+        return self.look(layer, q)
+
+    def look(self, layer: int, q: Tensor) -> Tensor:
+        """See `protocols.SharedPass.look`."""
         keys, values, _, spec = self._layers[layer]
         if self._prompt is None or spec.softcap is not None or spec.sinks is not None:
             return attend(q, keys, values, self._table, spec)

@@ -34,24 +34,23 @@ async function failure(response) {
   return new ServerError(message, response.status);
 }
 
-/** The model that is served: {id, paceline: {drafters, default, guarantee, context_length}}. */
-export async function model() {
+/** The models that are served: [{id, paceline: {loaded, drafters, default, guarantee, context_length, sampling}}]. */
+export async function models() {
   const { data } = await (await request("v1/models")).json();
-  return data[0];
+  return data;
 }
 
-/** Yields {tokens, round, content, finish} for each round of the reply, and {usage} at its end. */
+/** Yields {tokens, round, content, reasoning, finish} for each event of the reply. */
 export async function* chat(body, signal) {
   const streamed = { ...body, stream: true, stream_options: { include_usage: true }, trace: true };
   const response = await request("v1/chat/completions", { method: "POST", body: JSON.stringify(streamed), signal });
   for await (const event of events(response.body)) {
     if (event.error) throw new ServerError(event.error.message);
     const choice = event.choices?.[0];
-    const content = choice?.delta?.content ?? "";
-    if (choice) {
-      yield { tokens: choice.trace ?? untraced(content), round: choice.round, content, finish: choice.finish_reason };
-    }
-    if (event.usage) yield { usage: event.usage };
+    if (!choice) continue;
+    const { content, reasoning_content: reasoning } = choice.delta ?? {};
+    const tokens = choice.trace ?? untraced((reasoning ?? "") + (content ?? ""));
+    yield { tokens, round: choice.round, content: content ?? "", reasoning: reasoning ?? "", finish: choice.finish_reason };
   }
 }
 

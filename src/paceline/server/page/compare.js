@@ -2,9 +2,10 @@
 
 /** Compares two finished replies, with and without speculation: {same, head, rest}, and `at`, the first difference. */
 export function verdict(on, off, { fair, guarantee }) {
-  const at = firstDifference(on, off);
-  const shorter = Math.min(on.tokens.length, off.tokens.length);
-  if (at === shorter && on.tokens.length === off.tokens.length) {
+  const [one, other] = [on.trace, off.trace];
+  const at = firstDifference(one, other);
+  const shorter = Math.min(one.length, other.length);
+  if (at === shorter && one.length === other.length) {
     return { same: true, head: "Same text, token for token.", rest: `${count(at)}. ${speed(on, off, fair)}` };
   }
   if (at === shorter && !(on.finish && off.finish)) {
@@ -14,10 +15,10 @@ export function verdict(on, off, { fair, guarantee }) {
   return { same: false, at, head: `The texts differ from token ${at + 1} on.`, rest: reason };
 }
 
-function firstDifference(on, off) {
+function firstDifference(one, other) {
   const same = (a, b) => a && b && a.id === b.id && a.text === b.text;
   let at = 0;
-  while (same(on.tokens[at], off.tokens[at])) at += 1;
+  while (same(one[at], other[at])) at += 1;
   return at;
 }
 

@@ -1,3 +1,4 @@
+// Elements.
 export const $ = (selector) => document.querySelector(selector);
 
 /** A new element. Children are elements or strings; a string only ever becomes text, so no reply can become markup. */
@@ -14,3 +15,99 @@ export function svg(tag, attributes) {
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
   return element;
 }
+
+const ICONS = {
+  chats: "M3 5h14M3 10h14M3 15h9",
+  check: "M4 10.5l4 4 8-9",
+  copy: "M7.5 7.5h8.5v8.5H7.5zM12.5 7.5V4H4v8.5h3.5",
+  dark: "M16.5 12.2A7 7 0 0 1 7.8 3.5a7 7 0 1 0 8.7 8.7z",
+  delete: "M4 6h12M8 6V4h4v2M6 6l.7 10.5h6.6L14 6M8.7 9v4.5M11.3 9v4.5",
+  edit: "M4 16l.8-3.5L13.5 3.8l2.7 2.7L7.5 15.2zM12 5.3l2.7 2.7",
+  export: "M10 3.5v9M6.5 9.2L10 12.7l3.5-3.5M4 16.5h12",
+  light: "M10 6.5a3.5 3.5 0 1 0 0 7 3.5 3.5 0 0 0 0-7zM10 2v1.8M10 16.2V18M2 10h1.8M16.2 10H18M4.3 4.3l1.3 1.3M14.4 14.4l1.3 1.3M4.3 15.7l1.3-1.3M14.4 5.6l1.3-1.3",
+  new: "M10 4v12M4 10h12",
+  retry: "M15.8 8.3A6.2 6.2 0 1 0 16 12M16 4.2v4.3h-4.3",
+  settings: "M3 6h7M14 6h3M3 14h3M10 14h7M12 4a2 2 0 1 0 0 4 2 2 0 0 0 0-4zM8 12a2 2 0 1 0 0 4 2 2 0 0 0 0-4z",
+};
+
+/** One of the page's icons, for the eye alone. */
+export function icon(name) {
+  const image = svg("svg", { viewBox: "0 0 20 20", width: 18, height: 18, "aria-hidden": "true", class: "icon" });
+  image.append(svg("path", { d: ICONS[name] }));
+  return image;
+}
+
+/** A button. Without a text it shows its icon alone, and `label` is its accessible name and tool tip. */
+export function button(label, name, act, text = "") {
+  const element = make("button", text ? "" : "bare", icon(name), ...(text ? [text] : []));
+  element.type = "button";
+  name_(element, label);
+  element.addEventListener("click", act);
+  return element;
+}
+
+function name_(element, label) {
+  element.setAttribute("aria-label", label);
+  element.title = label;
+}
+
+/** A button that copies what `text` returns, and says so for a moment. */
+export function copyButton(text, label, shown = "") {
+  const element = button(label, "copy", async () => {
+    const done = await copy(text());
+    element.firstChild.replaceWith(icon(done ? "check" : "copy"));
+    name_(element, done ? "Copied" : "The browser does not allow copying");
+    setTimeout(() => {
+      element.firstChild.replaceWith(icon("copy"));
+      name_(element, label);
+    }, 1500);
+  }, shown);
+  return element;
+}
+
+/** Copies a text; returns whether that is allowed. Away from localhost, without TLS, there is only the old way. */
+async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    const field = make("textarea", "hidden");
+    field.value = text;
+    const focused = document.activeElement;
+    document.body.append(field);
+    field.select();
+    const done = document.execCommand("copy");
+    field.remove();
+    focused?.focus();
+    return done;
+  }
+}
+
+/** Resolves at the next frame, or soon, where the tab is hidden and has none. */
+export function frame() {
+  return new Promise((resolve) => {
+    const timer = setTimeout(resolve, 250);
+    requestAnimationFrame(() => {
+      clearTimeout(timer);
+      resolve();
+    });
+  });
+}
+
+/** A value kept by this browser, where it allows that. */
+export const kept = {
+  get(name) {
+    try {
+      return localStorage.getItem(name);
+    } catch {
+      return null;
+    }
+  },
+  set(name, value) {
+    try {
+      localStorage.setItem(name, value);
+    } catch {
+      // Storage is not allowed: the choice lasts as long as the page.
+    }
+  },
+};

@@ -1,6 +1,6 @@
 // Details of a token, shown beside it on hover, keyboard focus or tap.
 import { $, make } from "./dom.js";
-import { tokenInfo } from "./reply.js";
+import { tokenInfo } from "./views.js";
 
 const NAMES = {
   draft: "Drafted and accepted",
@@ -53,7 +53,7 @@ const percent = (p) => (p >= 0.001 ? `${(100 * p).toFixed(1)} %` : "under 0.1 %"
 function bar(p) {
   const full = make("span", "full");
   full.style.width = `${100 * p}%`;
-  return make("span", "bar", full);
+  return make("span", "probability", full);
 }
 
 /** Places the tip above the token, or below it if there is no room, and within the window. */
@@ -67,7 +67,7 @@ function place(token) {
 
 /** Arrow keys: left and right by tokens, up and down by rounds; Home, End; Escape to the whole reply. */
 function step(event) {
-  const text = event.target.closest(".text");
+  const text = event.target.closest(".tokens");
   if (!text || event.altKey || event.ctrlKey || event.metaKey) return;
   const all = [...text.querySelectorAll(".token")];
   const now = all.indexOf(event.target);

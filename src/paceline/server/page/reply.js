@@ -1,138 +1,133 @@
-// One reply as it grows: tokens marked by their origins, and statistics.
-import { make, svg } from "./dom.js";
+// One reply as it grows: its reasoning, its text in one of two views, statistics.
+import { frame, make } from "./dom.js";
+import { Statistics } from "./chart.js";
+import { FormattedView, TokenView, tokenInfo } from "./views.js";
 
-const ORIGINS = new Set(["draft", "correction", "bonus", "plain"]);
-
-/** The server's trace of each token that is shown: {text, id, origin, p, drafter, number, round}. */
-export const tokenInfo = new WeakMap();
+/** The views by name; `marked` is the one that shows tokens. */
+const view = (marked, title) => (marked ? new TokenView(title) : new FormattedView());
 
 export class Reply {
-  /** `scale` {max}: tokens of a full bar, shared by replies side by side. */
-  constructor(title, scale) {
-    this.tokens = [];
-    this.content = "";
-    this.rounds = [];
-    this.drafted = this.accepted = 0;
-    this.finish = null;
-    this.text = make("div", "text");
-    this.text.tabIndex = 0;
-    this.text.setAttribute("role", "group");
-    this.text.setAttribute("aria-label", title);
-    this.text.setAttribute("aria-describedby", "token-note");
-    this.numbers = new Statistics(scale);
-    this.element = make("article", "reply", make("h3", "title", title), this.text, this.numbers.element);
+  content = "";
+  reasoning = "";
+  rounds = []; // {drafted, accepted, ms, tokens}
+  tokens = 0;
+  drafted = 0;
+  accepted = 0;
+  finish = null;
+  seconds = 0; // Since the first round, without the prompt, which may come from the prefix cache.
+  #drawing = null;
+  #parts = { reasoning: 0 };
+
+  /** `about`: the model and the sampling, in words. */
+  constructor(title, about, marked) {
+    this.title = title;
+    this.about = about;
+    this.thoughts = make("div", "thoughts");
+    this.thinking = make("details", "reasoning", make("summary", "", "Thinking…"), this.thoughts);
+    this.thinking.hidden = true;
+    this.statistics = new Statistics();
+    this.tools = make("div", "tools");
+    const foot = make("div", "foot", this.tools, this.statistics.element);
+    this.view = view(marked, title);
+    this.element = make("article", "reply", make("h3", "title", title), this.thinking, this.view.element, foot);
+  }
+
+  /** A reply that `saved` has returned. */
+  static restored({ title, about, content, reasoning, rounds, finish, seconds, notes = [] }, marked) {
+    const reply = new Reply(title, about, marked);
+    Object.assign(reply, { content, reasoning, finish });
+    for (const { tokens, ...round } of rounds) reply.#add(tokens, round);
+    reply.seconds = seconds;
+    for (const note of notes) reply.say(note);
+    reply.done = true;
+    reply.paint();
+    return reply;
+  }
+
+  /** Everything that can be stored. */
+  saved() {
+    const { title, about, content, reasoning, rounds, finish, seconds } = this;
+    const notes = [...this.element.querySelectorAll(":scope > .note")].map((line) => line.textContent);
+    return { title, about, content, reasoning, rounds, finish, seconds, notes };
   }
 
   /** Adds one event of `chat`. */
-  update({ tokens = [], round, content = "", finish, usage }) {
+  update({ tokens = [], round, content = "", reasoning = "", finish }) {
     this.content += content;
+    this.reasoning += reasoning;
     this.finish = finish ?? this.finish;
-    this.usage = usage ?? this.usage;
-    if (tokens.length) this.add(tokens, round);
+    if (tokens.length) {
+      const now = performance.now();
+      this.first ??= now;
+      this.seconds = (now - this.first) / 1000;
+      this.#add(tokens, round);
+    }
     this.paint();
   }
 
-  add(tokens, round) {
-    this.last = performance.now();
-    this.first ??= this.last;
-    this.rounds.push(tokens.length);
+  #add(tokens, round) {
+    this.rounds.push({ ...round, tokens });
+    this.tokens += tokens.length;
     this.drafted += round?.drafted ?? 0;
     this.accepted += round?.accepted ?? 0;
-    const group = make("span", "round");
-    for (const token of tokens) {
-      this.tokens.push(token);
-      // A part of a character, or the possible start of a stop string, has no text to show.
-      if (token.text) group.append(show({ ...token, number: this.tokens.length, round, of: this.rounds.length }));
-    }
-    this.text.append(group);
   }
 
-  /** Tokens per second since the first round, without the prompt, which may come from the prefix cache. */
   get rate() {
-    const seconds = (this.last - this.first) / 1000;
-    return seconds > 0 ? (this.tokens.length - this.rounds[0]) / seconds : null;
+    return this.seconds > 0 ? (this.tokens - this.rounds[0].tokens.length) / this.seconds : null;
   }
 
   get perRound() {
-    return this.usage?.speculation?.tokens_per_round ?? this.tokens.length / this.rounds.length;
+    return this.tokens / this.rounds.length;
   }
 
-  /** Redraws the statistics, at most once per frame. */
-  paint(now = false) {
-    if (now) {
-      cancelAnimationFrame(this.frame);
-      this.frame = null;
-      this.numbers.show(this);
-    } else {
-      this.frame ??= requestAnimationFrame(() => this.paint(true));
+  /** Every token: {text, id, origin, p, drafter}. */
+  get trace() {
+    return this.rounds.flatMap((round) => round.tokens);
+  }
+
+  /** Draws what is new, from the next frame on; returns a promise of all of it being drawn. */
+  paint() {
+    this.#drawing ??= (async () => {
+      do await frame();
+      while (!this.#draw());
+      this.#drawing = null;
+    })();
+    return this.#drawing;
+  }
+
+  #draw() {
+    this.statistics.show(this);
+    this.#think();
+    return this.view.draw(this);
+  }
+
+  #think() {
+    this.thinking.hidden = !this.reasoning;
+    if (this.#parts.reasoning < this.reasoning.length) {
+      this.thoughts.append(this.reasoning.slice(this.#parts.reasoning));
+      this.#parts.reasoning = this.reasoning.length;
     }
+    this.thinking.firstChild.textContent = this.content || this.done ? "Thoughts" : "Thinking…";
+  }
+
+  /** Shows tokens marked by their origins, or formatted text. */
+  mark(marked) {
+    const next = view(marked, this.title);
+    this.view.element.replaceWith(next.element);
+    this.view = next;
+    return this.paint();
   }
 
   /** Marks the first token that differs from the other reply. */
-  mark(at) {
-    const all = [...this.text.querySelectorAll(".token")];
+  differ(at) {
+    const all = [...this.view.element.querySelectorAll(".token")];
     all.find((span) => tokenInfo.get(span).number > at)?.classList.add("differs");
   }
 
   /** Adds a line under the text: why the reply ended, or what went wrong. */
-  say(text, className = "muted small") {
+  say(text, className = "note muted small") {
     const line = make("p", className, text);
-    this.text.after(line);
+    this.view.element.after(line);
     return line;
-  }
-}
-
-function show(token) {
-  const origin = ORIGINS.has(token.origin) ? token.origin : "plain";
-  const span = make("span", `token ${origin}`, token.text);
-  // Reached by arrow keys, click or tap; the Tab key stops at the whole reply only.
-  span.tabIndex = -1;
-  tokenInfo.set(span, { ...token, origin });
-  return span;
-}
-
-const BARS = 60;
-const HEIGHT = 24;
-
-/** Tokens per round, tokens per second, counts, and a bar for each of the last rounds. */
-class Statistics {
-  constructor(scale) {
-    this.scale = scale;
-    this.bars = svg("svg", { class: "bars", role: "img", preserveAspectRatio: "none" });
-    this.values = {};
-    this.element = make("div", "numbers", this.bars);
-    this.element.hidden = true;
-    for (const label of ["tokens per round", "tok/s", "tokens", "rounds", "drafted accepted"]) {
-      this.values[label] = make("b");
-      this.element.append(make("span", "", this.values[label], ` ${label}`));
-    }
-  }
-
-  show(reply) {
-    if (!reply.rounds.length) return;
-    this.element.hidden = false;
-    this.set("tokens per round", reply.perRound.toFixed(2));
-    this.set("tok/s", reply.rate === null ? "–" : reply.rate.toFixed(1));
-    this.set("tokens", reply.tokens.length);
-    this.set("rounds", reply.rounds.length);
-    this.set("drafted accepted", `${reply.accepted} of ${reply.drafted}`);
-    this.values["drafted accepted"].parentElement.hidden = !reply.drafted;
-    this.draw(reply.rounds);
-  }
-
-  set(label, value) {
-    this.values[label].textContent = value;
-  }
-
-  draw(rounds) {
-    const last = rounds.slice(-BARS);
-    const slots = Math.max(BARS / 2, last.length);
-    this.scale.max = Math.max(this.scale.max, ...last);
-    this.bars.setAttribute("viewBox", `0 0 ${slots * 2} ${HEIGHT}`);
-    this.bars.replaceChildren(...last.map((count, i) => {
-      const height = (HEIGHT * count) / this.scale.max;
-      return svg("rect", { x: i * 2, y: HEIGHT - height, width: 1.4, height });
-    }));
-    this.bars.setAttribute("aria-label", `Tokens of the last ${last.length} rounds, ${Math.max(...last)} at most`);
   }
 }

@@ -1,12 +1,11 @@
-// The settings: their values for a request, and the panel.
-import { $, make } from "./dom.js";
+// The settings: their values for a request, and the theme.
+import { $, icon, kept, make } from "./dom.js";
+import { Panel } from "./panels.js";
 
 const form = $("#settings-form");
-const panel = $("#settings");
-const button = $("#settings-button");
-const wide = matchMedia("(min-width: 60rem)");
+let panel;
 
-/** Reads the form: {sampling, speculation, compare, parallel}. */
+/** Reads the form: {sampling, speculation, reasoning, system, compare, parallel}. */
 export function read() {
   const fields = form.elements;
   const sampling = {};
@@ -14,9 +13,16 @@ export function read() {
   return {
     sampling,
     speculation: speculation(fields.drafter.value, fields.max_draft.valueAsNumber),
+    reasoning: fields.reasoning.checked ? {} : { reasoning: "off" },
+    system: fields.system.value.trim(),
     compare: fields.compare.checked,
     parallel: fields.order.value === "parallel",
   };
+}
+
+/** Shows a conversation's system prompt. */
+export function showSystem(text) {
+  form.elements.system.value = text;
 }
 
 /** A draft length without a drafter is sent for the server's default drafter. */
@@ -28,30 +34,33 @@ function speculation(drafter, length) {
 /** Returns whether all fields are valid, and shows the first that is not. */
 export function valid() {
   if (form.checkValidity()) return true;
-  toggle(true);
+  panel.toggle(true);
   return form.reportValidity();
 }
 
-/** Offers the server's drafters, and sets the model's recommended sampling. */
-export function offer({ id, paceline: { drafters = [], guarantee, context_length: room, sampling = {} } = {} }) {
+/** Offers the model's drafters, and sets its recommended sampling. */
+export function offer({ id, paceline: { drafters = [], guarantee, context_length: room, sampling = {}, loaded } = {} }) {
   for (const name of ["temperature", "top_p"]) {
     const input = form.elements[name];
     // Only if the user has not changed it.
-    if (name in sampling && input.value === input.defaultValue) input.value = sampling[name];
+    if (name in sampling && input.value === (input.dataset.offered ?? input.defaultValue)) {
+      input.value = input.dataset.offered = sampling[name];
+    }
   }
-  const off = form.elements.drafter.querySelector("[value=off]");
-  for (const option of [...form.elements.drafter.options]) if (!["auto", "off"].includes(option.value)) option.remove();
+  const select = form.elements.drafter;
+  const chosen = select.value;
+  const off = select.querySelector("[value=off]");
+  for (const option of [...select.options]) if (!["auto", "off"].includes(option.value)) option.remove();
   // "auto" is in the list already.
   off.before(...drafters.filter((name) => name !== "auto").map((name) => make("option", "", name)));
+  select.value = chosen;
+  if (!select.value) select.value = "auto";
   const kept = guarantee === "bits" ? "bit for bit" : "up to rounding";
-  $("#promise").textContent =
-    `${id}. Same prompt, seed and settings: the same text, with or without speculation (exact ${kept}).` +
-    (room ? ` Context: ${room.toLocaleString("en")} tokens.` : "");
-}
-
-function toggle(open) {
-  panel.hidden = !open;
-  button.setAttribute("aria-expanded", open);
+  $("#promise").textContent = loaded === false
+    ? `${id} is loaded at its first message. Its drafters are listed then.`
+    : "Same prompt, seed and settings: the same text, with or without speculation" +
+      (guarantee ? ` (exact ${kept}).` : ".") +
+      (room ? ` Context: ${room.toLocaleString("en")} tokens.` : "");
 }
 
 function sync() {
@@ -65,21 +74,7 @@ function sync() {
 }
 
 export function start() {
-  toggle(wide.matches);
-  wide.addEventListener("change", () => toggle(wide.matches));
-  button.addEventListener("click", () => {
-    toggle(panel.hidden);
-    if (!panel.hidden) form.elements.drafter.focus();
-  });
-  panel.addEventListener("keydown", (event) => {
-    if (event.key !== "Escape") return;
-    toggle(false);
-    button.focus();
-  });
-  panel.addEventListener("focusout", ({ relatedTarget: next }) => {
-    // If the panel covers the page, it must not cover the element with the focus.
-    if (next && next !== button && !panel.contains(next) && !wide.matches) toggle(false);
-  });
+  panel = new Panel($("#settings"), $("#settings-button"), "(min-width: 75rem)");
   form.addEventListener("change", sync);
   form.addEventListener("submit", (event) => event.preventDefault());
   sync();
@@ -91,16 +86,14 @@ function startTheme() {
   const system = matchMedia("(prefers-color-scheme: dark)");
   const dark = () => (root.dataset.theme ? root.dataset.theme === "dark" : system.matches);
   const show = () => {
-    $("#theme").textContent = dark() ? "Light" : "Dark";
+    const next = dark() ? "light" : "dark";
+    $("#theme").replaceChildren(icon(next));
     $("#theme").setAttribute("aria-label", dark() ? "Light theme" : "Dark theme");
+    $("#theme").title = dark() ? "Light theme" : "Dark theme";
   };
   $("#theme").addEventListener("click", () => {
     root.dataset.theme = dark() ? "light" : "dark";
-    try {
-      localStorage.setItem("theme", root.dataset.theme);
-    } catch {
-      // Storage is not allowed: the choice lasts as long as the page.
-    }
+    kept.set("theme", root.dataset.theme);
     show();
   });
   system.addEventListener("change", show);

@@ -1,0 +1,111 @@
+"""What replicas on Ray cost on this machine, for `replicas.py`: processor time of each process."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import common  # noqa: F401, makes tests importable
+import psutil
+from ray import serve
+from tests.integrations.replicas import Replicas, cluster
+from tests.integrations.tiny_model import write_tiny
+from tests.server.server_process import ServerProcess, paceline_serve
+
+_KINDS = {
+    "Replica:paceline:Replica": "replica",
+    "Replica:paceline:Front": "front",
+    "ProxyActor": "proxy",
+    "ServeController": "controller",
+}
+_REQUESTS, _TOKENS, _IDLE = 150, 1500, 15.0
+
+
+def seconds() -> dict[str, float]:
+    """Processor seconds so far of the processes of each kind."""
+    found = dict.fromkeys(_KINDS.values(), 0.0)
+    for process in psutil.Process().children(recursive=True):
+        try:
+            title, times = " ".join(process.cmdline()), process.cpu_times()
+        except psutil.Error:
+            continue
+        for part, kind in _KINDS.items():
+            if part in title:
+                found[kind] += times.user + times.system
+    return found
+
+
+def spent(work: Callable[[], Any]) -> dict[str, float]:
+    before = seconds()
+    work()
+    return {kind: after - before[kind] for kind, after in seconds().items()}
+
+
+def body(text: str, tokens: int, **more: Any) -> dict[str, Any]:
+    said = [{"role": "user", "content": text}]
+    return {"messages": said, "max_tokens": tokens, "ignore_eos": True, "temperature": 0, **more}
+
+
+def short(it: Any) -> None:
+    for i in range(_REQUESTS):
+        assert it.post("/v1/chat/completions", body(str(i), 1)).status_code == 200
+
+
+def long(it: Any) -> int:
+    """Stream one reply; return its events."""
+    answer = it.post("/v1/chat/completions", body("hello", _TOKENS, stream=True, speculation="off"))
+    return int(answer.text.count("data: "))
+
+
+class Idle:
+    """A replica that does nothing."""
+
+    def __call__(self) -> None:
+        pass
+
+
+def idle(count: int) -> float:
+    """Processor seconds that the controller needs in a second for `count` replicas that do nothing."""
+    app = serve.deployment(Idle, num_replicas=count, ray_actor_options={"num_cpus": 0.05}).bind()
+    serve.run(app, name="idle", route_prefix="/idle")
+    time.sleep(5)
+    return spent(lambda: time.sleep(_IDLE))["controller"] / _IDLE
+
+
+def measure() -> dict[str, float]:
+    """Return the parts by name."""
+    parts: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder, cluster() as (it, _):
+        model = write_tiny(Path(folder) / "tiny")
+        it.deploy(1, 1, model=str(model))
+        began = time.monotonic()
+        it.deploy(2, 2)
+        parts["s from 1 to 2 replicas"] = time.monotonic() - began
+        short(it)
+        for kind, used in spent(lambda: short(it)).items():
+            parts[f"{kind}: CPU ms a request"] = used / _REQUESTS * 1e3
+        events: list[int] = []
+        for kind, used in spent(lambda: events.append(long(it))).items():
+            parts[f"{kind}: CPU us an event of a stream"] = used / events[-1] * 1e6
+        parts.update(alone(model))
+        few, many = idle(2), idle(14)
+        parts["controller: CPU ms a second, for each replica"] = (many - few) / 12 * 1e3
+        parts["controller: CPU ms a second, without replicas"] = few * 1e3
+    return parts
+
+
+def alone(model: Path) -> dict[str, float]:
+    """The same requests to one server without Ray."""
+    with ServerProcess("alone", paceline_serve(f"--model {model} --drafter suffix --quiet")) as server:
+        it = Replicas(f"http://127.0.0.1:{server.port}", {})
+        short(it)
+        began = server.processor_seconds
+        short(it)
+        per_request = (server.processor_seconds - began) / _REQUESTS
+        began = server.processor_seconds
+        events = long(it)
+        per_event = (server.processor_seconds - began) / events
+    return {"server alone: CPU ms a request": per_request * 1e3, "server alone: CPU us an event": per_event * 1e6}

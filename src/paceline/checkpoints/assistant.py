@@ -1,0 +1,41 @@
+"""Gemma 4's assistants: learned drafters of few layers, without keys and values of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoints.checkpoint import open_weights
+from paceline.errors import CorruptModel, UnsupportedModel
+from paceline.files.reading import read_json
+from paceline.files.schema import CORRECT, OBJECT, check_value, whole
+from paceline.models.families import read_config
+from paceline.models.heads import AssistantConfig, HeadFile
+from paceline.models.lazy import Renamed
+
+ASSISTANT = "gemma4_assistant"
+"""The `model_type` of an assistant."""
+
+
+def open_assistant(path: Path, *, allow_pickle: bool = False) -> HeadFile:
+    """Return the assistant in a folder in transformers' layout. No tensor is read.
+
+    What restricts its head to tokens of the likeliest groups (`masked_embedding`) is left out: all tokens are scored.
+    Raises `ModelNotFound`, `CorruptModel` or `UnsupportedModel`.
+    """
+    file = path / "config.json"
+    raw = read_json(file, {"text_config": OBJECT})
+    text: dict[str, Any] = raw.get("text_config") or {}
+    check_value(file, "backbone_hidden_size", hidden := raw.get("backbone_hidden_size", 1536), whole(1, 2**20))
+    layers = text.get("num_hidden_layers")
+    if text.get("num_kv_shared_layers", layers) not in (0, layers):
+        raise UnsupportedModel(f"{path} has keys and values of its own", "Use an assistant of Gemma 4")
+    try:
+        layer = read_config({**text, "model_type": "gemma4_text", "num_kv_shared_layers": layers}, file)
+    except KeyError as missing:
+        raise CorruptModel(f"{file} lacks {missing}", CORRECT) from missing
+    if layer.token_inputs or layer.experts:
+        raise UnsupportedModel(f"{path} has experts or tables by the token", "Use an assistant of Gemma 4")
+    tensors = open_weights(path, "model.safetensors", "pytorch_model.bin", allow_pickle)
+    names = {name: name for name in tensors if not name.startswith("masked_embedding.")}
+    return HeadFile(path, "transformers", AssistantConfig(layer, hidden), Renamed(tensors, names))

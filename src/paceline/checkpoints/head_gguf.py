@@ -1,0 +1,127 @@
+"""Learned drafters in GGUF files, as llama.cpp's converter writes them: EAGLE-3 and DFlash.
+
+Taps are numbered as here: by the layer that the stream enters. Names of tensors are those of `models/heads.py` behind
+llama.cpp's; of a DFlash drafter, embedding and output head are copies of the target's unless it has tokens of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoints.gguf import config_of, layer_types
+from paceline.checkpoints.gguf_file import GGUFFile, read_gguf
+from paceline.checkpoints.gguf_metadata import Metadata
+from paceline.checkpoints.gguf_tensors import LAYER, QK_NORMS, GGUFTensors, TensorLayout
+from paceline.errors import CorruptModel, UnsupportedModel
+from paceline.files.schema import GGUF, check
+from paceline.models.config import ModelConfig
+from paceline.models.families import read_config
+from paceline.models.heads import BlockConfig, EagleConfig, HeadConfig, HeadFile
+from paceline.models.lazy import Renamed
+from paceline.types import Tap
+
+_LAYOUTS = {
+    "eagle3": TensorLayout(
+        {**LAYER, "attn_norm_2": "hidden_norm"},
+        paired=True,
+        top={"fc.weight": "fc.weight", "enc.output_norm.weight": "input_norm.weight", "d2t": "d2t"},
+    ),
+    "dflash": TensorLayout(
+        {**LAYER, **QK_NORMS},
+        top={"fc.weight": "fc.weight", "enc.output_norm.weight": "hidden_norm.weight", "d2t": "d2t"},
+    ),
+}
+_STRANGE = ("logit_scale", "embedding_scale", "attention.scale", "attention.value_scale", "final_logit_softcapping")
+"""Metadata of drafters that compute something else."""
+
+
+def is_head_gguf(path: Path) -> bool:
+    """Whether a GGUF file holds a drafter alone: EAGLE-3, DFlash, or a model's MTP layer without the model. Raises as
+    `read_gguf`."""
+    file = read_gguf(path)
+    cut = "blk.0.attn_norm.weight" not in file.tensors and any(".nextn." in name for name in file.tensors)
+    return cut or file.fields.get("general.architecture") in _LAYOUTS
+
+
+def open_head_gguf(path: Path) -> HeadFile | None:
+    """Return the drafter in a GGUF file, None where it holds a model. No tensor is read. Raises `ModelNotFound`,
+    `CorruptModel` and `UnsupportedModel`."""
+    file = read_gguf(path)
+    name = file.fields.get("general.architecture")
+    if name not in _LAYOUTS:
+        return None
+    check(path, file.fields, GGUF)
+    meta = Metadata(file, name)
+    try:
+        raw = config_of(meta, lambda meta, config: _own(meta))
+        tensors = _tensors(file, _LAYOUTS[name], raw)
+        config = (_eagle3 if name == "eagle3" else _block)(meta, raw, tensors)
+    except KeyError as missing:
+        raise CorruptModel(f"{path} lacks {missing}", "Fetch the file again") from missing
+    if isinstance(config, BlockConfig):
+        # Copies of the target's, and a head over all tokens is the target's too.
+        unused = {"embed_tokens.weight", *(() if config.draft_vocab else ("lm_head.weight",))}
+        tensors = Renamed(tensors, {name: name for name in tensors if name not in unused})
+    return HeadFile(path, "llama.cpp", config, tensors)
+
+
+def _own(meta: Metadata) -> dict[str, Any]:
+    """The fields of the config that these architectures do not share with models."""
+    if strange := [key for key in _STRANGE if meta.get(key, 1) not in (0, 1)]:
+        raise UnsupportedModel(f"{meta.file.path.name} is a drafter with {', '.join(strange)}", "Use one without")
+    if meta.architecture == "eagle3":
+        return {"model_type": "llama"}
+    window = meta.get("attention.sliding_window", 0)
+    kinds = layer_types(meta, meta["block_count"], 1)
+    return {"model_type": "qwen3", "use_sliding_window": bool(window), "layer_types": kinds if window else None}
+
+
+def _tensors(file: GGUFFile, layout: TensorLayout, raw: Mapping[str, Any]) -> Renamed:
+    """By the names of `models/heads.py`."""
+    tensors = GGUFTensors(file, layout, raw)
+    return Renamed(tensors, {name.removeprefix("model."): name for name in tensors})
+
+
+def _layer(raw: Mapping[str, Any]) -> ModelConfig:
+    """The layers, with windows even where they span the drafter's own context: the target's may be longer."""
+    layer, unbounded = read_config(raw), read_config({**raw, "max_position_embeddings": 1 << 40})
+    plan = tuple(replace(x, window=y.window) for x, y in zip(layer.plan, unbounded.plan, strict=True))
+    return replace(layer, tied=False, special=plan if any(x.window for x in plan) else ())
+
+
+def _rows(tensors: Renamed, vocab: int) -> int:
+    """Tokens that a drafter chooses from."""
+    return tensors.shape("d2t")[0] if "d2t" in tensors else vocab
+
+
+def _eagle3(meta: Metadata, raw: Mapping[str, Any], tensors: Renamed) -> HeadConfig:
+    layer = _layer(raw)
+    return EagleConfig(
+        layer,
+        tuple(meta["target_layers"]),
+        meta.get("target_hidden_size", layer.hidden),
+        _rows(tensors, layer.vocab_size),
+        norm_before_residual=meta.get("norm_before_residual", False),
+        norm_before_fc=meta.get("norm_before_fc", False),
+    )
+
+
+def _block(meta: Metadata, raw: Mapping[str, Any], tensors: Renamed) -> HeadConfig:
+    layer, stated = _layer(raw), meta.get("attention.causal")
+    causal = tuple(x.window is not None if stated is None else stated for x in layer.plan)
+    mask = meta.file.fields.get("tokenizer.ggml.mask_token_id")
+    if mask is None:
+        raise CorruptModel(f"{meta.file.path} names no mask token", "Fetch the file again")
+    rows, taps = _rows(tensors, layer.vocab_size), tuple[Tap, ...](meta["target_layers"])
+    return BlockConfig(
+        layer,
+        taps,
+        meta["block_size"],
+        mask,
+        causal if any(causal) else (),
+        from_anchor=meta.get("sample_from_anchor", False),
+        draft_vocab=rows if rows != layer.vocab_size else 0,
+    )

@@ -1,0 +1,200 @@
+"""Replicas of `paceline serve` on Ray Serve: `serve run paceline.integrations.ray:app model=demo`. Needs the extra
+"ray".
+
+`Front` reads a request's body and sends it to the `Replica` that knows the beginning of its prompt. A replica runs the
+same ASGI application as `paceline serve`, so that routes, errors and streams are the server's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any
+
+from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve.config import RequestRouterConfig
+from ray.serve.exceptions import BackPressureError
+from ray.serve.handle import DeploymentHandle
+from ray.serve.metrics import Gauge
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Message
+
+from paceline.cli.commands import parsed
+from paceline.cli.serve import ServedModels, application
+from paceline.errors import InvalidOption
+from paceline.integrations.routing import Route, ranks, route_of
+from paceline.server.bodies import BodyReader
+from paceline.server.errors import ApiError, api_error, dialect, retry_later
+from paceline.server.limits import Settings
+from paceline.server.preprocessing import LONG, Preprocessor, client_of
+
+_ATTEMPTS = 2
+"""Replicas that may die before they have begun to answer a request."""
+_SCOPE = (
+    *("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path"),
+    *("headers", "client"),
+)
+_ID = b"x-request-id"
+
+
+class PrefixRouter(RequestRouter):
+    """Sends requests that begin alike to the same replica."""
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Return groups of replicas, the preferred group first."""
+        route = Route()
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True  # if all of them are full
+            route = pending_request.kwargs["route"]
+        names = [replica.replica_id.unique_id for replica in candidate_replicas]
+        loads = [self.replica_queue_len_cache.get(replica.replica_id) or 0 for replica in candidate_replicas]
+        return [[candidate_replicas[i] for i in group] for group in ranks(route, names, loads.__getitem__)]
+
+
+class Replica:
+    """One server: its models, their workers, its application."""
+
+    async def __init__(self, arguments: Mapping[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
+        self._running, self._gauges = AsyncExitStack(), dict[str, Gauge]()
+        context = parsed(application, arguments)
+        self._served: ServedModels = context.command.invoke(context)
+        await self._running.enter_async_context(self._served.app.router.lifespan_context(self._served.app))
+
+    async def __del__(self) -> None:
+        await self._running.aclose()
+
+    async def check_health(self) -> None:
+        """Raise an error if a worker has ended: Serve then replaces this replica. Reports the server's metrics too."""
+        if not self._served.models.alive:
+            raise RuntimeError("a worker of this replica has ended, see its log")
+        for name, labels, value in self._served.models.metrics.samples():
+            name = name.replace(":", "_")  # which Ray does not allow
+            if name not in self._gauges:
+                self._gauges[name] = Gauge(name, "See /metrics of paceline serve.", tuple(labels))
+            self._gauges[name].set(value, labels)
+
+    async def answer(self, scope: dict[str, Any], body: bytes, route: Route) -> AsyncIterator[list[Message]]:
+        """Yield the application's messages as they come. `route` is for `PrefixRouter`."""
+        sent: asyncio.Queue[Message | None] = asyncio.Queue()
+        unread, gone = [body], asyncio.Event()
+
+        async def receive() -> Message:
+            if unread:
+                return {"type": "http.request", "body": unread.pop()}
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        task = asyncio.ensure_future(self._served.app(scope, receive, sent.put))
+        task.add_done_callback(lambda _: sent.put_nowait(None))
+        try:
+            while not task.done() or not sent.empty():
+                messages = [await sent.get()]
+                while not sent.empty():
+                    messages.append(sent.get_nowait())
+                if found := [message for message in messages if message]:
+                    yield found
+            await task
+        finally:
+            gone.set()
+            await asyncio.wait([task])
+
+
+class Front:
+    """Reads requests, finds their replicas, and passes on what those answer."""
+
+    def __init__(self, replicas: DeploymentHandle, max_body: int) -> None:
+        self._replicas = replicas.options(stream=True)
+        self._preprocessor = Preprocessor()
+        self._bodies = BodyReader(self._preprocessor, max_body, Settings().max_bodies)
+
+    async def __call__(self, request: Request) -> Response:
+        """Answer one request."""
+        path = request.url.path
+        try:
+            if path == "/metrics":
+                raise ApiError(404, "the metrics of all replicas are at Ray's metrics ports", code="not_found")
+            async with self._bodies.receive(request) as (body, _):
+                route = await self._route(request, body)
+                stream, head = await self._begin(request, body, route)
+        except Exception as error:
+            return api_error(_known(error)).response(path)
+        start, *rest = head
+        response = StreamingResponse(_parts(stream, rest, path), start["status"])
+        response.raw_headers = [(name, value) for name, value in start["headers"] if name != _ID]  # Ray sends it
+        return response
+
+    async def _route(self, request: Request, body: bytes) -> Route:
+        work = partial(route_of, request.headers, body)
+        return work() if len(body) <= LONG else await self._preprocessor.run("parse", client_of(request), work)
+
+    async def _begin(self, request: Request, body: bytes, route: Route) -> tuple[Any, list[Message]]:
+        """Return the stream of a replica's answer, and its first messages: all, unless the answer is streamed. Another
+        replica takes the place of one that dies meanwhile, since nothing has been sent to the client."""
+        scope = {name: request.scope[name] for name in _SCOPE if name in request.scope}
+        for left in reversed(range(_ATTEMPTS)):
+            stream = self._replicas.answer.remote(scope=scope, body=body, route=route)
+            try:
+                head = await anext(stream)
+                if any(name == b"content-length" for name, _ in head[0]["headers"]):
+                    head += [message async for messages in stream for message in messages]
+                return stream, head
+            except RayActorError:
+                if not left:
+                    raise
+            except asyncio.CancelledError:
+                stream.cancel()
+                raise
+        raise AssertionError
+
+
+async def _parts(stream: Any, messages: list[Message], path: str) -> AsyncIterator[bytes]:
+    """Yield the bytes of an answer. If its replica dies the stream ends with an error, as the server's own does."""
+    try:
+        while True:
+            for message in messages:
+                yield message.get("body", b"")
+            messages = await anext(stream, [])
+            if not messages:
+                return
+    except RayActorError as error:
+        document = bytes(api_error(_known(error)).response(path).body)
+        if dialect(path) == "api":
+            yield document + b"\n"
+        else:
+            yield b"event: error\n" * (dialect(path) == "messages") + b"data: " + document + b"\n\n"
+    finally:
+        stream.cancel()
+
+
+def _known(error: Exception) -> Exception:
+    if isinstance(error, BackPressureError):
+        return retry_later(429, "all replicas are full", "queue_full")
+    if isinstance(error, RayActorError):
+        return retry_later(503, "the replica that wrote this reply has died. Send the request again", "replica_died")
+    return error
+
+
+def app(arguments: dict[str, Any]) -> serve.Application:
+    """Return the application for `serve run` and `serve deploy`. `arguments`: options of `paceline serve` by name."""
+    if "record" in arguments:
+        raise InvalidOption("a recording has one writer, and replicas are many", "Leave out record")
+    arguments = {**arguments, "port": 0}  # replicas listen on none
+    given = parsed(application, arguments).params
+    replicas = serve.deployment(
+        Replica,
+        max_ongoing_requests=given["slots"],
+        max_queued_requests=given["queue"],
+        graceful_shutdown_timeout_s=given["grace"],
+        autoscaling_config={"max_replicas": 8, "target_ongoing_requests": max(1, given["slots"] // 2)},
+        request_router_config=RequestRouterConfig(request_router_class=f"{__name__}.{PrefixRouter.__name__}"),
+        ray_actor_options={"runtime_env": {"env_vars": {"GOMP_SPINCOUNT": "10000"}}},
+    )
+    front = serve.deployment(Front, max_ongoing_requests=1000)
+    return front.bind(replicas.bind(arguments), given["max_body"])

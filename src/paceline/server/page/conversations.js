@@ -1,0 +1,89 @@
+// The list of conversations: open, rename, export, delete.
+import { $, button, make } from "./dom.js";
+import * as store from "./store.js";
+
+const list = $("#list");
+const notice = $("#chats-notice");
+const TITLE = 60; // Characters.
+
+export const titleOf = (prompt) => {
+  const words = prompt.replace(/\s+/g, " ").trim();
+  return words.length > TITLE ? `${words.slice(0, TITLE - 1)}…` : words;
+};
+
+/** Shows the list. `acts`: {open(id), current() -> id, renamed(id, title), removed(id), restored(id)}. */
+export async function show(acts) {
+  const all = await store.list();
+  list.replaceChildren(...all.map((entry) => item(entry, acts)));
+  $("#chats-none").hidden = all.length > 0;
+}
+
+function item({ id, title }, acts) {
+  const open = make("button", "open", title);
+  open.type = "button";
+  open.title = title;
+  open.addEventListener("click", () => acts.open(id));
+  const row = make("li", "", open);
+  if (id !== acts.current()) return row;
+  open.setAttribute("aria-current", "true");
+  const tools = make("div", "tools",
+    button("Rename conversation", "edit", () => rename(row, id, title, acts)),
+    button("Export conversation", "export", () => save(id)),
+    button("Delete conversation", "delete", () => remove(id, title, acts)));
+  row.append(tools);
+  return row;
+}
+
+function rename(row, id, title, acts) {
+  const field = make("input");
+  field.value = title;
+  field.maxLength = 200;
+  field.setAttribute("aria-label", "New name");
+  let ended = false;
+  const end = async (keep) => {
+    if (ended) return;
+    ended = true;
+    const name = field.value.trim();
+    if (keep && name && name !== title) await acts.renamed(id, name);
+    await show(acts);
+    list.querySelector("[aria-current]")?.focus();
+  };
+  field.addEventListener("keydown", (event) => {
+    if (event.isComposing || !["Enter", "Escape"].includes(event.key)) return;
+    event.preventDefault();
+    end(event.key === "Enter");
+  });
+  field.addEventListener("blur", () => end(true));
+  row.replaceChildren(field);
+  field.select();
+}
+
+/** Downloads a conversation as a file that `/load` of `paceline chat` reads. */
+async function save(id) {
+  const { title, model, system, turns } = await store.get(id);
+  const said = turns.flatMap(({ prompt, replies: [first] }) =>
+    first?.content ? [["user", prompt], ["assistant", first.content]] : [],
+  );
+  const messages = [...(system ? [["system", system]] : []), ...said].map(([role, content]) => ({ role, content }));
+  const link = make("a");
+  link.href = URL.createObjectURL(new Blob([`${JSON.stringify({ title, model, messages }, null, 1)}\n`], { type: "application/json" }));
+  link.download = `${title.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 40) || "conversation"}.json`;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
+}
+
+/** Deletes a conversation; until the next deletion it can be brought back. */
+async function remove(id, title, acts) {
+  await acts.ending();
+  const body = await store.get(id);
+  await store.remove(id);
+  await acts.removed();
+  const undo = make("button", "", "Undo");
+  undo.type = "button";
+  undo.addEventListener("click", async () => {
+    notice.replaceChildren();
+    await store.put(body);
+    await acts.open(id);
+  });
+  notice.replaceChildren(make("span", "", `Deleted “${title}”.`), undo);
+}

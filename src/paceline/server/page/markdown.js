@@ -1,0 +1,401 @@
+// Markdown as models write it, made into elements. Text only ever becomes text nodes, no image is fetched, and links lead
+// to http, https and mailto alone. HTML is shown as it is written. Every search is bounded, so that no text is slow.
+import { copyButton, make } from "./dom.js";
+
+const LONGEST = 8000; // Characters after which a block ends, so that a growing one stays cheap to draw again.
+const DEEPEST = 6; // Levels of lists, quotations and emphasis within one another.
+
+const FENCE = /^ {0,9}(`{3,}|~{3,})[ \t]*([^\s`]{0,40})[^`]*$/;
+const HEADING = /^ {0,3}(#{1,6})(?:[ \t]+|$)/;
+const RULE = /^ {0,3}([-*_])[ \t]*(?:\1[ \t]*){2,}$/;
+const QUOTE = /^ {0,3}>/;
+const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?: {1,4}(?=\S)| *$)/;
+const DELIMITERS = /^[ \t]*\|?(?:[ \t]*:?-+:?[ \t]*\|)*[ \t]*:?-+:?[ \t]*\|?[ \t]*$/;
+
+/** The line at an offset: {text, end, next}, `next` where the following one begins. A long line counts as several. */
+function lineAt(source, at) {
+  const part = source.slice(at, at + LONGEST);
+  const length = part.indexOf("\n");
+  if (length < 0) return { text: part, end: at + part.length, next: at + part.length };
+  return { text: part.slice(0, length), end: at + length, next: at + length + 1 };
+}
+
+const BLANK = /\s*/y;
+const blank = (text) => !text.trim();
+const isTable = (source, line) => line.text.includes("|") && line.next < source.length && isDelimiters(lineAt(source, line.next).text);
+const isDelimiters = (text) => text.includes("-") && text.includes("|") && DELIMITERS.test(text);
+/** Whether a line ends a paragraph. As in CommonMark a numbered item does so only if it is the first. */
+const begins = (source, line) =>
+  FENCE.test(line.text) || HEADING.test(line.text) || RULE.test(line.text) || QUOTE.test(line.text) ||
+  /^ *[-*+] +\S|^ *1[.)] +\S/.test(line.text) || isTable(source, line);
+
+/**
+ * Returns the first block at or after an offset: {kind, start, end, text, ...}, or null. `final`: whether it stays as it is
+ * when the source grows. `seen`: an offset up to which a code block that begins here is known to be open.
+ */
+export function nextBlock(source, from, seen = 0) {
+  BLANK.lastIndex = from;
+  BLANK.test(source);
+  const word = BLANK.lastIndex;
+  if (word === source.length) return null;
+  from = Math.max(from, source.lastIndexOf("\n", word) + 1);
+  const block = { start: from, ...classify(source, lineAt(source, from), from, seen) };
+  block.final ??= block.end - from >= LONGEST || goesOnBehind(source, block.end);
+  return block;
+}
+
+/** Whether a complete line follows that is not blank: until then the block may still grow. */
+function goesOnBehind(source, end) {
+  const rest = source.slice(end, end + LONGEST);
+  const word = rest.search(/\S/);
+  return word >= 0 && (rest.indexOf("\n", word) >= 0 || rest.length === LONGEST);
+}
+
+function classify(source, line, from, seen) {
+  const fence = FENCE.exec(line.text);
+  if (fence) return code(source, line, fence, seen);
+  const heading = HEADING.exec(line.text);
+  if (heading) {
+    const text = line.text.slice(heading[0].length).trim().replace(/[ \t]#+$/, "");
+    return { kind: "heading", level: heading[1].length, text, end: line.next, final: line.end < line.next };
+  }
+  if (RULE.test(line.text)) return { kind: "rule", end: line.next };
+  if (QUOTE.test(line.text)) return quote(source, from);
+  const item = ITEM.exec(line.text);
+  if (item) return listItem(source, line, item);
+  if (isTable(source, line)) return lines(source, from, "table", (next) => next.text.includes("|"));
+  return lines(source, from, "paragraph", (next) => !begins(source, next));
+}
+
+/** A block of this line and those after it that are not blank and belong to it. */
+function lines(source, from, kind, belongs) {
+  let { next: end } = lineAt(source, from);
+  while (end < source.length && end - from < LONGEST) {
+    const line = lineAt(source, end);
+    if (blank(line.text) || !belongs(line)) break;
+    end = line.next;
+  }
+  return { kind, text: source.slice(from, end).trimEnd(), end };
+}
+
+function code(source, line, [, marker, language], seen) {
+  const close = new RegExp(`^ {0,9}${marker[0]}{${marker.length},}[ \\t]*$`, "gm");
+  const indent = line.text.search(/\S/);
+  close.lastIndex = Math.max(line.next, seen);
+  const found = line.end < line.next ? close.exec(source) : null;
+  const end = found ? Math.min(close.lastIndex + 1, source.length) : source.length;
+  let text = source.slice(line.next, found ? Math.max(line.next, found.index - 1) : end);
+  if (!found) text = text.replace(/\n[ `~]*$/, ""); // What may become the end is not shown.
+  if (indent) text = text.replace(new RegExp(`^ {1,${indent}}`, "gm"), "");
+  // The end may be the beginning of a longer line.
+  const final = Boolean(found) && close.lastIndex < source.length;
+  return { kind: "code", language, text, end, begun: line.end < line.next, final };
+}
+
+function quote(source, from) {
+  const block = lines(source, from, "quote", (line) => QUOTE.test(line.text) || !begins(source, line));
+  return { ...block, text: block.text.replace(/^ {0,3}> ?/gm, "") };
+}
+
+/** An item with the lines that are indented below it, or that continue its paragraph. */
+function listItem(source, line, [marker, spaces, sign]) {
+  const start = line.end - line.text.length;
+  const texts = [line.text.slice(marker.length)];
+  const fences = new Fences(texts[0]);
+  let end = line.next;
+  let gap = 0;
+  for (let at = end; at < source.length && at - start < LONGEST; ) {
+    const next = lineAt(source, at);
+    at = next.next;
+    if (blank(next.text)) {
+      gap += 1;
+      continue;
+    }
+    const indent = next.text.search(/\S/);
+    const lazy = !gap && !fences.open && !ITEM.test(next.text) && !begins(source, next);
+    if (indent < spaces.length + 2 && !lazy) break;
+    texts.push(...Array(gap).fill(""), next.text.slice(Math.min(indent, marker.length)));
+    fences.read(next.text);
+    gap = 0;
+    end = at;
+  }
+  const number = /^\d/.test(sign) ? parseInt(sign, 10) : null;
+  return { kind: "item", number, text: texts.join("\n"), end };
+}
+
+/** Whether a code block is open after the lines that were read. */
+class Fences {
+  open = null;
+
+  constructor(line) {
+    this.read(line);
+  }
+
+  read(line) {
+    const [, fence] = /^ *(`{3,}|~{3,})/.exec(line) ?? [];
+    if (!fence) return;
+    if (!this.open) this.open = fence;
+    else if (line.trim().startsWith(this.open)) this.open = null;
+  }
+}
+
+/** Returns the element of a block. */
+export function render(block, depth = 0) {
+  switch (block.kind) {
+    case "heading":
+      return make(`h${Math.min(block.level + 3, 6)}`, `level${block.level}`, ...inline(block.text));
+    case "rule":
+      return make("hr");
+    case "code":
+      return new CodeBlock(block).element;
+    case "quote":
+      return make("blockquote", "", ...nested(block.text, depth));
+    case "item":
+      return make("li", "", ...task(block, depth));
+    case "table":
+      return table(block.text);
+    default:
+      return make("p", "", ...inline(block.text));
+  }
+}
+
+/** Adds an element to others; list items go into the list that ends them. */
+export function place(parent, block, element) {
+  if (block.kind !== "item") return void parent.append(element);
+  const tag = block.number === null ? "UL" : "OL";
+  let list = parent.lastElementChild;
+  if (list?.tagName !== tag) {
+    list = make(tag);
+    if (block.number !== null) list.start = block.number;
+    parent.append(list);
+  }
+  list.append(element);
+}
+
+function nested(text, depth) {
+  if (depth >= DEEPEST) return [make("p", "", text)];
+  const inside = make("div");
+  for (let block = nextBlock(text, 0); block; block = nextBlock(text, block.end)) {
+    place(inside, block, render(block, depth + 1));
+  }
+  return [...inside.childNodes];
+}
+
+function task({ text }, depth) {
+  const box = /^\[([ xX])\] /.exec(text);
+  if (!box) return nested(text, depth);
+  const done = box[1] !== " ";
+  const mark = make("span", "task", done ? "☑" : "☐");
+  mark.setAttribute("role", "img");
+  mark.setAttribute("aria-label", done ? "Done" : "To do");
+  return [mark, ...nested(text.slice(box[0].length), depth)];
+}
+
+function cells(row) {
+  const inner = row.trim().replace(/^\|/, "").replace(/\|$/, "");
+  return inner.split(/(?<!\\)\|/).map((cell) => cell.trim().replaceAll("\\|", "|"));
+}
+
+function table(text) {
+  const [head, delimiters, ...rows] = text.split("\n");
+  const align = cells(delimiters).map((cell) => (/^:.*:$/.test(cell) ? "center" : cell.endsWith(":") ? "end" : ""));
+  const row = (line, tag) => {
+    const all = cells(line);
+    return make("tr", "", ...align.map((side, i) => make(tag, side, ...inline(all[i] ?? ""))));
+  };
+  const body = make("tbody", "", ...rows.map((line) => row(line, "td")));
+  const scroller = make("div", "table", make("table", "", make("thead", "", row(head, "th")), body));
+  scroller.tabIndex = 0;
+  scroller.setAttribute("role", "group");
+  scroller.setAttribute("aria-label", "Table");
+  return scroller;
+}
+
+const CHUNK = 4000;
+const PER_FRAME = 40_000;
+
+/** A code block, which grows at its end only. Its text lies in pieces, so that the browser need not lay out all of it. */
+export class CodeBlock {
+  constructor({ language, text }) {
+    this.text = "";
+    this.shown = 0;
+    this.code = make("code");
+    const pre = make("pre", "", this.code);
+    pre.tabIndex = 0;
+    pre.setAttribute("role", "group");
+    pre.setAttribute("aria-label", language ? `Code: ${language}` : "Code");
+    const bar = make("div", "bar", make("span", "", language || "code"), copyButton(() => this.text, "Copy code", "Copy"));
+    this.element = make("div", "code", bar, pre);
+    this.show(text);
+  }
+
+  /** Shows a longer text; returns false if a part of it has to wait for the next frame. */
+  show(text) {
+    this.text = text;
+    if (text.length < this.shown) {
+      this.code.replaceChildren();
+      this.shown = 0;
+    }
+    const until = Math.min(text.length, this.shown + PER_FRAME);
+    while (this.shown < until) {
+      let piece = this.code.lastChild;
+      if (!piece || piece.dataset.full) this.code.append((piece = make("span", "piece")));
+      let end = Math.min(until, this.shown + CHUNK);
+      // A piece ends at the end of a line: it is a block of its own.
+      const newline = text.lastIndexOf("\n", end - 1) + 1;
+      if (newline > this.shown) {
+        end = newline;
+        if (piece.textContent.length + end - this.shown >= CHUNK) piece.dataset.full = "1";
+      }
+      piece.append(text.slice(this.shown, end));
+      piece.normalize();
+      this.shown = end;
+    }
+    return this.shown === text.length;
+  }
+}
+
+const SPECIAL = /[\\`*_~[!<]|https?:\/\//g;
+const LINK = /\[((?:[^[\]\\]|\\.|\[[^[\]]*\]){0,500})\]\(\s*<?([^\s<>()]{0,2000}(?:\([^\s<>()]{0,500}\)[^\s<>()]{0,500}){0,3})>?(?:\s+["'][^"'\n]{0,300}["'])?\s*\)/y;
+const AUTOLINK = /<((?:https?:\/\/|mailto:)[^\s<>]{1,2000})>|<br *\/?>/iy;
+const ADDRESS = /https?:\/\/[^\s<>"`*]{1,2000}/y;
+const TAGS = ["", "em", "strong"];
+
+/** Returns the nodes of a text with emphasis, code and links. */
+export function inline(text, depth = 0) {
+  const nodes = [];
+  const missing = new Set(); // Marks that do not come again: searching for each of them twice would be slow.
+  let plain = 0;
+  let at = 0;
+  while (at < text.length) {
+    SPECIAL.lastIndex = at;
+    const special = SPECIAL.exec(text);
+    if (!special) break;
+    at = special.index;
+    const found = depth < DEEPEST && READERS[special[0][0]](text, at, depth, missing);
+    if (!found) {
+      at += run(text, at);
+      continue;
+    }
+    if (plain < at) nodes.push(text.slice(plain, at));
+    nodes.push(...found.nodes);
+    plain = at = found.end;
+  }
+  if (plain < text.length) nodes.push(text.slice(plain));
+  return nodes;
+}
+
+/** Length of the run of one character. */
+function run(text, at) {
+  let end = at + 1;
+  while (text[end] === text[at]) end += 1;
+  return end - at;
+}
+
+const READERS = {
+  "\\": (text, at) => (/[`*_{}#+\-.!|~<>]/.test(text[at + 1] ?? "") ? { nodes: [text[at + 1]], end: at + 2 } : null),
+  "`": codeSpan,
+  "*": emphasis,
+  "_": emphasis,
+  "~": strike,
+  "[": link,
+  "!": (text, at) => (text[at + 1] === "[" ? link(text, at + 1, DEEPEST) : null),
+  "<": autolink,
+  h: address,
+};
+
+function codeSpan(text, at, depth, missing) {
+  const length = run(text, at);
+  if (missing.has(`\`${length}`)) return null;
+  for (let from = at + length; (from = text.indexOf("`", from)) >= 0; ) {
+    const closing = run(text, from);
+    if (closing === length) {
+      const inside = text.slice(at + length, from).replaceAll("\n", " ");
+      return { nodes: [make("code", "", /^ .*\S.* $/.test(inside) ? inside.slice(1, -1) : inside)], end: from + length };
+    }
+    from += closing;
+  }
+  missing.add(`\`${length}`);
+  return null;
+}
+
+const word = (char) => Boolean(char) && /[\p{L}\p{N}]/u.test(char);
+const space = (char) => !char || /\s/.test(char);
+
+function emphasis(text, at, depth, missing) {
+  const mark = text[at];
+  const length = Math.min(run(text, at), 3);
+  const begin = at + length;
+  if (run(text, at) > 3 || space(text[begin]) || (mark === "_" && word(text[at - 1])) || missing.has(mark + length)) return null;
+  for (let from = begin; (from = text.indexOf(mark, from)) >= 0; ) {
+    const closing = run(text, from);
+    const end = from + closing;
+    const fits = closing >= length && !(length === 1 && closing === 2);
+    if (fits && !space(text[from - 1]) && text[from - 1] !== "\\" && !(mark === "_" && word(text[end]))) {
+      const inside = inline(text.slice(begin, end - length), depth + 1);
+      const nodes = length === 3 ? [make("em", "", make("strong", "", ...inside))] : [make(TAGS[length], "", ...inside)];
+      return { nodes, end };
+    }
+    from = end;
+  }
+  missing.add(mark + length);
+  return null;
+}
+
+function strike(text, at, depth, missing) {
+  if (run(text, at) !== 2 || space(text[at + 2]) || missing.has("~")) return null;
+  const end = text.indexOf("~~", at + 2);
+  if (end < 0) return void missing.add("~");
+  return { nodes: [make("del", "", ...inline(text.slice(at + 2, end), depth + 1))], end: end + 2 };
+}
+
+/** A link, or the address of an image, which is not fetched. */
+function link(text, at, depth) {
+  LINK.lastIndex = at;
+  const [whole, label, url] = LINK.exec(text) ?? [];
+  const address = whole && safe(url);
+  if (!address) return null;
+  return { nodes: [anchor(address, ...(label ? inline(label, depth + 1) : [url]))], end: at + whole.length };
+}
+
+function autolink(text, at) {
+  AUTOLINK.lastIndex = at;
+  const [whole, url] = AUTOLINK.exec(text) ?? [];
+  if (whole && !url) return { nodes: [make("br")], end: at + whole.length };
+  const address = url && safe(url);
+  return address ? { nodes: [anchor(address, url)], end: at + whole.length } : null;
+}
+
+function address(text, at) {
+  ADDRESS.lastIndex = at;
+  let [url] = ADDRESS.exec(text) ?? [];
+  if (!url) return null;
+  url = url.slice(0, trimmed(url));
+  const target = safe(url);
+  return target ? { nodes: [anchor(target, url)], end: at + url.length } : null;
+}
+
+/** Length of an address without the punctuation of the sentence around it. */
+function trimmed(url) {
+  let end = url.length;
+  while (/[.,;:!?'\])_]/.test(url[end - 1]) && !(url[end - 1] === ")" && url.slice(0, end).includes("("))) end -= 1;
+  return end;
+}
+
+/** An address that may be opened, normalised; null for any other scheme or a relative one. */
+function safe(url) {
+  try {
+    const { protocol, href } = new URL(url);
+    return ["http:", "https:", "mailto:"].includes(protocol) ? href : null;
+  } catch {
+    return null;
+  }
+}
+
+function anchor(href, ...children) {
+  const element = make("a", "", ...children);
+  element.href = element.title = href;
+  element.target = "_blank";
+  element.rel = "noopener noreferrer nofollow";
+  return element;
+}

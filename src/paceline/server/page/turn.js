@@ -1,0 +1,108 @@
+// One turn of a conversation: a message, which can be edited, and its replies.
+import { button, copyButton, make } from "./dom.js";
+import { Reply } from "./reply.js";
+
+export class Turn {
+  replies = [];
+
+  /** `acts`: {again(turn), edited(turn)}. `attempt`: how often the reply was generated anew; it is added to the seed. */
+  constructor(prompt, acts, attempt = 0) {
+    this.acts = acts;
+    this.attempt = attempt;
+    this.message = make("div", "message");
+    this.columns = make("div", "replies");
+    this.element = make("section", "turn", this.message, this.columns);
+    this.#show(prompt);
+  }
+
+  /** A turn that `saved` has returned. */
+  static restored({ prompt, attempt, replies, verdict }, acts, marked) {
+    const turn = new Turn(prompt, acts, attempt);
+    turn.columns.classList.toggle("pair", replies.length > 1);
+    for (const reply of replies) turn.#add(Reply.restored(reply, marked || replies.length > 1));
+    if (verdict) turn.judge(verdict);
+    return turn;
+  }
+
+  saved() {
+    const { prompt, attempt, verdict } = this;
+    return { prompt, attempt, verdict, replies: this.replies.map((reply) => reply.saved()) };
+  }
+
+  /** The text that later turns go on from: that of the first reply. */
+  get text() {
+    return this.replies[0]?.content ?? "";
+  }
+
+  /** Removes the replies; `pair`: there will be two, side by side. */
+  clear(pair) {
+    this.replies = [];
+    this.verdict = null;
+    this.columns.replaceChildren();
+    this.columns.classList.toggle("pair", pair);
+  }
+
+  begin(title, about, marked) {
+    return this.#add(new Reply(title, about, marked));
+  }
+
+  #add(reply) {
+    if (!this.replies.length) {
+      const again = button("Regenerate with the next seed", "retry", () => this.acts.again(this));
+      again.classList.add("again");
+      reply.tools.append(again);
+    }
+    reply.tools.prepend(copyButton(() => reply.content, "Copy reply"));
+    this.replies.push(reply);
+    this.columns.append(reply.element);
+    return reply;
+  }
+
+  /** Shows how two replies compare: what `verdict` of compare.js returns. */
+  judge(verdict) {
+    const { same, head, rest } = (this.verdict = verdict);
+    this.columns.append(make("p", same ? "verdict same" : "verdict differs", make("strong", "", head), ` ${rest}`));
+  }
+
+  /** Shows tokens marked by their origins, as replies side by side always do. */
+  mark(marked) {
+    for (const reply of this.replies) reply.mark(marked || this.replies.length > 1);
+  }
+
+  #show(prompt) {
+    this.prompt = prompt;
+    const edit = button("Edit message", "edit", () => this.acts.idle() && this.#edit());
+    const tools = make("div", "tools", copyButton(() => this.prompt, "Copy message"), edit);
+    this.message.replaceChildren(make("h3", "hidden", "You"), make("p", "bubble", prompt), tools);
+    return edit;
+  }
+
+  #edit() {
+    const field = make("textarea");
+    field.value = this.prompt;
+    field.rows = Math.min(12, this.prompt.split("\n").length + 1);
+    field.setAttribute("aria-label", "Edit message");
+    const cancel = make("button", "", "Cancel");
+    cancel.type = "button";
+    const form = make("form", "edit", field, make("div", "row", make("button", "primary", "Send again"), cancel));
+    const end = () => this.#show(this.prompt).focus();
+    cancel.addEventListener("click", end);
+    field.addEventListener("keydown", (event) => {
+      if (event.isComposing) return;
+      if (event.key === "Escape") end();
+      if (event.key !== "Enter" || event.shiftKey) return;
+      event.preventDefault();
+      form.requestSubmit();
+    });
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      const prompt = field.value.trim();
+      if (!prompt || !this.acts.idle()) return;
+      this.attempt = 0;
+      this.#show(prompt);
+      this.acts.edited(this);
+    });
+    this.message.replaceChildren(make("h3", "hidden", "You"), form);
+    field.focus();
+  }
+}

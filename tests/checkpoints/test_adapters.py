@@ -1,0 +1,138 @@
+"""Adapters written by PEFT and held beside the weights: logits equal PEFT's, sums are sums, the rest is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import paceline
+from paceline.checkpoints.adapters import MAX_ADAPTERS, Adapter, check_adapters, read_factors
+from paceline.checkpoints.checkpoint import open_checkpoint
+from paceline.checkpoints.lora import merge
+from paceline.errors import InvalidOption, PacelineError, UnsupportedModel
+from paceline.kernels.low_rank import Factors
+from paceline.models.decoder import Decoder
+from paceline.models.families import read_config
+from paceline.types import Want
+from paceline.verify.tree import pack_prefix
+from tests.checkpoints.test_lora import ATTENTION, VARIANTS, base_model, train
+
+peft = pytest.importorskip("peft")
+CPU = torch.device("cpu")
+TOKENS = [3, 14, 15, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6]
+BESIDE = ("a list of modules", "all linear, rank-stabilised", "a regex with patterns")
+
+
+def logits(tensors: Any, config: dict[str, Any], adapters: list[Factors], number: int) -> Tensor:
+    model = Decoder(read_config(config), tensors, torch.float64, CPU, adapters=adapters)
+    cache = model.new_cache()
+    rows = pack_prefix(TOKENS, cache.acquire(0, number), 0, CPU)
+    return model.forward(rows, cache, Want()).logits[0, : len(TOKENS)]
+
+
+@pytest.mark.parametrize("variant", BESIDE)
+def test_logits_are_those_of_the_merged_model(tmp_path: Path, variant: str) -> None:
+    adapted = train(base_model(tmp_path / "base"), tmp_path / "lora", **VARIANTS[variant])
+    base = open_checkpoint(tmp_path / "base")
+    ours = logits(base.tensors, base.config, [read_factors("lora", Adapter(tmp_path / "lora"))], 1)
+    together = merge(base, tmp_path / "lora")
+    torch.testing.assert_close(ours, logits(together.tensors, base.config, [], 0), rtol=1e-5, atol=1e-5)
+    with torch.inference_mode():
+        theirs = adapted.double()(torch.tensor([TOKENS])).logits[0]
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_several_are_added_up_by_their_weights(tmp_path: Path) -> None:
+    model = base_model(tmp_path / "base")
+    train(model, tmp_path / "one", target_modules=ATTENTION, r=4, lora_alpha=10)
+    train(model, tmp_path / "two", target_modules=["q_proj", "down_proj"], r=3)
+    base = open_checkpoint(tmp_path / "base")
+    tensors = {name: base.tensors[name].double() for name in base.tensors}
+    for path, weight in (("one", 0.75), ("two", -0.5)):
+        merged = merge(base, tmp_path / path).tensors
+        tensors = {name: x + weight * (merged[name] - base.tensors[name]) for name, x in tensors.items()}
+    mixed = read_factors("mix", Adapter([tmp_path / "one", tmp_path / "two"], [0.75, -0.5]))
+    ours = logits(base.tensors, base.config, [mixed], 1)
+    torch.testing.assert_close(ours, logits(tensors, base.config, [], 0), rtol=1e-5, atol=1e-5)
+    (a, b), (c, _) = (mixed.factors[f"model.layers.0.{x}"] for x in ("self_attn.q_proj", "mlp.down_proj"))
+    assert (a.shape, b.shape, c.shape) == ((7, 16), (16, 7), (3, 24))
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in BESIDE])
+def test_what_can_only_be_merged_is_refused(tmp_path: Path, variant: str) -> None:
+    train(base_model(tmp_path / "base"), tmp_path / "lora", **VARIANTS[variant])
+    with pytest.raises(UnsupportedModel, match="must be the same for all rows of a pass") as caught:
+        paceline.load(tmp_path / "base", adapters={"x": tmp_path / "lora"}, dtype="float32")
+    assert "give it as `adapter`" in caught.value.fix
+
+
+def test_x_lora_is_refused_with_its_reason(tmp_path: Path) -> None:
+    train(base_model(tmp_path / "base"), tmp_path / "lora", target_modules=ATTENTION, r=4)
+    config = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())
+    (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps(config | {"peft_type": "XLORA"}))
+    with pytest.raises(UnsupportedModel, match="X-LoRA, which weighs its adapters anew for every token"):
+        paceline.load(tmp_path / "base", adapters={"x": tmp_path / "lora"})
+
+
+def test_bounds(tmp_path: Path) -> None:
+    train(base_model(tmp_path / "base"), tmp_path / "lora", target_modules=["q_proj"], r=200)
+    with pytest.raises(UnsupportedModel, match=r"has rank 600 at .*q_proj, more than 512"):
+        read_factors("x", Adapter([tmp_path / "lora"] * 3))
+    with pytest.raises(InvalidOption, match=f"there are {MAX_ADAPTERS + 1} adapters"):
+        check_adapters({str(i): "x" for i in range(MAX_ADAPTERS + 1)})
+    with pytest.raises(InvalidOption, match="is not a LoRA adapter"):
+        read_factors("x", Adapter(tmp_path / "base"))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda: Adapter([]), "names no adapter"),
+        (lambda: Adapter(["a", 3]), "names no adapter"),  # type: ignore[list-item]
+        (lambda: Adapter("a", [1.0, 2.0]), "for 1 adapters"),
+        (lambda: Adapter("a", [float("nan")]), "for 1 adapters"),
+        (lambda: Adapter("a", drafter="found"), "is the model's drafter"),
+        (lambda: check_adapters({" ": "a"}), "is called"),
+    ],
+)
+def test_malformed_adapters(wrong: Any, said: str) -> None:
+    with pytest.raises(InvalidOption, match=said):
+        wrong()
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
+def test_replies_name_their_adapter(tmp_path: Path, quantize: Any) -> None:
+    model = base_model(tmp_path / "base")
+    train(model, tmp_path / "one", target_modules=ATTENTION, r=4, lora_alpha=10)
+    train(model, tmp_path / "two", target_modules="all-linear", r=6, use_rslora=True)
+    mix = Adapter([tmp_path / "one", tmp_path / "two"], [0.5, 0.5], drafter="ngram")
+    llm = paceline.load(
+        tmp_path / "base", adapters={"one": tmp_path / "one", "two": tmp_path / "two", "mix": mix}, quantize=quantize
+    )
+    names = [None, "one", "two", "mix"]
+    batch = llm.generate([TOKENS] * 4, adapter=names, max_new_tokens=24, ignore_eos=True)
+    assert len({tuple(reply.token_ids) for reply in batch}) == 4
+    for name, reply in zip(names, batch, strict=True):
+        alone = llm.generate(TOKENS, adapter=name, max_new_tokens=24, ignore_eos=True)
+        assert alone.token_ids == reply.token_ids
+        assert (reply.stats.adapter, reply.stats.drafter) == (name, "ngram" if name == "mix" else "suffix")
+    plain = paceline.load(tmp_path / "base", quantize=quantize, drafter=None)
+    assert plain.generate(TOKENS, max_new_tokens=24, ignore_eos=True).token_ids == batch[0].token_ids
+    with pytest.raises(InvalidOption, match="no adapter 'three' is loaded"):
+        llm.generate(TOKENS, adapter="three")
+    with pytest.raises(InvalidOption, match="2 prompts have 1 adapters"):
+        llm.generate([TOKENS] * 2, adapter=["one"])
+    with pytest.raises(PacelineError, match="without adapters beside it"):
+        llm.record(tmp_path / "recording.jsonl")
+
+
+def test_without_a_drafter_an_adapter_may_have_one(tmp_path: Path) -> None:
+    train(base_model(tmp_path / "base"), tmp_path / "one", target_modules=ATTENTION, r=4)
+    llm = paceline.load(tmp_path / "base", drafter=None, adapters={"x": Adapter(tmp_path / "one", drafter="ngram")})
+    used = [llm.generate(TOKENS, adapter=name, max_new_tokens=2).stats.drafter for name in (None, "x")]
+    assert used == [None, "ngram"]

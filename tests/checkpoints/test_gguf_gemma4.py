@@ -1,0 +1,116 @@
+"""Gemma 4 from GGUF files, laid out as llama.cpp's `conversion/gemma.py` does it, against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.checkpoints.gguf import open_gguf
+from paceline.errors import UnsupportedModel
+from paceline.models.decoder import Decoder
+from paceline.models.families import read_config
+from tests.models.test_families import assert_close, expected, feed, text
+from tests.models.test_gemma4 import CASES, models
+
+TOP = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+}
+PARTS = {
+    "input_layernorm": "attn_norm",
+    "self_attn.o_proj": "attn_output",
+    **{f"self_attn.{x}_proj": f"attn_{x}" for x in "qkv"},
+    **{f"self_attn.{x}_norm": f"attn_{x}_norm" for x in "qk"},
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    **{f"mlp.{x}_proj": f"ffn_{x}" for x in ("gate", "up", "down")},
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+    "router.proj": "ffn_gate_inp",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "experts.down_proj": "ffn_down_exps.weight",
+    "layer_scalar": "layer_output_scale.weight",
+    **{f"post_feedforward_layernorm_{x}": f"post_ffw_norm_{x}" for x in (1, 2)},
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+}
+
+
+def stored_name(name: str) -> str:
+    stem, _, kind = name.rpartition(".")
+    if stem in TOP:
+        return f"{TOP[stem]}.{kind}"
+    _, _, layer, part = name.split(".", 3)
+    whole = PARTS.get(part)
+    return f"blk.{layer}.{whole or PARTS[part.removesuffix('.weight')] + '.weight'}"
+
+
+def write(path: Path, theirs: Any, changes: dict[str, Any], factors: Tensor | None = None) -> None:
+    c, writer = theirs.config, gguf.GGUFWriter(path, "gemma4")
+    layers, near, wide = c.num_hidden_layers, c.per_layer_config[0], c.per_layer_config[2]
+    slides = [kind == "sliding_attention" for kind in c.layer_types]
+    writer.add_block_count(layers)
+    writer.add_context_length(c.max_position_embeddings)
+    writer.add_embedding_length(c.hidden_size)
+    writer.add_head_count(c.num_attention_heads)
+    writer.add_head_count_kv([(near if one else wide).num_key_value_heads for one in slides])
+    shared = c.num_kv_shared_layers
+    double = [c.intermediate_size * (2 if c.use_double_wide_mlp and i >= layers - shared else 1) for i in range(layers)]
+    writer.add_feed_forward_length(double if c.use_double_wide_mlp else c.intermediate_size)
+    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    writer.add_sliding_window(c.sliding_window)
+    writer.add_array("gemma4.attention.sliding_window_pattern", slides)
+    writer.add_key_length(wide.head_dim)
+    writer.add_value_length(wide.head_dim)
+    writer.add_rope_dimension_count(wide.head_dim)
+    writer.add_rope_freq_base(1000000.0)
+    writer.add_float32("gemma4.rope.freq_base_swa", 10000.0)
+    writer.add_float32("gemma4.final_logit_softcapping", c.final_logit_softcapping)
+    for key, value in {
+        "attention.key_length_swa": near.head_dim,
+        "attention.value_length_swa": near.head_dim,
+        "rope.dimension_count_swa": near.head_dim,
+        "attention.shared_kv_layers": shared,
+        "embedding_length_per_layer_input": c.hidden_size_per_layer_input,
+        **changes,
+    }.items():
+        writer.add_uint32(f"gemma4.{key}", value)
+    if c.enable_moe_block:
+        writer.add_expert_count(c.num_experts)
+        writer.add_expert_used_count(c.top_k_experts)
+        writer.add_expert_feed_forward_length(c.moe_intermediate_size)
+    turning = torch.tensor([1.0] * (wide.head_dim // 8) + [1e30] * (wide.head_dim * 3 // 8))
+    tensors = {stored_name(name): x for name, x in theirs.state_dict().items() if name != "lm_head.weight"}
+    for name, tensor in {**tensors, "rope_freqs.weight": turning if factors is None else factors}.items():
+        writer.add_tensor(name, tensor.float().contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
+    theirs, _ = models(case)
+    write(tmp_path / "m.gguf", theirs, {})
+    config, tensors, _ = open_gguf(tmp_path / "m.gguf")
+    ours = Decoder(read_config(config), tensors, torch.float64, torch.device("cpu"))
+    cache, tokens = ours.new_cache(), text(70)
+    assert_close(feed(ours, cache, cache.acquire(), tokens), expected(theirs, tokens))
+
+
+def test_wavelengths_that_are_neither_turned_nor_still_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", models("large")[0], {}, torch.tensor([1.0, 1.0, 4.0, 1e30, 1e30, 1e30, 1e30, 1e30]))
+    with pytest.raises(UnsupportedModel, match="stretches some wavelengths"):
+        open_gguf(tmp_path / "m.gguf")

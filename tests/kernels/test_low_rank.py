@@ -1,0 +1,184 @@
+"""Adapters beside the weights: rows of several in one pass are what each is alone, and what merging gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.engine.self_check import guarantee, seamless
+from paceline.errors import AdapterMismatch, UnsupportedModel
+from paceline.kernels.cpu.build import library
+from paceline.kernels.low_rank import Factors
+from paceline.kernels.quantize import Mode
+from paceline.models.config import ModelConfig
+from paceline.models.decoder import Decoder
+from paceline.models.lazy import Quantised
+from paceline.types import Draft, Want
+from paceline.verify.tree import pack, pack_prefix
+from tests.hybrids import HYBRID, hybrid_tensors
+from tests.kernels.test_cpu_layers import BASE, MODELS, tensors_of
+
+CPU = torch.device("cpu")
+needs_kernels = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+SETS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "queries and values": (4, ("q_proj", "v_proj")),
+    "all": (5, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "in_proj_z")),
+    "half of the gates": (3, ("up_proj", "down_proj")),
+}
+"""Name of an adapter -> its rank and the modules that it changes."""
+TEXT = [(i * 17 + 5) % 37 for i in range(400)]
+
+
+def factors(tensors: dict[str, Tensor], name: str, rank: int, ends: Sequence[str], scale: float = 0.3) -> Factors:
+    draw = torch.Generator().manual_seed(len(name))
+    found = {}
+    for key, tensor in tensors.items():
+        module = key.removesuffix(".weight")
+        if tensor.dim() == 2 and module.endswith(tuple(ends)) and ".experts." not in module:
+            out, width = tensor.shape
+            a, b = torch.randn(rank, width, generator=draw), torch.randn(out, rank, generator=draw)
+            found[module] = a * width**-0.5, b * scale
+    assert found
+    return Factors(name, found)
+
+
+def adapters(tensors: dict[str, Tensor]) -> list[Factors]:
+    dense = "model.layers.0.mlp.up_proj.weight" in tensors
+    return [factors(tensors, name, *what) for name, what in SETS.items() if dense or "q_proj" in what[1]]
+
+
+def merged(tensors: dict[str, Tensor], adapter: Factors | None) -> dict[str, Tensor]:
+    made = dict(tensors)
+    for module, (a, b) in adapter.factors.items() if adapter else ():
+        made[module + ".weight"] = tensors[module + ".weight"].double() + b.double() @ a.double()
+    return made
+
+
+def logits(model: Decoder, numbers: Sequence[int], rows: int = 5, before: int = 9) -> list[Tensor]:
+    """Logits of so many rows of a request for each adapter, all in one pass, after a prompt of each by itself."""
+    cache, slots = model.new_cache(), []
+    for number in numbers:
+        slot = cache.acquire(before, number)
+        prompt = pack_prefix(TEXT[:before], slot, 0, CPU)
+        model.forward(prompt, cache, Want("none"))
+        cache.commit(prompt, [range(1, before)])
+        slots.append(slot)
+    # Drafts of several lengths.
+    drafts = [Draft.chain(tuple(TEXT[before + 1 : before + rows + number])) for number in numbers]
+    passed = pack([TEXT[before]] * len(slots), drafts, slots, [before] * len(slots), CPU)
+    out = model.forward(passed, cache, Want()).logits
+    return [out[i, :rows] for i in range(len(slots))]
+
+
+def tensors_for(name: str) -> tuple[ModelConfig, dict[str, Tensor]]:
+    if name == "a hybrid":
+        return HYBRID, hybrid_tensors()
+    config = replace(BASE, **MODELS[name])
+    return config, tensors_of(config)
+
+
+FAMILIES = ["llama", "qwen2: biases", "gemma3", "a mixture", "no size in whole lanes", "a hybrid"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_pass_of_all_adapters_is_each_merged(name: str) -> None:
+    config, tensors = tensors_for(name)
+    held = adapters(tensors)
+    model = Decoder(config, tensors, torch.float64, CPU, adapters=held)
+    together = logits(model, range(len(held) + 1))
+    plain = logits(Decoder(config, tensors, torch.float64, CPU), [0])[0]
+    torch.testing.assert_close(together[0], plain, rtol=1e-9, atol=1e-9)
+    for own, adapter in zip(together[1:], held, strict=True):
+        expected = logits(Decoder(config, merged(tensors, adapter), torch.float64, CPU), [0])[0]
+        torch.testing.assert_close(own, expected, rtol=1e-9, atol=1e-9)
+        assert float((own - plain).abs().max()) > 1e-3  # so that this can fail
+
+
+@needs_kernels
+@pytest.mark.parametrize("mode", [None, "int8", "int4"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_row_depends_on_the_adapters_beside_it(name: str, mode: Mode | None) -> None:
+    config, tensors = tensors_for(name)
+    held, weights = adapters(tensors), Quantised(tensors, mode) if mode else tensors
+    model = Decoder(config, weights, torch.bfloat16, CPU, adapters=held)
+    numbers = range(len(held) + 1)
+    together = logits(model, numbers)
+    for number in numbers:
+        assert torch.equal(together[number], logits(model, [number])[0])
+    assert torch.equal(together[0], logits(Decoder(config, weights, torch.bfloat16, CPU), [0])[0])
+    assert not any(torch.equal(together[0], other) for other in together[1:])
+    assert guarantee(model) == "bits"
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "no size in whole lanes", "heads of 80"])
+def test_kernels_compute_what_merging_gives(name: str, dtype: torch.dtype) -> None:
+    config, tensors = tensors_for(name)
+    held = adapters(tensors)
+    model = Decoder(config, tensors, dtype, CPU, adapters=held)
+    assert model._stack.native
+    for own, adapter in zip(logits(model, range(1, len(held) + 1)), held, strict=True):
+        expected = logits(Decoder(config, merged(tensors, adapter), torch.float64, CPU), [0])[0]
+        apart = float((own - expected).norm() / expected.norm())
+        assert apart < (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@needs_kernels
+def test_long_prompts_cut_into_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads share many rows by groups, in which every row keeps its adapter."""
+    config, tensors = tensors_for("llama")
+    model = Decoder(config, tensors, torch.bfloat16, CPU, adapters=adapters(tensors))
+    alone = [logits(model, [number], rows=70)[0] for number in range(4)]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        together = logits(model, range(4), rows=70)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(map(torch.equal, together, alone))
+
+
+@needs_kernels
+def test_the_self_check_sees_rows_that_depend_on_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that gets the adapter of its neighbour is found."""
+    config, tensors = tensors_for("llama")
+    model = Decoder(config, tensors, torch.bfloat16, CPU, adapters=adapters(tensors))
+    assert (guarantee(model), seamless(model, "bits")) == ("bits", True)
+    run = model._stack.run
+
+    def mixed_up(*args: Any, adapters: Sequence[int] = (), **more: Any) -> Any:
+        return run(*args, adapters=[max(adapters)] * len(adapters), **more)
+
+    monkeypatch.setattr(model._stack, "run", mixed_up)
+    assert guarantee(model) == "rounding"
+
+
+def test_what_cannot_differ_from_row_to_row_is_refused() -> None:
+    config, tensors = tensors_for("a mixture")
+    expert = "model.layers.1.mlp.experts.0.up_proj"
+    held = Factors("experts", {expert: (torch.ones(2, 64), torch.ones(32, 2))})
+    with pytest.raises(UnsupportedModel, match="must be the same for all rows"):
+        Decoder(config, tensors, torch.float32, CPU, adapters=[held])
+    head = Factors("head", {"model.embed_tokens": (torch.ones(2, 67), torch.ones(64, 2))})
+    with pytest.raises(UnsupportedModel, match="must be the same for all rows"):
+        Decoder(config, tensors, torch.float32, CPU, adapters=[head])
+
+
+@pytest.mark.parametrize(
+    ("module", "shapes", "said"),
+    [
+        ("model.layers.0.self_attn.q_proj", ((2, 32), (64, 2)), "from 32 to 64 elements.*from 64 to 64"),
+        ("model.layers.7.self_attn.q_proj", ((2, 64), (64, 2)), "which this model does not have"),
+    ],
+)
+def test_adapters_of_other_models_are_refused(module: str, shapes: Any, said: str) -> None:
+    a, b = shapes
+    config, tensors = tensors_for("llama")
+    with pytest.raises(AdapterMismatch, match=said):
+        Decoder(config, tensors, torch.float32, CPU, adapters=[Factors("x", {module: (torch.ones(a), torch.ones(b))})])
