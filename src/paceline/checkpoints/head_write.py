@@ -73,7 +73,7 @@ def write_head(folder: str | Path, head: HeadFile, bits: int = 16) -> Path:
 
 def check_folder(folder: Path) -> None:
     """Raise `InvalidOption` for a path that holds anything but a head, which a new head would replace."""
-    if folder.exists() and not (holds_head(folder) or (folder.is_dir() and not any(folder.iterdir()))):
+    if folder.exists() and not (folder.is_dir() and (holds_head(folder) or not any(folder.iterdir()))):
         raise InvalidOption(f"{folder} exists and holds no head", "Name a new folder")
 
 
