@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.cache.state import CHECKPOINT, StateCache, Tensors, Tree, _Fed
+from paceline.cache.state import CHECKPOINT, StateCache, Tensors, Tree, _Fed, held
 from paceline.errors import CacheError
 from paceline.models.decoder import Decoder
 from paceline.models.mamba import Selective
@@ -214,3 +214,14 @@ def test_a_prompt_taken_in_chunks_is_a_prompt_taken_one_by_one(name: str) -> Non
     torch.testing.assert_close(end, last)
     for one, other in zip(rule.apply(rule.empty(), updates, range(150)), last, strict=True):
         assert torch.equal(one, other), "a commit has the bits of the pass"
+
+
+@pytest.mark.parametrize("length", [1, 255, 256, 300, 512, 1100])
+def test_a_slot_keeps_no_more_states_than_are_counted(length: int) -> None:
+    cache, slot = fed(text(length))
+    logits(cache, slot)
+    rows = pack([3], [Draft()], [slot], [length], CPU)
+    TARGET.forward(rows, cache, Want())
+    cache.commit(rows, [()])
+    states = cache._states[slot]  # type: ignore[attr-defined]
+    assert len(states) <= held(length + 1)
