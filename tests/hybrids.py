@@ -1,4 +1,5 @@
-"""A random hybrid of a few thousand weights: Gated DeltaNet below and above gated attention."""
+"""Random hybrids of a few thousand weights: Gated DeltaNet below and above gated attention; and Mamba-2 alone, beside
+attention, and below a layer that only feeds forward."""
 
 from __future__ import annotations
 
@@ -7,13 +8,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from paceline.models.config import DeltaNetConfig, LayerConfig, RopeConfig
+from paceline.models.config import DeltaNetConfig, LayerConfig, Mamba2Config, RopeConfig
 from paceline.models.decoder import Decoder
 from paceline.testing import TINY, random_tensors
 
 DELTA = DeltaNetConfig(key_heads=2, heads=4, key_dim=8, value_dim=4, width=4)
 _ROPE = RopeConfig(share=0.5)
-_LAYERS = (LayerConfig(None, recurrent=DELTA), LayerConfig(_ROPE), LayerConfig(None, recurrent=DELTA))
+_RECURRENT = LayerConfig(None, recurrent=DELTA, attends=False)
+_LAYERS = (_RECURRENT, LayerConfig(_ROPE), _RECURRENT)
 HYBRID = replace(
     TINY, family="qwen3_5_text", layers=3, context_length=1200, special=_LAYERS, rope=_ROPE, qk_norm=True, gated=True
 )
@@ -43,6 +45,40 @@ def hybrid_tensors(seed: int = 0) -> dict[str, Tensor]:
             shapes = {"q_proj.weight": (q, c.hidden), "q_norm.weight": (c.head_dim,), "k_norm.weight": (c.head_dim,)}
         tensors |= {linear + name: torch.randn(shape, generator=draw) * 0.5 for name, shape in shapes.items()}
     return tensors
+
+
+MAMBA = Mamba2Config(key_heads=2, heads=4, key_dim=6, value_dim=8, width=4)
+_KINDS = (
+    LayerConfig(None, recurrent=MAMBA, attends=False, feeds=False),
+    LayerConfig(_ROPE, recurrent=MAMBA),
+    LayerConfig(None, attends=False),
+)
+MAMBA_HYBRID = replace(TINY, family="falcon_h1", layers=3, context_length=1200, special=_KINDS, rope=_ROPE)
+
+
+def mamba_tensors(seed: int = 0) -> dict[str, Tensor]:
+    """As `hybrid_tensors`."""
+    draw, c, m = torch.Generator().manual_seed(seed), MAMBA_HYBRID, MAMBA
+    values = m.heads * m.value_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        **{"in_proj.weight": (values + m.channels + m.heads, c.hidden), "out_proj.weight": (c.hidden, values)},
+        **{"conv1d.weight": (m.channels, 1, m.width), "conv1d.bias": (m.channels,), "norm.weight": (values,)},
+        **dict.fromkeys(("A_log", "D", "dt_bias"), (m.heads,)),
+    }
+    without = ("0.self_attn", "0.mlp", "0.post_attention", "2.self_attn", "2.post_attention")
+    tensors = random_tensors(c, seed, 0.3)
+    tensors = {
+        name: x for name, x in tensors.items() if not name.startswith(tuple(f"model.layers.{w}" for w in without))
+    }
+    for i in (0, 1):
+        mixer = f"model.layers.{i}.mamba."
+        tensors |= {mixer + name: torch.randn(shape, generator=draw) * 0.5 for name, shape in shapes.items()}
+    return tensors
+
+
+def tiny_mamba(seed: int = 0, dtype: torch.dtype = torch.float64) -> Decoder:
+    """A hybrid with Mamba-2."""
+    return Decoder(MAMBA_HYBRID, mamba_tensors(seed), dtype, torch.device("cpu"))
 
 
 def tiny_hybrid(seed: int = 0, dtype: torch.dtype = torch.float64) -> Decoder:

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from paceline.cache.state import CHECKPOINT, StateCache, Tensors, Tree, _Fed
+from paceline.cache.state import CHECKPOINT, StateCache, Tensors, Tree, _Fed, held
 from paceline.errors import CacheError
-from paceline.models.recurrent import DeltaRule
+from paceline.models.decoder import Decoder
+from paceline.models.mamba import Selective
+from paceline.models.recurrent import DeltaRule, MatrixState
 from paceline.protocols import KVCache
 from paceline.testing import check_target
 from paceline.types import Draft, Want
 from paceline.verify.tree import chunk_end, pack, pack_prefix
-from tests.hybrids import DELTA, tiny_hybrid
+from tests.hybrids import DELTA, tiny_hybrid, tiny_mamba
 
 TARGET = tiny_hybrid()
 CPU = torch.device("cpu")
 TREE = Draft((5, 6, 7, 8, 9), (0, 0, 1, 2, 4))
 
 
-def test_a_hybrid_keeps_the_contract_of_a_target() -> None:
-    check_target(tiny_hybrid, tolerance=1e-9, taps=(1, "final"))
+@pytest.mark.parametrize("make", [tiny_hybrid, tiny_mamba])
+def test_a_hybrid_keeps_the_contract_of_a_target(make: Callable[[], Decoder]) -> None:
+    check_target(make, tolerance=1e-9, taps=(1, "final"))
 
 
 class Kept(StateCache):
@@ -59,9 +62,11 @@ class Forgets(StateCache):
         return dict.fromkeys(found, found[length + len(path)])
 
 
-def broken(kind: type[StateCache], dtype: torch.dtype = torch.float64) -> Any:
+def broken(
+    kind: type[StateCache], dtype: torch.dtype = torch.float64, hybrid: Callable[..., Decoder] = tiny_hybrid
+) -> Any:
     """A hybrid whose caches are of this kind."""
-    target = tiny_hybrid(dtype=dtype)
+    target = hybrid(dtype=dtype)
     make = target.new_cache
 
     def new_cache() -> StateCache:
@@ -74,10 +79,13 @@ def broken(kind: type[StateCache], dtype: torch.dtype = torch.float64) -> Any:
     return target
 
 
+@pytest.mark.parametrize("hybrid", [tiny_hybrid, tiny_mamba])
 @pytest.mark.parametrize("kind", [Kept, Twice, Sibling])
-def test_the_check_notices_a_state_that_is_not_rolled_back(kind: type[StateCache]) -> None:
+def test_the_check_notices_a_state_that_is_not_rolled_back(
+    kind: type[StateCache], hybrid: Callable[..., Decoder]
+) -> None:
     with pytest.raises(AssertionError, match="not the logits of plain feeding"):
-        check_target(lambda: broken(kind), tolerance=1e-9)
+        check_target(lambda: broken(kind, hybrid=hybrid), tolerance=1e-9)
 
 
 def text(count: int, seed: int = 1) -> list[int]:
@@ -184,13 +192,18 @@ def test_a_prompts_chunk_is_committed_whole() -> None:
         cache.commit(rows, [(1, 2)])
 
 
-@pytest.mark.parametrize("tiled", [False, True])
-def test_a_prompt_taken_in_chunks_is_a_prompt_taken_one_by_one(tiled: bool) -> None:
-    rule = TARGET._stack._recurrences[0]
-    assert isinstance(rule, DeltaRule)
-    rule = DeltaRule(replace(DELTA, tiled=tiled), rule._convolution)
-    draw = torch.Generator().manual_seed(0)
-    entries, gates = (torch.randn(150, n, generator=draw).double() for n in (DELTA.channels, DELTA.heads))
+def rules() -> dict[str, MatrixState]:
+    delta, mamba = TARGET._stack._recurrences[0], tiny_mamba()._stack._recurrences[1]
+    assert isinstance(delta, DeltaRule)
+    assert isinstance(mamba, Selective)
+    return {"delta": delta, "tiled": DeltaRule(replace(DELTA, tiled=True), delta._convolution), "mamba": mamba}
+
+
+@pytest.mark.parametrize("name", ["delta", "tiled", "mamba"])
+def test_a_prompt_taken_in_chunks_is_a_prompt_taken_one_by_one(name: str) -> None:
+    rule = rules()[name]
+    draw, c = torch.Generator().manual_seed(0), rule.config
+    entries, gates = (torch.randn(150, n, generator=draw).double() for n in (c.channels, c.heads))
     inputs = (entries, -gates.abs(), gates.sigmoid())
     tree = Tree(tuple(range(-1, 149)))
     fast, _, end = rule.scan(rule.empty(), None, tree, inputs, True)
@@ -201,3 +214,14 @@ def test_a_prompt_taken_in_chunks_is_a_prompt_taken_one_by_one(tiled: bool) -> N
     torch.testing.assert_close(end, last)
     for one, other in zip(rule.apply(rule.empty(), updates, range(150)), last, strict=True):
         assert torch.equal(one, other), "a commit has the bits of the pass"
+
+
+@pytest.mark.parametrize("length", [1, 255, 256, 300, 512, 1100])
+def test_a_slot_keeps_no_more_states_than_are_counted(length: int) -> None:
+    cache, slot = fed(text(length))
+    logits(cache, slot)
+    rows = pack([3], [Draft()], [slot], [length], CPU)
+    TARGET.forward(rows, cache, Want())
+    cache.commit(rows, [()])
+    states = cache._states[slot]  # type: ignore[attr-defined]
+    assert len(states) <= held(length + 1)

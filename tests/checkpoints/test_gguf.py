@@ -296,7 +296,7 @@ def test_draft_models_are_requantised_unless_told_otherwise(tmp_path: Path) -> N
         ("command-r", {}, "'command-r'.*gemma2, gemma3, gemma4, gpt-oss"),
         ("mamba", {}, "recurrent"),
         ("rwkv6", {}, "recurrent"),
-        ("falcon-h1", {}, "recurrent"),
+        ("jamba", {}, "recurrent"),
         ("gemma3n", {}, "multimodal"),
         ("qwen2vl", {}, "multimodal"),
         ("clip", {}, "multimodal"),

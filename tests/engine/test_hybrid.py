@@ -20,13 +20,14 @@ from paceline.drafters.suffix import Suffix
 from paceline.engine.engine import Engine
 from paceline.engine.self_check import guarantee
 from paceline.kernels.linear import packs_bfloat16
+from paceline.models.decoder import Decoder
 from paceline.models.heads import ExitConfig
 from paceline.sampling.parameters import Sampling
 from paceline.session import Session
 from paceline.testing import run, run_together
 from paceline.types import Draft, DraftBudget
 from tests.cache.test_state import Twice, broken, text
-from tests.hybrids import HYBRID, tiny_hybrid
+from tests.hybrids import HYBRID, tiny_hybrid, tiny_mamba
 from tests.tiny_heads import (
     TINY_BLOCK,
     TINY_MEDUSA,
@@ -71,6 +72,21 @@ def test_the_text_does_not_depend_on_the_drafter(name: str, shape: DraftBudget, 
         assert all(stats.acceptance == 1.0 for _, _, stats in replies if shape is CHAIN), "its own states follow too"
 
 
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+def test_mamba_keeps_its_text_too(shape: DraftBudget) -> None:
+    target, other = tiny_mamba(), tiny_mamba(seed=9)
+    samplings = [GREEDY, SAMPLED]
+    plain = [run(target, text(CHECKPOINT - 10), sampling)[0] for sampling in samplings]
+    drafters: list[Drafter] = [DraftModel(target, 37), DraftModel(other, 37), DraftModel(TARGET, 37), NGram()]
+    for drafter in drafters:
+        replies = run_together(Engine(target, drafter, shape), [text(CHECKPOINT - 10)] * 2, samplings)
+        assert [reply[0] for reply in replies] == plain
+    wrong = run_together(
+        Engine(broken(Twice, hybrid=tiny_mamba), NGram(), shape), [text(CHECKPOINT - 10)] * 2, samplings
+    )
+    assert [reply[0] for reply in wrong] != plain, "a state that is applied twice"
+
+
 def test_a_state_that_is_applied_twice_is_another_text(plain: list[list[int]]) -> None:
     replies = run_together(Engine(broken(Twice), NGram(), CHAIN), [text(CHECKPOINT - 10)] * 2, [GREEDY, SAMPLED])
     assert [reply[0] for reply in replies] != plain
@@ -103,13 +119,14 @@ def test_sessions_roll_back_to_any_token() -> None:
 
 
 @pytest.mark.skipif(not packs_bfloat16(), reason="no bfloat16 products that keep bits")
-def test_bfloat16_keeps_bits() -> None:
-    target = tiny_hybrid(dtype=torch.bfloat16)
+@pytest.mark.parametrize("hybrid", [tiny_hybrid, tiny_mamba])
+def test_bfloat16_keeps_bits(hybrid: Callable[..., Decoder]) -> None:
+    target = hybrid(dtype=torch.bfloat16)
     assert guarantee(target) == "bits"
     prompt, sampling = text(70), Sampling(max_new_tokens=60, temperature=0.8, seed=5)
     plain = run(target, prompt, sampling)[0]
     for shape in (CHAIN, TREE):
-        assert run(target, prompt, sampling, DraftModel(tiny_hybrid(9, torch.bfloat16), 37), shape)[0] == plain
+        assert run(target, prompt, sampling, DraftModel(hybrid(9, torch.bfloat16), 37), shape)[0] == plain
 
 
 def test_the_self_check_notices_states_that_do_not_roll_back() -> None:

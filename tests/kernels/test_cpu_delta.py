@@ -1,4 +1,4 @@
-"""Gated DeltaNet by the CPU kernels: torch's values, and a row's bits whatever travels along."""
+"""Gated DeltaNet and Mamba-2 by the CPU kernels: torch's values, and a row's bits whatever travels along."""
 
 from __future__ import annotations
 
@@ -9,26 +9,36 @@ from torch import Tensor
 from paceline.cache.state import Tensors, Tree
 from paceline.kernels.cpu.build import library
 from paceline.models import recurrent
-from paceline.models.config import DeltaNetConfig
-from paceline.models.recurrent import Convolution, DeltaRule
+from paceline.models.config import DeltaNetConfig, Mamba2Config
+from paceline.models.mamba import Selective
+from paceline.models.recurrent import Convolution, DeltaRule, MatrixState
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no CPU kernels here")
 CHAIN, TREE = tuple(range(-1, 10)), (-1, 0, 0, 1, 1, 2, 3, 4, 5, 8, 9)
 
 
-def rule(tiled: bool, seed: int = 0) -> tuple[DeltaRule, Tensors, Tensors]:
+KINDS = {
+    "delta": DeltaNetConfig(2, 6, 19, 21, 4),
+    "delta, tiled": DeltaNetConfig(2, 6, 19, 21, 4, tiled=True),
+    "mamba-2": Mamba2Config(2, 6, 19, 21, 4),
+}
+
+
+def rule(kind: str, seed: int = 0) -> tuple[MatrixState, Tensors, Tensors]:
     """A rule, a state in the midst of a text, and inputs of 11 rows. No size fills whole vectors."""
-    draw = torch.Generator().manual_seed(seed)
-    c = DeltaNetConfig(key_heads=2, heads=6, key_dim=19, value_dim=21, width=4, tiled=tiled)
+    draw, c = torch.Generator().manual_seed(seed), KINDS[kind]
     state = torch.randn(3, c.channels, generator=draw), torch.randn(6, 19, 21, generator=draw)
     entries, gates = torch.randn(11, c.channels, generator=draw), torch.rand(11, 6, generator=draw)
-    return DeltaRule(c, Convolution(torch.randn(4, c.channels, generator=draw))), state, (entries, -2 * gates, gates)
+    convolution = Convolution(torch.randn(4, c.channels, generator=draw))
+    if isinstance(c, Mamba2Config):
+        return Selective(c, convolution, torch.randn(6, generator=draw)), state, (entries, -2 * gates, gates)
+    return DeltaRule(c, convolution), state, (entries, -2 * gates, gates)
 
 
-@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("parents", [CHAIN, TREE], ids=["chain", "tree"])
-def test_values_are_those_of_torch(tiled: bool, parents: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    one, state, inputs = rule(tiled)
+def test_values_are_those_of_torch(kind: str, parents: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    one, state, inputs = rule(kind)
     out, updates, end = one.scan(state, None, Tree(parents), inputs, False)
     after = one.apply(state, updates, [0, 1, 3])
     monkeypatch.setattr(recurrent, "runs_delta", lambda matrix: False)
@@ -41,9 +51,10 @@ def test_values_are_those_of_torch(tiled: bool, parents: tuple[int, ...], monkey
         torch.testing.assert_close(end, last)
 
 
+@pytest.mark.parametrize("kind", ["delta", "mamba-2"])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_row_keeps_its_bits_in_any_pass(threads: int) -> None:
-    one, state, inputs = rule(tiled=False)
+def test_a_row_keeps_its_bits_in_any_pass(kind: str, threads: int) -> None:
+    one, state, inputs = rule(kind)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

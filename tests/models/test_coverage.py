@@ -37,6 +37,8 @@ DELTA: dict[str, Any] = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
     "layer_types": ["linear_attention", "full_attention"],
 }
+MAMBA: dict[str, Any] = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 8}
+NEMOTRON: dict[str, Any] = {"mamba_num_heads": 6, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 OLDER = {"n_embd": 48, "n_layer": 2, "n_head": 6}
 
@@ -44,12 +46,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Arcee": ("Arcee", {}),
     "Apertus": ("Apertus", {}),
     "Bloom": ("Bloom", {"n_layer": 2, "n_head": 6}),
+    "Bamba": ("Bamba", {**MAMBA, "attn_layer_indices": [1]}),
     "Command R (Cohere)": ("Cohere", {}),
     "Command R7B, A (Cohere 2)": ("Cohere2", SLIDES),
     "DeepSeek V3, R1": ("DeepseekV3", {**EXPERTS, **LATENT, "num_key_value_heads": 6}),
     "ERNIE 4.5": ("Ernie4_5", {}),
     "ERNIE 4.5, experts": ("Ernie4_5_Moe", {**EXPERTS, "moe_num_experts": 4, "moe_k": 2}),
     "EXAONE 4": ("Exaone4", {**SLIDES, "sliding_window_pattern": 2}),
+    "Falcon-H1": ("FalconH1", {**MAMBA, "mamba_d_ssm": 96}),
     "Gemma 1": ("Gemma", {}),
     "Gemma 2": ("Gemma2", SLIDES),
     "Gemma 3 (text)": ("Gemma3Text", SLIDES),
@@ -63,18 +67,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("GptOss", {**EXPERTS, **SLIDES}),
     "Granite 3": ("Granite", {}),
     "Granite 3, experts": ("GraniteMoe", EXPERTS),
+    "Granite 4": ("GraniteMoeHybrid", {**MAMBA, "layer_types": ["linear_attention", "full_attention"]}),
     "Helium": ("Helium", {}),
     "Hunyuan (dense)": ("HunYuanDenseV1", {}),
     "Llama 1 to 3.x": ("Llama", {}),
     "LFM2": ("Lfm2", {"layer_types": ["conv", "full_attention"]}),
+    "LFM2, experts": ("Lfm2Moe", {**EXPERTS, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]}),
     "Llama 4 (text)": ("Llama4Text", {**EXPERTS, "intermediate_size_mlp": 80, "attention_chunk_size": 32}),
     "Mamba": ("Mamba", {}),
+    "Mamba 2, Codestral Mamba": ("Mamba2", {"num_heads": 6, "head_dim": 16, "state_size": 8, "n_groups": 1}),
     "MiniMax Text 01, M1": ("MiniMax", EXPERTS),
     "Ministral": ("Ministral", SLIDES),
     "Mistral": ("Mistral", {"sliding_window": 16}),
     "Mixtral": ("Mixtral", EXPERTS),
     "MPT": ("Mpt", {"d_model": 48, "n_heads": 6, "n_layers": 2, "max_seq_len": 256}),
     "Nemotron": ("Nemotron", {}),
+    "Nemotron-H, Nemotron 2 and 3 Nano": (
+        "NemotronH",
+        {**EXPERTS, **NEMOTRON, "layer_types": ["linear_attention", "moe"], "moe_shared_expert_intermediate_size": 24},
+    ),
     "OLMo": ("Olmo", {}),
     "OLMo 2": ("Olmo2", {}),
     "OLMo 3": ("Olmo3", SLIDES),

@@ -101,7 +101,7 @@ def raw(**changes: Any) -> dict[str, Any]:
     [
         (raw(model_type="olmo2"), "olmo2"),
         (raw(vision_config={}), "multimodal"),
-        (raw(model_type="mamba2"), "recurrent"),
+        (raw(model_type="mamba"), "recurrent"),
         (raw(is_encoder_decoder=True), "encoder-decoder"),
         (raw(rope_scaling={"type": "made-up", "factor": 2.0}), "made-up"),
     ],

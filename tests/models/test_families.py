@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -20,9 +19,8 @@ from paceline.engine.self_check import guarantee
 from paceline.kernels.linear import gated, linear, packs_bfloat16
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
-from paceline.models.hybrids import TENSOR_NAMES
 from paceline.models.layers import Dense, Mixture
-from paceline.models.lazy import LanguageTensors
+from paceline.models.tensor_names import translated
 from paceline.protocols import KVCache
 from paceline.sampling.parameters import Sampling
 from paceline.testing import Oracle, run
@@ -164,9 +162,7 @@ def models(case: str, dtype: torch.dtype = torch.float64) -> tuple[Any, Decoder]
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
         config = read_config(json.loads((Path(folder) / "config.json").read_text()))
-        tensors: Mapping[str, torch.Tensor] = load_file(Path(folder) / "model.safetensors")
-        if renamed := TENSOR_NAMES.get(config.family):
-            tensors = LanguageTensors(tensors, renamed)
+        tensors = translated({"model_type": config.family}, load_file(Path(folder) / "model.safetensors"))
         return theirs, Decoder(config, ExpertTensors(tensors) if name == "GptOss" else tensors, dtype, CPU)
 
 

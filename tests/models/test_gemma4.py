@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,7 @@ from paceline.kernels.low_rank import Factors
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
 from paceline.models.heads import ExitConfig
-from paceline.models.hybrids import TENSOR_NAMES
-from paceline.models.lazy import LanguageTensors
+from paceline.models.tensor_names import translated
 from paceline.sampling.parameters import Sampling
 from paceline.testing import Oracle, run
 from paceline.types import Draft, DraftBudget, Want
@@ -70,12 +70,12 @@ def tiny(case: str, dtype: torch.dtype = torch.float64) -> Any:
     return theirs.to(dtype).eval()
 
 
-def tensors_of(case: str) -> LanguageTensors:
+def tensors_of(case: str) -> Mapping[str, torch.Tensor]:
     """The tensors that transformers' model saves, under the names of ours."""
     with tempfile.TemporaryDirectory() as folder:
         tiny(case).save_pretrained(folder)
         read = read_config(json.loads((Path(folder) / "config.json").read_text()))
-        return LanguageTensors(load_file(Path(folder) / "model.safetensors"), TENSOR_NAMES[read.family])
+        return translated({"model_type": read.family}, load_file(Path(folder) / "model.safetensors"))
 
 
 @cache
@@ -85,7 +85,7 @@ def models(case: str, dtype: torch.dtype = torch.float64) -> tuple[Any, Decoder]
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
         read = read_config(json.loads((Path(folder) / "config.json").read_text()))
-        tensors = LanguageTensors(load_file(Path(folder) / "model.safetensors"), TENSOR_NAMES[read.family])
+        tensors = translated({"model_type": read.family}, load_file(Path(folder) / "model.safetensors"))
         return theirs, Decoder(read, tensors, dtype, CPU)
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
+from paceline.cache.state import held
 from paceline.drafters.base import Ask
 from paceline.drafters.model import DraftModel
 from paceline.drafters.stack import DrafterWrapper
@@ -29,7 +30,17 @@ from paceline.server.limits import RequestLimit
 from paceline.server.metrics import Metrics
 from paceline.server.models import LoadedModel
 from paceline.server.tracing import Tracer
-from paceline.server.worker import Busy, ReplyJob, ReplyRound, ServerStopping, Worker, WorkerLimits, trim_memory
+from paceline.server.worker import (
+    Busy,
+    ReplyJob,
+    ReplyRound,
+    ServerStopping,
+    Worker,
+    WorkerLimits,
+    _fits,
+    _positions,
+    trim_memory,
+)
 from paceline.testing import tiny_target
 from paceline.types import Draft, DraftBudget
 from tests.conftest import packaged_model
@@ -340,3 +351,11 @@ def test_gaps_between_what_is_in_use_are_given_back() -> None:
     after = resident().rss
     libc.free(last)
     assert before - after > 64 << 20
+
+
+def test_states_take_room_beside_keys_and_values() -> None:
+    """Many short texts hold more states than positions."""
+    assert _positions(3, 300, 0.0) == 1200
+    assert _positions(3, 300, 100.0) == 1200 + 3 * held(300) * 100
+    assert _fits(1200, 0.0, 3, 300)
+    assert not _fits(1200, 100.0, 3, 300)

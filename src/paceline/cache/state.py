@@ -265,6 +265,11 @@ def _ends(length: int, count: int) -> list[int]:
 
 
 @lru_cache(maxsize=1024)
+def held(length: int) -> int:
+    """Return the number of states that a slot keeps at most after a text of this length."""
+    return len(_kept(length)) + 1  # and the one before its latest commit
+
+
 def _kept(length: int) -> frozenset[int]:
     """Lengths at which a slot of this length keeps its states."""
     count = length // CHECKPOINT

@@ -20,8 +20,9 @@ from paceline.files.reading import MIB, library_errors, map_file, read_json, rea
 from paceline.files.schema import GENERATION, IDENTITY, INDEX, check, shown
 from paceline.kernels.stored import FLOATS, Stored
 from paceline.models.families import ties_head
-from paceline.models.hybrids import TENSOR_NAMES, text_config
-from paceline.models.lazy import LanguageTensors, LazyTensors, Renamed
+from paceline.models.hybrids import text_config
+from paceline.models.lazy import LazyTensors, Renamed
+from paceline.models.tensor_names import translated
 from paceline.text.tokenizer import Tokenizer
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -67,8 +68,7 @@ def open_folder(path: Path, *, allow_pickle: bool = False) -> tuple[dict[str, An
     weights = open_weights(path, "model.safetensors", "pytorch_model.bin", allow_pickle)
     if config.get("model_type") == "gpt_oss":
         weights = ExpertTensors(weights)
-    if renamed := TENSOR_NAMES.get(config.get("model_type", "")):
-        weights = LanguageTensors(weights, renamed)
+    weights = translated(config, weights)
     if EMBEDDING not in weights and ties_head(config):
         # transformers writes a matrix that two modules share under the name of one of them, which may be the head.
         weights = Renamed(weights, {EMBEDDING if name == HEAD else name: name for name in weights})

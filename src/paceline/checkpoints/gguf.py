@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoints.gguf_file import GGUFFile, read_gguf
-from paceline.checkpoints.gguf_metadata import Config, Fields, Metadata, layer_types
+from paceline.checkpoints.gguf_hybrids import delta_net, falcon_h1, granite, granite_hybrid, lfm2, mamba2, nemotron_h
+from paceline.checkpoints.gguf_metadata import Config, Fields, Metadata, layer_types, widest
 from paceline.checkpoints.gguf_more import MORE
 from paceline.checkpoints.gguf_tensors import LAYOUTS, ROPE_FACTORS, GGUFTensors
 from paceline.errors import CorruptModel, UnsupportedModel
@@ -35,7 +36,7 @@ def open_gguf(path: Path) -> tuple[Config, GGUFTensors, Fields]:
 
 _OTHER_KINDS = (
     (
-        "mamba rwkv jamba lfm2moe falcon-h1 hybrid nemotron_h plamo2 kimi-linear",
+        "mamba rwkv jamba hybrid plamo2 kimi-linear",
         "is a recurrent model, whose state cannot drop rejected tokens",
         "Use an attention-only model",
     ),
@@ -68,6 +69,8 @@ def _architecture(file: GGUFFile) -> str:
 
 
 _PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+_UNEVEN = ("lfm2", "lfm2moe", "granitehybrid", "nemotron_h", "nemotron_h_moe")
+"""Architectures of which some layers have no heads, or no feed-forward part."""
 
 
 def config_of(meta: Metadata, own: Callable[[Metadata, Config], Config]) -> Config:
@@ -76,12 +79,14 @@ def config_of(meta: Metadata, own: Callable[[Metadata, Config], Config]) -> Conf
     title = meta.file.path.name
     widths = [set(value) - {0} for key in _PER_LAYER if isinstance(value := meta.get(key), list)]
     mixed = meta.architecture == "gemma4"  # which reads these lists itself
-    if not mixed and (any(len(found) != 1 for found in widths) or (widths and meta.architecture != "lfm2")):
+    uneven = any(len(found) > 1 for found in widths) or (widths and meta.architecture not in _UNEVEN)
+    if not mixed and uneven:
         raise UnsupportedModel(f"{title} has layers of different widths", "Use a uniform model")
     if meta.get("pooling_type", 0):
         raise UnsupportedModel(f"{title} embeds or ranks texts and writes none", "Use a language model")
-    heads, hidden = meta["attention.head_count"], meta["embedding_length"]
-    kv_heads = meta.get("attention.head_count_kv", heads)
+    # Mamba-2 has 0 heads, which is as good as one.
+    heads, hidden = max(1, widest(meta["attention.head_count"])), meta["embedding_length"]
+    kv_heads = max(1, widest(meta.get("attention.head_count_kv", heads)))
     head_dim = meta.get("attention.key_length") or hidden // heads
     if meta.get("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModel(f"{title} has keys and values of different sizes", "Use another model")
@@ -90,11 +95,12 @@ def config_of(meta: Metadata, own: Callable[[Metadata, Config], Config]) -> Conf
         "hidden_size": hidden,
         "num_hidden_layers": meta["block_count"] - meta.get("nextn_predict_layers", 0),
         "num_attention_heads": heads,
-        "num_key_value_heads": max(kv_heads) if isinstance(kv_heads, list) else kv_heads,
+        "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         # Where every layer is a mixture, there may be no other width.
-        "intermediate_size": meta.get("feed_forward_length") or meta[f"{experts}feed_forward_length"],
-        "rms_norm_eps": meta["attention.layer_norm_rms_epsilon"],
+        "intermediate_size": widest(meta.get("feed_forward_length", 0)) or meta[f"{experts}feed_forward_length"],
+        # Nemotron-H has the other name for the same.
+        "rms_norm_eps": meta.get("attention.layer_norm_epsilon") or meta["attention.layer_norm_rms_epsilon"],
         "rope_theta": meta.get("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(meta),
         "rope_freqs": meta.factors(ROPE_FACTORS[0]),
@@ -109,7 +115,8 @@ def config_of(meta: Metadata, own: Callable[[Metadata, Config], Config]) -> Conf
     }
     config |= own(meta, config)
     rotated = meta.get("rope.dimension_count", head_dim)
-    if not mixed and rotated != head_dim * config.get("partial_rotary_factor", 1):
+    encodes = meta.get("rope.scaling.finetuned", True)  # for llama.cpp: whether positions are encoded
+    if encodes and not mixed and rotated != head_dim * config.get("partial_rotary_factor", 1):
         raise UnsupportedModel(f"{title} rotates only part of each head", "Use another model")
     return {key: value for key, value in config.items() if value is not None}
 
@@ -152,53 +159,6 @@ def _gpt_oss(meta: Metadata, config: Config) -> Config:
         "intermediate_size": meta["expert_feed_forward_length"],
         "layer_types": layer_types(meta, config["num_hidden_layers"], 2),
         "rope_scaling": rope,
-    }
-
-
-def _granite(meta: Metadata, config: Config) -> Config:
-    keys = {"embedding_multiplier": "embedding", "residual_multiplier": "residual", "logits_scaling": "logit"}
-    factors = {name: meta.get(f"{key}_scale", 1.0) for name, key in keys.items()}
-    return {"model_type": "granite", "attention_multiplier": meta["attention.scale"], **factors}
-
-
-def _delta_net(meta: Metadata, config: Config) -> Config:
-    """Qwen3-Next and Qwen3.5. The latter's heads are stored so that their keys follow each other
-    (`DeltaNetConfig.tiled`)."""
-    names = {"qwen3next": "qwen3_next", "qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text"}
-    layers, heads = config["num_hidden_layers"], meta["ssm.time_step_rank"]
-    listed = meta.get("attention.recurrent_layers")
-    every = meta.get("full_attention_interval", 4)
-    recurrent = listed[:layers] if listed else [(i + 1) % every != 0 for i in range(layers)]
-    experts = {
-        "num_experts": meta.get("expert_count"),
-        "num_experts_per_tok": meta.get("expert_used_count"),
-        "moe_intermediate_size": meta.get("expert_feed_forward_length"),
-        "shared_expert_intermediate_size": meta.get("expert_shared_feed_forward_length"),
-    }
-    return {
-        "model_type": names[meta.architecture],
-        "layer_types": ["linear_attention" if one else "full_attention" for one in recurrent],
-        "partial_rotary_factor": meta.get("rope.dimension_count", config["head_dim"]) / config["head_dim"],
-        "linear_num_key_heads": meta["ssm.group_count"],
-        "linear_num_value_heads": heads,
-        "linear_key_head_dim": meta["ssm.state_size"],
-        "linear_value_head_dim": meta["ssm.inner_size"] // heads,
-        "linear_conv_kernel_dim": meta["ssm.conv_kernel"],
-        "linear_heads_tiled": meta.architecture != "qwen3next",
-        **(experts if experts["num_experts"] else {}),
-    }
-
-
-def _lfm2(meta: Metadata, config: Config) -> Config:
-    """LFM2: layers without key heads do not attend."""
-    heads = meta["attention.head_count_kv"]
-    heads = heads if isinstance(heads, list) else [heads] * config["num_hidden_layers"]
-    return {
-        "model_type": "lfm2",
-        "layer_types": ["full_attention" if count else "conv" for count in heads],
-        "norm_eps": config["rms_norm_eps"],
-        "conv_L_cache": meta["shortconv.l_cache"],
-        "block_auto_adjust_ff_dim": False,
     }
 
 
@@ -251,10 +211,12 @@ ARCHITECTURES: dict[str, Callable[[Metadata, Config], Config]] = {
     "qwen2": _named("qwen2"),
     "qwen3": _named("qwen3"),
     "qwen3moe": _qwen3moe,
-    "lfm2": _lfm2,
+    **{"mamba2": mamba2, "granitehybrid": granite_hybrid, "falcon-h1": falcon_h1},
+    **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), nemotron_h),
+    **dict.fromkeys(("lfm2", "lfm2moe"), lfm2),
     "gpt-oss": _gpt_oss,
-    "granite": _granite,
-    **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _delta_net),
+    "granite": granite,
+    **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), delta_net),
     "phi3": _phi3,
     "gemma": lambda meta, config: {"model_type": "gemma", "hidden_act": "gelu_pytorch_tanh"},
     "seed_oss": _named("seed_oss"),

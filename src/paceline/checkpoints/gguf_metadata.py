@@ -1,4 +1,4 @@
-"""Metadata of GGUF files, by architecture."""
+"""Metadata of a GGUF file, as the readers of its architecture take them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from paceline.checkpoints.gguf_file import GGUFFile
+from paceline.errors import CorruptModel
 from paceline.files.schema import GGUF_ARCHITECTURE, check_value
 
 Fields = Mapping[str, Any]
@@ -56,3 +57,23 @@ def layer_types(meta: Metadata, layers: int, every: int) -> list[str]:
     pattern = meta.get("attention.sliding_window_pattern", every)
     windowed = pattern if isinstance(pattern, list) else [(layer + 1) % pattern != 0 for layer in range(layers)]
     return ["sliding_attention" if window else "full_attention" for window in windowed]
+
+
+def by_layer(value: Any, layers: int, least: int = 1) -> list[int]:
+    """A size of each layer, of which the metadata may have one for all. Raises `CorruptModel`."""
+    if not isinstance(value, list):
+        return [int(value)] * layers
+    if len(value) < layers or not all(isinstance(size, int) and least <= size < 2**24 for size in value):
+        raise CorruptModel(f"sizes of {layers} layers must be whole numbers, got {value!r:.80}", "Fetch the file again")
+    return value[:layers]
+
+
+def each_layer(meta: Metadata, config: Config, key: str) -> list[int]:
+    """A size of each of the model's own layers, 0 where a layer lacks the part. Raises `CorruptModel`."""
+    return by_layer(meta[key], config["num_hidden_layers"], 0)
+
+
+def widest(value: Any) -> int:
+    """The largest of the sizes of all layers."""
+    sizes = value if isinstance(value, list) else [value]
+    return max((size for size in sizes if isinstance(size, int)), default=0)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-from paceline.checkpoints.gguf_metadata import Config, Metadata, layer_types
+from paceline.checkpoints.gguf_metadata import Config, Metadata, by_layer, layer_types
 from paceline.checkpoints.gguf_tensors import ROPE_FACTORS
-from paceline.errors import CorruptModel, UnsupportedModel
+from paceline.errors import UnsupportedModel
 
 
 def _gemma4(meta: Metadata, config: Config) -> Config:
@@ -15,11 +14,11 @@ def _gemma4(meta: Metadata, config: Config) -> Config:
     of their wavelengths."""
     layers, types = config["num_hidden_layers"], layer_types(meta, config["num_hidden_layers"], 6)
     shared = meta.get("attention.shared_kv_layers", 0)
-    widths = _by_layer(config["intermediate_size"], layers)
+    widths = by_layer(meta["feed_forward_length"], layers)
     double = [widths[0] * (2 if i >= layers - shared else 1) for i in range(layers)]
     if widths not in (double, widths[:1] * layers):
         raise UnsupportedModel(f"{meta.file.path.name} has layers of different widths", "Use a uniform model")
-    heads = _by_layer(meta.get("attention.head_count_kv", config["num_attention_heads"]), layers)
+    heads = by_layer(meta.get("attention.head_count_kv", config["num_attention_heads"]), layers)
     factors = meta.factors(ROPE_FACTORS[0]) or [1.0]
     turning = factors.count(1.0)
     if any(factor < 1e20 for factor in factors[turning:]):
@@ -52,15 +51,6 @@ def _gemma4(meta: Metadata, config: Config) -> Config:
         "top_k_experts": meta.get("expert_used_count"),
         "moe_intermediate_size": meta.get("expert_feed_forward_length"),
     }
-
-
-def _by_layer(value: Any, layers: int) -> list[int]:
-    """A size of each layer, of which the metadata may have one for all. Raises `CorruptModel`."""
-    if not isinstance(value, list):
-        return [int(value)] * layers
-    if len(value) < layers or not all(isinstance(size, int) and 0 < size < 2**24 for size in value):
-        raise CorruptModel(f"sizes of {layers} layers must be whole numbers, got {value!r:.80}", "Fetch the file again")
-    return value[:layers]
 
 
 def _olmo(meta: Metadata, config: Config) -> Config:

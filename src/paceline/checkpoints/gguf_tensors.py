@@ -85,6 +85,14 @@ _NEXT = {
 }
 """Parts of a layer that predicts later tokens, after "nextn." -> their names after "mtp."."""
 _DELTA_WHOLE = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
+_MAMBA = {
+    **{"ssm_in": "mamba.in_proj", "ssm_conv1d": "mamba.conv1d", "ssm_norm": "mamba.norm", "ssm_out": "mamba.out_proj"},
+}
+_MAMBA_WHOLE = {
+    **{"ssm_a": "mamba.A_log", "ssm_d": "mamba.D", "ssm_dt.bias": "mamba.dt_bias"},
+    "ffn_norm": "post_attention_layernorm.weight",  # Falcon-H1
+}
+_BIAS = {"exp_probs_b.bias": "mlp.expert_bias"}
 _MIXTRAL, _QWEN_MOE = "block_sparse_moe.experts.{}", "mlp.experts.{}"
 
 LAYOUTS = {
@@ -101,8 +109,38 @@ LAYOUTS = {
         {**LAYER, **QK_NORMS, "ffn_gate_inp": "mlp.gate"},
         {f"ffn_{part}_exps": f"{_QWEN_MOE}.{part}_proj" for part in ("gate", "up", "down")},
     ),
-    "lfm2": TensorLayout(
-        {**LAYER, **QK_NORMS, **{f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")}}
+    **dict.fromkeys(
+        ("lfm2", "lfm2moe"),
+        TensorLayout(
+            {
+                **{**LAYER, **QK_NORMS, "ffn_gate_inp": "mlp.gate"},
+                **{f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")},
+            },
+            {"ffn_gate_exps": f"{_QWEN_MOE}.w1", "ffn_down_exps": f"{_QWEN_MOE}.w2", "ffn_up_exps": f"{_QWEN_MOE}.w3"},
+            whole=_BIAS,
+        ),
+    ),
+    **dict.fromkeys(("mamba2", "falcon-h1"), TensorLayout({**LAYER, **_MAMBA}, whole=_MAMBA_WHOLE)),
+    "granitehybrid": TensorLayout(
+        {
+            **{**LAYER, **_MAMBA, "ffn_gate_inp": "block_sparse_moe.router.layer"},
+            **{f"ffn_{part}_shexp": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
+        },
+        {f"ffn_{part}_exps": f"{_MIXTRAL}.{part}_proj" for part in ("gate", "up", "down")},
+        paired=True,
+        whole=_MAMBA_WHOLE,
+    ),
+    **dict.fromkeys(
+        ("nemotron_h", "nemotron_h_moe"),
+        TensorLayout(
+            {
+                **{**LAYER, **_MAMBA, "ffn_gate_inp": "mlp.gate"},
+                **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("up", "down")},
+            },
+            {f"ffn_{part}_exps": f"{_QWEN_MOE}.{part}_proj" for part in ("up", "down")},
+            paired=True,
+            whole={**_MAMBA_WHOLE, **_BIAS},
+        ),
     ),
     "gpt-oss": TensorLayout(
         {
@@ -156,6 +194,10 @@ ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_s
 """Tensors that become fields of the config."""
 
 
+_FLAT = (".A_log", ".mamba.D", ".mamba.norm.weight")
+"""Ends of the names of vectors that files may have as matrices."""
+
+
 class GGUFTensors(LazyTensors):
     """Tensors of a file by Hugging Face name, read and dequantised (to float32) at each access.
 
@@ -191,14 +233,16 @@ class GGUFTensors(LazyTensors):
         shape = self._tensors[name].shape
         if name.endswith(("conv1d.weight", ".conv.conv.weight")):
             return shape[0], 1, *shape[1:]
+        if name.endswith(_FLAT):
+            return (math.prod(shape),)
         return (1, *shape) if name.endswith("shared_expert_gate.weight") and len(shape) == 1 else shape
 
     def _conversion(self, name: str) -> Callable[[Tensor], Tensor] | None:
         if name == "d2t":  # stored as the tokens themselves
             return lambda tokens: tokens - torch.arange(len(tokens))
         if name.endswith("A_log"):
-            return lambda rate: (-rate).log()
-        if name.endswith(("conv1d.weight", ".conv.conv.weight", "shared_expert_gate.weight")):
+            return lambda rate: (-rate).log().flatten()
+        if name.endswith(("conv1d.weight", ".conv.conv.weight", "shared_expert_gate.weight", *_FLAT)):
             return lambda weight: weight.view(self.shape(name))
         if self._layout.shifted and _is_norm(name) and not name.endswith("linear_attn.norm.weight"):
             return lambda weight: weight - 1

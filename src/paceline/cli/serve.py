@@ -113,8 +113,8 @@ class LimitOptions:
         """Return the limits of a worker that runs this model."""
         from paceline.server.worker import WorkerLimits
 
-        positions = _cache_positions(llm, self.cache_memory)
-        return WorkerLimits(self.slots, self.queue, positions, self.prefill, int(self.prefix_memory * 2**30))
+        positions, state = _cache_positions(llm, self.cache_memory), _state_positions(llm)
+        return WorkerLimits(self.slots, self.queue, positions, self.prefill, int(self.prefix_memory * 2**30), state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +354,9 @@ def _announce(models: Models, has_keys: bool, quiet: bool, address: str) -> None
     typer.echo(f"{about} at {address}/v1 and in a browser at {address}/", err=True)
     cache = sum(model.worker.limits.cache_positions * _position_bytes(model.llm) for model in loaded)
     memory = f"memory: {amount(psutil.Process().memory_info().rss, 'bytes')}"
-    typer.echo(memory + (f", and at most {amount(cache, 'bytes')} for keys and values" if cache else ""), err=True)
+    typer.echo(
+        memory + (f", and at most {amount(cache, 'bytes')} for keys, values and states" if cache else ""), err=True
+    )
     if not has_keys and not address.startswith(("http://127.", "http://[::1]")):
         typer.echo("warning: anyone who can reach this address can use it; set --api-key", err=True)
 
@@ -384,13 +386,19 @@ def _cache_positions(llm: LLM, memory: float | None) -> int:
     return max(1, int((free / 4 / processes() if memory is None else memory * 2**30) / position))
 
 
-def _position_bytes(llm: LLM) -> float:
+def _position_bytes(llm: LLM) -> int:
     """Return the bytes that the cache holds for one position, 0 where they are not known."""
-    from paceline.cache.state import CHECKPOINT
     from paceline.models.decoder import Decoder
 
     target = llm.model.target
     if not isinstance(target, Decoder):
         return 0
-    # States do not grow with a text, but their checkpoints do: counted as two for each.
-    return target.config.cache_bytes(1, target.dtype.itemsize) + 2 * target.config.state_bytes / CHECKPOINT
+    return max(1, target.config.cache_bytes(1, target.dtype.itemsize))  # a model may have nothing but states
+
+
+def _state_positions(llm: LLM) -> float:
+    """Return the positions that take as much memory as one state of a text."""
+    from paceline.models.decoder import Decoder
+
+    target = llm.model.target
+    return target.config.state_bytes / _position_bytes(llm) if isinstance(target, Decoder) else 0.0

@@ -77,6 +77,12 @@ def listed(kind: FieldKind) -> FieldKind:
     return FieldKind(f"a list {what}", lambda x: isinstance(x, list) and all(map(kind.holds, x)), f"lists {what}")
 
 
+def sized(kind: FieldKind, count: int) -> FieldKind:
+    """List of `count` elements of this kind."""
+    some = listed(kind)
+    return FieldKind(f"a list of {count} {kind.many}", lambda x: some.holds(x) and len(x) == count)
+
+
 def mapping(kind: FieldKind) -> FieldKind:
     """Object with values of this kind."""
 
@@ -204,6 +210,27 @@ HYBRID: Mapping[str, FieldKind] = {
     "linear_heads_tiled": FLAG,
     "shared_expert_intermediate_size": _ROWS,
 }
+MAMBA: Mapping[str, FieldKind] = {
+    **GRANITE,
+    **_each(_HEADS, "num_heads", "n_groups", "mamba_n_heads", "mamba_num_heads", "mamba_n_groups"),
+    **_each(_WIDTH, "head_dim", "state_size", "mamba_d_state", "ssm_state_size", "mamba_head_dim"),
+    **_each(whole(1, 64), "conv_kernel", "mamba_d_conv"),
+    "mamba_d_head": _WIDTH | FieldKind('"auto"', lambda value: value == "auto", '"auto"'),
+    **{"mamba_expand": whole(1, 64), "mamba_d_ssm": _ROWS | NULL, "mamba_norm_before_gate": FLAG},
+    "layer_norm_epsilon": _EPS,
+    **_each(whole(0, EXPERTS), "num_local_experts", "n_routed_experts"),
+    **_each(_EXPERTS, "num_experts_per_tok", "n_shared_experts"),
+    **_each(_ROWS, "shared_intermediate_size", "moe_intermediate_size", "moe_shared_expert_intermediate_size"),
+    **_each(_ROWS | NULL, "moe_latent_size"),
+    **{"norm_topk_prob": FLAG, "routed_scaling_factor": _FACTOR, "n_group": whole(1, EXPERTS)},
+    **_each(listed(TEXT) | NULL, "layers_block_type"),
+    "hybrid_override_pattern": TEXT | NULL,
+    "attn_layer_indices": listed(whole()) | NULL,
+    **_each(_FACTOR, "lm_head_multiplier", "key_multiplier", "ssm_in_multiplier", "ssm_out_multiplier"),
+    **_each(_FACTOR, "attention_in_multiplier", "attention_out_multiplier"),
+    "mlp_multipliers": sized(_FACTOR, 2) | NULL,
+    "ssm_multipliers": sized(_FACTOR, 5) | NULL,
+}
 SHORT_CONV: Mapping[str, FieldKind] = {
     "norm_eps": _EPS,
     "conv_L_cache": whole(1, 64),
@@ -212,6 +239,8 @@ SHORT_CONV: Mapping[str, FieldKind] = {
     "block_auto_adjust_ff_dim": FLAG,
     "block_ffn_dim_multiplier": number(0, 1e3) | NULL,
     "block_multiple_of": whole(1, MOST_ROWS),
+    "num_dense_layers": whole(0, LAYERS),
+    "routed_scaling_factor": _FACTOR,
 }
 
 GENERATION: Mapping[str, FieldKind] = {
@@ -293,9 +322,9 @@ GGUF_ARCHITECTURE: Mapping[str, FieldKind] = {
     **_each(_SIZE, "attention.key_length_swa", "rope.dimension_count_swa"),
     "embedding_length_per_layer_input": whole(0, 2**16),
     "attention.shared_kv_layers": whole(0, LAYERS),
-    "feed_forward_length": _ROWS | _PER_LAYER,
-    **_each(_SIZE | _PER_LAYER, "attention.head_count", "attention.head_count_kv"),
-    "attention.layer_norm_rms_epsilon": _EPS,
+    "feed_forward_length": whole(0, MOST_ROWS) | _PER_LAYER,
+    **_each(whole(0, 2**20) | _PER_LAYER, "attention.head_count", "attention.head_count_kv"),
+    **_each(_EPS, "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"),
     "attention.sliding_window": whole(),
     "attention.sliding_window_pattern": whole(1) | listed(FLAG | whole()),
     "pooling_type": whole(),
@@ -305,6 +334,9 @@ GGUF_ARCHITECTURE: Mapping[str, FieldKind] = {
     **_each(_ROWS, "expert_feed_forward_length", "expert_shared_feed_forward_length"),
     "shortconv.l_cache": whole(1, 64),
     "nextn_predict_layers": whole(0, LAYERS),
+    **_each(whole(0, EXPERTS), "expert_group_count", "expert_shared_count"),
+    **{"leading_dense_block_count": whole(0, LAYERS), "moe_latent_size": whole(0, MOST_ROWS)},
+    **{"expert_weights_scale": number(0, 1e9), "expert_weights_norm": FLAG, "rope.scaling.finetuned": FLAG},
     "vocab_size": _ROWS,
     "target_layers": listed(whole(0, LAYERS)),
     "target_hidden_size": _SIZE,

@@ -26,3 +26,5 @@ ACTIVATIONS: dict[str, Gate] = {
     "gelu_pytorch_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
     "clamped_swiglu": _clamped,
 }
+UNGATED: dict[str, Activation] = {"squared_relu": lambda up: F.relu(up).square()}
+"""Activations of feed-forward networks without a gate."""

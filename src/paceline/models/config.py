@@ -24,11 +24,12 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaNetConfig:
-    """Gated DeltaNet: `heads` matrices [key_dim, value_dim] for `key_heads` keys and queries, after a convolution over
+class MatrixConfig:
+    """States that are `heads` matrices [key_dim, value_dim], for `key_heads` keys and queries, after a convolution over
     `width` tokens.
 
-    `tiled`: a head's key is that of its number modulo `key_heads` (in files of llama.cpp), not of neighbouring heads.
+    `tiled`: a head's key is that of its number modulo `key_heads` (Qwen3.5 in files of llama.cpp), not of neighbouring
+    heads.
     """
 
     key_heads: int
@@ -50,6 +51,21 @@ class DeltaNetConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaNetConfig(MatrixConfig):
+    """Gated DeltaNet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Config(MatrixConfig):
+    """Mamba-2: a group's B and C are its heads' key and query.
+
+    `norm_first`: the norm of the output, if there is one, comes before its gate.
+    """
+
+    norm_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ShortConvConfig:
     """A convolution of each of `channels` over `width` tokens, between two gates (LFM2)."""
 
@@ -62,7 +78,7 @@ class ShortConvConfig:
         return (self.width - 1) * self.channels
 
 
-RecurrentConfig = DeltaNetConfig | ShortConvConfig
+RecurrentConfig = DeltaNetConfig | Mamba2Config | ShortConvConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +86,18 @@ class LayerConfig:
     """Properties that may differ from layer to layer.
 
     `rope`: None if positions are not encoded. `window`: number of positions that a row sees, its own included (None:
-    all). `sparse`: whether the feed-forward part is a mixture of experts. `recurrent`: the layer has a state, and does
-    not attend. `kv_heads`, `head_dim`, `ffn`: its own sizes, where they are not the model's (0). `source`: the layer
-    whose keys and values it sees, if it has none of its own. `keys_as_values`: values are its keys before norm and
-    rotation.
+    all). `sparse`: whether the feed-forward part is a mixture of experts. `recurrent`: the layer has a state.
+    `attends`: it has attention, beside its state if both. `feeds`: it has a feed-forward part. `kv_heads`, `head_dim`,
+    `ffn`: its own sizes, where they are not the model's (0). `source`: the layer whose keys and values it sees, if it
+    has none of its own. `keys_as_values`: values are its keys before norm and rotation.
     """
 
     rope: RopeConfig | None
     window: int | None = None
     sparse: bool = False
     recurrent: RecurrentConfig | None = None
+    attends: bool = True
+    feeds: bool = True
     kv_heads: int = 0
     head_dim: int = 0
     ffn: int = 0
@@ -92,8 +110,9 @@ class Experts:
     """A mixture of `count` experts of width `ffn`, `used` for each row, their weights summing to 1 if `normalised`.
 
     `block`, `names`, `router`: names in the checkpoint of the block, of an expert's gate, up and down projections, and
-    of what chooses among them. `shared`: width of one more expert that every row uses, by a share of its own (0: none).
-    `beside`: they add to the result of the dense network (Gemma 4).
+    of what chooses among them. `shared`: width of one more expert that every row uses (0: none), named `shared_block`.
+    `sigmoid`: a score is the expert's own, not a share of all; `scale`: factor of the weights. `beside`: they add to
+    the result of the dense network (Gemma 4).
     """
 
     count: int
@@ -104,6 +123,9 @@ class Experts:
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     router: str = "gate"
     shared: int = 0
+    shared_block: str = "mlp.shared_expert"
+    sigmoid: bool = False
+    scale: float = 1.0
     beside: bool = False
 
 
@@ -167,7 +189,7 @@ class ModelConfig:
         A layer with a window holds no more than its ring. The cache doubles as it grows, so it may hold up to twice
         this.
         """
-        own = [layer for layer in self.plan if not layer.recurrent and layer.source is None]
+        own = [layer for layer in self.plan if layer.attends and layer.source is None]
         held = [min(tokens, ring(layer.window)) if layer.window else tokens for layer in own]
         sizes = [(layer.kv_heads or self.kv_heads) * (layer.head_dim or self.head_dim) for layer in own]
         return 2 * sum(n * size for n, size in zip(held, sizes, strict=True)) * itemsize

@@ -236,7 +236,7 @@ def _parts(layer: Layer) -> _Parts | None:
     """None if the kernels cannot run the layer."""
     if not isinstance(layer.attention, Attention) or layer.attention.gated or layer.attention.value_norm:
         return None
-    if isinstance(layer.attention.norm, WideNorm):
+    if isinstance(layer.attention.norm, WideNorm) or (isinstance(layer.mlp, Mixture) and layer.mlp.sigmoid):
         return None
     if not isinstance(layer.mlp, (Dense, Mixture)) or layer.token_input or layer.scale is not None:
         return None

@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.cache.slab import SlabCache
-from paceline.kernels.activations import ACTIVATIONS
+from paceline.kernels.activations import ACTIVATIONS, UNGATED
 from paceline.kernels.cpu.matrix import NativeLinear, softcap_
-from paceline.kernels.linear import linear
+from paceline.kernels.linear import Linear, linear
 from paceline.kernels.low_rank import Factors, adapted_pass
 from paceline.models.config import Experts, LayerConfig, ModelConfig
 from paceline.models.layers import (
+    Addend,
     Attention,
     Dense,
     FeedForward,
@@ -32,8 +33,8 @@ from paceline.models.layers import (
     TokenInput,
     WideNorm,
 )
+from paceline.models.mamba import Parallel, SplitProduct, make_state
 from paceline.models.ranks import Ranks
-from paceline.models.recurrent import make_recurrent
 from paceline.models.stack import LayerStack
 from paceline.models.weights import Weights
 from paceline.protocols import KVCache, Pass
@@ -225,21 +226,18 @@ def make_layer(c: ModelConfig, layer: LayerConfig, weights: Weights, prefix: str
     def norm(name: str) -> RMSNorm:
         return make_norm(c, weights, f"{prefix}{name}_layernorm", c.hidden)
 
-    mixer: Mixer
-    if layer.recurrent:
-        mixer, name, width = make_recurrent(c, layer.recurrent, weights, prefix)
-    else:
-        mixer = make_attention(c, layer, weights, prefix + "self_attn.", entry or c.hidden)
-        name, width = "self_attn.o_proj", c.heads * c.head_dim
-    beside = layer.sparse and c.experts is not None and c.experts.beside
+    mixer, out = _make_mixer(c, layer, weights, prefix, entry or c.hidden)
+    mlp: FeedForward | None = None
+    if layer.feeds:
+        sparse = layer.sparse and c.experts
+        mlp = _mixture(c, c.experts, weights, prefix) if sparse and c.experts else make_mlp(c, weights, prefix + "mlp.")
+    second = "pre_feedforward" if c.sandwich else "post_attention"
     return Layer(
-        norm("input") if entry is None and c.prenorm else None,
+        norm("input") if mixer and entry is None and c.prenorm else None,
         mixer,
-        weights.linear({prefix + name: c.hidden}, width),
-        None if beside or not c.prenorm else norm("pre_feedforward" if c.sandwich else "post_attention"),
-        make_mlp(c, weights, prefix + "mlp.")
-        if not (layer.sparse and c.experts)
-        else _mixture(c, c.experts, weights, prefix),
+        out,
+        norm(second if mixer else "input") if mlp and c.prenorm and not isinstance(mlp, MixtureBeside) else None,
+        mlp,
         (norm("post_attention"), norm("post_feedforward")) if c.sandwich else None,
         c.residual_scale,
         _token_input(c, weights, prefix) if c.token_inputs else None,
@@ -254,6 +252,22 @@ def _token_input(c: ModelConfig, weights: Weights, prefix: str) -> TokenInput:
         weights.linear({prefix + "per_layer_projection": c.hidden}, c.token_inputs),
         make_norm(c, weights, prefix + "post_per_layer_input_norm", c.hidden),
     )
+
+
+def _make_mixer(
+    c: ModelConfig, spec: LayerConfig, weights: Weights, prefix: str, width: int
+) -> tuple[Mixer | None, Addend | None]:
+    """The mixer of a layer, if it has one, and its output product."""
+    attention, state, products = None, None, list[Linear]()
+    if spec.attends:
+        attention = make_attention(c, spec, weights, prefix + "self_attn.", width)
+        products.append(weights.linear({prefix + "self_attn.o_proj": c.hidden}, c.heads * c.head_dim))
+    if spec.recurrent:
+        state, name, wide = make_state(c, spec.recurrent, weights, prefix)
+        products.append(weights.linear({prefix + name: c.hidden}, wide))
+    if isinstance(attention, Attention) and state:
+        return Parallel(attention, state), SplitProduct(products[0], products[1], c.heads * c.head_dim)
+    return attention or state, products[0] if products else None
 
 
 def make_norm(c: ModelConfig, weights: Weights, name: str, size: int) -> RMSNorm:
@@ -314,16 +328,19 @@ def _head_norm(c: ModelConfig, weights: Weights, prefix: str, names: tuple[str, 
 
 
 def make_mlp(c: ModelConfig, weights: Weights, prefix: str) -> Dense:
-    """Build a gated feed-forward network."""
-    parts = [prefix + "gate_proj", prefix + "up_proj"]
-    if prefix + "gate_up_proj.weight" in weights:  # Phi-3
-        parts = [prefix + "gate_up_proj"]
-    return _dense(c, weights, parts, prefix + "down_proj", c.ffn)
+    """Build a feed-forward network."""
+    return _dense(c, weights, [prefix + "gate_proj", prefix + "up_proj"], prefix + "down_proj", c.ffn)
 
 
 def _dense(c: ModelConfig, weights: Weights, parts: Sequence[str], down: str, ffn: int) -> Dense:
-    gate_up = weights.gated(parts, (ffn, c.hidden), c.activation)
-    return Dense(gate_up, weights.linear({down: c.hidden}, ffn))
+    """`parts`: gate and up projection, which may also be one tensor (Phi-3), or the latter be all there is."""
+    fused = parts[1].removesuffix("up_proj") + "gate_up_proj"
+    out = weights.linear({down: c.hidden}, ffn)
+    if act := UNGATED.get(c.activation):
+        up = weights.linear({parts[1]: ffn}, c.hidden)
+        return Dense(lambda x: act(up(x)), out)
+    parts = [fused] if fused + ".weight" in weights else parts
+    return Dense(weights.gated(parts, (ffn, c.hidden), c.activation), out)
 
 
 def _mixture(c: ModelConfig, e: Experts, weights: Weights, prefix: str) -> FeedForward:
@@ -332,12 +349,24 @@ def _mixture(c: ModelConfig, e: Experts, weights: Weights, prefix: str) -> FeedF
     block = f"{prefix}{e.block}."
     names = [[f"{block}experts.{number}.{name}" for name in e.names] for number in range(e.count)]
     experts = [_dense(c, weights, (gate, up), down, e.ffn) for gate, up, down in names]
-    mixture = Mixture(weights.router(block + e.router, (e.count, c.hidden)), experts, e.used, e.normalised)
+    bias = block + "expert_bias"
+    mixture = Mixture(
+        weights.router(block + e.router, (e.count, c.hidden)),
+        experts,
+        e.used,
+        e.normalised,
+        torch.full((e.count,), e.scale, dtype=weights.precise, device=weights.device) if e.scale != 1.0 else None,
+        e.sigmoid,
+        weights.get(bias, (e.count,), weights.precise) if bias in weights else None,
+    )
     if not e.shared:
         return mixture
-    gate, up, down = (f"{block}shared_expert.{name}" for name in e.names)
-    share = weights.router(block + "shared_expert_gate", (1, c.hidden))
-    return SharedMixture(mixture, _dense(c, weights, (gate, up), down, e.shared), share)
+    shared, share = f"{prefix}{e.shared_block}.", block + "shared_expert_gate"
+    return SharedMixture(
+        mixture,
+        _dense(c, weights, (shared + "gate_proj", shared + "up_proj"), shared + "down_proj", e.shared),
+        weights.router(share, (1, c.hidden)) if share + ".weight" in weights else None,
+    )
 
 
 def _mixture_beside(c: ModelConfig, e: Experts, weights: Weights, prefix: str) -> MixtureBeside:

@@ -1,12 +1,13 @@
 """The decoder families, read from Hugging Face configs (GGUF metadata is translated to them).
 
-To add one: an entry in `FAMILIES`, and in `decoder.py` any part that no other family has.
+To add one: an entry in `FAMILIES`, what its keys mean in `attending.py`, `hybrids.py` or `mamba_hybrids.py`, and in
+`decoder.py` any part that no other family has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from paceline.files.schema import (
     GEMMA4,
     GRANITE,
     HYBRID,
+    LAYERS,
+    MAMBA,
     MIXTURE,
     MOST_ROWS,
     QWEN,
@@ -27,10 +30,24 @@ from paceline.files.schema import (
     FieldKind,
     check,
 )
-from paceline.kernels.activations import ACTIVATIONS, LIMIT, SLOPE
+from paceline.kernels.activations import ACTIVATIONS, LIMIT, SLOPE, UNGATED
 from paceline.models import gemma4
-from paceline.models.config import DeltaNetConfig, Experts, LayerConfig, ModelConfig, RopeConfig
-from paceline.models.hybrids import LFM2, NEXT, NEXT_EXPERTS, TEXT_PARTS, lfm2, qwen3_next
+from paceline.models.attending import (
+    gemma,
+    gemma1,
+    gemma3,
+    gpt_oss,
+    granite,
+    mixtral,
+    qwen,
+    qwen3_moe,
+    smollm3,
+    windows_by_type,
+    windows_everywhere,
+)
+from paceline.models.config import MatrixConfig, ModelConfig, RopeConfig
+from paceline.models.hybrids import LFM2, LFM2_EXPERTS, NEXT, NEXT_EXPERTS, TEXT_PARTS, lfm2, qwen3_next
+from paceline.models.mamba_hybrids import MAMBA_FAMILIES
 from paceline.models.refusals import refuse_other_kinds
 from paceline.models.rope import read_rope
 from paceline.models.variants import VARIANTS
@@ -51,130 +68,6 @@ class Family:
     fields: Mapping[str, FieldKind] = field(default_factory=dict)
 
 
-def _windows_everywhere(raw: Raw, base: ModelConfig) -> ModelConfig:
-    """Mistral, Phi-3: every layer has the sliding window."""
-    return _layered(base, [raw.get("sliding_window")] * base.layers)
-
-
-def _windows_by_type(raw: Raw, base: ModelConfig) -> ModelConfig:
-    """Ministral: `layer_types` says which layers slide, by default all if there is a window."""
-    window = raw.get("sliding_window")
-    return _layered(base, _windows(raw, base, window, lambda i: window is not None))
-
-
-def _qwen(raw: Raw, base: ModelConfig) -> ModelConfig:
-    """Qwen2, and Qwen3 with its norms: the upper layers slide, if any."""
-    window, first = raw["sliding_window"] if raw["use_sliding_window"] else None, raw["max_window_layers"]
-    windows = _windows(raw, base, window, lambda i: window is not None and i >= first)
-    return _layered(replace(base, qk_norm=base.family == "qwen3"), windows)
-
-
-def _qwen3_moe(raw: Raw, base: ModelConfig) -> ModelConfig:
-    window = raw["sliding_window"] if raw["use_sliding_window"] else None
-    count = raw.get("num_experts", raw.get("num_local_experts", 128))
-    experts = Experts(count, raw["num_experts_per_tok"], raw["moe_intermediate_size"], raw["norm_topk_prob"])
-    dense = raw.get("mlp_only_layers") or ()
-    sparse = [i not in dense and (i + 1) % raw["decoder_sparse_step"] == 0 for i in range(base.layers)]
-    return _layered(replace(base, qk_norm=True, experts=experts), [window] * base.layers, sparse=sparse)
-
-
-def _mixtral(raw: Raw, base: ModelConfig) -> ModelConfig:
-    used, names = raw["num_experts_per_tok"], ("w1", "w3", "w2")
-    experts = Experts(raw["num_local_experts"], used, base.ffn, True, "block_sparse_moe", names)
-    windows = [raw.get("sliding_window")] * base.layers
-    return _layered(replace(base, experts=experts), windows, sparse=[True] * base.layers)
-
-
-def _gpt_oss(raw: Raw, base: ModelConfig) -> ModelConfig:
-    """gpt-oss: every other layer slides, attention has sinks, and all layers are mixtures with a clamped SwiGLU."""
-    if (given := (raw["swiglu_alpha"], raw["swiglu_limit"])) != (SLOPE, LIMIT):
-        raise UnsupportedModel(
-            f"swiglu_alpha and swiglu_limit {given} are not supported", f"OpenAI's models have {SLOPE} and {LIMIT}"
-        )
-    experts = Experts(raw["num_local_experts"], raw["num_experts_per_tok"], base.ffn, True, router="router")
-    base = replace(base, experts=experts, activation="clamped_swiglu", sinks=True)
-    windows = _windows(raw, base, raw["sliding_window"], lambda i: i % 2 == 0)
-    return _layered(base, windows, sparse=[True] * base.layers)
-
-
-def _granite(raw: Raw, base: ModelConfig) -> ModelConfig:
-    """Granite 3: Llama with factors of the embedding, the scores, the layers' outputs and the logits."""
-    return replace(
-        base,
-        embed_scale=raw["embedding_multiplier"],
-        query_scale=raw["attention_multiplier"],
-        residual_scale=raw["residual_multiplier"],
-        logits_divisor=raw["logits_scaling"],
-    )
-
-
-def _gemma1(raw: Raw, base: ModelConfig) -> ModelConfig:
-    """Gemma 1, whose config may name its activation "gelu", which was never computed."""
-    return replace(base, norm_shift=1.0, embed_scale=base.hidden**0.5, activation="gelu_pytorch_tanh")
-
-
-def _smollm3(raw: Raw, base: ModelConfig) -> ModelConfig:
-    """SmolLM3: every fourth layer encodes no positions, and only such a layer may slide."""
-    every = raw["no_rope_layer_interval"]
-    rotates = raw.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(base.layers)]
-    if len(rotates) < base.layers:
-        raise CorruptModel(f"no_rope_layers names {len(rotates)} of {base.layers} layers", CORRECT)
-    window = raw.get("sliding_window") if raw["use_sliding_window"] else None
-    windows = _windows(raw, base, window, lambda i: window is not None and not rotates[i])
-    return _layered(base, windows, [base.rope if rotates[i] else None for i in range(base.layers)])
-
-
-def _gemma(raw: Raw, base: ModelConfig, every: int, local: RopeConfig | None = None) -> ModelConfig:
-    """Gemma 2 and 3: one layer in `every` sees everything, the others slide; norms before and after each part.
-    `local`: the rotary embedding of the layers that slide, if they have another."""
-    windows = _windows(raw, base, raw["sliding_window"], lambda i: (i + 1) % every != 0)
-    base = replace(
-        base,
-        sandwich=True,
-        norm_shift=1.0,
-        embed_scale=base.hidden**0.5,
-        query_scale=raw["query_pre_attn_scalar"] ** -0.5,
-        softcap=raw.get("attn_logit_softcapping"),
-        final_softcap=raw.get("final_logit_softcapping"),
-        activation=raw["hidden_activation"],
-    )
-    return _layered(base, windows, [local if local and window else base.rope for window in windows])
-
-
-def _gemma3(raw: Raw, base: ModelConfig) -> ModelConfig:
-    """Gemma 3: also norms of queries and keys, and another rotary base in the layers that slide."""
-    own = (raw.get("rope_parameters") or {}).get("sliding_attention")
-    local = read_rope(own, raw, raw["rope_local_base_freq"], base.head_dim)
-    return replace(_gemma(raw, base, raw["sliding_window_pattern"], local), qk_norm=True)
-
-
-def _windows(raw: Raw, base: ModelConfig, window: int | None, default: Callable[[int], bool]) -> list[int | None]:
-    """The window of each layer: by `layer_types`, or if it is missing by `default`."""
-    types = raw.get("layer_types") or [_TYPES[default(i)] for i in range(base.layers)]
-    if unknown := set(types) - set(_TYPES):
-        raise UnsupportedModel(f"layers of type {', '.join(sorted(unknown))} are not supported", "Use another model")
-    if len(types) != base.layers:
-        raise CorruptModel(f"layer_types names {len(types)} of {base.layers} layers", CORRECT)
-    if window is None and _TYPES[True] in types:
-        raise CorruptModel("layer_types names layers that slide, and sliding_window no window", CORRECT)
-    return [window if kind == _TYPES[True] else None for kind in types]
-
-
-_TYPES = ("full_attention", "sliding_attention")
-
-
-def _layered(
-    base: ModelConfig,
-    windows: Sequence[int | None],
-    ropes: Sequence[RopeConfig | None] | None = None,
-    sparse: Sequence[bool] | None = None,
-) -> ModelConfig:
-    """The config with these layers. A window as wide as the context is dropped."""
-    ropes, sparse = ropes or [base.rope] * base.layers, sparse or [False] * base.layers
-    bounded = [w if w and w < base.context_length else None for w in windows]
-    return replace(base, special=tuple(map(LayerConfig, ropes, bounded, sparse)))
-
-
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
 _GEMMA = {
     "hidden_activation": "gelu_pytorch_tanh",
@@ -188,12 +81,12 @@ _GEMMA = {
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(),
-    "mistral": Family(_windows_everywhere, {"sliding_window": 4096}),
-    "ministral": Family(_windows_by_type, {"sliding_window": None, "layer_types": None}),
-    "qwen2": Family(_qwen, _QWEN, QWEN),
-    "qwen3": Family(_qwen, _QWEN | {"head_dim": 128}, QWEN),
+    "mistral": Family(windows_everywhere, {"sliding_window": 4096}),
+    "ministral": Family(windows_by_type, {"sliding_window": None, "layer_types": None}),
+    "qwen2": Family(qwen, _QWEN, QWEN),
+    "qwen3": Family(qwen, _QWEN | {"head_dim": 128}, QWEN),
     "phi3": Family(
-        _windows_everywhere,
+        windows_everywhere,
         {
             "sliding_window": None,
             "partial_rotary_factor": None,
@@ -202,7 +95,7 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "smollm3": Family(
-        _smollm3,
+        smollm3,
         {
             "use_sliding_window": False,
             "sliding_window": None,
@@ -216,25 +109,25 @@ FAMILIES: dict[str, Family] = {
     ),
     "seed_oss": Family(defaults={"head_dim": 128}),
     "granite": Family(
-        _granite,
+        granite,
         {
             **dict.fromkeys(("embedding_multiplier", "attention_multiplier", "residual_multiplier"), 1.0),
             "logits_scaling": 1.0,
         },
         GRANITE,
     ),
-    "gemma": Family(_gemma1, {"head_dim": 256, "tie_word_embeddings": True}),
+    "gemma": Family(gemma1, {"head_dim": 256, "tie_word_embeddings": True}),
     "gemma2": Family(
-        partial(_gemma, every=2), _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}, GEMMA
+        partial(gemma, every=2), _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}, GEMMA
     ),
     "gemma3_text": Family(
-        _gemma3,
+        gemma3,
         _GEMMA | {"rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6},
         GEMMA,
     ),
     "gemma4_text": Family(gemma4.gemma4, gemma4.GEMMA4, GEMMA4),
     "mixtral": Family(
-        _mixtral,
+        mixtral,
         {
             "sliding_window": None,
             "num_local_experts": 8,
@@ -245,7 +138,7 @@ FAMILIES: dict[str, Family] = {
         MIXTURE,
     ),
     "gpt_oss": Family(
-        _gpt_oss,
+        gpt_oss,
         {
             "head_dim": 64,
             "sliding_window": 128,
@@ -263,7 +156,7 @@ FAMILIES: dict[str, Family] = {
         MIXTURE,
     ),
     "qwen3_moe": Family(
-        _qwen3_moe,
+        qwen3_moe,
         {
             "use_sliding_window": False,
             "sliding_window": 4096,
@@ -276,6 +169,8 @@ FAMILIES: dict[str, Family] = {
     ),
     **{name: Family(*parts) for name, parts in VARIANTS.items()},
     "lfm2": Family(lfm2, LFM2, SHORT_CONV),
+    "lfm2_moe": Family(lfm2, LFM2 | LFM2_EXPERTS, {**SHORT_CONV, **MIXTURE}),
+    **{name: Family(*parts, MAMBA) for name, parts in MAMBA_FAMILIES.items()},
     "qwen3_next": Family(qwen3_next, NEXT | NEXT_EXPERTS, HYBRID),
     "qwen3_5_text": Family(qwen3_next, NEXT, HYBRID),
     "qwen3_5_moe_text": Family(
@@ -331,7 +226,7 @@ def _common(raw: Raw) -> ModelConfig:
         family=raw["model_type"],
         vocab_size=raw["vocab_size"],
         hidden=raw["hidden_size"],
-        layers=raw["num_hidden_layers"],
+        layers=_layers(raw),
         heads=heads,
         kv_heads=raw.get("num_key_value_heads") or heads,
         head_dim=head_dim,
@@ -342,6 +237,15 @@ def _common(raw: Raw) -> ModelConfig:
         tied=ties_head(raw),
         rope=rope,
     )
+
+
+def _layers(raw: Raw) -> int:
+    """The number of layers, which transformers leaves out where they are named (Nemotron-H)."""
+    names = raw.get("layers_block_type")
+    count = raw["num_hidden_layers"] if "num_hidden_layers" in raw or not names else len(names)
+    if not 0 < count <= LAYERS:
+        raise CorruptModel(f"a model of {count} layers cannot be", CORRECT)
+    return int(count)
 
 
 def _rope(raw: Raw, head_dim: int) -> RopeConfig:
@@ -372,12 +276,12 @@ def _check(c: ModelConfig) -> None:
     """Raise for contradictions between fields."""
     if c.experts and c.experts.used > c.experts.count:
         raise CorruptModel(f"{c.experts.used} of {c.experts.count} experts cannot be used", CORRECT)
-    if c.activation not in ACTIVATIONS:
+    if c.activation not in {*ACTIVATIONS, *UNGATED}:
         raise UnsupportedModel(f"activation {c.activation!r} is not known", f"Known: {', '.join(ACTIVATIONS)}")
     if c.heads % c.kv_heads or c.head_dim < 2 or c.head_dim % 2:
         raise CorruptModel(f"{c.heads} heads of size {c.head_dim} over {c.kv_heads} key heads do not fit", CORRECT)
     for one in {layer.recurrent for layer in c.plan if layer.recurrent}:
-        uneven = isinstance(one, DeltaNetConfig) and one.heads % one.key_heads
+        uneven = isinstance(one, MatrixConfig) and one.heads % one.key_heads
         if uneven or one.state_size > MOST_ROWS:
             raise CorruptModel(f"{one} does not fit: its state has {one.state_size:,} numbers", CORRECT)
     if any(c.heads % own.kv_heads or own.head_dim < 2 or own.head_dim % 2 for own in map(c.of, c.plan)):

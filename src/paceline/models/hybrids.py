@@ -60,7 +60,7 @@ def qwen3_next(raw: Raw, base: ModelConfig) -> ModelConfig:
         dense = raw.get("mlp_only_layers") or ()
         sparse = [i not in dense and (i + 1) % raw["decoder_sparse_step"] == 0 for i in range(base.layers)]
     layers = [
-        LayerConfig(None, sparse=one, recurrent=recurrent)
+        LayerConfig(None, sparse=one, recurrent=recurrent, attends=False)
         if kind == _HYBRID[True]
         else LayerConfig(base.rope, sparse=one)
         for kind, one in zip(types, sparse, strict=True)
@@ -85,48 +85,42 @@ LFM2: dict[str, Any] = {
 }
 
 
+LFM2_EXPERTS: dict[str, Any] = {
+    **{"num_dense_layers": 2, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 1792},
+    **{"routed_scaling_factor": 1.0, "norm_topk_prob": True, "intermediate_size": 7168},
+    "block_auto_adjust_ff_dim": False,
+}
+
+
 def lfm2(raw: Raw, base: ModelConfig) -> ModelConfig:
-    """LFM2: short convolutions, and attention in some layers."""
+    """LFM2: short convolutions, and attention in some layers. LFM2-MoE: experts too, but in the first layers."""
     attends = raw.get("full_attn_idxs")
     names = raw.get("layer_types") or [_SHORT[attends is not None and i not in attends] for i in range(base.layers)]
     if len(names) != base.layers or set(names) - {*_SHORT}:
         raise CorruptModel(f"layer_types must name {base.layers} layers, each {' or '.join(_SHORT)}", CORRECT)
     recurrent = ShortConvConfig(base.hidden, raw["conv_L_cache"])
-    layers = [LayerConfig(None, recurrent=recurrent) if x == _SHORT[True] else LayerConfig(base.rope) for x in names]
+    experts, dense = None, base.layers
+    if base.family == "lfm2_moe":
+        dense, width, used = raw["num_dense_layers"], raw["moe_intermediate_size"], raw["num_experts_per_tok"]
+        experts = Experts(
+            raw["num_experts"], used, width, raw["norm_topk_prob"], names=("w1", "w3", "w2"), sigmoid=True
+        )
+        experts = replace(experts, scale=raw["routed_scaling_factor"])
+    layers = [
+        LayerConfig(None, sparse=i >= dense, recurrent=recurrent, attends=False)
+        if name == _SHORT[True]
+        else LayerConfig(base.rope, sparse=i >= dense)
+        for i, name in enumerate(names)
+    ]
     ffn = raw.get("block_ff_dim") or base.ffn
     if raw["block_auto_adjust_ff_dim"]:
         ffn, multiple = int(2 * ffn / 3), raw["block_multiple_of"]
         if raw["block_ffn_dim_multiplier"] is not None:
             ffn = -(-int(raw["block_ffn_dim_multiplier"] * ffn) // multiple) * multiple
-    return replace(base, special=tuple(layers), ffn=ffn, norm_eps=raw["norm_eps"], qk_norm=True)
+    return replace(base, special=tuple(layers), ffn=ffn, norm_eps=raw["norm_eps"], qk_norm=True, experts=experts)
 
 
 _SHORT = ("full_attention", "conv")
-
-_LANGUAGE = {"model.language_model.": "model."}
-TENSOR_NAMES: Mapping[str, Mapping[str, str]] = {
-    "qwen3_5_text": _LANGUAGE,
-    "qwen3_5_moe_text": _LANGUAGE,
-    "gemma4_text": _LANGUAGE,
-    "qwen3_vl_text": _LANGUAGE,
-    "glm4": {
-        ".post_attention_layernorm.": ".pre_feedforward_layernorm.",
-        ".post_self_attn_layernorm.": ".post_attention_layernorm.",
-        ".post_mlp_layernorm.": ".post_feedforward_layernorm.",
-    },
-    "lfm2": {
-        "model.embedding_norm.": "model.norm.",
-        ".operator_norm.": ".input_layernorm.",
-        ".ffn_norm.": ".post_attention_layernorm.",
-        ".self_attn.out_proj.": ".self_attn.o_proj.",
-        ".q_layernorm.": ".q_norm.",
-        ".k_layernorm.": ".k_norm.",
-        ".feed_forward.w1.": ".mlp.gate_proj.",
-        ".feed_forward.w3.": ".mlp.up_proj.",
-        ".feed_forward.w2.": ".mlp.down_proj.",
-    },
-}
-"""Model type -> parts of names in its files, and those of Llama's names in their place."""
 
 TEXT_PARTS = {
     "gemma4": "gemma4_text",

@@ -76,6 +76,18 @@ class WideNorm:
         return torch.cat([self._q(q.flatten(2)).view_as(q), keys], 2) if q.shape[2] else keys
 
 
+class Addend(Protocol):
+    """What adds to the stream: a feed-forward part, or the product that follows a mixer."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def onto(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + self(x)."""
+        ...
+
+
 class Mixer(Protocol):
     """The part of a layer in which rows see others: attention, or a recurrence."""
 
@@ -158,8 +170,8 @@ class Dense:
 
 
 class Mixture:
-    """Top-k experts by softmax (Shazeer et al. 2017; Mixtral, Qwen3): a router sends each row through a few of many
-    feed-forward networks.
+    """Top-k experts by softmax (Shazeer et al. 2017; Mixtral, Qwen3) or sigmoid (DeepSeek-V3, LFM2): a router sends
+    each row through a few of many feed-forward networks.
 
     A row's bits do not depend on other rows: ties go to the expert of lower number, an expert's product has at least
     `MIN_ROWS` rows, and a row's experts are summed in the order of their numbers, as in transformers, but in float32
@@ -174,10 +186,13 @@ class Mixture:
         used: int,
         normalised: bool,
         scales: Tensor | None = None,
+        sigmoid: bool = False,
+        bias: Tensor | None = None,
     ) -> None:
-        """`scales` [experts]: factors of their results."""
+        """`scales` [experts]: factors of their results. `sigmoid`: scores are by sigmoid. `bias` [experts]: added to
+        the scores that are compared, not to the weights."""
         self.router, self.experts, self.scales = router, experts, scales
-        self.used, self.normalised = used, normalised
+        self.used, self.normalised, self.sigmoid, self._bias = used, normalised, sigmoid, bias
 
     def __call__(self, x: Tensor, judged: Tensor | None = None) -> Tensor:
         """`judged` [..., H]: what the router sees, if not x."""
@@ -197,20 +212,24 @@ class Mixture:
 
     def _route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and experts of each row, both [N, used]."""
-        scores = self.router.precise(rows).softmax(-1)
-        best, order = scores.sort(dim=-1, descending=True, stable=True)
-        weights, chosen = best[:, : self.used], order[:, : self.used]
+        scores = self.router.precise(rows)
+        scores = sigmoid(scores) if self.sigmoid else scores.softmax(-1)
+        compared = scores if self._bias is None else scores + self._bias
+        chosen = compared.sort(dim=-1, descending=True, stable=True)[1][:, : self.used]
+        weights = scores.gather(1, chosen)
         weights = weights / weights.sum(-1, keepdim=True) if self.normalised else weights
         return weights if self.scales is None else weights * self.scales[chosen], chosen
 
 
 class SharedMixture:
-    """Experts beside one that every row uses, by a share that is the row's own (Qwen2 MoE, Qwen3-Next)."""
+    """Experts beside one that every row uses (Granite 4), by a share that may be the row's own (Qwen3-Next)."""
 
-    def __init__(self, experts: Mixture, shared: Dense, share: Linear) -> None:
+    def __init__(self, experts: Mixture, shared: Dense, share: Linear | None) -> None:
         self._experts, self._shared, self._share = experts, shared, share
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self._share is None:
+            return self._shared.onto(x, self._experts(x))
         return self._experts(x) + (sigmoid(self._share.precise(x)) * self._shared(x)).to(x.dtype)
 
     def onto(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -260,16 +279,17 @@ class Layer:
     """One pre-norm decoder layer: `out` and then `mlp` add to the stream, both through another norm if there are
     `post` norms (Gemma 2 and 3).
 
-    Without an `attn_norm` the input of attention is always given as `entry`.
+    Either half may be missing (Mamba-2, Nemotron-H). Without an `attn_norm` the input of attention is always given as
+    `entry`.
     """
 
     def __init__(
         self,
         attn_norm: RMSNorm | None,
-        attention: Mixer,
-        out: Linear,
+        attention: Mixer | None,
+        out: Addend | None,
         mlp_norm: RMSNorm | None,
-        mlp: FeedForward,
+        mlp: FeedForward | None,
         post: tuple[RMSNorm, RMSNorm] | None = None,
         residual_scale: float = 1.0,
         token_input: TokenInput | None = None,
@@ -277,8 +297,8 @@ class Layer:
     ) -> None:
         """`mlp_norm`: None where `mlp` norms the stream itself. `scale` [1]: factor of the layer's result."""
         self.attn_norm, self.attention, self.mlp_norm = attn_norm, attention, mlp_norm
-        self.out: Linear | Summed = out
-        self.mlp: FeedForward | Summed = mlp
+        self.out: Addend | None = out
+        self.mlp: FeedForward | Summed | None = mlp
         self.post, self.residual_scale = post, residual_scale
         self.token_input, self.scale = token_input, scale
 
@@ -292,24 +312,20 @@ class Layer:
         given: Tensor | None = None,
     ) -> Tensor:
         """`entry`: the input of attention, if not the normed stream. `given`: see `TokenInput`."""
-        if entry is None:
-            entry = x if self.attn_norm is None else self.attn_norm(x)
-        mixed = self.attention.mix(entry, layer, rope, attention)
-        if self.post is None and self.residual_scale == 1.0:
-            x = self.out.onto(mixed, x)
-            return self.mlp.onto(self._normed(x), x)
         first, second = self.post or (None, None)
-        x = x + self._added(self.out(mixed), first)
-        x = x + self._added(self.mlp(self._normed(x)), second)
+        if self.attention and self.out:
+            if entry is None:
+                entry = x if self.attn_norm is None else self.attn_norm(x)
+            x = self._plus(x, self.out, self.attention.mix(entry, layer, rope, attention), first)
+        if self.mlp:
+            x = self._plus(x, self.mlp, x if self.mlp_norm is None else self.mlp_norm(x), second)
         if self.token_input is not None and given is not None:
             x = self.token_input(x, given)
         return x if self.scale is None else x * self.scale
 
-    def _normed(self, x: Tensor) -> Tensor:
-        """The input of the feed-forward part."""
-        return x if self.mlp_norm is None else self.mlp_norm(x)
-
-    def _added(self, y: Tensor, norm: RMSNorm | None) -> Tensor:
-        """What a part adds to the stream."""
-        y = y if norm is None else norm(y)
-        return y if self.residual_scale == 1.0 else y * self.residual_scale
+    def _plus(self, x: Tensor, part: Addend, y: Tensor, norm: RMSNorm | None) -> Tensor:
+        """The stream x and what a part makes of y."""
+        if norm is None and self.residual_scale == 1.0:
+            return part.onto(y, x)
+        y = part(y) if norm is None else norm(part(y))
+        return x + (y if self.residual_scale == 1.0 else y * self.residual_scale)

@@ -1,7 +1,9 @@
-"""Layers with a recurrent state instead of keys and values (`cache/state.py`): Gated DeltaNet, short convolutions."""
+"""Layers with a recurrent state instead of keys and values (`cache/state.py`): Gated DeltaNet, short convolutions.
+(Mamba-2: `mamba.py`.)"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -12,7 +14,7 @@ from paceline.cache.layout import NONE
 from paceline.cache.state import Recurrence, Tensors, Tree
 from paceline.kernels.cpu.delta import apply_delta, runs_delta, scan_delta
 from paceline.kernels.linear import Linear
-from paceline.models.config import DeltaNetConfig, ModelConfig, RecurrentConfig, ShortConvConfig
+from paceline.models.config import DeltaNetConfig, MatrixConfig, ModelConfig, RecurrentConfig, ShortConvConfig
 from paceline.models.layers import Mixer, RMSNorm, sigmoid
 from paceline.models.rope import Rope
 from paceline.models.weights import Weights
@@ -72,16 +74,30 @@ class ConvolutionState(Recurrence):
         return (self._convolution.advance(state[0], updates[0][list(rows)]),)
 
 
-class DeltaRule(Recurrence):
-    """Gated DeltaNet (arXiv 2412.06464): a matrix S [heads, K, V] whose rows are keys, after a short convolution.
+class MatrixState(Recurrence):
+    """A matrix S [heads, K, V] whose rows are keys, after a short convolution.
 
-    For each row, S decays; what it then holds under the row's key moves towards the row's value by a share beta; and
-    the row's query reads it: S' = decay S + k d^T with d = beta (v - decay S^T k), and out = S'^T q. The row's update
-    is (decay, k, d) and the convolution's entry. In float32 (float64 in a float64 model).
+    For each row S decays, takes a change under the row's key, and is read by the row's query: S' = decay S + k d^T,
+    and out = S'^T q. The row's update is (decay, k, d) and the convolution's entry. In float32 (float64 in a
+    float64 model).
     """
 
-    def __init__(self, config: DeltaNetConfig, convolution: Convolution) -> None:
+    def __init__(self, config: MatrixConfig, convolution: Convolution) -> None:
         self.config, self._convolution = config, convolution
+
+    @abstractmethod
+    def split(self, mixed: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """From the convolution's results [T, channels] and gates [T, heads] to queries and keys [T, key_heads, K],
+        values [T, heads, V], and beta [T, heads]. Without a beta the values are the changes."""
+
+    @abstractmethod
+    def in_chunk(self, matrix: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, beta: Tensor | None) -> Tensors:
+        """Outputs and changes [heads, T, V] of a chain of T rows, by products of matrices. q, k [heads, T, K],
+        v [heads, T, V], sums of the decays' logarithms and beta [heads, T, 1]."""
+
+    def finish(self, out: Tensor, mixed: Tensor) -> Tensor:
+        """The outputs [T, heads, V], from what the queries read and the convolution's results."""
+        return out
 
     def empty(self) -> Tensors:
         c, weight = self.config, self._convolution.weight
@@ -90,16 +106,17 @@ class DeltaRule(Recurrence):
     def scan(
         self, state: Tensors, earlier: Tensors | None, tree: Tree, inputs: Tensors, prompt: bool
     ) -> tuple[Tensor, Tensors, Tensors | None]:
-        """`inputs`: of the convolution [T, channels], the logarithm of the decay [T, heads], and beta [T, heads]."""
-        (before, matrix), (entries, decay, beta) = state, inputs
+        """`inputs`: of the convolution [T, channels], the logarithm of the decay and gates, both [T, heads]."""
+        (before, matrix), (entries, decay, gates) = state, inputs
         entries = entries.to(matrix.dtype)
         every = torch.cat([earlier[0], entries]) if earlier else entries
         mixed = self._convolution.run(before, every, tree)
-        q, k, v = self._split(mixed * sigmoid(mixed))
+        mixed = mixed * sigmoid(mixed)
+        q, k, v, beta = self.split(mixed, gates)
         last, native = self._convolution.advance(before, every), runs_delta(matrix)
         if prompt and not native:
-            out, matrix = _in_chunks(matrix, self._each(q), self._each(k), v, decay, beta)
-            return out, (), (last, matrix)
+            out, matrix = self._in_chunks(matrix, self._each(q), self._each(k), v, decay, beta)
+            return self.finish(out, mixed), (), (last, matrix)
         decay = decay.double().exp().to(matrix.dtype)
         if native:
             known = earlier[1:] if earlier else None
@@ -107,7 +124,7 @@ class DeltaRule(Recurrence):
         else:
             out, changes, end = self._one_by_one(matrix, earlier, tree, q, k, v, decay, beta)
         updates = () if prompt else (entries, decay, k, changes)
-        return out, updates, None if end is None else (last, end)
+        return self.finish(out, mixed), updates, None if end is None else (last, end)
 
     def apply(self, state: Tensors, updates: Tensors, rows: Sequence[int]) -> Tensors:
         (before, matrix), (entries, decays, keys, changes) = state, (x[list(rows)] for x in updates)
@@ -118,13 +135,6 @@ class DeltaRule(Recurrence):
             matrix = _write(_decayed(matrix, decay), self._each(k), change)
         return last, matrix
 
-    def _split(self, mixed: Tensor) -> Tensors:
-        """Queries and keys [T, key_heads, K], of length 1 (the queries scaled), and values [T, heads, V]."""
-        c, keys = self.config, self.config.key_heads * self.config.key_dim
-        q, k, v = mixed.split([keys, keys, mixed.shape[-1] - 2 * keys], -1)
-        q, k = (_unit(x.unflatten(-1, (-1, c.key_dim))) for x in (q, k))
-        return q * c.key_dim**-0.5, k, v.unflatten(-1, (-1, c.value_dim))
-
     def _each(self, x: Tensor) -> Tensor:
         """Keys or queries [..., key_heads, K] for each head."""
         repeats = self.config.heads // self.config.key_heads
@@ -133,27 +143,80 @@ class DeltaRule(Recurrence):
         return x.repeat_interleave(repeats, -2)
 
     def _one_by_one(
-        self, matrix: Tensor, earlier: Tensors | None, tree: Tree, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor
+        self,
+        matrix: Tensor,
+        earlier: Tensors | None,
+        tree: Tree,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decays: Tensor,
+        beta: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Outputs and changes [T, heads, V], and the matrix after the last row of a chain."""
         q, k = self._each(q), self._each(k)
         after = {NONE: matrix}
         for row in range(tree.start):
             assert earlier
-            _, decay, keys, changes = (x[row] for x in earlier)
-            after[row] = _write(_decayed(after[tree.parents[row]], decay), self._each(keys), changes)
-        out, changes = torch.empty_like(v), torch.empty_like(v)
+            _, decay, keys, known = (x[row] for x in earlier)
+            after[row] = _write(_decayed(after[tree.parents[row]], decay), self._each(keys), known)
+        out, changes = torch.empty_like(v), v.clone()
         last = {parent: row for row, parent in enumerate(tree.parents)}
-        for i, (decay, beta) in enumerate(zip(*gates, strict=True)):
+        for i, decay in enumerate(decays):
             row, parent = tree.start + i, tree.parents[tree.start + i]
             matrix = _decayed(after[parent], decay)
-            torch.mul(v[i] - _read(matrix, k[i]), beta[:, None], out=changes[i])
+            if beta is not None:
+                torch.mul(v[i] - _read(matrix, k[i]), beta[i, :, None], out=changes[i])
             out[i] = _read(_write(matrix, k[i], changes[i]), q[i])
             if row in last:
                 after[row] = matrix
             if last[parent] == row:
                 del after[parent]
         return out, changes, matrix if tree.is_chain else None
+
+    def _in_chunks(
+        self, matrix: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Outputs [T, heads, V] of a chain of T rows, and the matrix after the last one. q, k [T, heads, K],
+        v [T, heads, V], logarithms of decays and beta [T, heads]."""
+        parts = []
+        for start in range(0, len(q), _CHUNK):
+            here = slice(start, start + _CHUNK)
+            qs, ks, vs = (x[here].transpose(0, 1) for x in (q, k, v))
+            sums = decay[here].cumsum(0).T[..., None]
+            out, changes = self.in_chunk(matrix, qs, ks, vs, sums, None if beta is None else beta[here].T[..., None])
+            parts.append(out.transpose(0, 1))
+            left = (sums[:, -1:] - sums).exp()
+            matrix = matrix * sums[:, -1:].exp() + (ks * left).transpose(1, 2) @ changes
+        return torch.cat(parts), matrix
+
+
+def between(sums: Tensor) -> Tensor:
+    """The decay from each row of a chunk to each later one [heads, T, T], from the sums of logarithms [heads, T, 1]."""
+    return (sums - sums.transpose(1, 2)).tril().exp().tril()
+
+
+class DeltaRule(MatrixState):
+    """Gated DeltaNet (arXiv 2412.06464): what the decayed state holds under a row's key moves towards the row's value
+    by a share beta, d = beta (v - decay S^T k)."""
+
+    def split(self, mixed: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries and keys have length 1 (the queries are scaled), and the gates are beta."""
+        c, keys = self.config, self.config.key_heads * self.config.key_dim
+        q, k, v = mixed.split([keys, keys, mixed.shape[-1] - 2 * keys], -1)
+        q, k = (_unit(x.unflatten(-1, (-1, c.key_dim))) for x in (q, k))
+        return q * c.key_dim**-0.5, k, v.unflatten(-1, (-1, c.value_dim)), gates
+
+    def in_chunk(self, matrix: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, beta: Tensor | None) -> Tensors:
+        """By section 3.3 of the paper."""
+        assert beta is not None
+        decays = between(sums)
+        system = (beta * k) @ k.transpose(1, 2) * decays
+        both = torch.cat([beta * v, beta * k * sums.exp()], -1)
+        solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
+        new, old = solved.split([v.shape[-1], k.shape[-1]], -1)
+        changes = new - old @ matrix
+        return (q * sums.exp()) @ matrix + (q @ k.transpose(1, 2) * decays) @ changes, changes
 
 
 def _decayed(matrix: Tensor, decay: Tensor) -> Tensor:
@@ -171,27 +234,6 @@ def _read(matrix: Tensor, key: Tensor) -> Tensor:
 
 def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
-
-
-def _in_chunks(matrix: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """The rule for a chain of T rows by products of matrices (section 3.3 of arXiv 2412.06464): outputs [T, heads, V]
-    and the matrix after the last row. q, k [T, heads, K], v [T, heads, V], logarithms of decays and beta [T, heads]."""
-    parts = []
-    for start in range(0, len(q), _CHUNK):
-        here = slice(start, start + _CHUNK)
-        qs, ks, vs = (x[here].transpose(0, 1) for x in (q, k, v))
-        sums, betas = (x.T[..., None] for x in (decay[here].cumsum(0), beta[here]))
-        # A row sees an earlier one after all decays in between.
-        between = (sums - sums.transpose(1, 2)).tril().exp().tril()
-        system = (betas * ks) @ ks.transpose(1, 2) * between
-        both = torch.cat([betas * vs, betas * ks * sums.exp()], -1)
-        solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
-        new, old = solved.split([v.shape[-1], k.shape[-1]], -1)
-        changes = new - old @ matrix
-        parts.append(((qs * sums.exp()) @ matrix + (qs @ ks.transpose(1, 2) * between) @ changes).transpose(0, 1))
-        left = (sums[:, -1:] - sums).exp()
-        matrix = matrix * sums[:, -1:].exp() + (ks * left).transpose(1, 2) @ changes
-    return torch.cat(parts), matrix
 
 
 class RecurrentMixer(Mixer):
@@ -245,22 +287,22 @@ class DeltaNet(RecurrentMixer):
 
 
 def make_recurrent(
-    c: ModelConfig, kind: RecurrentConfig, weights: Weights, prefix: str
+    c: ModelConfig, kind: DeltaNetConfig | ShortConvConfig, weights: Weights, prefix: str
 ) -> tuple[RecurrentMixer, str, int]:
     """Build the mixer of a recurrent layer. Returns it, and the name and width of the output product that follows."""
     if isinstance(kind, ShortConvConfig):
         product = weights.linear({prefix + "conv.in_proj": 3 * kind.channels}, c.hidden)
-        return ShortConv(product, _convolution(kind, weights, prefix + "conv.conv")), "conv.out_proj", kind.channels
+        return ShortConv(product, make_convolution(kind, weights, prefix + "conv.conv")), "conv.out_proj", kind.channels
     prefix += "linear_attn."
     rate = -weights.get(prefix + "A_log", (kind.heads,), weights.precise).exp()
     bias = weights.get(prefix + "dt_bias", (kind.heads,), weights.precise)
     norm = RMSNorm(weights.get(prefix + "norm.weight", (kind.value_dim,), weights.precise), c.norm_eps)
     mixed, gates = _projections(c, kind, weights, prefix)
-    mixer = DeltaNet(kind, _convolution(kind, weights, prefix + "conv1d"), mixed, gates, (rate, bias), norm)
+    mixer = DeltaNet(kind, make_convolution(kind, weights, prefix + "conv1d"), mixed, gates, (rate, bias), norm)
     return mixer, "linear_attn.out_proj", kind.heads * kind.value_dim
 
 
-def _convolution(kind: RecurrentConfig, weights: Weights, name: str) -> Convolution:
+def make_convolution(kind: RecurrentConfig, weights: Weights, name: str) -> Convolution:
     weight = weights.get(name + ".weight", (kind.channels, 1, kind.width), weights.precise)[:, 0].T.contiguous()
     has_bias = name + ".bias" in weights
     return Convolution(weight, weights.get(name + ".bias", (kind.channels,), weights.precise) if has_bias else None)

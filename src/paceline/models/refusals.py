@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.files.schema import CORRECT, IDENTITY, check
+from paceline.models.mamba_hybrids import MAMBA_FAMILIES
 
 Raw = Mapping[str, Any]
 
@@ -31,8 +32,9 @@ def refuse_other_kinds(raw: Raw, where: str | Path = "config.json") -> None:
         raise UnsupportedModel(f"{name} is a multimodal model", "Use a text-only model of the same family")
     if raw.get("is_encoder_decoder"):
         raise UnsupportedModel(f"{name} is an encoder-decoder model", "Use a decoder-only model")
-    recurrent = ("mamba", "rwkv", "recurrent", "jamba", "bamba", "zamba", "xlstm", "lfm2_", "falcon_h1", "ssm")
-    if any(word in raw["model_type"].lower() for word in recurrent):
+    recurrent = ("mamba", "rwkv", "recurrent", "jamba", "zamba", "xlstm", "ssm")
+    native = raw["model_type"] in MAMBA_FAMILIES
+    if not native and any(word in raw["model_type"].lower() for word in recurrent):
         raise UnsupportedModel(
             f"{name} is a recurrent model, whose state cannot drop rejected tokens", "Use an attention-only model"
         )

@@ -16,6 +16,7 @@ from paceline.kernels.low_rank import adapted_pass
 from paceline.models.config import LayerConfig, ModelConfig
 from paceline.models.cpu_layers import NativeLayers, runs_natively, whole
 from paceline.models.layers import Attention, Layer, SharedAttention
+from paceline.models.mamba import Parallel
 from paceline.models.ranks import Ranks, Summed
 from paceline.models.recurrent import RecurrentMixer
 from paceline.models.rope import Rope, RotarySet
@@ -43,9 +44,7 @@ class LayerStack:
         runs = [(device, len([*same])) for device, same in groupby(devices or [host.device] * len(plan))]
         numbers = [number for number, (_, count) in enumerate(runs) for _ in range(count)]
         self._attentions = [
-            self._attention(config, spec, layer.attention, both, native, part)
-            if isinstance(layer.attention, (Attention, SharedAttention))
-            else None
+            self._attention(config, spec, one, both, native, part) if (one := _attending(layer)) else None
             for layer, spec, both, part in zip(layers, plan, mutual or (False,) * len(plan), numbers, strict=True)
         ]
         mixers = [layer.attention for layer in layers]
@@ -63,7 +62,9 @@ class LayerStack:
             if native or (config.head_dim % LANES == 0 and runs_natively(placed.layers, host.dtype)):
                 placed.take(self._attentions, ranks)
         if ranks and not native:
-            for layer in layers:
+            for layer in layers:  # of which all attend and feed, see `Division`
+                assert layer.out
+                assert layer.mlp
                 layer.out, layer.mlp = Summed(layer.out, ranks), Summed(layer.mlp, ranks)
         head_dim = whole(config.head_dim) if native else config.head_dim
         self._cache_sizes = config.kv_heads, head_dim, host.context_length, host.dtype, host.device
@@ -178,3 +179,9 @@ class _PlacedLayers:
                 x = self.layers[index - self.first](x, index, ropes[self._rope_of[index]], attention, entry, own)
                 entry = None
         return x, states
+
+
+def _attending(layer: Layer) -> Attention | SharedAttention | None:
+    """The attention of a layer, if it has any."""
+    mixer = layer.attention.attention if isinstance(layer.attention, Parallel) else layer.attention
+    return mixer if isinstance(mixer, (Attention, SharedAttention)) else None

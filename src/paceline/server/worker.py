@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import logging
+import math
 import sys
 import threading
 import time
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 
+from paceline.cache.state import held
 from paceline.engine.detokenizer import Chunk
 from paceline.engine.draft_policy import Speculation
 from paceline.engine.prompt_logprobs import PromptReader
@@ -49,7 +51,8 @@ class WorkerLimits:
     """Capacity of a worker.
 
     `slots`: replies that share rounds. `queue`: replies that wait. `cache_positions`: positions of keys and values,
-    slots times the longest text. `prefill_quota`: prompt tokens fed between two rounds. `prefix_bytes`: size of the
+    slots times the longest text. `state_positions`: those that take as much memory as one state of a text; 0 for models
+    without. `prefill_quota`: prompt tokens fed between two rounds. `prefix_bytes`: size of the
     prefix cache.
     """
 
@@ -58,6 +61,7 @@ class WorkerLimits:
     cache_positions: int = 1 << 20
     prefill_quota: int = 128
     prefix_bytes: int = 0
+    state_positions: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +202,8 @@ class Worker:
     def load(self) -> Load:
         """The load at this moment."""
         active = self._scheduler.active
-        positions = _positions(len(active), max((task.length for task in active), default=0))
+        longest = max((task.length for task in active), default=0)
+        positions = _positions(len(active), longest, self.limits.state_positions)
         waiting = max(0, len(self._replies) - len(active))
         return Load(len(active), waiting, min(1.0, positions / self.limits.cache_positions))
 
@@ -296,7 +301,7 @@ class Worker:
 
     def _new_scheduler(self) -> Scheduler:
         # Without a reference to this worker: a cycle would keep its model in memory until the next collection.
-        fits = partial(_fits, self.limits.cache_positions)
+        fits = partial(_fits, self.limits.cache_positions, self.limits.state_positions)
         return Scheduler(self.llm.engine, self.limits.slots, self.limits.prefill_quota, fits)
 
 
@@ -304,13 +309,16 @@ def _drafted(task: Task) -> int:
     return task.request.stats.drafted if task.request else 0
 
 
-def _fits(room: int, count: int, longest: int) -> bool:
-    return _positions(count, longest) <= room
+def _fits(room: int, state: float, count: int, longest: int) -> bool:
+    return _positions(count, longest, state) <= room
 
 
-def _positions(count: int, longest: int) -> int:
-    """Positions of a cache: as many for each text as for the longest, and the number of texts grows by doubling."""
-    return longest << max(0, count - 1).bit_length() if count else 0
+def _positions(count: int, longest: int, state: float) -> int:
+    """Positions of a cache: as many for each text as for the longest, and the number of texts grows by doubling. To
+    them come each text's states, of which one is as large as `state` positions."""
+    if not count:
+        return 0
+    return (longest << (count - 1).bit_length()) + math.ceil(count * held(longest) * state)
 
 
 def trim_memory() -> None:

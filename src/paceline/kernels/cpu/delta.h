@@ -1,4 +1,4 @@
-// Gated DeltaNet over the rows of a tree, row by row. See `models/recurrent.py`.
+// Gated DeltaNet and Mamba-2 over the rows of a tree, row by row. See `models/recurrent.py`.
 //
 // A state is a matrix [keys, values] for each head. All sums run over the keys in their order and no product is fused
 // with a sum, so a row's bits depend on its ancestors alone, on any processor.
@@ -15,7 +15,8 @@ namespace paceline {
 // `before`, `after` [heads, keys, values]: the states before the rows, and after the last one of a chain (null: a tree).
 // `parents` [rows]: the row that each goes on from, or -1. Of the first `start` rows the changes are known. `k` [rows,
 // key_heads, keys], `decay` [rows, heads] and `changes` [rows, heads, values] are of all rows; `q`, `v`, `beta` and `out`
-// of those from `start` on. `tiled`: a head's key is that of its number modulo `key_heads`.
+// of those from `start` on. Without `beta` (Mamba-2) a row's change is its value. `tiled`: a head's key is that of its
+// number modulo `key_heads`.
 struct Delta {
     int32_t heads, key_heads, keys, values, tiled, rows, start;
     const int32_t* parents;
@@ -46,14 +47,18 @@ struct Delta {
             for (int i = 0; i < keys; i++) write(from + int64_t(i) * values, to + int64_t(i) * values, keep, key[i], change);
             return;
         }
-        std::fill_n(sums, values, 0.0f);
-        for (int i = 0; i < keys; i++) {
-            const float* __restrict line = from + int64_t(i) * values;
-            for (int j = 0; j < values; j++) sums[j] += line[j] * keep * key[i];
-        }
-        const float share = beta[int64_t(fresh) * heads + head];
         const float* __restrict value = v + (int64_t(fresh) * heads + head) * values;
-        for (int j = 0; j < values; j++) change[j] = (value[j] - sums[j]) * share;
+        if (beta) {
+            std::fill_n(sums, values, 0.0f);
+            for (int i = 0; i < keys; i++) {
+                const float* __restrict line = from + int64_t(i) * values;
+                for (int j = 0; j < values; j++) sums[j] += line[j] * keep * key[i];
+            }
+            const float share = beta[int64_t(fresh) * heads + head];
+            for (int j = 0; j < values; j++) change[j] = (value[j] - sums[j]) * share;
+        } else {
+            std::copy_n(value, values, change);
+        }
         const float* __restrict query = q + (int64_t(fresh) * key_heads + key_head) * keys;
         float* __restrict y = out + (int64_t(fresh) * heads + head) * values;
         std::fill_n(y, values, 0.0f);

@@ -1,4 +1,4 @@
-"""Gated DeltaNet by the CPU kernels: `delta.h`."""
+"""Gated DeltaNet and Mamba-2 by the CPU kernels: `delta.h`."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def scan_delta(
     k: Tensor,
     v: Tensor,
     decay: Tensor,
-    beta: Tensor,
+    beta: Tensor | None,
     tiled: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Outputs and changes [T, heads, V] of the last T rows of a tree, and the matrix after the last row of a chain.
 
     matrix [heads, K, V]; `parents` of all rows; `known`: decay, k and changes of the rows before the T. q, k [T,
-    key_heads, K], v [T, heads, V], decay and beta [T, heads].
+    key_heads, K], v [T, heads, V], decay and beta [T, heads]. Without `beta` the changes are the values.
     """
     out, changes = torch.empty(v.shape, dtype=torch.float32), torch.empty(v.shape, dtype=torch.float32)
     start = len(parents) - len(v)
@@ -57,7 +57,7 @@ def scan_delta(
         decay, k, changes = (torch.cat(pair) for pair in zip(known, (decay, k, changes), strict=True))
     chain = tuple(parents) == tuple(range(-1, len(parents) - 1))
     after = torch.empty(matrix.shape, dtype=torch.float32) if chain else None
-    _call(matrix, parents, start, (q, k, v, decay, beta), changes, out, after, tiled)
+    _call(matrix, parents, start, k, (q, k, v, decay, beta), changes, out, after, tiled)
     return out, changes[start:], after
 
 
@@ -65,7 +65,7 @@ def apply_delta(matrix: Tensor, decay: Tensor, k: Tensor, changes: Tensor, tiled
     """The matrix [heads, K, V] after a chain of rows whose changes are known: decay [n, heads], k [n, key_heads, K],
     changes [n, heads, V]."""
     after, count = torch.empty(matrix.shape, dtype=torch.float32), len(decay)
-    _call(matrix, range(-1, count - 1), count, (k, k, changes, decay, decay), changes, changes, after, tiled)
+    _call(matrix, range(-1, count - 1), count, k, (k, k, changes, decay, None), changes, changes, after, tiled)
     return after
 
 
@@ -73,20 +73,21 @@ def _call(
     matrix: Tensor,
     parents: Sequence[int],
     start: int,
-    inputs: Sequence[Tensor],
+    k: Tensor,
+    inputs: Sequence[Tensor | None],
     changes: Tensor,
     out: Tensor,
     after: Tensor | None,
     tiled: bool,
 ) -> None:
     matrix, changes = matrix.contiguous(), changes.contiguous()
-    held = [x.contiguous() for x in inputs]
-    (heads, keys, values), key_heads = matrix.shape, held[1].shape[1]
+    held = [None if x is None else x.contiguous() for x in inputs]
+    (heads, keys, values), key_heads = matrix.shape, k.shape[1]
     numbers = (c_int32 * len(parents))(*parents)
     delta = _Delta(heads, key_heads, keys, values, tiled, len(parents), start)
     delta.parents = addressof(numbers)
     for name, x in zip(("q", "k", "v", "decay", "beta"), held, strict=True):
-        setattr(delta, name, x.data_ptr())
+        setattr(delta, name, None if x is None else x.data_ptr())
     delta.before, delta.changes, delta.out = matrix.data_ptr(), changes.data_ptr(), out.data_ptr()
     delta.after = None if after is None else after.data_ptr()
     if _run()(byref(delta), torch.get_num_threads()):

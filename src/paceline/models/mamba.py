@@ -1,0 +1,145 @@
+"""Mamba-2 (arXiv 2405.21060): layers whose state is a matrix that decays, alone or beside attention."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.cache.state import Tensors
+from paceline.kernels.linear import Linear
+from paceline.models.config import Mamba2Config, ModelConfig, RecurrentConfig
+from paceline.models.layers import Addend, Attention, RMSNorm, sigmoid
+from paceline.models.recurrent import (
+    Convolution,
+    MatrixState,
+    RecurrentMixer,
+    between,
+    make_convolution,
+    make_recurrent,
+)
+from paceline.models.rope import Rope
+from paceline.models.weights import Weights
+from paceline.protocols import RecurrentPass
+
+
+class Selective(MatrixState):
+    """Mamba-2's state: B is the key, C the query, and the change is the value in proportion to the row's time step,
+    the gate. A share of the value, `skip` [heads], passes by the state."""
+
+    def __init__(self, config: Mamba2Config, convolution: Convolution, skip: Tensor) -> None:
+        super().__init__(config, convolution)
+        self._skip = skip[:, None]
+
+    def split(self, mixed: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        """See `MatrixState.split`."""
+        k, q = (x.unflatten(-1, (-1, self.config.key_dim)) for x in mixed[:, self._values :].chunk(2, -1))
+        return q, k, self._value(mixed) * gates[..., None], None
+
+    def finish(self, out: Tensor, mixed: Tensor) -> Tensor:
+        """See `MatrixState.finish`."""
+        return out + self._value(mixed) * self._skip
+
+    def in_chunk(self, matrix: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, beta: Tensor | None) -> Tensors:
+        """By section 6 of the paper."""
+        return (q * sums.exp()) @ matrix + (q @ k.transpose(1, 2) * between(sums)) @ v, v
+
+    @property
+    def _values(self) -> int:
+        return self.config.heads * self.config.value_dim
+
+    def _value(self, mixed: Tensor) -> Tensor:
+        value: Tensor = mixed[:, : self._values].unflatten(-1, (-1, self.config.value_dim))
+        return value
+
+
+class GroupNorm:
+    """RMS norm of each group of channels by itself, before or after the gate (`first`)."""
+
+    def __init__(self, weight: Tensor, groups: int, eps: float, first: bool) -> None:
+        """`weight` [channels]."""
+        self._weight, self._groups, self._first = weight, groups, first
+        self._norm = RMSNorm(torch.ones_like(weight[: len(weight) // groups]), eps)
+
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Both [..., channels]."""
+        if not self._first:
+            x = x * gate
+        x = self._norm(x.unflatten(-1, (self._groups, -1))).flatten(-2).mul(self._weight)
+        return x * gate if self._first else x
+
+
+class Mamba2(RecurrentMixer):
+    """The mixer of a Mamba-2 layer."""
+
+    def __init__(
+        self,
+        config: Mamba2Config,
+        product: Linear,
+        state: Selective,
+        steps: tuple[Tensor, Tensor],
+        norm: GroupNorm | None,
+    ) -> None:
+        """`product`: the output's gate, what passes through the convolution, and time steps. `steps`: the decay's rate
+        A, below 0, and the bias of the time step, both [heads]."""
+        self.config, self._product, self.recurrence, self._norm = config, product, state, norm
+        self._rate, self._bias = steps
+
+    def mix(self, x: Tensor, layer: int, rope: Rope, attention: RecurrentPass) -> Tensor:
+        """See `layers.Mixer.mix`."""
+        c, wide = self.config, self._rate.dtype
+        values = c.heads * c.value_dim
+        gate, entries, step = self._product.precise(x).to(wide).split([values, c.channels, c.heads], -1)
+        # In float64, as elsewhere: torch computes the last elements of a float32 tensor by another function.
+        step = F.softplus((step + self._bias).double())
+        out = attention.recur(layer, (entries, (self._rate * step).to(wide), step.to(wide))).flatten(2)
+        gate = gate * sigmoid(gate)
+        return (out * gate if self._norm is None else self._norm(out, gate)).to(x.dtype)
+
+
+class Parallel(RecurrentMixer):
+    """Attention beside a state, both of the same rows (Falcon-H1)."""
+
+    def __init__(self, attention: Attention, other: RecurrentMixer) -> None:
+        self.attention, self._other, self.recurrence = attention, other, other.recurrence
+
+    def mix(self, x: Tensor, layer: int, rope: Rope, attention: RecurrentPass) -> Tensor:
+        """What attention gives, then what the state gives, [B, T, *]."""
+        return torch.cat([one.mix(x, layer, rope, attention) for one in (self.attention, self._other)], -1)
+
+
+class SplitProduct(Addend):
+    """The sum of the products of a row's two parts, of which the first has `width` elements."""
+
+    def __init__(self, first: Linear, second: Linear, width: int) -> None:
+        self._parts, self._width = (first, second), width
+
+    def __call__(self, x: Tensor) -> Tensor:
+        first, second = self._split(x)
+        return self._parts[1].onto(second, self._parts[0](first))
+
+    def onto(self, x: Tensor, residual: Tensor) -> Tensor:
+        """See `layers.Addend.onto`."""
+        first, second = self._split(x)
+        return self._parts[1].onto(second, self._parts[0].onto(first, residual))
+
+    def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x[..., : self._width].contiguous(), x[..., self._width :].contiguous()
+
+
+def make_state(c: ModelConfig, kind: RecurrentConfig, weights: Weights, prefix: str) -> tuple[RecurrentMixer, str, int]:
+    """Build the mixer of a layer that has a state. Returns it, and the name and width of the output product that
+    follows."""
+    if not isinstance(kind, Mamba2Config):
+        return make_recurrent(c, kind, weights, prefix)
+
+    def each_head(name: str) -> Tensor:
+        return weights.get(f"{prefix}mamba.{name}", (kind.heads,), weights.precise)
+
+    values, norm = kind.heads * kind.value_dim, None
+    if (name := prefix + "mamba.norm.weight") in weights:
+        norm = GroupNorm(weights.get(name, (values,), weights.precise), kind.key_heads, c.norm_eps, kind.norm_first)
+    product = weights.linear({prefix + "mamba.in_proj": values + kind.channels + kind.heads}, c.hidden)
+    state = Selective(kind, make_convolution(kind, weights, prefix + "mamba.conv1d"), each_head("D"))
+    mixer = Mamba2(kind, product, state, (-each_head("A_log").exp(), each_head("dt_bias")), norm)
+    return mixer, "mamba.out_proj", values

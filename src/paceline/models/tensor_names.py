@@ -1,0 +1,93 @@
+"""Tensors of families whose files have other names than Llama's, or values that the decoder does not compute with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.kernels.quantize import Codes
+from paceline.kernels.stored import Stored
+from paceline.models.lazy import LanguageTensors, Renamed
+from paceline.models.mamba_hybrids import Multiplier, multipliers
+
+_LANGUAGE = {"model.language_model.": "model."}
+_LFM2 = {
+    "model.embedding_norm.": "model.norm.",
+    ".operator_norm.": ".input_layernorm.",
+    ".ffn_norm.": ".post_attention_layernorm.",
+    ".self_attn.out_proj.": ".self_attn.o_proj.",
+    ".q_layernorm.": ".q_norm.",
+    ".k_layernorm.": ".k_norm.",
+    ".feed_forward.w1.": ".mlp.gate_proj.",
+    ".feed_forward.w3.": ".mlp.up_proj.",
+    ".feed_forward.w2.": ".mlp.down_proj.",
+    ".feed_forward.": ".mlp.",
+}
+_BAMBA = {
+    "model.final_layernorm.": "model.norm.",
+    ".pre_ff_layernorm.": ".post_attention_layernorm.",
+    ".feed_forward.": ".mlp.",
+}
+_MIXERS = {
+    "backbone.": "model.",
+    ".embeddings.": ".embed_tokens.",
+    ".norm.": ".input_layernorm.",
+    ".mixer.input_layernorm.": ".mamba.norm.",
+    ".norm_f.": ".norm.",
+    **{f".mixer.{x}_proj.": f".self_attn.{x}_proj." for x in "qkvo"},
+    ".mixer.gate.e_score_correction_bias": ".mlp.expert_bias",
+    **{f".mixer.{x}.": f".mlp.{x}." for x in ("up_proj", "down_proj", "experts", "gate", "shared_experts")},
+    ".mixer.": ".mamba.",
+}
+_NAMES: Mapping[str, Mapping[str, str]] = {
+    **dict.fromkeys(("gemma4_text", "qwen3_vl_text", "qwen3_5_text", "qwen3_5_moe_text"), _LANGUAGE),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), _LFM2),
+    **dict.fromkeys(("bamba", "falcon_h1"), _BAMBA),
+    **dict.fromkeys(("mamba2", "nemotron_h"), _MIXERS),
+    "glm4": {
+        ".post_attention_layernorm.": ".pre_feedforward_layernorm.",
+        ".post_self_attn_layernorm.": ".post_attention_layernorm.",
+        ".post_mlp_layernorm.": ".post_feedforward_layernorm.",
+    },
+    "granitemoehybrid": {
+        ".block_sparse_moe.input_linear.weight": ".block_sparse_moe.experts.gate_up_proj",
+        ".block_sparse_moe.output_linear.weight": ".block_sparse_moe.experts.down_proj",
+        ".shared_mlp.input_linear.": ".mlp.gate_up_proj.",
+        ".shared_mlp.output_linear.": ".mlp.down_proj.",
+    },
+}
+"""Model type -> parts of names in its files, and those of Llama's names in their place, one after the other."""
+
+
+def translated(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The tensors as the decoder takes them. `config`: the checkpoint's."""
+    kind = config.get("model_type", "")
+    if names := _NAMES.get(kind):
+        tensors = LanguageTensors(tensors, names)
+    return Scaled(tensors, multipliers(config)) if kind == "falcon_h1" else tensors
+
+
+class Scaled(Renamed):
+    """Tensors of which some are multiplied, by one number or each row by its own."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], factors: Mapping[str, Multiplier]) -> None:
+        """`factors`: by the end of a tensor's name."""
+        super().__init__(tensors)
+        self._factors = {name: f for name in tensors for end, f in factors.items() if name.endswith(end)}
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor, factors = super().__getitem__(name), self._factors.get(name)
+        if factors is None:
+            return tensor
+        wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+        rows = torch.cat([wide.new_full((min(count, len(wide)),), factor) for count, factor in factors])
+        return wide * rows[: len(wide)].view(-1, *(1,) * (wide.ndim - 1))
+
+    def codes(self, name: str) -> Codes | None:
+        return None if name in self._factors else super().codes(name)
+
+    def stored(self, name: str) -> Stored | None:
+        return None if name in self._factors else super().stored(name)
