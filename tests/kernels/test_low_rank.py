@@ -15,12 +15,13 @@ from paceline.errors import AdapterMismatch, UnsupportedModel
 from paceline.kernels.cpu.build import library
 from paceline.kernels.low_rank import Factors
 from paceline.kernels.quantize import Mode
-from paceline.models.config import ModelConfig
+from paceline.models.config import LayerConfig, ModelConfig, ShortConvConfig
 from paceline.models.decoder import Decoder
 from paceline.models.lazy import Quantised
+from paceline.testing import TINY, random_tensors
 from paceline.types import Draft, Want
 from paceline.verify.tree import pack, pack_prefix
-from tests.hybrids import HYBRID, hybrid_tensors
+from tests.hybrids import HYBRID, MAMBA_HYBRID, hybrid_tensors, mamba_tensors
 from tests.kernels.test_cpu_groups import watched
 from tests.kernels.test_cpu_layers import BASE, MODELS, tensors_of
 
@@ -28,10 +29,15 @@ CPU = torch.device("cpu")
 needs_kernels = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
 SETS: dict[str, tuple[int, tuple[str, ...]]] = {
     "queries and values": (4, ("q_proj", "v_proj")),
-    "all": (5, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "in_proj_z")),
+    "all": (5, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "in_proj_z", "in_proj")),
     "half of the gates": (3, ("up_proj", "down_proj")),
 }
 """Name of an adapter -> its rank and the modules that it changes."""
+LFM2 = replace(
+    TINY,
+    context_length=1200,
+    special=(LayerConfig(None, recurrent=ShortConvConfig(TINY.hidden, 3), attends=False), LayerConfig(TINY.rope)),
+)
 TEXT = [(i * 17 + 5) % 37 for i in range(400)]
 
 
@@ -76,14 +82,26 @@ def logits(model: Decoder, numbers: Sequence[int], rows: int = 5, before: int = 
     return [out[i, :rows] for i in range(len(slots))]
 
 
+def lfm2_tensors() -> dict[str, Tensor]:
+    tensors, draw = random_tensors(LFM2, scale=0.3), torch.Generator().manual_seed(1)
+    tensors = {name: x for name, x in tensors.items() if not name.startswith("model.layers.0.self_attn")}
+    shapes = {"in_proj": (3 * LFM2.hidden, LFM2.hidden), "out_proj": (LFM2.hidden,) * 2, "conv": (LFM2.hidden, 1, 3)}
+    made = {name: torch.randn(shape, generator=draw) * 0.4 for name, shape in shapes.items()}
+    return tensors | {f"model.layers.0.conv.{name}.weight": x for name, x in made.items()}
+
+
 def tensors_for(name: str) -> tuple[ModelConfig, dict[str, Tensor]]:
     if name == "a hybrid":
         return HYBRID, hybrid_tensors()
+    if name == "mamba-2":
+        return MAMBA_HYBRID, mamba_tensors()
+    if name == "lfm2":
+        return LFM2, lfm2_tensors()
     config = replace(BASE, **MODELS[name])
     return config, tensors_of(config)
 
 
-FAMILIES = ["llama", "qwen2: biases", "gemma3", "a mixture", "no size in whole lanes", "a hybrid"]
+FAMILIES = ["llama", "qwen2: biases", "gemma3", "a mixture", "no size in whole lanes", "a hybrid", "mamba-2", "lfm2"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

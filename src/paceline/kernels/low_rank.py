@@ -83,19 +83,31 @@ class Adapted(Linear):
         """See `Linear.onto`."""
         return self._changed(self.base.onto(x, residual), x)
 
+    def precise(self, x: Tensor) -> Tensor:
+        """See `Linear.precise`."""
+        y = self.base.precise(x)
+        for slot, (down, up) in self._changed_slots():
+            y[slot] += up.precise(down(x[slot]))
+        return y
+
     def weight(self) -> Tensor:
         """See `Linear.weight`: the base's."""
         return self.base.weight()
 
     def _changed(self, y: Tensor, x: Tensor) -> Tensor:
         """y [B, T, out], in place, with what each slot's adapter adds for x [B, T, in]."""
+        for slot, (down, up) in self._changed_slots():
+            y[slot] = up.onto(down(x[slot]), y[slot])
+        return y
+
+    def _changed_slots(self) -> Iterator[tuple[int, tuple[Linear, Linear]]]:
+        """The slots whose adapter changes this product, and its factors as products."""
         if not self._products:  # made when torch first runs them: the kernels have a copy of their own
             self._products = [self._product(change) if change else None for change in self.changes]
+            self.changes = ()
         for slot, number in enumerate(_ADAPTERS.get()):
             if number and (change := self._products[number - 1]):
-                down, up = change
-                y[slot] = up.onto(down(x[slot]), y[slot])
-        return y
+                yield slot, change
 
     def _product(self, change: LowRank) -> tuple[Linear, Linear]:
         return linear(change.a.to(self.dtype)), linear(change.b.to(self.dtype))
