@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import paceline
 from paceline.checkpoints.adapters import MAX_ADAPTERS, Adapter, check_adapters, read_factors
 from paceline.checkpoints.checkpoint import open_checkpoint
-from paceline.checkpoints.lora import merge
+from paceline.checkpoints.lora import LoraAdapter, merge
 from paceline.drafters.model import DraftModel
 from paceline.errors import InvalidOption, PacelineError, UnsupportedModel
 from paceline.kernels.low_rank import Factors
@@ -21,7 +23,7 @@ from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
 from paceline.types import Want
 from paceline.verify.tree import pack_prefix
-from tests.checkpoints.test_lora import ATTENTION, VARIANTS, base_model, train
+from tests.checkpoints.test_lora import ATTENTION, SIZES, VARIANTS, base_model, save_tokenizer, train
 from tests.toys import toy_tokenizer
 
 peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
@@ -44,12 +46,56 @@ def logits(tensors: Any, config: dict[str, Any], adapters: list[Factors], number
 def test_logits_are_those_of_the_merged_model(tmp_path: Path, variant: str) -> None:
     adapted = train(base_model(tmp_path / "base"), tmp_path / "lora", **VARIANTS[variant])
     base = open_checkpoint(tmp_path / "base")
-    ours = logits(base.tensors, base.config, [read_factors("lora", Adapter(tmp_path / "lora"))], 1)
+    ours = logits(base.tensors, base.config, [read_factors("lora", Adapter(tmp_path / "lora"), base.config)], 1)
     together = merge(base, tmp_path / "lora")
     torch.testing.assert_close(ours, logits(together.tensors, base.config, [], 0), rtol=1e-5, atol=1e-5)
     with torch.inference_mode():
         theirs = adapted.double()(torch.tensor([TOKENS])).logits[0]
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_modules_of_renamed_families_are_found(tmp_path: Path) -> None:
+    """LFM2 has names of its own, in the adapter's file and in its patterns."""
+    torch.manual_seed(0)
+    sizes = SIZES | {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "conv_L_cache": 3}
+    model = transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**sizes, tie_word_embeddings=True)).eval()
+    model.save_pretrained(tmp_path / "base")
+    save_tokenizer(tmp_path / "base")
+    adapted = train(
+        model,
+        tmp_path / "lora",
+        target_modules=["in_proj", "out_proj", "q_proj", "w1", "w2"],
+        rank_pattern={"feed_forward.w1": 3},
+    )
+    base = open_checkpoint(tmp_path / "base")
+    together = merge(base, tmp_path / "lora")
+    merged = logits(together.tensors, together.config, [], 0)
+    factors = read_factors("lora", Adapter(tmp_path / "lora"), base.config)
+    torch.testing.assert_close(logits(base.tensors, base.config, [factors], 1), merged, rtol=1e-5, atol=1e-5)
+    with torch.inference_mode():
+        theirs = adapted.double()(torch.tensor([TOKENS])).logits[0]
+    torch.testing.assert_close(merged, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("base", "module", "said"),
+    [
+        ({"model_type": "falcon_h1"}, "self_attn.q_proj", "multipliers"),
+        ({"model_type": "qwen3_5_text", "linear_heads_tiled": True}, "linear_attn.out_proj", "in another order"),
+    ],
+)
+def test_changes_of_weights_that_are_not_the_files_are_refused(
+    tmp_path: Path, base: dict[str, Any], module: str, said: str
+) -> None:
+    train(base_model(tmp_path / "base"), tmp_path / "lora", target_modules=["q_proj"])
+    path = tmp_path / "lora" / "adapter_model.safetensors"
+    save_file({key.replace("self_attn.q_proj", module): x for key, x in load_file(path).items()}, path)
+    with pytest.raises(UnsupportedModel, match=said):
+        read_factors("x", Adapter(tmp_path / "lora"), base)
+    other = open_checkpoint(tmp_path / "base")
+    with pytest.raises(UnsupportedModel, match=said):
+        merge(replace(other, config=other.config | base), tmp_path / "lora")
+    LoraAdapter(tmp_path / "lora", {"model_type": "qwen3_5_text"})
 
 
 def test_several_are_added_up_by_their_weights(tmp_path: Path) -> None:
@@ -61,7 +107,7 @@ def test_several_are_added_up_by_their_weights(tmp_path: Path) -> None:
     for path, weight in (("one", 0.75), ("two", -0.5)):
         merged = merge(base, tmp_path / path).tensors
         tensors = {name: x + weight * (merged[name] - base.tensors[name]) for name, x in tensors.items()}
-    mixed = read_factors("mix", Adapter([tmp_path / "one", tmp_path / "two"], [0.75, -0.5]))
+    mixed = read_factors("mix", Adapter([tmp_path / "one", tmp_path / "two"], [0.75, -0.5]), base.config)
     ours = logits(base.tensors, base.config, [mixed], 1)
     torch.testing.assert_close(ours, logits(tensors, base.config, [], 0), rtol=1e-5, atol=1e-5)
     (a, b), (c, _) = (mixed.factors[f"model.layers.0.{x}"] for x in ("self_attn.q_proj", "mlp.down_proj"))
@@ -87,11 +133,11 @@ def test_x_lora_is_refused_with_its_reason(tmp_path: Path) -> None:
 def test_bounds(tmp_path: Path) -> None:
     train(base_model(tmp_path / "base"), tmp_path / "lora", target_modules=["q_proj"], r=200)
     with pytest.raises(UnsupportedModel, match=r"has rank 600 at .*q_proj, more than 512"):
-        read_factors("x", Adapter([tmp_path / "lora"] * 3))
+        read_factors("x", Adapter([tmp_path / "lora"] * 3), {})
     with pytest.raises(InvalidOption, match=f"there are {MAX_ADAPTERS + 1} adapters"):
         check_adapters({str(i): "x" for i in range(MAX_ADAPTERS + 1)})
     with pytest.raises(InvalidOption, match="is not a LoRA adapter"):
-        read_factors("x", Adapter(tmp_path / "base"))
+        read_factors("x", Adapter(tmp_path / "base"), {})
 
 
 @pytest.mark.parametrize(

@@ -64,8 +64,12 @@ def base_model(path: Path, *, tied: bool = False, seed: int = 0, **changes: Any)
         if parameter.dim() == 1:
             torch.nn.init.normal_(parameter, 1.0, 0.3)
     model.save_pretrained(path)
-    Backend(models.BPE(vocab={chr(97 + i): i for i in range(27)}, merges=[])).save(str(path / "tokenizer.json"))
+    save_tokenizer(path)
     return model
+
+
+def save_tokenizer(path: Path) -> None:
+    Backend(models.BPE(vocab={chr(97 + i): i for i in range(27)}, merges=[])).save(str(path / "tokenizer.json"))
 
 
 def train(model: Any, path: Path, **options: Any) -> Any:
@@ -179,7 +183,7 @@ def test_weights_stored_the_other_way_round(tmp_path: Path) -> None:
     )
     for dora in (False, True):
         adapted = train(model, tmp_path, target_modules=["c_attn", "c_proj"], use_dora=dora, fan_in_fan_out=True)
-        merged = Merged(model.state_dict(), LoraAdapter(tmp_path), untied=False)
+        merged = Merged(model.state_dict(), LoraAdapter(tmp_path, {}), untied=False)
         for name, tensor in adapted.merge_and_unload().state_dict().items():
             torch.testing.assert_close(merged[name], tensor, rtol=1e-5, atol=1e-5)
 
@@ -190,7 +194,7 @@ def test_projections_fused_in_the_base(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = transformers.Phi3ForCausalLM(transformers.Phi3Config(**SIZES, pad_token_id=0))
     adapted = train(model, tmp_path, target_modules=["qkv_proj", "gate_up_proj"], r=4)
-    merged = Merged(model.state_dict(), LoraAdapter(tmp_path), untied=False)
+    merged = Merged(model.state_dict(), LoraAdapter(tmp_path, {}), untied=False)
     for name, tensor in adapted.merge_and_unload().state_dict().items():
         torch.testing.assert_close(merged[name], tensor, rtol=1e-5, atol=1e-5)
 

@@ -62,8 +62,8 @@ def check_adapters(adapters: Mapping[str, Any]) -> dict[str, Adapter]:
     return {name: given if isinstance(given, Adapter) else Adapter(given) for name, given in adapters.items()}
 
 
-def read_factors(name: str, adapter: Adapter, **fetch: Any) -> Factors:
-    """Read an adapter. `fetch`: options of `resolve`. Raises what `resolve` and `LoraAdapter` raise, and
+def read_factors(name: str, adapter: Adapter, base: Mapping[str, Any], **fetch: Any) -> Factors:
+    """Read an adapter. `base`: the base's config. `fetch`: options of `resolve`. Raises what `resolve` and `LoraAdapter` raise, and
     `UnsupportedModel` for one that changes more than products, or whose rank is beyond `MAX_RANK`."""
     parts: dict[str, list[tuple[Tensor, Tensor]]] = {}
     paths = adapter.paths
@@ -71,7 +71,7 @@ def read_factors(name: str, adapter: Adapter, **fetch: Any) -> Factors:
         folder = resolve(path, **fetch)
         if not is_adapter(folder):
             raise InvalidOption(f"{path} is not a LoRA adapter", "Name a folder that holds adapter_config.json")
-        read = LoraAdapter(folder, allow_pickle=bool(fetch.get("allow_pickle")))
+        read = LoraAdapter(folder, base, allow_pickle=bool(fetch.get("allow_pickle")))
         for module, (a, b) in read.low_rank().items():
             parts.setdefault(module, []).append((a, b * weight))
     for module, found in parts.items():

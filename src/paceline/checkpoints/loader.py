@@ -25,7 +25,6 @@ from paceline.files.progress import progress_bar
 from paceline.kernels.cpu.build import library
 from paceline.kernels.cuda import has_triton
 from paceline.kernels.linear import fast_bfloat16, packs_bfloat16
-from paceline.kernels.low_rank import Factors
 from paceline.kernels.quantize import Mode, Precision, check_precision
 from paceline.kernels.threads import limit_threads
 from paceline.models.config import LayerConfig, ModelConfig
@@ -135,7 +134,9 @@ def load_model(
             f"{reference} runs through transformers, whose weights are not quantised here",
             "Leave quantize out, or use a model that Paceline runs itself (`paceline info` says which)",
         )
-    factors = _read_adapters(adapters or {}, config, exact, where, token=token, allow_pickle=allow_pickle)
+    _check_adapters(adapters, config, exact, where)
+    fetch = {"token": token, "allow_pickle": allow_pickle}
+    factors = [read_factors(name, one, checkpoint.config, **fetch) for name, one in (adapters or {}).items()]
     mode = weights_held(config, checkpoint.tensors, quantize, dtype, where, drafts=head_tokens is not None)
     tensors = Quantised(checkpoint.tensors, mode, requantise=head_tokens is not None) if mode else checkpoint.tensors
     kept = None
@@ -205,10 +206,10 @@ def _placed(
     return plan(*sizes(tensors, config.layers, matrix, dtype.itemsize), free_memory())
 
 
-def _read_adapters(
-    adapters: Mapping[str, Adapter], config: ModelConfig | None, exact: bool, device: torch.device, **fetch: Any
-) -> list[Factors]:
-    """Read the adapters to hold beside the weights. Raises `UnsupportedModel` where nothing can run them."""
+def _check_adapters(
+    adapters: Mapping[str, Adapter] | None, config: ModelConfig | None, exact: bool, device: torch.device
+) -> None:
+    """Raise `UnsupportedModel` for adapters beside the weights that nothing can run."""
     if adapters and config is None:
         raise UnsupportedModel(
             "this model runs through transformers, where no adapters are held beside the weights",
@@ -216,7 +217,6 @@ def _read_adapters(
         )
     if adapters and exact and device.type == "cuda":
         raise UnsupportedModel("exact=True on a CUDA device runs no adapters", "Leave out exact, or merge the adapter")
-    return [read_factors(name, adapter, **fetch) for name, adapter in adapters.items()]
 
 
 def weights_held(

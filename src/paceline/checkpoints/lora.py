@@ -24,6 +24,7 @@ from paceline.kernels.quantize import Codes
 from paceline.kernels.stored import Stored
 from paceline.models.families import ties_head
 from paceline.models.lazy import LazyTensors, codes_of, shape_of, stored_of
+from paceline.models.tensor_names import module_name, unlike_file
 from paceline.text.tokenizer import Tokenizer
 
 _PREFIX = "base_model.model."
@@ -134,23 +135,42 @@ class LoraAdapter:
     "bias") -> name in the file. `whole`: tensor of the base -> name in the file of the tensor that replaces it.
     """
 
-    def __init__(self, path: Path, *, allow_pickle: bool = False) -> None:
-        """Raises `UnsupportedModel`, `ModelNotFound`, or `CorruptModel` for damage and for an A without its B."""
+    def __init__(self, path: Path, base: Mapping[str, Any], *, allow_pickle: bool = False) -> None:
+        """`base`: the base's config. Raises `UnsupportedModel`, `ModelNotFound`, or `CorruptModel` for damage and for
+        an A without its B."""
         self.path, self.rules = path, MergeRules(path)
         self.tensors = open_weights(path, "adapter_model.safetensors", "adapter_model.bin", allow_pickle)
         self.changes: dict[str, dict[str, str]] = {}
         self.whole: dict[str, str] = {}
+        self._trained: dict[str, str] = {}
+        """Module -> its name in the adapter's files, which the config's patterns are about."""
         for key in self.tensors:
             name = key.removeprefix(_PREFIX)
             if found := _PART.fullmatch(name):
-                module, part, rest = found.groups()
+                trained, part, rest = found.groups()
+                module = self._own_name(trained, base)
+                self._trained[module] = trained
                 self.changes.setdefault(module, {})["bias" if rest.endswith(".bias") else part] = key
             elif ".original_module." not in name:  # the tensor that a trained one replaces
-                self.whole[_WRAPPED.sub("", name)] = key
+                module, _, kind = _WRAPPED.sub("", name).rpartition(".")
+                self.whole[f"{self._own_name(module, base)}.{kind}".removeprefix(".")] = key
         if not self.changes:
             raise CorruptModel(f"the adapter {path} holds no LoRA weights", _AGAIN)
         for module in self.changes:
             self.factors(module)
+
+    def _own_name(self, module: str, base: Mapping[str, Any]) -> str:
+        name = module_name(base, module)
+        if reason := unlike_file(base, name):
+            raise UnsupportedModel(
+                f"the adapter {self.path} cannot be added to {module} of a {base.get('model_type')} model: {reason}",
+                "Merge it with the peft package, and load (or convert) the result",
+            )
+        return name
+
+    def scale_of(self, module: str) -> float:
+        """Return the factor s of a module's product."""
+        return self.rules.scale_of(self._trained[module])
 
     def factors(self, module: str) -> tuple[Tensor, Tensor]:
         """Return A [r, in] and B [out, r]. Raises `CorruptModel` where they contradict each other or the config."""
@@ -162,7 +182,7 @@ class LoraAdapter:
             problem = "holds no" if self.rules.dora else "without use_dora holds a"
             raise CorruptModel(f"the adapter {self.path} {problem} lora_magnitude_vector for {module}", _AGAIN)
         a, b = self.tensors[parts[kind + "A"]], self.tensors[parts[kind + "B"]]
-        rank = self.rules.rank_of(module)
+        rank = self.rules.rank_of(self._trained[module])
         if a.dim() != 2 or b.dim() != 2 or a.shape[0] != rank or b.shape[1] != rank:
             raise CorruptModel(
                 f"the adapter {self.path} has A {tuple(a.shape)} and B {tuple(b.shape)} for {module}, "
@@ -190,7 +210,7 @@ class LoraAdapter:
         found = {}
         for module in self.changes:
             a, b = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in self.factors(module))
-            found[module] = a, b * self.rules.scale_of(module)
+            found[module] = a, b * self.scale_of(module)
         return found
 
     def misfit(self, name: str, shapes: str) -> AdapterMismatch:
@@ -265,7 +285,7 @@ class Merged(LazyTensors):
         if change.shape != weight.shape:
             shapes = f"A {tuple(a.shape)} and B {tuple(b.shape)} for a weight {tuple(weight.shape)}"
             raise self._adapter.misfit(module, shapes)
-        merged = weight + rules.scale_of(module) * change
+        merged = weight + self._adapter.scale_of(module) * change
         if not rules.dora:
             return merged
         norm: Tensor = merged.norm(dim=0 if transposed else 1, keepdim=True)
@@ -276,7 +296,7 @@ class Merged(LazyTensors):
 
     def _with_bias(self, module: str, key: str) -> Tensor:
         name, change = module + ".bias", self._adapter.tensors[key]
-        change = change.to(torch.promote_types(change.dtype, torch.float32)) * self._adapter.rules.scale_of(module)
+        change = change.to(torch.promote_types(change.dtype, torch.float32)) * self._adapter.scale_of(module)
         if name not in self._base and name not in self._adapter.whole:
             return change
         bias = self._start(name)
@@ -292,7 +312,7 @@ def merge(base: Checkpoint, path: Path, *, allow_pickle: bool = False) -> Checkp
     trained with `ensure_weight_tying`. An adapter's tokenizer, if any, replaces the base's. Raises `AdapterMismatch`,
     here or where a tensor is read; `UnsupportedModel`, `ModelNotFound`, `CorruptModel`.
     """
-    adapter = LoraAdapter(path, allow_pickle=allow_pickle)
+    adapter = LoraAdapter(path, base.config, allow_pickle=allow_pickle)
     tied = ties_head(base.config)
     names = {*base.tensors, *([HEAD] if tied else [])}
     for name in (*adapter.whole, *(module + ".weight" for module in adapter.changes)):

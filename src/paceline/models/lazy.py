@@ -109,20 +109,25 @@ _SENSES = tuple(
 """Beginnings of the names of tensors that see and hear."""
 
 
+def renamed(name: str, parts: Mapping[str, str]) -> str:
+    """A name with parts replaced, once each and one after the other."""
+    for old, new in parts.items():
+        name = name.replace(old, new, 1)
+    return name
+
+
 class LanguageTensors(LazyTensors):
     """The language model's tensors of a checkpoint that may also see (Qwen3.5), under the names of one that reads text
     alone, and each expert by itself where the file stacks all of a layer."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], renamed: Mapping[str, str]) -> None:
-        """`renamed`: parts of names, and what stands for them."""
+    def __init__(self, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
+        """`names`: as of `renamed`."""
         self._tensors = tensors
         self._names = self._sources = dict[str, tuple[str, int, slice]]()
         for source in tensors:
             if source.startswith(_SENSES):
                 continue
-            name, whole = source, slice(None)
-            for old, new in renamed.items():
-                name = name.replace(old, new, 1)
+            name, whole = renamed(source, names), slice(None)
             block, _, part = name.rpartition(".experts.")
             if part not in ("gate_up_proj", "down_proj"):
                 self._names[name] = source, -1, whole

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.kernels.quantize import Codes
 from paceline.kernels.stored import Stored
-from paceline.models.lazy import LanguageTensors, Renamed
+from paceline.models.lazy import LanguageTensors, Renamed, renamed
 from paceline.models.mamba_hybrids import Multiplier, multipliers
 
 _LANGUAGE = {"model.language_model.": "model."}
@@ -68,6 +68,20 @@ def translated(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Mapp
     if names := _NAMES.get(kind):
         tensors = LanguageTensors(tensors, names)
     return Scaled(tensors, multipliers(config)) if kind == "falcon_h1" else tensors
+
+
+def module_name(config: Mapping[str, Any], module: str) -> str:
+    """The name that the decoder has for a module of a model with this config."""
+    return renamed(module + ".", _NAMES.get(config.get("model_type", ""), {})).removesuffix(".")
+
+
+def unlike_file(config: Mapping[str, Any], module: str) -> str | None:
+    """How the decoder's weights of a module differ from trained ones in more than their names; None: not at all."""
+    if config.get("model_type") == "falcon_h1":
+        return "multipliers of the config are in its weights"
+    if config.get("linear_heads_tiled") and ".linear_attn." in module:
+        return "the file has its heads in another order"
+    return None
 
 
 class Scaled(Renamed):
