@@ -90,13 +90,17 @@ def test_heads_that_do_not_divide_are_refused_with_the_numbers_that_do() -> None
 def test_models_that_cannot_be_divided_are_refused() -> None:
     recurrent = LayerConfig(None, recurrent=DeltaNetConfig(2, 4, 8, 4, 4))
     with pytest.raises(UnsupportedModel, match="recurrent"):
-        check_divisible("x", replace(TINY, special=(recurrent,) * 2), exact=False, both=False)
+        check_divisible("x", replace(TINY, special=(recurrent,) * 2), exact=False, ranks=True, placed=False)
     with pytest.raises(UnsupportedModel, match="transformers"):
-        check_divisible("x", None, exact=False, both=False)
+        check_divisible("x", None, exact=False, ranks=True, placed=False)
     with pytest.raises(UnsupportedModel, match="exact"):
-        check_divisible("x", TINY, exact=True, both=False)
+        check_divisible("x", TINY, exact=True, ranks=True, placed=False)
+    wide = replace(TINY, qk_norm=True, wide_norm=True)
+    with pytest.raises(UnsupportedModel, match="norms queries and keys over all heads"):
+        check_divisible("x", wide, exact=False, ranks=True, placed=False)
+    check_divisible("x", wide, exact=False, ranks=False, placed=True)
     with pytest.raises(InvalidOption, match="together"):
-        check_divisible("x", TINY, exact=False, both=True)
+        check_divisible("x", TINY, exact=False, ranks=True, placed=True)
 
 
 def test_without_torchrun_there_is_nobody_to_share_with(monkeypatch: pytest.MonkeyPatch) -> None:

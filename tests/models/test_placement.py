@@ -70,6 +70,7 @@ def test_texts_are_those_of_one_device_with_trees_and_a_drafter_placed_otherwise
     whole, placed = decoder(torch.float32), decoder(torch.float32, ("cpu", "cpu:0", "cpu:0", "cpu"))
     if library() is not None:
         assert guarantee(placed) == "bits"
+    assert placed.excerpt() is placed  # the self-check must see all devices
     drafter = decoder(torch.float32, ("cpu:0", "cpu:0", "cpu:0", "cpu"))
     for temperature in (0.0, 0.8):
         how = Sampling(max_new_tokens=30, temperature=temperature, seed=1)
@@ -97,7 +98,20 @@ def test_maps_name_each_device_and_its_layers() -> None:
     assert place({"cpu": None}, 2) == (CPU, CPU)
 
 
-@pytest.mark.parametrize("wrong", ["cpu=0", "cpu=x", "cpu,cuda:0=2", "cpu=2,cpu=3", {}, {"cpu": 1.5}, "cpu=9999999"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "cpu=0",
+        "cpu=x",
+        "cpu,cuda:0=2",
+        "cpu=2,cpu=3",
+        {},
+        {"cpu": 1.5},
+        "cpu=9999999",
+        "auto=3,cpu",
+        {"cuda": 1, "cuda:0": 2},
+    ],
+)
 def test_wrong_maps_are_refused(wrong: Any) -> None:
     with pytest.raises(InvalidOption):
         parse_map(wrong)

@@ -63,8 +63,9 @@ def check_adapters(adapters: Mapping[str, Any]) -> dict[str, Adapter]:
 
 
 def read_factors(name: str, adapter: Adapter, base: Mapping[str, Any], **fetch: Any) -> Factors:
-    """Read an adapter. `base`: the base's config. `fetch`: options of `resolve`. Raises what `resolve` and `LoraAdapter` raise, and
-    `UnsupportedModel` for one that changes more than products, or whose rank is beyond `MAX_RANK`."""
+    """Read an adapter. `base`: the base's config. `fetch`: options of `resolve`. Raises what `resolve` and
+    `LoraAdapter` raise, and `UnsupportedModel` for one that changes more than products, or whose rank is beyond
+    `MAX_RANK`."""
     parts: dict[str, list[tuple[Tensor, Tensor]]] = {}
     paths = adapter.paths
     for path, weight in zip(paths, adapter.weights or [1.0] * len(paths), strict=True):

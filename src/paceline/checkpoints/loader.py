@@ -127,7 +127,7 @@ def load_model(
         )
     config = native(checkpoint)
     if mirror or parts is not None:
-        check_divisible(str(reference), config, exact or bool(adapters), bool(mirror and parts is not None))
+        check_divisible(str(reference), config, exact or bool(adapters), mirror is not None, parts is not None)
     kind = pick_dtype(dtype, where, by_torch=config is None)
     if quantize in ("int8", "int4") and not config:
         raise UnsupportedModel(
@@ -175,9 +175,9 @@ def _checked_map(given: DeviceMap | None, device: Device) -> dict[str, int | Non
     return parts
 
 
-def check_divisible(reference: str, config: ModelConfig | None, exact: bool, both: bool) -> None:
-    """Raise for a model that cannot be shared by processes or devices. `both`: it would be by both."""
-    if both:
+def check_divisible(reference: str, config: ModelConfig | None, exact: bool, ranks: bool, placed: bool) -> None:
+    """Raise for a model that cannot be shared by processes (`ranks`) or devices (`placed`)."""
+    if ranks and placed:
         raise InvalidOption("processes and a device map cannot share a model together", "Use one of them")
     if config is None or exact:
         what = "with exact=True, or adapters beside it," if config else "through transformers"
@@ -189,6 +189,11 @@ def check_divisible(reference: str, config: ModelConfig | None, exact: bool, bot
         raise UnsupportedModel(
             f"{reference} has recurrent layers, or layers of several sizes, which are not divided",
             "Use one process and device",
+        )
+    if ranks and config.wide_norm:
+        raise UnsupportedModel(
+            f"{reference} norms queries and keys over all heads, which no process has all of",
+            "Use one process; a device map places whole layers",
         )
 
 

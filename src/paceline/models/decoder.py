@@ -98,7 +98,7 @@ class Decoder:
 
     def excerpt(self) -> Decoder:
         """See `protocols.Divisible`. One layer more, if there is one, since a layer does not see what it did itself."""
-        if self.device.type != "cpu":
+        if self.device.type != "cpu" or len(self._stack.devices) > 1:
             return self
         plan, part = self.config.plan, copy(self)
         layers = min(len(plan), 2 + max(map(plan.index, plan)))

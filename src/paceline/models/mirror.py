@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import io
 import itertools
 import pickle
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from paceline.errors import RankLost
+from paceline.errors import PacelineError, RankLost
 from paceline.models.ranks import Ranks
 
 
@@ -82,7 +83,9 @@ class Mirror:
             atexit.register(self.end)
 
     def hold(self, it: Mirrored) -> int:
-        """Number an object; on every rank the first is 0."""
+        """Number an object, unless it has one; on every rank the first is 0."""
+        if id(it) in self._numbers:
+            return self._numbers[id(it)]
         number = next(self._next)
         if self.ranks.rank:
             self._objects[number] = it
@@ -101,8 +104,7 @@ class Mirror:
             self._send(call)
             return method(owner, *args, **options)
         except BaseException as error:
-            self._ended = str(error) or type(error).__name__
-            self.ranks.leave()
+            self._break(error)
             raise
         finally:
             self.outermost = True
@@ -112,11 +114,20 @@ class Mirror:
         try:
             self.outermost = False
             result = method(owner, *args, **options)
+            number = self.hold(result) if isinstance(result, Mirrored) else None
+            self._waiting.append(self._packed((owner, method.__name__, args, options, number)))
+        except PacelineError:  # refused before anything changed
+            raise
+        except BaseException as error:  # perhaps half done, which no other rank can repeat
+            self._break(error)
+            raise
         finally:
             self.outermost = True
-        number = self.hold(result) if isinstance(result, Mirrored) else None
-        self._waiting.append(self._packed((owner, method.__name__, args, options, number)))
         return result
+
+    def _break(self, error: BaseException) -> None:
+        self._ended = self._ended or str(error) or type(error).__name__
+        self.ranks.leave()
 
     def follow(self) -> None:
         """At any rank but 0, repeat what rank 0 calls until it ends, and end the process with it; in the main thread.
@@ -126,6 +137,7 @@ class Mirror:
         """
         if self.outermost:
             return
+        gc.enable()  # loading, which this is a part of, pauses it
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         try:

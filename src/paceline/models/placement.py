@@ -26,14 +26,17 @@ _SHARE = 0.8
 def parse_map(given: DeviceMap) -> dict[str, int | None]:
     """Return the devices and their numbers of layers; {} for "auto". Raises `InvalidOption`."""
     if isinstance(given, Mapping):
-        found = dict(given)
+        pairs = list(given.items())
     elif given == "auto":
         return {}
     else:
-        pairs = [part.strip().partition("=") for part in given.split(",")]
-        found = {name: None if not number else _number(number, given) for name, _, number in pairs}
-        if len(found) < len(pairs):
-            raise InvalidOption(f"device_map {given!r} names a device twice", "Name each once")
+        split = [part.strip().partition("=") for part in given.split(",")]
+        pairs = [(name, None if not number else _number(number, given)) for name, _, number in split]
+    found = {"cuda:0" if name == "cuda" else name: number for name, number in pairs}
+    if len(found) < len(pairs):
+        raise InvalidOption(f"device_map {given!r} names a device twice", "Name each once")
+    if "auto" in found:
+        raise InvalidOption(f'device_map {given!r} has "auto" as a device', _EXAMPLE)
     if not found or any(n is not None and (type(n) is not int or n < 1) for n in found.values()):
         raise InvalidOption(f"device_map {given!r} must give each device one layer or more", _EXAMPLE)
     if None in list(found.values())[:-1]:

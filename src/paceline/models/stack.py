@@ -74,6 +74,11 @@ class LayerStack:
         """The CPU kernels' copy of all layers, if they run all in one call."""
         return self._parts[0].native if len(self._parts) == 1 else None
 
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each part, in the order of the layers."""
+        return [part.device for part in self._parts]
+
     @staticmethod
     def _attention(
         config: ModelConfig,
@@ -92,10 +97,9 @@ class LayerStack:
 
     def new_cache(self, kind: type[SlabCache] = SlabCache) -> SlabCache:
         """A cache for these layers, as long as the host's context: of this kind unless there are recurrent ones."""
-        devices = [part.device for part in self._parts]
         if self._recurrences:
             return StateCache(self._recurrences, self._attentions, *self._cache_sizes, self.ropes.spans)
-        return kind(self._attentions, *self._cache_sizes, self.ropes.spans, devices)
+        return kind(self._attentions, *self._cache_sizes, self.ropes.spans, self.devices)
 
     def run(
         self,
