@@ -165,6 +165,19 @@ def test_which_layers_of_gemma_have_windows(tmp_path: Path, fields: dict[str, An
     assert "".join(kind[0] for kind in open_gguf(tmp_path / "m.gguf")[0]["layer_types"]) == windowed
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"gemma3.attention.sliding_window": 8, "gemma3.attention.sliding_window_pattern": [True]}, "only 1 are said"),
+        ({"gemma3.nextn_predict_layers": 3}, "no layers but those"),
+    ],
+)
+def test_metadata_of_fewer_layers_than_there_are_is_damaged(tmp_path: Path, fields: dict[str, Any], said: str) -> None:
+    write(tmp_path / "m.gguf", "gemma3", layers=3, fields=fields)
+    with pytest.raises(CorruptModel, match=said):
+        open_gguf(tmp_path / "m.gguf")
+
+
 def test_untied_qwen2_with_biases(tmp_path: Path) -> None:
     write(tmp_path / "m.gguf", "qwen2", tied=False, tensors={"blk.0.attn_q.bias": (HIDDEN,)})
     config, tensors, _ = open_gguf(tmp_path / "m.gguf")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -132,6 +133,20 @@ def test_a_model_that_has_one_drafts_with_it(tmp_path: Path) -> None:
         assert reply.stats.drafted > 0
     assert "mtp: a layer for multi-token prediction" in run_command("info", str(folder)).stdout
     assert json.loads(run_command("info", str(folder), "--json").stdout)["built_in_drafter"] == "mtp"
+
+
+def test_one_that_cannot_be_used_is_left_out_unless_it_was_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = reference("qwen3.5").save(tmp_path)
+    words(folder)
+    held = load_file(folder / "model.safetensors")
+    save_file({name: x for name, x in held.items() if name != "mtp.pre_fc_norm_hidden.weight"}, folder / "model.safetensors")
+    (last,) = load(folder, dtype="float32", drafter="auto").engine.policies
+    assert last.name == "suffix"
+    assert "without its own MTP layer" in caplog.text
+    with pytest.raises(CorruptModel):
+        load(folder, dtype="float32", drafter="mtp")
 
 
 def test_a_model_without_one(tmp_path: Path) -> None:

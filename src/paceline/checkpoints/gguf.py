@@ -84,6 +84,8 @@ def config_of(meta: Metadata, own: Callable[[Metadata, Config], Config]) -> Conf
         raise UnsupportedModel(f"{title} has layers of different widths", "Use a uniform model")
     if meta.get("pooling_type", 0):
         raise UnsupportedModel(f"{title} embeds or ranks texts and writes none", "Use a language model")
+    if (layers := meta["block_count"] - meta.get("nextn_predict_layers", 0)) < 1:
+        raise CorruptModel(f"{title} has no layers but those that predict later tokens", "Fetch the file again")
     # Mamba-2 has 0 heads, which is as good as one.
     heads, hidden = max(1, widest(meta["attention.head_count"])), meta["embedding_length"]
     kv_heads = max(1, widest(meta.get("attention.head_count_kv", heads)))
@@ -93,7 +95,7 @@ def config_of(meta: Metadata, own: Callable[[Metadata, Config], Config]) -> Conf
     experts = "expert_" if meta.get("expert_count") else ""
     config = {
         "hidden_size": hidden,
-        "num_hidden_layers": meta["block_count"] - meta.get("nextn_predict_layers", 0),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,

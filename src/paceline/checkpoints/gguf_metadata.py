@@ -15,6 +15,7 @@ from paceline.files.schema import GGUF_ARCHITECTURE, check_value
 
 Fields = Mapping[str, Any]
 Config = dict[str, Any]
+_AGAIN = "Fetch the file again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +54,11 @@ class Metadata:
 
 def layer_types(meta: Metadata, layers: int, every: int) -> list[str]:
     """Return full attention for every `every`-th layer, unless the metadata has another period or a list (True:
-    window)."""
+    window). Raises `CorruptModel` for a list that lacks layers."""
     pattern = meta.get("attention.sliding_window_pattern", every)
-    windowed = pattern if isinstance(pattern, list) else [(layer + 1) % pattern != 0 for layer in range(layers)]
+    if isinstance(pattern, list) and len(pattern) < layers:
+        raise CorruptModel(f"of {layers} layers only {len(pattern)} are said to have a window or not", _AGAIN)
+    windowed = pattern[:layers] if isinstance(pattern, list) else [(i + 1) % pattern != 0 for i in range(layers)]
     return ["sliding_attention" if window else "full_attention" for window in windowed]
 
 
@@ -64,7 +67,7 @@ def by_layer(value: Any, layers: int, least: int = 1) -> list[int]:
     if not isinstance(value, list):
         return [int(value)] * layers
     if len(value) < layers or not all(isinstance(size, int) and least <= size < 2**24 for size in value):
-        raise CorruptModel(f"sizes of {layers} layers must be whole numbers, got {value!r:.80}", "Fetch the file again")
+        raise CorruptModel(f"sizes of {layers} layers must be whole numbers, got {value!r:.80}", _AGAIN)
     return value[:layers]
 
 

@@ -18,13 +18,14 @@ A+B+C                         the first of these that has a draft; a reference c
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,13 +42,16 @@ from paceline.drafters.ngram import NGram
 from paceline.drafters.stack import DrafterStack
 from paceline.drafters.suffix import Suffix
 from paceline.drafters.trimmed import DraftVocab, head_tokens
-from paceline.errors import HeadMismatch, InvalidOption
+from paceline.errors import HeadMismatch, InvalidOption, PacelineError
 from paceline.kernels.linear import takes_stored
 from paceline.kernels.quantize import Precision, check_precision
 from paceline.models.heads import EagleConfig, ExitConfig, HeadConfig, HeadFile, kind_of
 from paceline.models.lazy import Quantised, mostly_codes
 from paceline.types import DraftBudget
 
+_LOG = logging.getLogger("paceline")
+
+MadeT = TypeVar("MadeT")
 DraftModelLoader = Callable[[str], Loaded]
 HeadOpener = Callable[[str | Path], HeadFile]
 Options = Mapping[str, float]
@@ -106,8 +110,25 @@ def make_drafter(
         return None
     if isinstance(spec, Drafter):
         return spec
-    parts = [_make(part, target, load, read) for part in _split(drafter_for(spec, target))]
-    return parts[0] if len(parts) == 1 else DrafterStack(parts)
+
+    def make(name: str) -> Drafter:
+        parts = [_make(part, target, load, read) for part in _split(name)]
+        return parts[0] if len(parts) == 1 else DrafterStack(parts)
+
+    return _chosen(spec, target, make)[1]
+
+
+def _chosen(spec: str, target: Loaded, make: Callable[[str], MadeT]) -> tuple[str, MadeT]:
+    """The name of the drafter that `spec` stands for, and what `make` makes of it. An MTP layer that nobody asked for
+    and that cannot be used is left out."""
+    name = drafter_for(spec, target)
+    try:
+        return name, make(name)
+    except PacelineError as error:
+        if spec != "auto" or name == AUTO:
+            raise
+        _LOG.warning("%s drafts without its own MTP layer: %s", target.path, error)
+        return AUTO, make(AUTO)
 
 
 def drafter_for(spec: str, target: Loaded) -> str:
@@ -163,8 +184,8 @@ def open_drafters(
 ) -> Drafter | dict[str, Drafter] | None:
     """Each drafter under its name, those `given` first; "none" has no entry. An object alone stays as it is."""
     specs = [given] if isinstance(given, str) else [] if given is None or isinstance(given, Drafter) else given
-    named = dict.fromkeys(drafter_for(spec, target) for spec in (*specs, *more))
-    found = {spec_name(spec): drafter for spec in named if (drafter := opened(spec))}
+    chosen = [_chosen(spec, target, opened) for spec in dict.fromkeys((*specs, *more))]
+    found = {spec_name(name): drafter for name, drafter in chosen if drafter}
     if isinstance(given, Drafter):
         return {type(given).__name__: given, **found} if found else given
     return found
