@@ -141,7 +141,9 @@ def test_one_that_cannot_be_used_is_left_out_unless_it_was_asked_for(
     folder = reference("qwen3.5").save(tmp_path)
     words(folder)
     held = load_file(folder / "model.safetensors")
-    save_file({name: x for name, x in held.items() if name != "mtp.pre_fc_norm_hidden.weight"}, folder / "model.safetensors")
+    save_file(
+        {name: x for name, x in held.items() if name != "mtp.pre_fc_norm_hidden.weight"}, folder / "model.safetensors"
+    )
     (last,) = load(folder, dtype="float32", drafter="auto").engine.policies
     assert last.name == "suffix"
     assert "without its own MTP layer" in caplog.text

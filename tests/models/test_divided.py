@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from ctypes import addressof, c_int32, c_int64, c_uint8, c_void_p
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,11 @@ import torch
 
 from paceline.checkpoints.loader import check_divisible
 from paceline.errors import InvalidOption, UnsupportedModel
-from paceline.kernels.cpu.build import library
+from paceline.kernels.cpu.build import kernel, library
 from paceline.kernels.cpu.matrix import Matrix, block_elements
 from paceline.kernels.quantize import quantize
 from paceline.models.config import DeltaNetConfig, LayerConfig
-from paceline.models.ranks import Ranks
+from paceline.models.ranks import Exchange, Ranks
 from paceline.models.shards import RankTensors, divide, spans
 from paceline.testing import TINY, random_tensors
 from tests.kernels.test_cpu_formats import number, stored
@@ -85,6 +86,21 @@ def test_heads_that_do_not_divide_are_refused_with_the_numbers_that_do() -> None
     config = replace(TINY, heads=12, kv_heads=6)
     with pytest.raises(UnsupportedModel, match=r"6 key heads cannot be divided by 4 .* Start 1 or 2 or 3 or 6"):
         divide(config, {}, 4)
+
+
+@pytest.mark.skipif(library() is None or sys.platform != "linux", reason="needs the CPU kernels on Linux")
+def test_a_rank_that_ends_before_its_first_sum_is_noticed() -> None:
+    memory = bytearray(kernel("paceline_exchange_bytes", c_int32)(2))
+    ranks = [Exchange(addressof(c_uint8.from_buffer(memory)), rank, 2) for rank in range(2)]
+    for rank in ranks:
+        kernel("paceline_join", c_void_p)(addressof(rank))
+    process = slice(64 + 8, 64 + 16)  # of rank 1
+    assert int.from_bytes(memory[process], "little") == os.getpid()
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    memory[process] = ended.pid.to_bytes(8, "little")
+    x = torch.ones(4)
+    assert kernel("paceline_sum", c_void_p, c_void_p, c_int64)(addressof(ranks[0]), x.data_ptr(), 4) == 1
 
 
 def test_models_that_cannot_be_divided_are_refused() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from paceline.checkpoints.loader import load_model
+from paceline.cli.serve import _cache_positions
 from paceline.drafters.model import DraftModel
 from paceline.engine.self_check import guarantee
 from paceline.errors import InvalidOption, OutOfMemory
@@ -79,6 +81,16 @@ def test_texts_are_those_of_one_device_with_trees_and_a_drafter_placed_otherwise
             text, _, stats = run(placed, TEXT, how, DraftModel(drafter, FOUR.vocab_size), draft)
             assert text == plain
             assert stats.accepted > 0
+
+
+def test_the_servers_cache_fits_on_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    placed = decoder(torch.float32, ("cpu", "cpu:0", "cpu:0", "cpu:0"))
+    llm: Any = SimpleNamespace(model=SimpleNamespace(target=placed))
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=10**9))
+    each = FOUR.cache_bytes(1, 4) // 4
+    assert placed.position_bytes() == {CPU: each, torch.device("cpu:0"): 3 * each}
+    assert _cache_positions(llm, None) == 10**9 // 4 // (3 * each)
+    assert _cache_positions(llm, 1.0) == 2**30 // (4 * each)
 
 
 def test_sliding_windows_keep_a_slab_for_each_part() -> None:

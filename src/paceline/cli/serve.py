@@ -375,15 +375,23 @@ def _set_up_logging(quiet: bool) -> None:
 
 
 def _cache_positions(llm: LLM, memory: float | None) -> int:
-    """Return the positions whose keys and values fit into `memory` GiB, or into a quarter of the free memory."""
+    """Return the positions whose keys and values fit into `memory` GiB, or into a quarter of each device's free one."""
     import psutil
     import torch
 
-    device, position = llm.model.target.device, _position_bytes(llm)
-    if not position:
+    from paceline.models.decoder import Decoder
+
+    target = llm.model.target
+    if not isinstance(target, Decoder):
         return 1 << 20
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    return max(1, int((free / 4 / processes() if memory is None else memory * 2**30) / position))
+    if memory is not None:
+        return max(1, int(memory * 2**30 / _position_bytes(llm)))
+
+    def free(device: torch.device) -> float:
+        on_gpu = device.type == "cuda"
+        return torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available / processes()
+
+    return max(1, int(min(free(device) / 4 / max(1, own) for device, own in target.position_bytes().items())))
 
 
 def _position_bytes(llm: LLM) -> int:

@@ -107,6 +107,13 @@ class Decoder:
             part._head = self._head.first(_HEAD_ROWS)
         return part
 
+    def position_bytes(self) -> dict[torch.device, int]:
+        """Bytes of the keys and values of one position on each device."""
+        found = dict.fromkeys(self._stack.devices, 0)
+        for device, layer in zip(self._stack.device_of, self.config.plan, strict=True):
+            found[device] += replace(self.config, special=(layer,)).cache_bytes(1, self.dtype.itemsize)
+        return found
+
     def new_cache(self) -> SlabCache:
         return self._stack.new_cache(self._cache_type)
 

@@ -110,11 +110,12 @@ class Ranks:
             file = os.open(path := self.receive().decode(), os.O_RDWR)
         self._memory = mmap.mmap(file, size(self.count))
         os.close(file)
+        start = addressof(c_uint8.from_buffer(self._memory))
+        self.exchange = Exchange(start, self.rank, self.count)
+        kernel("paceline_join", c_void_p)(addressof(self.exchange))
         self._wait()
         if self.rank == 0:
             os.unlink(path)
-        start = addressof(c_uint8.from_buffer(self._memory))
-        self.exchange = Exchange(start, self.rank, self.count)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, which have one shape, in the order of the ranks; float16 and bfloat16 in float32."""

@@ -79,6 +79,11 @@ class LayerStack:
         """The device of each part, in the order of the layers."""
         return [part.device for part in self._parts]
 
+    @property
+    def device_of(self) -> list[torch.device]:
+        """The device of each layer."""
+        return [part.device for part in self._parts for _ in part.layers]
+
     @staticmethod
     def _attention(
         config: ModelConfig,

@@ -169,6 +169,9 @@ EXPORTED int paceline_groups(const Layer* layers, int count, const Pass* pass) {
 // Bytes that the ranks of one machine share.
 EXPORTED int64_t paceline_exchange_bytes(int ranks) { return Exchange::bytes(ranks); }
 
+// See `Exchange::join`.
+EXPORTED void paceline_join(const void* exchange) { static_cast<const Exchange*>(exchange)->join(); }
+
 // Adds the other ranks' numbers to x [n]; 1 if one of them has ended.
 EXPORTED int32_t paceline_sum(const void* exchange, float* x, int64_t n) {
     return static_cast<const Exchange*>(exchange)->sum(x, n) ? 0 : 1;
