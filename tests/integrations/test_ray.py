@@ -272,7 +272,7 @@ def test_the_manifest_for_kuberay_holds_the_same_application() -> None:
 
 def test_requests_that_wait_for_a_replica_keep_no_other_from_being_routed() -> None:
     router = PrefixRouter.__new__(PrefixRouter)
-    router._pending_requests_to_fulfill = dict.fromkeys(range(200))  # type: ignore[attr-defined]
+    router._pending_requests_to_fulfill = dict.fromkeys(range(200))
     assert router.max_num_routing_tasks >= router.num_pending_requests > 0
 
 
@@ -290,7 +290,7 @@ def test_a_body_without_a_key_is_not_read() -> None:
     async def receive() -> Any:
         raise AssertionError("the body was read")
 
-    front = Front(Nobody(), Settings(api_keys=("secret",)))  # type: ignore[arg-type]
+    front = Front(Nobody(), Settings(api_keys=("secret",)))
     scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [], "query_string": b"", "server": ("a", 1)}
     answer = asyncio.run(front(Request(scope, receive)))
     assert answer.status_code == 401

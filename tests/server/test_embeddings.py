@@ -11,6 +11,7 @@ import torch
 from paceline.llm import LLM
 from paceline.server.answers import RunningRequest
 from paceline.server.bodies import BodyReader
+from paceline.server.worker import Worker
 from paceline.types import Rows, Want
 from paceline.verify.tree import pack_prefix
 from tests.server.running import Serving, serving
@@ -103,3 +104,8 @@ def test_a_body_is_released_before_its_texts_are_computed(plain: LLM, monkeypatc
     with serving(plain) as it:
         it.post("/v1/embeddings", {"input": "abc"}).raise_for_status()
     assert held == [0]
+
+
+def test_dimensions_are_checked_before_anything_is_computed(served: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Worker, "submit", lambda *_: pytest.fail("a text was submitted"))
+    assert served.post("/v1/embeddings", {"input": "a", "dimensions": 10_000}).status_code == 400

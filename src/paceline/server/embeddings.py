@@ -11,6 +11,7 @@ from typing import Any
 from paceline.engine.draft_policy import OFF
 from paceline.engine.prompt_logprobs import PooledStates
 from paceline.llm import LLM
+from paceline.models.decoder import Decoder
 from paceline.server import options
 from paceline.server.errors import bad_request
 from paceline.server.limits import Settings
@@ -44,14 +45,15 @@ class EmbeddingJobs:
             if states.count < len(job.tokens) - 1:
                 raise ServerStopping
         found = [states.vector(self.size) for states in self.states]
-        if self.size and len(found[0]) < self.size:
-            raise bad_request(f"dimensions must be <= {len(found[0])}, the model's, got {self.size}", "dimensions")
+        _check_size(self.size, len(found[0]))
         return found
 
 
 def prepare(model: LoadedModel, settings: Settings, body: EmbeddingsRequest | OllamaEmbedRequest) -> EmbeddingJobs:
     """Return the jobs of a request. Raises `ApiError` 400."""
     llm = model.llm
+    if isinstance(llm.model.target, Decoder):  # others show the size of their states when these are there
+        _check_size(body.dimensions, llm.model.target.config.hidden)
     cut = isinstance(body, OllamaEmbedRequest) and body.truncate is not False
     texts = [body.input] if isinstance(body.input, str) or isinstance(body.input[0], int) else body.input
     if len(texts) > _MOST_TEXTS:
@@ -66,6 +68,11 @@ def prepare(model: LoadedModel, settings: Settings, body: EmbeddingsRequest | Ol
         jobs.append(ReplyJob([*tokens, tokens[-1]], sampling, speculation=OFF, scores=states[-1], prompt_only=True))
     packed = isinstance(body, EmbeddingsRequest) and body.encoding_format == "base64"
     return EmbeddingJobs(jobs, states, body.dimensions, packed)
+
+
+def _check_size(size: int | None, most: int) -> None:
+    if size and size > most:
+        raise bad_request(f"dimensions must be <= {most}, the model's, got {size}", "dimensions")
 
 
 def _tokens(llm: LLM, settings: Settings, text: Any, param: str, cut: bool) -> list[int]:
