@@ -405,5 +405,5 @@ def test_weights_change_precision_and_presets_name_what_they_set(tmp_path: Path)
     assert paceline.load(tmp_path / "model", preset="fast", quantize="int8").model.quantize == "int8", "given counts"
     with pytest.raises(InvalidOption, match="preset 'slow' is unknown"):
         paceline.load(tmp_path / "model", preset="slow")  # type: ignore[arg-type]
-    with pytest.raises(InvalidOption, match="objects keep their weights"):
+    with pytest.raises(InvalidOption, match="objects and shared models keep their weights"):
         toy_llm().quantize("int8")

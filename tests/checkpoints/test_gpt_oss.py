@@ -188,7 +188,7 @@ def test_experts_run_on_the_codes_that_they_are_stored_in(files: Files, which: i
     assert isinstance(target, Decoder)
     assert loaded.quantize == "int8"
     assert guarantee(target) == "bits"
-    mixture = target._stack._layers[0].mlp
+    mixture = target._stack._parts[0].layers[0].mlp
     assert isinstance(mixture, Mixture)
     dense: Any = mixture.experts[0]
     assert dense.gate_up.both.matrix.kinds == dense.down.matrix.kinds == (64 + 39,)

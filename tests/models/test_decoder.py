@@ -99,7 +99,7 @@ def raw(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (raw(model_type="olmo2"), "olmo2"),
+        (raw(model_type="olmo"), "olmo"),
         (raw(vision_config={}), "multimodal"),
         (raw(model_type="mamba"), "recurrent"),
         (raw(is_encoder_decoder=True), "encoder-decoder"),

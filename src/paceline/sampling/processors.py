@@ -33,6 +33,7 @@ class _Counts:
         return counts[: len(row)].to(row.dtype)
 
 
+@torch.inference_mode()  # in which a drafter may have made them
 def _add(counts: Tensor, tokens: Sequence[int], width: int) -> Tensor:
     """Return counts with these tokens added, at least `width` wide."""
     width = max(width, len(counts), 1 + max(tokens, default=0))
