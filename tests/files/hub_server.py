@@ -15,6 +15,7 @@ COMMIT = "c" * 40
 
 class Hub:
     """`repositories`: name -> file -> content. `requests`: (method, path, Range header) of each request.
+    `authorizations`: the Authorization headers of all.
 
     `cut`: a download ends after so many bytes, once. `damaged`: the content that is sent differs from the hash.
     """
@@ -22,6 +23,7 @@ class Hub:
     def __init__(self, repositories: dict[str, dict[str, bytes]]) -> None:
         self.repositories = repositories
         self.requests: list[tuple[str, str, str | None]] = []
+        self.authorizations: set[str | None] = set()
         self.cut: int | None = None
         self.damaged = False
         self.address = ""
@@ -62,6 +64,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             path = self.path.partition("?")[0]
             hub.requests.append((self.command, path, self.headers.get("Range")))
+            hub.authorizations.add(self.headers.get("Authorization"))
             parts = path.strip("/").split("/")
             if parts[:2] == ["api", "models"]:
                 name = "/".join(parts[2:4])

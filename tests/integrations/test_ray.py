@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
@@ -18,11 +19,16 @@ ray = pytest.importorskip("ray", reason="needs the extra ray")
 
 from ray.exceptions import RayActorError  # noqa: E402
 from ray.serve.exceptions import BackPressureError  # noqa: E402
+from starlette.requests import Request  # noqa: E402
 
 import paceline  # noqa: E402
+from paceline.cli.commands import parsed  # noqa: E402
+from paceline.cli.serve import application  # noqa: E402
 from paceline.errors import InvalidOption  # noqa: E402
-from paceline.integrations.ray import _known, app  # noqa: E402
+from paceline.integrations.ray import Front, PrefixRouter, app, front_settings  # noqa: E402
+from paceline.integrations.replica_streams import known  # noqa: E402
 from paceline.integrations.routing import SESSION, ranks, route_of  # noqa: E402
+from paceline.server.limits import Settings  # noqa: E402
 from tests.integrations.replicas import DEPLOY, Replicas, cluster  # noqa: E402
 from tests.integrations.tiny_model import write_tiny  # noqa: E402
 from tests.server.running import Serving, serving  # noqa: E402
@@ -250,10 +256,10 @@ def test_options_are_checked_before_a_replica_starts() -> None:
 
 def test_errors_of_ray_are_told_in_the_servers_words() -> None:
     for error, status in ((BackPressureError(5, 5), 429), (RayActorError(), 503)):
-        known = _known(error)
-        assert known.status == status  # type: ignore[attr-defined]
-        assert known.headers["Retry-After"]  # type: ignore[attr-defined]
-    assert _known(other := ValueError()) is other
+        found = known(error)
+        assert found.status == status  # type: ignore[attr-defined]
+        assert found.headers["Retry-After"]  # type: ignore[attr-defined]
+    assert known(other := ValueError()) is other
 
 
 def test_the_manifest_for_kuberay_holds_the_same_application() -> None:
@@ -262,3 +268,29 @@ def test_the_manifest_for_kuberay_holds_the_same_application() -> None:
     manifest = yaml.safe_load((DEPLOY / "kuberay.yaml").read_text())
     ours = yaml.safe_load((DEPLOY / "ray-serve.yaml").read_text())
     assert yaml.safe_load(manifest["spec"]["serveConfigV2"])["applications"] == ours["applications"]
+
+
+def test_requests_that_wait_for_a_replica_keep_no_other_from_being_routed() -> None:
+    router = PrefixRouter.__new__(PrefixRouter)
+    router._pending_requests_to_fulfill = dict.fromkeys(range(200))
+    assert router.max_num_routing_tasks >= router.num_pending_requests > 0
+
+
+def test_the_front_checks_what_a_server_does() -> None:
+    context = parsed(application, {"port": 0, "api-key": "secret"})
+    assert (settings := front_settings(context.params)).api_keys == ("secret",)
+    assert not settings.hosts
+    assert "localhost" in front_settings(parsed(application, {"port": 0}).params).hosts
+
+
+def test_a_body_without_a_key_is_not_read() -> None:
+    class Nobody:
+        def options(self, **_: Any) -> None: ...
+
+    async def receive() -> Any:
+        raise AssertionError("the body was read")
+
+    front = Front(Nobody(), Settings(api_keys=("secret",)))
+    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [], "query_string": b"", "server": ("a", 1)}
+    answer = asyncio.run(front(Request(scope, receive)))
+    assert answer.status_code == 401

@@ -164,6 +164,13 @@ def texts(c: Clients) -> None:
         "not in this API",
     )
     c.row(
+        "embeddings",
+        lambda: it.openai.embeddings.create(model="toy", input=["abc", "b"]).data[1].embedding,
+        "not in this API",
+        "not in this API",
+        lambda: ollama.Client(it.address).embed("toy", ["abc", "b"]).embeddings[1],
+    )
+    c.row(
         "list of models",
         lambda: it.openai.models.list().data,
         lambda: it.openai.models.retrieve("toy").id,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 
 from paceline.llm import LLM
+from paceline.server.answers import RunningRequest
+from paceline.server.bodies import BodyReader
+from paceline.server.worker import Worker
 from paceline.types import Rows, Want
 from paceline.verify.tree import pack_prefix
-from tests.server.running import Serving
+from tests.server.running import Serving, serving
 
 TEXTS = ["abc abc", "the long text of a toy", "b"]
 
@@ -72,3 +76,36 @@ def test_ollamas_client(served: Serving, plain: LLM) -> None:
     assert len(client.embed("toy", "abc" * 100_000).embeddings) == 1, "cut, unless it is forbidden"
     with pytest.raises(ollama.ResponseError, match="300000 tokens, the limit is 255"):
         client.embed("toy", "abc" * 100_000, truncate=False)
+
+
+def test_embeddings_are_counted_and_logged_as_other_requests_are(plain: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    with serving(plain, log_prompts=True) as it, caplog.at_level("INFO"):
+        it.post("/v1/embeddings", {"input": "abc abc"}).raise_for_status()
+        metrics = it.get("/metrics").text
+    assert '"input":"abc abc"' in caplog.text
+    assert re.search(r"vllm:prompt_tokens_total{[^}]*} [1-9]", metrics), metrics
+
+
+def test_a_body_is_released_before_its_texts_are_computed(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[int] = []
+    finish, init = RunningRequest.finish, BodyReader.__init__
+    readers: list[BodyReader] = []
+
+    def made(reader: BodyReader, *given: Any) -> None:
+        readers.append(reader)
+        init(reader, *given)
+
+    async def finishing(running: RunningRequest) -> None:
+        held.append(len(readers[0]._held))
+        await finish(running)
+
+    monkeypatch.setattr(BodyReader, "__init__", made)
+    monkeypatch.setattr(RunningRequest, "finish", finishing)
+    with serving(plain) as it:
+        it.post("/v1/embeddings", {"input": "abc"}).raise_for_status()
+    assert held == [0]
+
+
+def test_dimensions_are_checked_before_anything_is_computed(served: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Worker, "submit", lambda *_: pytest.fail("a text was submitted"))
+    assert served.post("/v1/embeddings", {"input": "a", "dimensions": 10_000}).status_code == 400

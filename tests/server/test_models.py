@@ -432,3 +432,11 @@ def test_those_who_wait_for_a_model_leave_room_for_others() -> None:
         for thread in asking:
             thread.join(30)
         assert sorted(answers) == [200] * 3 + [429] * 3
+
+
+def test_a_model_whose_name_is_taken_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    models = Models([ModelSource(("base",), worker, stays=True, adapters=("sql",))])
+    with caplog.at_level("WARNING"):
+        models.add(ModelSource(("sql",), worker, path=Path("/models/sql.gguf")))
+    assert len(models.sources) == 1
+    assert "/models/sql.gguf is not served" in caplog.text

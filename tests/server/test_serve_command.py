@@ -108,6 +108,10 @@ def test_a_model_of_a_folder_is_not_served_beside_itself(started: list[Models], 
     assert done.exit_code == 0, done.output
     assert started[0].names == ["link.gguf", "link", "one"]
     assert len(started[0].sources) == 1
+    done = CliRunner().invoke(app, ["serve", str(link), *more, "--adapter", "sql=./sql-lora"])
+    assert done.exit_code == 0, done.output
+    assert started[1].names == ["link.gguf", "sql", "link", "one"]
+    assert len(started[1].sources) == 1, "an adapter beside the weights leaves them as they are"
 
 
 def test_what_is_pulled_over_the_network_is_served(
@@ -122,6 +126,7 @@ def test_what_is_pulled_over_the_network_is_served(
     models = started[0]
     assert models.pull
     small, large = {"small-Q8_0.gguf": b"GGUF" * 1000}, {"large-Q8_0.gguf": b"GGUF" * 300_000}
+    monkeypatch.setenv("HF_TOKEN", "hf_operator")
     with hub_server({"owner/small": small, "owner/large": large}) as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.address)
         template = hub.address + "/{repo_id}/resolve/{revision}/{filename}"
@@ -129,6 +134,7 @@ def test_what_is_pulled_over_the_network_is_served(
         seen: list[tuple[str, int, int]] = []
         for name in ("owner/small", "owner/small:Q8_0"):
             models.add(models.pull(name, lambda *step: seen.append(step)))
+        assert hub.authorizations == {None}, "clients have nothing of the operator's account"
         assert seen[-1] == ("small-Q8_0.gguf", 4000, 4000)
         assert models.names[-2:] == ["owner/small", "owner/small:Q8_0"]
         assert [source.size for source in models.sources[1:]] == [5000]

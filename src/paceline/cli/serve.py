@@ -244,7 +244,7 @@ def application(
 
     sources = [on_request(found.name, found.path, found.size) for found in several.found()]
     if not only_named:
-        path = model.located() if sources and not model.adapter else None
+        path = model.located() if sources and not parse_adapters(model.adapter or ())[0] else None
         sources.insert(0, _first(model, server, partial(opened, model, progress=progress_wanted(quiet)), path))
     if not sources:
         raise InvalidOption(
@@ -298,7 +298,8 @@ def _pull(
     name: str,
     progress: Callable[[str, int, int], None],
 ) -> ModelSource:
-    """Fetch a GGUF file from the hub for /api/pull. `most`: bytes of memory that it may need."""
+    """Fetch a GGUF file from the hub for /api/pull, without the operator's token. `most`: bytes of memory that it may
+    need."""
     import psutil
 
     from paceline.files.gguf_names import parts_of
@@ -310,7 +311,7 @@ def _pull(
             f"there is no model {name!r:.200}", f"Give {' or '.join(similar(name)) or 'a hub id like owner/name'}"
         )
     memory = psutil.virtual_memory().total if most is None else most
-    path = hub_gguf(*hub, quiet=True, most=memory / _IN_MEMORY, progress=progress)
+    path = hub_gguf(*hub, quiet=True, most=memory / _IN_MEMORY, token=False, progress=progress)
     parts = parts_of(path.name) or [path.name]
     return served(name, path, sum(path.with_name(part).stat().st_size for part in parts))
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from io import BufferedWriter, FileIO
 from math import inf
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from paceline.errors import CorruptModel, ModelNotFound, PacelineError, UnsupportedModel
 from paceline.files.gguf_names import choose, complete
@@ -74,14 +74,15 @@ def hub_gguf(
     quantization: str | None = None,
     *,
     revision: str | None = None,
-    token: str | None = None,
+    token: str | Literal[False] | None = None,
     quiet: bool = False,
     most: float = inf,
     progress: Progress | None = None,
 ) -> Path:
     """Return the GGUF file of a hub model, downloaded unless the same is here. Raises as `hub_model`.
 
-    `most`: bytes that it may have. `progress` is called with (file, bytes so far, bytes in all).
+    `token`: False sends none, and None that of the user. `most`: bytes that it may have. `progress` is called with
+    (file, bytes so far, bytes in all).
     """
     with _hub_errors(name, revision):
         files = _listing(name, revision, token)
@@ -144,7 +145,7 @@ class _HubFile(NamedTuple):
     commit: str
 
 
-def _listing(name: str, revision: str | None, token: str | None) -> list[_HubFile]:
+def _listing(name: str, revision: str | None, token: str | Literal[False] | None) -> list[_HubFile]:
     """Return the repository's large files."""
     from huggingface_hub import HfApi
 
@@ -175,7 +176,9 @@ class _Watched(BufferedWriter):
         return written
 
 
-def _download(name: str, file: _HubFile, folder: Path, token: str | None, quiet: bool, progress: Progress) -> None:
+def _download(
+    name: str, file: _HubFile, folder: Path, token: str | Literal[False] | None, quiet: bool, progress: Progress
+) -> None:
     """Download a file unless the same is here, going on where an earlier download ended, and check its SHA-256."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.file_download import http_get

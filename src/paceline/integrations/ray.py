@@ -16,7 +16,6 @@ from typing import Any
 from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.config import RequestRouterConfig
-from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.metrics import Gauge
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
@@ -25,22 +24,32 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message
 
 from paceline.cli.commands import parsed
-from paceline.cli.serve import ServedModels, application
+from paceline.cli.serve import ServedModels, ServerOptions, application
 from paceline.errors import InvalidOption
+from paceline.integrations.replica_streams import known, parts
 from paceline.integrations.routing import Route, ranks, route_of
 from paceline.server.bodies import BodyReader
-from paceline.server.errors import ApiError, api_error, dialect, retry_later
-from paceline.server.limits import Settings
+from paceline.server.errors import ApiError, api_error
+from paceline.server.limits import Settings, authorization, check_host, check_key
+from paceline.server.listen import check_address
 from paceline.server.preprocessing import LONG, Preprocessor, client_of
 
 _ATTEMPTS = 2
 """Replicas that may die before they have begun to answer a request."""
 _PAUSE = 0.02
 """Seconds between two parts of a stream: each costs processor time in three processes (benchmarks/replicas.py)."""
+_UNSENT = 256
+"""Messages of one answer that may wait for Ray."""
+_NO_BODY = ("GET", "HEAD", "OPTIONS")
 
 
 class PrefixRouter(RequestRouter):
     """Sends requests that begin alike to the same replica."""
+
+    @property
+    def max_num_routing_tasks(self) -> int:
+        """As many as requests wait, which `max_queued_requests` bounds: one whose replica is full keeps its task."""
+        return int(self.num_pending_requests)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -79,7 +88,7 @@ class Replica:
 
     async def answer(self, scope: dict[str, Any], body: bytes, route: Route) -> AsyncIterator[list[Message]]:
         """Yield the application's messages as they come. `route` is for `PrefixRouter`."""
-        sent: asyncio.Queue[Message | None] = asyncio.Queue()
+        sent: asyncio.Queue[Message | None] = asyncio.Queue(_UNSENT)
         unread, gone = [body], asyncio.Event()
 
         async def receive() -> Message:
@@ -89,7 +98,7 @@ class Replica:
             return {"type": "http.disconnect"}
 
         task = asyncio.ensure_future(self._served.app(scope, receive, sent.put))
-        task.add_done_callback(lambda _: sent.put_nowait(None))
+        task.add_done_callback(lambda _: None if sent.full() else sent.put_nowait(None))  # nobody waits for a full one
         try:
             while not task.done() or not sent.empty():
                 messages = [await sent.get()]
@@ -108,10 +117,10 @@ class Replica:
 class Front:
     """Reads requests, finds their replicas, and passes on what those answer."""
 
-    def __init__(self, replicas: DeploymentHandle, max_body: int) -> None:
-        self._replicas = replicas.options(stream=True)
+    def __init__(self, replicas: DeploymentHandle, settings: Settings) -> None:
+        self._replicas, self._settings = replicas.options(stream=True), settings
         self._preprocessor = Preprocessor()
-        self._bodies = BodyReader(self._preprocessor, max_body, Settings().max_bodies)
+        self._bodies = BodyReader(self._preprocessor, settings.max_body, settings.max_bodies)
 
     async def __call__(self, request: Request) -> Response:
         """Answer one request."""
@@ -119,13 +128,17 @@ class Front:
         try:
             if path == "/metrics":
                 raise ApiError(404, "the metrics of all replicas are at Ray's metrics ports", code="not_found")
-            async with self._bodies.receive(request) as (body, _):
-                route = await self._route(request, body)
-                stream, head = await self._begin(request, body, route)
+            if request.method in _NO_BODY:  # the replica checks host and key, unless anyone may ask
+                stream, head = await self._begin(request, b"")
+            else:
+                check_host(self._settings.hosts, request.headers.get("host", ""))
+                check_key(self._settings.api_keys, authorization(request.headers))
+                async with self._bodies.receive(request) as (body, _):
+                    stream, head = await self._begin(request, body)
         except Exception as error:
-            return api_error(_known(error)).response(path)
+            return api_error(known(error)).response(path)
         start, *rest = head
-        response = StreamingResponse(_parts(stream, rest, path), start["status"])
+        response = StreamingResponse(parts(stream, rest, path), start["status"])
         response.raw_headers = [pair for pair in start["headers"] if pair[0] != b"x-request-id"]  # Ray sends it
         return response
 
@@ -133,10 +146,11 @@ class Front:
         work = partial(route_of, request.headers, body)
         return work() if len(body) <= LONG else await self._preprocessor.run("parse", client_of(request), work)
 
-    async def _begin(self, request: Request, body: bytes, route: Route) -> tuple[Any, list[Message]]:
+    async def _begin(self, request: Request, body: bytes) -> tuple[Any, list[Message]]:
         """Return the stream of a replica's answer, and its first messages: all, unless the answer is streamed. Another
         replica takes the place of one that dies meanwhile, since nothing has been sent to the client."""
         sent = {name: value for name, value in request.scope.items() if isinstance(value, str | bytes | list | tuple)}
+        route = await self._route(request, body)
         for left in reversed(range(_ATTEMPTS)):
             stream = self._replicas.answer.remote(scope=sent, body=body, route=route)
             try:
@@ -153,31 +167,11 @@ class Front:
         raise AssertionError
 
 
-async def _parts(stream: Any, messages: list[Message], path: str) -> AsyncIterator[bytes]:
-    """Yield the bytes of an answer. If its replica dies the stream ends with an error, as the server's own does."""
-    try:
-        while True:
-            for message in messages:
-                yield message.get("body", b"")
-            messages = await anext(stream, [])
-            if not messages:
-                return
-    except RayActorError as error:
-        document = bytes(api_error(_known(error)).response(path).body)
-        if dialect(path) == "api":
-            yield document + b"\n"
-        else:
-            yield b"event: error\n" * (dialect(path) == "messages") + b"data: " + document + b"\n\n"
-    finally:
-        stream.cancel()
-
-
-def _known(error: Exception) -> Exception:
-    if isinstance(error, BackPressureError):
-        return retry_later(429, "all replicas are full", "queue_full")
-    if isinstance(error, RayActorError):
-        return retry_later(503, "the replica that wrote this reply has died. Send the request again", "replica_died")
-    return error
+def front_settings(given: Mapping[str, Any]) -> Settings:
+    """Return what `Front` checks before it reads a body. `given`: all options of `paceline serve` by name."""
+    who = ServerOptions(host=given["host"], api_key=given["api_key"], allowed_host=given["allowed_host"])
+    hosts = who.hosts(check_address(who.host, 0))
+    return Settings(tuple(who.api_key or ()), hosts, max_body=given["max_body"])
 
 
 def app(arguments: dict[str, Any]) -> serve.Application:
@@ -196,4 +190,4 @@ def app(arguments: dict[str, Any]) -> serve.Application:
         ray_actor_options={"runtime_env": {"env_vars": {"GOMP_SPINCOUNT": "10000"}}},
     )
     front = serve.deployment(Front, max_ongoing_requests=1000, ray_actor_options={"num_cpus": 0.1})
-    return front.bind(replicas.bind(arguments), given["max_body"])
+    return front.bind(replicas.bind(arguments), front_settings(given))

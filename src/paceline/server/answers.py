@@ -97,6 +97,7 @@ class RunningRequest:
                     running -= 1
                     if not reply.job.sampling.max_new_tokens and not reply.handle.error:
                         reply.finish_reason = "length"  # without a token there was no round to say so
+                        self._count_first(reply)
                     if reply.handle.error or reply.finish_reason is None:
                         raise reply.handle.error or ServerStopping()
         except Exception as error:
@@ -110,11 +111,14 @@ class RunningRequest:
 
     def _count(self, reply: RunningReply, round_: ReplyRound) -> None:
         self.model.metrics.observe_round(round_, reply.first is None)
+        self._count_first(reply)
+        reply.tokens += 0 if reply.job.prompt_only else len(round_.chunks)
+        reply.finish_reason = round_.chunks[-1].finish_reason
+
+    def _count_first(self, reply: RunningReply) -> None:
         if reply.first is None:
             reply.first, handle = time.perf_counter() - reply.submitted, reply.handle
             self.model.metrics.observe_first(handle.queued, reply.first, len(reply.job.tokens), handle.stats.cached)
-        reply.tokens += 0 if reply.job.prompt_only else len(round_.chunks)
-        reply.finish_reason = round_.chunks[-1].finish_reason
 
     def usage(self) -> Usage:
         """Counts so far."""

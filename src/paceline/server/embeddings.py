@@ -11,9 +11,11 @@ from typing import Any
 from paceline.engine.draft_policy import OFF
 from paceline.engine.prompt_logprobs import PooledStates
 from paceline.llm import LLM
+from paceline.models.decoder import Decoder
 from paceline.server import options
 from paceline.server.errors import bad_request
 from paceline.server.limits import Settings
+from paceline.server.models import LoadedModel
 from paceline.server.schema_embeddings import EmbeddingsRequest, OllamaEmbedRequest
 from paceline.server.worker import ReplyJob, ServerStopping
 
@@ -23,11 +25,13 @@ _MOST_TEXTS = 128
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingJobs:
-    """A job for each text, and what collects its states. `size`: numbers of each vector; None: all."""
+    """A job for each text, and what collects its states. `size`: numbers of each vector; None: all. `packed`: they are
+    sent in base64."""
 
     jobs: Sequence[ReplyJob]
     states: Sequence[PooledStates]
     size: int | None
+    packed: bool
 
     @property
     def num_tokens(self) -> int:
@@ -41,13 +45,15 @@ class EmbeddingJobs:
             if states.count < len(job.tokens) - 1:
                 raise ServerStopping
         found = [states.vector(self.size) for states in self.states]
-        if self.size and len(found[0]) < self.size:
-            raise bad_request(f"dimensions must be <= {len(found[0])}, the model's, got {self.size}", "dimensions")
+        _check_size(self.size, len(found[0]))
         return found
 
 
-def prepare(llm: LLM, settings: Settings, body: EmbeddingsRequest | OllamaEmbedRequest) -> EmbeddingJobs:
+def prepare(model: LoadedModel, settings: Settings, body: EmbeddingsRequest | OllamaEmbedRequest) -> EmbeddingJobs:
     """Return the jobs of a request. Raises `ApiError` 400."""
+    llm = model.llm
+    if isinstance(llm.model.target, Decoder):  # others show the size of their states when these are there
+        _check_size(body.dimensions, llm.model.target.config.hidden)
     cut = isinstance(body, OllamaEmbedRequest) and body.truncate is not False
     texts = [body.input] if isinstance(body.input, str) or isinstance(body.input[0], int) else body.input
     if len(texts) > _MOST_TEXTS:
@@ -60,7 +66,13 @@ def prepare(llm: LLM, settings: Settings, body: EmbeddingsRequest | OllamaEmbedR
         states.append(PooledStates())
         # A prompt's last token is left to the first round, and there is none: so one more.
         jobs.append(ReplyJob([*tokens, tokens[-1]], sampling, speculation=OFF, scores=states[-1], prompt_only=True))
-    return EmbeddingJobs(jobs, states, body.dimensions)
+    packed = isinstance(body, EmbeddingsRequest) and body.encoding_format == "base64"
+    return EmbeddingJobs(jobs, states, body.dimensions, packed)
+
+
+def _check_size(size: int | None, most: int) -> None:
+    if size and size > most:
+        raise bad_request(f"dimensions must be <= {most}, the model's, got {size}", "dimensions")
 
 
 def _tokens(llm: LLM, settings: Settings, text: Any, param: str, cut: bool) -> list[int]:
@@ -74,12 +86,18 @@ def _tokens(llm: LLM, settings: Settings, text: Any, param: str, cut: bool) -> l
     return tokens
 
 
-def openai(body: EmbeddingsRequest, name: str, done: EmbeddingJobs) -> dict[str, Any]:
+def openai(name: str, done: EmbeddingJobs, _: float) -> dict[str, Any]:
     """Return the answer in OpenAI's shape."""
-    shown = _packed if body.encoding_format == "base64" else list
+    shown = _packed if done.packed else list
     data = [{"object": "embedding", "index": i, "embedding": shown(x)} for i, x in enumerate(done.vectors())]
     usage = {"prompt_tokens": done.num_tokens, "total_tokens": done.num_tokens}
     return {"object": "list", "data": data, "model": name, "usage": usage}
+
+
+def ollama(name: str, done: EmbeddingJobs, seconds: float) -> dict[str, Any]:
+    """Return the answer in Ollama's shape. `seconds`: what the request took."""
+    times = {"total_duration": int(1e9 * seconds), "load_duration": 0, "prompt_eval_count": done.num_tokens}
+    return {"model": name, "embeddings": done.vectors(), **times}
 
 
 def _packed(vector: Sequence[float]) -> str:

@@ -141,6 +141,9 @@ class Models:
         served = next((one for one in self.sources if one.path is not None and one.path == source.path), source)
         if served is source:
             if source.names[0] in self._named:
+                LOG.warning(
+                    "%s is not served: another model or an adapter has its name", source.path or source.names[0]
+                )
                 return
             self.sources.append(source)
             self._sizes[source] = source.size

@@ -54,6 +54,7 @@ from paceline.server.tracing import Tracer, tracer
 from paceline.server.writers import PreparedRequest, dumps
 
 T = TypeVar("T")
+Prepared = TypeVar("Prepared", PreparedRequest, EmbeddingJobs)
 Body = TypeVar("Body", bound=schema.Generating)
 Prepare = Callable[[LoadedModel, Settings, Body], PreparedRequest]
 
@@ -178,43 +179,31 @@ class Service:
 
     async def embeddings(self, request: Request) -> Response:
         """Return a vector for each text."""
-        async with self.bodies.read(request, EmbeddingsRequest) as (body, pool):
-            name, done, _ = await self._embed(request, body, pool)
-            return Response(dumps(embeddings.openai(body, name, done)), media_type="application/json")
+        return await self._embed(request, EmbeddingsRequest, embeddings.openai)
 
     async def ollama_embed(self, request: Request) -> Response:
         """Return a vector for each text (Ollama's API)."""
-        async with self.bodies.read(request, OllamaEmbedRequest) as (body, pool):
-            name, done, seconds = await self._embed(request, body, pool)
-            times = {"total_duration": int(1e9 * seconds), "load_duration": 0, "prompt_eval_count": done.num_tokens}
-            answer = {"model": name, "embeddings": done.vectors(), **times}
-            return Response(dumps(answer), media_type="application/json")
+        return await self._embed(request, OllamaEmbedRequest, embeddings.ollama)
 
     async def _embed(
-        self, request: Request, body: EmbeddingsRequest | OllamaEmbedRequest, pool: PoolName
-    ) -> tuple[str, EmbeddingJobs, float]:
-        """Return the model's name, the jobs, which are over, and the seconds that they took."""
-        began, timeout = time.monotonic(), self.settings.timeout
-        self.limit.acquire()
+        self,
+        request: Request,
+        kind: type[EmbeddingsRequest] | type[OllamaEmbedRequest],
+        shape: Callable[[str, EmbeddingJobs, float], dict[str, Any]],
+    ) -> Response:
+        began = time.monotonic()
+        deadline = _after(began, self.settings.timeout)
+        async with self.bodies.read(request, kind) as (body, pool):
+            work = partial(embeddings.prepare, settings=self.settings, body=body)
+            running, done = await self._start(request, body, pool, work, "", deadline)
+        del body, work  # the body, which may be large, no longer counts
         try:
-            model = await self._take(request, body.model, timeout)
-        except BaseException:
-            self.limit.release()
-            raise
-        running = RunningRequest(
-            uuid.uuid4().hex, model, self.limit, self.tracer.for_request(request.headers, model.name)
-        )
-        try:
-            done = await self._preprocess(
-                request, pool, partial(embeddings.prepare, model.llm, self.settings, body), timeout
-            )
-            running.start(
-                [replace(job, client=client_of(request), timeout=timeout, adapter=model.adapter) for job in done.jobs]
-            )
             await _unless_disconnected(running.finish(), request.receive)
+            answer = partial(shape, running.model.name, done, time.monotonic() - began)
+            data = await self._preprocess(request, "tokens", lambda: dumps(answer()), _left(deadline))
         finally:
             running.close()
-        return model.name, done, time.monotonic() - began
+        return Response(data, media_type="application/json")
 
     async def infill(self, request: Request) -> Response:
         """Fill the gap between two texts (llama.cpp's API)."""
@@ -304,31 +293,56 @@ class Service:
         """
         arrived = time.monotonic()
         async with self.bodies.read(request, kind) as (body, pool):
-            if self.settings.log_prompts:
-                LOG.info("%s %s", REQUEST_ID.get(), body.model_dump_json(exclude_none=True))
-            timeout = self.settings.timeout if body.timeout is None else body.timeout
+            deadline = _after(arrived, self.settings.timeout if body.timeout is None else body.timeout)
 
-            def left() -> float | None:
-                return None if timeout is None else max(0.0, arrived + timeout - time.monotonic())
+            def work(model: LoadedModel) -> PreparedRequest:
+                return prepare(model, self.settings, body)
 
-            self.limit.acquire()
+            pool = "grammar" if body.constrained else pool
+            running, prepared = await self._start(request, body, pool, work, id_prefix, deadline)
             try:
-                model = await self._take(request, body.model, left())
-            except BaseException:
-                self.limit.release()
-                raise
-            answer_id, trace = id_prefix + uuid.uuid4().hex, self.tracer.for_request(request.headers, model.name)
-            running = RunningRequest(answer_id, model, self.limit, trace)
-            try:
-                work = partial(prepare, model, self.settings, body)
-                prepared = await self._preprocess(request, "grammar" if body.constrained else pool, work, left())
-                more: dict[str, Any] = {"client": client_of(request), "timeout": left(), "adapter": model.adapter}
-                running.start([replace(job, **more) for job in prepared.jobs])
-                answer = GeneratedAnswer(running, prepared.writer(answer_id))
+                return GeneratedAnswer(running, prepared.writer(running.id)), bool(body.stream)
             except BaseException:
                 running.close()
                 raise
-            return answer, bool(body.stream)
+
+    async def _start(
+        self,
+        request: Request,
+        body: schema.Generating | EmbeddingsRequest | OllamaEmbedRequest,
+        pool: PoolName,
+        prepare: Callable[[LoadedModel], Prepared],
+        id_prefix: str,
+        deadline: float | None,
+    ) -> tuple[RunningRequest, Prepared]:
+        """Start the replies to a request: `close` must follow. Raises what its preparation raises."""
+        if self.settings.log_prompts:
+            LOG.info("%s %s", REQUEST_ID.get(), body.model_dump_json(exclude_none=True))
+        self.limit.acquire()
+        try:
+            model = await self._take(request, body.model, _left(deadline))
+        except BaseException:
+            self.limit.release()
+            raise
+        trace = self.tracer.for_request(request.headers, model.name)
+        running = RunningRequest(id_prefix + uuid.uuid4().hex, model, self.limit, trace)
+        try:
+            prepared = await self._preprocess(request, pool, partial(prepare, model), _left(deadline))
+            more: dict[str, Any] = {"client": client_of(request), "timeout": _left(deadline), "adapter": model.adapter}
+            running.start([replace(job, **more) for job in prepared.jobs])
+        except BaseException:
+            running.close()
+            raise
+        return running, prepared
+
+
+def _after(began: float, timeout: float | None) -> float | None:
+    return None if timeout is None else began + timeout
+
+
+def _left(deadline: float | None) -> float | None:
+    """Return the seconds until `deadline`; None: there is none."""
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
 async def _unless_disconnected(work: Coroutine[Any, Any, T], receive: Receive) -> T:

@@ -48,6 +48,8 @@ CASES: list[tuple[str, str]] = [
     ("|a|b|\n|:-:|--:|\n|1 \\| 2|**3**|\nafter", '<div class="table"><table><thead><tr><th class="center">a</th>'
      '<th class="end">b</th></tr></thead><tbody><tr><td class="center">1 | 2</td><td class="end"><strong>3</strong>'
      "</td></tr></tbody></table></div><p>after</p>"),
+    ("|a|b|\n|-|-|\n|1|\n|1|2|3|", '<div class="table"><table><thead><tr><th>a</th><th>b</th></tr></thead><tbody><tr>'
+     "<td>1</td></tr><tr><td>1</td><td>2</td></tr></tbody></table></div>"),
     ("a | b\nno table", "<p>a | b\nno table</p>"),
     ("[t](https://a.b/c?d=e#f)", '<p><a href="https://a.b/c?d=e#f">t</a></p>'),
     ("see https://a.b/c_(d), or (https://e.f).", '<p>see <a href="https://a.b/c_(d)">https://a.b/c_(d)</a>, or '

@@ -200,8 +200,8 @@ function table(text) {
   const [head, delimiters, ...rows] = text.split("\n");
   const align = cells(delimiters).map((cell) => (/^:.*:$/.test(cell) ? "center" : cell.endsWith(":") ? "end" : ""));
   const row = (line, tag) => {
-    const all = cells(line);
-    return make("tr", "", ...align.map((side, i) => make(tag, side, ...inline(all[i] ?? ""))));
+    const found = cells(line).slice(0, align.length); // Rows that are short stay so: to fill them takes the square.
+    return make("tr", "", ...found.map((cell, i) => make(tag, align[i], ...inline(cell))));
   };
   const body = make("tbody", "", ...rows.map((line) => row(line, "td")));
   const scroller = make("div", "table", make("table", "", make("thead", "", row(head, "th")), body));
