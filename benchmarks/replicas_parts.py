@@ -1,4 +1,4 @@
-"""What replicas on Ray cost on this machine, for `replicas.py`: processor time of each process."""
+"""Cost of replicas on Ray on this machine, for `replicas.py`: processor time of each process."""
 
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ from paceline.kernels.quantize import Codes, Mode, quantize
 from paceline.kernels.stored import Stored
 from paceline.models.lazy import Quantised
 from paceline.models.weights import Weights
+from tests.gguf_writing import finish
 
 Q = gguf.GGMLQuantizationType
 HIDDEN, HEADS, KV_HEADS, FFN, VOCAB = 64, 4, 2, 96, 5
@@ -74,10 +75,7 @@ def write(path: Path, arch: str = "llama", tied: bool = True, kind: Q = Q.F32, *
         raw = raw.astype(np.float16) if stored == Q.F16 else raw
         tensors[name] = gguf.dequantize(raw, stored)
         writer.add_tensor(name, raw, raw_dtype=None if stored in (Q.F32, Q.F16) else stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return tensors
 
 
@@ -407,10 +405,7 @@ def split(path: Path, folder: Path, count: int) -> list[Path]:
         writer.add_int32("split.tensors.count", len(reader.tensors))
         for tensor in reader.tensors[number::count]:
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        finish(writer)
         parts.append(part)
     return parts
 

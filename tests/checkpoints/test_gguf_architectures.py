@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from paceline.checkpoints.gguf import open_gguf
+from tests.gguf_writing import finish
 
 SMALL = {
     "vocab_size": 48,
@@ -124,10 +125,7 @@ def convert(path: Path, arch: str, config: PreTrainedConfig, tensors: dict[str, 
     metadata(writer, arch, config)
     for name, tensor in gguf_tensors(arch, config, tensors):
         writer.add_tensor(name, tensor.float().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 def metadata(writer: gguf.GGUFWriter, arch: str, config: PreTrainedConfig) -> None:

@@ -14,6 +14,7 @@ from paceline.checkpoints.gguf import open_gguf
 from paceline.errors import UnsupportedModel
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
+from tests.gguf_writing import finish
 from tests.models.test_families import assert_close, expected, feed, text
 from tests.models.test_gemma4 import CASES, models
 
@@ -94,10 +95,7 @@ def write(path: Path, theirs: Any, changes: dict[str, Any], factors: Tensor | No
     tensors = {stored_name(name): x for name, x in theirs.state_dict().items() if name != "lm_head.weight"}
     for name, tensor in {**tensors, "rope_freqs.weight": turning if factors is None else factors}.items():
         writer.add_tensor(name, tensor.float().contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 @pytest.mark.parametrize("case", CASES)

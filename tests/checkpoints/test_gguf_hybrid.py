@@ -17,6 +17,7 @@ from paceline.checkpoints.head_files import open_head
 from paceline.errors import CorruptModel
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
+from tests.gguf_writing import finish
 from tests.models.test_families import expected, feed, text
 from tests.models.test_hybrid import models
 from tests.mtp_reference import Reference
@@ -142,10 +143,7 @@ def write(path: Path, arch: str, theirs: Any, mtp: dict[str, Tensor] | None = No
     mtp = mtp or {"mtp.fc.weight": torch.zeros(4, 4)}
     for name, tensor in laid_out(c, {**theirs.state_dict(), **mtp}, arch != "qwen3next"):
         writer.add_tensor(name, tensor.detach().float().contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -195,10 +193,7 @@ def test_short_convolutions(tmp_path: Path) -> None:
         if name != "lm_head.weight":
             x = x.squeeze(1) if "conv.conv" in name else x
             writer.add_tensor(table.get_name(name, (".weight",)), x.float().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     config, found, _ = open_gguf(tmp_path / "m.gguf")
     ours = Decoder(read_config(config), found, torch.float64, torch.device("cpu"))
     cache, tokens = ours.new_cache(), text(70)

@@ -20,6 +20,7 @@ from paceline.errors import UnsupportedModel
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
 from paceline.models.mamba_hybrids import multipliers
+from tests.gguf_writing import finish
 from tests.models.test_families import assert_close, expected, feed, text
 from tests.models.test_hybrid import models
 
@@ -159,10 +160,7 @@ def write(path: Path, arch: Any, c: Config, fields: Config, tensors: dict[str, T
         adders[type(value)](f"{name}.{key}", value)
     for known, x in laid_out(arch, c, tensors):
         writer.add_tensor(known, x.float().contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 def saved(case: str, folder: Path) -> tuple[Any, Config, dict[str, Tensor]]:

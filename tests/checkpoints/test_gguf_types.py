@@ -14,6 +14,7 @@ from paceline.checkpoints import gguf_file
 from paceline.checkpoints.gguf_codes import BITS
 from paceline.checkpoints.gguf_file import read_gguf
 from paceline.kernels.quantize import GROUP
+from tests.gguf_writing import finish
 
 Q = gguf.GGMLQuantizationType
 ROWS, COLUMNS = 6, 512
@@ -105,10 +106,7 @@ BLOCKS = {
 def store(path: Path, data: np.ndarray, kind: Q) -> None:
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tensor("t", data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 def random_blocks(kind: Q) -> np.ndarray:

@@ -12,6 +12,7 @@ import torch
 from paceline.checkpoints.gguf import open_gguf
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
+from tests.gguf_writing import finish
 from tests.models.test_families import assert_close, expected, feed, models, text
 
 CASES = {
@@ -54,10 +55,7 @@ def write(path: Path, arch: str, theirs: Any) -> None:
         stored = table.get_name(name, (".weight", ".bias"))
         assert stored
         writer.add_tensor(stored, tensor.float().contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 @pytest.mark.parametrize("case", CASES)

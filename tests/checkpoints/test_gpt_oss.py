@@ -31,6 +31,7 @@ from paceline.models.layers import Mixture
 from paceline.sampling.parameters import Sampling
 from paceline.testing import Oracle, run
 from paceline.types import DraftBudget
+from tests.gguf_writing import finish
 from tests.models.test_families import expected, feed, text
 
 transformers = pytest.importorskip("transformers")
@@ -126,10 +127,7 @@ def write_gguf(path: Path, config: Any, tensors: dict[str, Tensor], packed: dict
                 own = table.get_name(stack.replace("gate_up_proj", f"{part}_proj")) + ".weight"
                 data = repacked(blocks[:, rows].numpy(), scales[:, rows].numpy())
                 writer.add_tensor(own, data, raw_dtype=gguf.GGMLQuantizationType.MXFP4)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 def repacked(blocks: Any, scales: Any) -> Any:

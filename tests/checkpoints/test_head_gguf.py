@@ -23,6 +23,7 @@ from paceline.sampling.parameters import Sampling
 from paceline.testing import TINY, run, tiny_target
 from paceline.types import DraftBudget
 from tests.cli.toy_cli import run as run_command
+from tests.gguf_writing import finish
 from tests.random_heads import BLOCK, DSPARK, EAGLE3, MUTUAL, REDUCED, WINDOWED, head_of
 from tests.tiny_heads import eagle_config, eagle_tensors
 
@@ -91,10 +92,7 @@ def write(path: Path, head: HeadFile, **fields: Any) -> Path:
             writer.add_key_value(f"{arch}.{key}", value, gguf.GGUFValueType.get_type(value))
     for name, tensor in laid_out(config, dict(head.tensors)):
         writer.add_tensor(name, tensor.contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
+from collections.abc import Sequence
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -194,18 +196,21 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     assert float((ours - theirs).norm() / theirs.norm()) < 3e-5
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_logits_equal_transformers_in_chunks_and_token_by_token(case: str) -> None:
-    theirs, ours = models(case)
-    tokens = text(70)
-    cache = ours.new_cache()
-    slot = cache.acquire(70)
-    logits = [feed(ours, cache, slot, tokens[a:b]) for a, b in ((0, 33), (33, 35), (35, 55))]
-    for token in tokens[55:]:
+def check_chunks(theirs: Any, ours: Decoder, length: int, cuts: Sequence[int]) -> None:
+    """Logits of a text fed in chunks that end at `cuts`, then token by token, are those of transformers."""
+    tokens, cache = text(length), ours.new_cache()
+    slot = cache.acquire(length)
+    logits = [feed(ours, cache, slot, tokens[a:b]) for a, b in itertools.pairwise((0, *cuts))]
+    for token in tokens[cuts[-1] :]:
         rows = pack([token], [Draft()], [slot], [cache.lengths[slot]], CPU)
         logits.append(ours.forward(rows, cache, Want()).logits[0, :1])
         cache.commit(rows, [()])
     assert_close(torch.cat(logits), expected(theirs, tokens))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_transformers_in_chunks_and_token_by_token(case: str) -> None:
+    check_chunks(*models(case), 70, (33, 35, 55))
 
 
 TREE = Draft((7, 8, 9, 10, 11, 12, 7, 8), (0, 0, 1, 1, 2, 3, 4, 6))

@@ -23,9 +23,9 @@ from paceline.models.heads import ExitConfig
 from paceline.models.tensor_names import translated
 from paceline.sampling.parameters import Sampling
 from paceline.testing import Oracle, run
-from paceline.types import Draft, DraftBudget, Want
-from paceline.verify.tree import PREFILL_ROWS, pack
-from tests.models.test_families import assert_close, check_drafts, expected, feed, text
+from paceline.types import DraftBudget
+from paceline.verify.tree import PREFILL_ROWS
+from tests.models.test_families import assert_close, check_chunks, check_drafts, expected, feed, text
 
 transformers = pytest.importorskip("transformers")
 CPU = torch.device("cpu")
@@ -91,16 +91,7 @@ def models(case: str, dtype: torch.dtype = torch.float64) -> tuple[Any, Decoder]
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_transformers_in_chunks_and_token_by_token(case: str) -> None:
-    theirs, ours = models(case)
-    tokens = text(70)
-    cache = ours.new_cache()
-    slot = cache.acquire(70)
-    logits = [feed(ours, cache, slot, tokens[a:b]) for a, b in ((0, 33), (33, 35), (35, 55))]
-    for token in tokens[55:]:
-        rows = pack([token], [Draft()], [slot], [cache.lengths[slot]], CPU)
-        logits.append(ours.forward(rows, cache, Want()).logits[0, :1])
-        cache.commit(rows, [()])
-    assert_close(torch.cat(logits), expected(theirs, tokens))
+    check_chunks(*models(case), 70, (33, 35, 55))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -17,9 +17,7 @@ from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
 from paceline.models.hybrids import text_config
 from paceline.models.tensor_names import translated
-from paceline.types import Draft, Want
-from paceline.verify.tree import pack
-from tests.models.test_families import assert_close, check_drafts, expected, feed, text
+from tests.models.test_families import check_chunks, check_drafts, feed, text
 
 transformers = pytest.importorskip("transformers")
 CPU = torch.device("cpu")
@@ -137,16 +135,7 @@ def models(case: str, dtype: torch.dtype = torch.float64) -> tuple[Any, Decoder]
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_transformers_in_chunks_and_token_by_token(case: str) -> None:
-    theirs, ours = models(case)
-    tokens = text(150)
-    cache = ours.new_cache()
-    slot = cache.acquire(150)
-    logits = [feed(ours, cache, slot, tokens[a:b]) for a, b in ((0, 100), (100, 102), (102, 135))]
-    for token in tokens[135:]:
-        rows = pack([token], [Draft()], [slot], [cache.lengths[slot]], CPU)
-        logits.append(ours.forward(rows, cache, Want()).logits[0, :1])
-        cache.commit(rows, [()])
-    assert_close(torch.cat(logits), expected(theirs, tokens))
+    check_chunks(*models(case), 150, (100, 102, 135))
 
 
 @pytest.mark.parametrize("case", CASES)

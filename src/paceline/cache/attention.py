@@ -24,7 +24,7 @@ _ROWS = 64
 
 
 Kind = tuple[int | None, bool, tuple[int, int] | None, int]
-"""What layers that share a slab have in common: see `LayerAttention`."""
+"""Properties that the layers of one slab share: see `LayerAttention`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,8 +110,8 @@ def complete(config: TrainableConfig, tensors: Mapping[str, Tensor]) -> Tensors:
 
 
 def holds_head(path: Path) -> bool:
-    """Whether the config.json in this folder is a learned drafter's, or this GGUF file holds one. Raises
-    `UnsupportedModel` for a kind that Paceline does not run."""
+    """Return whether this folder or GGUF file holds a learned drafter. Raises `UnsupportedModel` for a kind that
+    Paceline does not run."""
     if path.is_file():
         return is_head_gguf(path)
     file = path / "config.json"

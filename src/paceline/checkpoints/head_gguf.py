@@ -41,7 +41,7 @@ _STRANGE = ("logit_scale", "embedding_scale", "attention.scale", "attention.valu
 
 
 def is_head_gguf(path: Path) -> bool:
-    """Whether a GGUF file holds a drafter alone: EAGLE-3, DFlash, or a model's MTP layer without the model. Raises as
+    """Return whether a GGUF file holds only a drafter: EAGLE-3, DFlash, or an MTP layer without its model. Raises as
     `read_gguf`."""
     file = read_gguf(path)
     cut = "blk.0.attn_norm.weight" not in file.tensors and any(".nextn." in name for name in file.tensors)

@@ -204,7 +204,7 @@ def _placed(
     mode: Mode | None,
     dtype: torch.dtype,
 ) -> Devices:
-    """The device of each layer, planned where there is no map."""
+    """Return the device of each layer; plan the devices if no map is given."""
     if parts:
         return place(parts, config.layers)
     matrix = {"int8": 34 / 32, "int4": 20 / 32}[mode] if mode else dtype.itemsize

@@ -23,7 +23,7 @@ _MTP = "mtp."
 
 
 def has_mtp(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether a checkpoint holds an MTP layer."""
+    """Return whether a checkpoint holds an MTP layer."""
     return _MTP + "fc.weight" in tensors
 
 

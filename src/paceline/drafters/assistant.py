@@ -91,7 +91,7 @@ class Assistant(Growing):
         self._texts.pop(slot, None)
 
     def limit(self, ask: Ask) -> DraftBudget:
-        """Return no budget for a first token, before which there is no state."""
+        """Return an empty budget before the first token: there is no state yet."""
         return ask.budget if ask.slot in self._texts and ask.position else DraftBudget.chain(0)
 
     def roots(self, growths: Sequence[Growth]) -> Sequence[Tensor]:

@@ -119,8 +119,8 @@ def make_drafter(
 
 
 def _chosen(spec: str, target: Loaded, make: Callable[[str], MadeT]) -> tuple[str, MadeT]:
-    """The name of the drafter that `spec` stands for, and what `make` makes of it. An MTP layer that nobody asked for
-    and that cannot be used is left out."""
+    """Return the name of the drafter that `spec` stands for, and the drafter that `make` builds. An MTP layer that
+    cannot be used is left out, unless it was named."""
     name = drafter_for(spec, target)
     try:
         return name, make(name)

@@ -1,4 +1,4 @@
-"""What is collected of a prompt during prefill: log-probabilities of its own tokens, or the mean of its states."""
+"""Data collected from a prompt during prefill: log-probabilities of its tokens, or the mean of its states."""
 
 from __future__ import annotations
 

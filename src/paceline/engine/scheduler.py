@@ -162,7 +162,7 @@ class Scheduler:
         return ended
 
     def _is_shared(self, task: Task) -> bool:
-        """Whether replies to the same prompt wait, which need not be fed again."""
+        """Return whether other replies wait for the same prompt, which then need not be fed again."""
         return task.group is not None and any(one.group == task.group for one in self.waiting)
 
     def _feed(self, task: Task, limit: float) -> float:

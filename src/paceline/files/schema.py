@@ -175,7 +175,7 @@ GEMMA: Mapping[str, FieldKind] = {
     "sliding_window_pattern": whole(1),
 }
 GEMMA4_LAYER: Mapping[str, FieldKind] = {"head_dim": _SIZE, "num_key_value_heads": _SIZE}
-"""What a layer of Gemma 4 may have of its own."""
+"""Sizes that a layer of Gemma 4 may set for itself."""
 GEMMA4: Mapping[str, FieldKind] = {
     "hidden_activation": TEXT,
     **_each(_SIZE | NULL, "global_head_dim", "num_global_key_value_heads"),

@@ -98,7 +98,7 @@ class Replica:
             return {"type": "http.disconnect"}
 
         task = asyncio.ensure_future(self._served.app(scope, receive, sent.put))
-        task.add_done_callback(lambda _: None if sent.full() else sent.put_nowait(None))  # nobody waits for a full one
+        task.add_done_callback(lambda _: None if sent.full() else sent.put_nowait(None))  # a full queue needs no end
         try:
             while not task.done() or not sent.empty():
                 messages = [await sent.get()]

@@ -17,20 +17,20 @@ Raw = Mapping[str, Any]
 
 def windows_everywhere(raw: Raw, base: ModelConfig) -> ModelConfig:
     """Mistral, Phi-3: every layer has the sliding window."""
-    return _layered(base, [raw.get("sliding_window")] * base.layers)
+    return layered(base, [raw.get("sliding_window")] * base.layers)
 
 
 def windows_by_type(raw: Raw, base: ModelConfig) -> ModelConfig:
     """Ministral: `layer_types` says which layers slide, by default all if there is a window."""
     window = raw.get("sliding_window")
-    return _layered(base, _windows(raw, base, window, lambda i: window is not None))
+    return layered(base, _windows(raw, base, window, lambda i: window is not None))
 
 
 def qwen(raw: Raw, base: ModelConfig) -> ModelConfig:
     """Qwen2, and Qwen3 with its norms: the upper layers slide, if any."""
     window, first = raw["sliding_window"] if raw["use_sliding_window"] else None, raw["max_window_layers"]
     windows = _windows(raw, base, window, lambda i: window is not None and i >= first)
-    return _layered(replace(base, qk_norm=base.family == "qwen3"), windows)
+    return layered(replace(base, qk_norm=base.family == "qwen3"), windows)
 
 
 def qwen3_moe(raw: Raw, base: ModelConfig) -> ModelConfig:
@@ -39,14 +39,14 @@ def qwen3_moe(raw: Raw, base: ModelConfig) -> ModelConfig:
     experts = Experts(count, raw["num_experts_per_tok"], raw["moe_intermediate_size"], raw["norm_topk_prob"])
     dense = raw.get("mlp_only_layers") or ()
     sparse = [i not in dense and (i + 1) % raw["decoder_sparse_step"] == 0 for i in range(base.layers)]
-    return _layered(replace(base, qk_norm=True, experts=experts), [window] * base.layers, sparse=sparse)
+    return layered(replace(base, qk_norm=True, experts=experts), [window] * base.layers, sparse=sparse)
 
 
 def mixtral(raw: Raw, base: ModelConfig) -> ModelConfig:
     used, names = raw["num_experts_per_tok"], ("w1", "w3", "w2")
     experts = Experts(raw["num_local_experts"], used, base.ffn, True, "block_sparse_moe", names)
     windows = [raw.get("sliding_window")] * base.layers
-    return _layered(replace(base, experts=experts), windows, sparse=[True] * base.layers)
+    return layered(replace(base, experts=experts), windows, sparse=[True] * base.layers)
 
 
 def gpt_oss(raw: Raw, base: ModelConfig) -> ModelConfig:
@@ -58,7 +58,7 @@ def gpt_oss(raw: Raw, base: ModelConfig) -> ModelConfig:
     experts = Experts(raw["num_local_experts"], raw["num_experts_per_tok"], base.ffn, True, router="router")
     base = replace(base, experts=experts, activation="clamped_swiglu", sinks=True)
     windows = _windows(raw, base, raw["sliding_window"], lambda i: i % 2 == 0)
-    return _layered(base, windows, sparse=[True] * base.layers)
+    return layered(base, windows, sparse=[True] * base.layers)
 
 
 def granite(raw: Raw, base: ModelConfig) -> ModelConfig:
@@ -85,7 +85,7 @@ def smollm3(raw: Raw, base: ModelConfig) -> ModelConfig:
         raise CorruptModel(f"no_rope_layers names {len(rotates)} of {base.layers} layers", CORRECT)
     window = raw.get("sliding_window") if raw["use_sliding_window"] else None
     windows = _windows(raw, base, window, lambda i: window is not None and not rotates[i])
-    return _layered(base, windows, [base.rope if rotates[i] else None for i in range(base.layers)])
+    return layered(base, windows, [base.rope if rotates[i] else None for i in range(base.layers)])
 
 
 def gemma(raw: Raw, base: ModelConfig, every: int, local: RopeConfig | None = None) -> ModelConfig:
@@ -102,7 +102,7 @@ def gemma(raw: Raw, base: ModelConfig, every: int, local: RopeConfig | None = No
         final_softcap=raw.get("final_logit_softcapping"),
         activation=raw["hidden_activation"],
     )
-    return _layered(base, windows, [local if local and window else base.rope for window in windows])
+    return layered(base, windows, [local if local and window else base.rope for window in windows])
 
 
 def gemma3(raw: Raw, base: ModelConfig) -> ModelConfig:
@@ -127,7 +127,7 @@ def _windows(raw: Raw, base: ModelConfig, window: int | None, default: Callable[
 _TYPES = ("full_attention", "sliding_attention")
 
 
-def _layered(
+def layered(
     base: ModelConfig,
     windows: Sequence[int | None],
     ropes: Sequence[RopeConfig | None] | None = None,

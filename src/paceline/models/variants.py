@@ -8,7 +8,8 @@ from typing import Any
 
 from paceline.errors import CorruptModel
 from paceline.files.schema import CORRECT, NULL, FieldKind, whole
-from paceline.models.config import LayerConfig, ModelConfig, RopeConfig
+from paceline.models.attending import layered
+from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.rope import read_rope
 
 Raw = Mapping[str, Any]
@@ -55,9 +56,8 @@ def _sliding(raw: Raw, base: ModelConfig, every: int, near: RopeConfig | None, f
     window = raw["sliding_window"]
     if window is None and _SLIDES in types:
         raise CorruptModel("layer_types names layers that slide, and sliding_window no window", CORRECT)
-    bound = window if window and window < base.context_length else None
-    layers = [LayerConfig(near, bound) if kind == _SLIDES else LayerConfig(far) for kind in types]
-    return replace(base, special=tuple(layers))
+    slides = [kind == _SLIDES for kind in types]
+    return layered(base, [window if one else None for one in slides], [near if one else far for one in slides])
 
 
 _GLM = {"head_dim": 128, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-07}
