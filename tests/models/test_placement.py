@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from paceline.checkpoints.loader import load_model
-from paceline.cli.serve import _cache_positions
+from paceline.cli.cache_room import cache_positions
 from paceline.drafters.model import DraftModel
 from paceline.engine.self_check import guarantee
 from paceline.errors import InvalidOption, OutOfMemory
@@ -89,8 +89,8 @@ def test_the_servers_cache_fits_on_each_device(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=10**9))
     each = FOUR.cache_bytes(1, 4) // 4
     assert placed.position_bytes() == {CPU: each, torch.device("cpu:0"): 3 * each}
-    assert _cache_positions(llm, None) == 10**9 // 4 // (3 * each)
-    assert _cache_positions(llm, 1.0) == 2**30 // (4 * each)
+    assert cache_positions(llm, None) == 10**9 // 4 // (3 * each)
+    assert cache_positions(llm, 1.0) == 2**30 // (4 * each)
 
 
 def test_sliding_windows_keep_a_slab_for_each_part() -> None:

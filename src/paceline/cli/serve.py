@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli.cache_room import cache_positions, position_bytes, state_positions
 from paceline.cli.commands import LOG_FORMAT, option, options_of
 from paceline.cli.options import (
     DEMO,
@@ -113,7 +114,7 @@ class LimitOptions:
         """Return the limits of a worker that runs this model."""
         from paceline.server.worker import WorkerLimits
 
-        positions, state = _cache_positions(llm, self.cache_memory), _state_positions(llm)
+        positions, state = cache_positions(llm, self.cache_memory), state_positions(llm)
         return WorkerLimits(self.slots, self.queue, positions, self.prefill, int(self.prefix_memory * 2**30), state)
 
 
@@ -353,7 +354,7 @@ def _announce(models: Models, has_keys: bool, quiet: bool, address: str) -> None
     if others:
         about += f"{' and ' if about else ''}{others} model{'s' * (others > 1)} on request"
     typer.echo(f"{about} at {address}/v1 and in a browser at {address}/", err=True)
-    cache = sum(model.worker.limits.cache_positions * _position_bytes(model.llm) for model in loaded)
+    cache = sum(model.worker.limits.cache_positions * position_bytes(model.llm) for model in loaded)
     memory = f"memory: {amount(psutil.Process().memory_info().rss, 'bytes')}"
     typer.echo(
         memory + (f", and at most {amount(cache, 'bytes')} for keys, values and states" if cache else ""), err=True
@@ -373,41 +374,3 @@ def _set_up_logging(quiet: bool) -> None:
     log = logging.getLogger("paceline")
     if log.level != logging.DEBUG:  # --verbose
         log.setLevel(logging.ERROR if quiet else logging.INFO)
-
-
-def _cache_positions(llm: LLM, memory: float | None) -> int:
-    """Return the positions whose keys and values fit into `memory` GiB, or into a quarter of each device's free one."""
-    import psutil
-    import torch
-
-    from paceline.models.decoder import Decoder
-
-    target = llm.model.target
-    if not isinstance(target, Decoder):
-        return 1 << 20
-    if memory is not None:
-        return max(1, int(memory * 2**30 / _position_bytes(llm)))
-
-    def free(device: torch.device) -> float:
-        on_gpu = device.type == "cuda"
-        return torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available / processes()
-
-    return max(1, int(min(free(device) / 4 / max(1, own) for device, own in target.position_bytes().items())))
-
-
-def _position_bytes(llm: LLM) -> int:
-    """Return the bytes that the cache holds for one position, 0 where they are not known."""
-    from paceline.models.decoder import Decoder
-
-    target = llm.model.target
-    if not isinstance(target, Decoder):
-        return 0
-    return max(1, target.config.cache_bytes(1, target.dtype.itemsize))  # a model may have nothing but states
-
-
-def _state_positions(llm: LLM) -> float:
-    """Return the positions that take as much memory as one state of a text."""
-    from paceline.models.decoder import Decoder
-
-    target = llm.model.target
-    return target.config.state_bytes / _position_bytes(llm) if isinstance(target, Decoder) else 0.0
