@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.checkpoints.adapters import Adapter
-from paceline.cli.options import parse_adapters
+from paceline.cli.adapters import parse_adapters
 from paceline.errors import InvalidOption
 
 MIX = '{"name": "mix", "path": ["a", "b"], "weights": [0.7, 0.3], "drafter": "ngram"}'

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -13,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
+from paceline.cli.adapters import parse_adapters
 from paceline.cli.commands import option, options_of
 from paceline.cli.show import ignored_line, sampling_line
 from paceline.errors import InvalidOption
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from paceline.checkpoints.adapters import Adapter
     from paceline.llm import LLM
     from paceline.sampling.grammar import Grammar
     from paceline.sampling.parameters import Sampling
@@ -239,45 +238,6 @@ class LoadOptions(ModelOptions):
             draft_revision=self.draft_revision,
             draft_vocab=int(self.draft_vocab) if self.draft_vocab.isdecimal() else self.draft_vocab,
         )
-
-
-def parse_adapters(texts: Sequence[str]) -> tuple[str | None, dict[str, str | Adapter]]:
-    """Return the values of --adapter: the one to merge, and those beside the model by name. Raises `InvalidOption`."""
-    merged: list[str] = []
-    beside: dict[str, str | Adapter] = {}
-    for text in texts:
-        adapter: str | Adapter
-        name, _, path = text.partition("=")
-        if text.lstrip().startswith("{"):
-            name, adapter = _parse_adapter(text)
-        elif path and not os.path.exists(text):
-            adapter = path
-        else:
-            merged.append(text)
-            continue
-        if name in beside:
-            raise InvalidOption(f"two adapters are called {name}", "Give one of them another name")
-        beside[name] = adapter
-    if len(merged) > 1:
-        raise InvalidOption(
-            f"{len(merged)} adapters are to be merged", "Merge one, and give the others as NAME=ADAPTER"
-        )
-    return next(iter(merged), None), beside
-
-
-def _parse_adapter(text: str) -> tuple[str, Adapter]:
-    """Return name and adapter of a JSON object, as vLLM's --lora-modules has them. Raises `InvalidOption`."""
-    from paceline.checkpoints.adapters import Adapter
-
-    try:
-        fields = json.loads(text)
-        name = fields.pop("name")
-        return str(name), Adapter(**fields)
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise InvalidOption(
-            f"--adapter {text:.80} is not an adapter ({type(error).__name__}: {error})",
-            'Write {"name": "mix", "path": ["A", "B"], "weights": [0.7, 0.3]}',
-        ) from error
 
 
 def parse_draft(text: str) -> DraftBudget | Literal["auto"]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli.adapters import parse_adapters
 from paceline.cli.cache_room import cache_positions, position_bytes, state_positions
 from paceline.cli.commands import LOG_FORMAT, option, options_of
 from paceline.cli.options import (
@@ -20,7 +21,6 @@ from paceline.cli.options import (
     ModelArgument,
     Quiet,
     follows,
-    parse_adapters,
     processes,
     progress_wanted,
 )
