@@ -38,7 +38,6 @@ from paceline.drafters.base import Ask
 from paceline.drafters.factory import open_drafter
 from paceline.drafters.ngram import NGram
 from paceline.drafters.stack import DrafterWrapper
-from paceline.engine.draft_length import Controller
 from paceline.types import Draft
 
 PLAIN = "plain"
@@ -128,7 +127,7 @@ def forgetful(llm: LLM, answer: Answer) -> Answer:
 
     def first(question: Question) -> MeasuredReply:
         for policy in llm.engine.policies:
-            policy.controller = Controller(policy.draft, policy.drafter.free)
+            policy.forget()
         return answer(question)
 
     return first

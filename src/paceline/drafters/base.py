@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -21,7 +21,8 @@ class Ask:
     `budget`: limits of the draft. `price`: the cost of verifying one more node, in tokens: a node that is less likely
     to be accepted is not worth drafting. `pace`: tokens per second that the requests of this round get together, as
     measured: what drafting for a second longer must bring. 0 where that is unknown, or must not matter. `sure`: the
-    least probability of a first token that is worth a draft, since another drafter stands by.
+    least probability of a first token that is worth a draft, since another drafter stands by. `stage`: which of
+    `Drafter.stages` is asked, the same for all asks of a call; None: all of them, in order.
     """
 
     slot: int
@@ -31,6 +32,7 @@ class Ask:
     price: float = 0.0
     pace: float = 0.0
     sure: float = 0.0
+    stage: int | None = None
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -59,6 +61,13 @@ class Ask:
     def position(self) -> int:
         """Position of the pending token; the first drafted one is at `position + 1`."""
         return len(self.token_ids) - 1
+
+
+class Stage(NamedTuple):
+    """A part of a drafter whose draft length is chosen by itself. `draft`, `free`: as in `Drafter`."""
+
+    draft: DraftBudget
+    free: bool
 
 
 class Drafter(ABC):
@@ -98,6 +107,11 @@ class Drafter(ABC):
 
     def feed(self, slot: int, tokens: Sequence[int], taps: Mapping[Tap, Tensor]) -> None:  # noqa: B027
         """Receive a prefill chunk that the target has processed: its tokens, and the declared taps [len(tokens), H]."""
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The parts that are asked one after the other, each for the requests that have no draft yet."""
+        return (Stage(self.draft, self.free),)
 
     @property
     def needs_past(self) -> bool:

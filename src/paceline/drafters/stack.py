@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import attrgetter
 
 from torch import Tensor
 
-from paceline.drafters.base import Ask, Drafter
+from paceline.drafters.base import Ask, Drafter, Stage
 from paceline.errors import InvalidOption
 from paceline.protocols import KVCache, Saved, common_most
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 
-_SURE = 0.5
+SURE = 0.5
 """Probability from which a lookup's first token is worth more than a learned drafter's, which takes time (LOG.md)."""
 
 
@@ -33,8 +35,8 @@ class DrafterStack(Drafter):
     A lookup speaks before a learned drafter only if it is sure (`Ask.sure`), and continues a chain that the other has
     made where it finds a match at its end (`Drafter.extend`). All observe every token, so each can take over in any
     round. None is asked for more than its own `draft` budget (a lookup drafts for nothing, a draft model pays a pass
-    per token); the stack's budget has room for any of them. A drafter belongs to one stack only. Raises `InvalidOption`
-    for an empty stack.
+    per token); the stack's budget has room for any of them. Lookups and learned drafters are stages of their own: what
+    one costs says nothing of the other. A drafter belongs to one stack only. Raises `InvalidOption` for an empty stack.
     """
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
@@ -44,10 +46,12 @@ class DrafterStack(Drafter):
         self.taps: tuple[Tap, ...] = tuple(dict.fromkeys(tap for d in drafters for tap in d.taps))
         self.replayable = all(d.replayable for d in drafters)
         self.free = all(d.free for d in drafters)
-        sizes = [d.draft for d in drafters]
-        self.draft: DraftBudget = DraftBudget(
-            max(s.nodes for s in sizes), max(s.depth for s in sizes), max(s.branch for s in sizes)
-        )
+        self.draft: DraftBudget = _widest(drafters)
+        self._runs = [tuple(run) for _, run in groupby(drafters, attrgetter("free"))]
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return tuple(Stage(_widest(run), run[0].free) for run in self._runs)
 
     def bind(self, cache: KVCache) -> None:
         for drafter in self._drafters:
@@ -85,11 +89,13 @@ class DrafterStack(Drafter):
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         drafts = [Draft()] * len(asks)
-        last = self._drafters[-1]
-        for drafter in self._drafters:
-            self._fill(drafts, asks, drafter, _SURE if drafter.free and not last.free else 0.0)
+        stage = asks[0].stage if asks else None
+        asked, sure = (self._drafters, SURE) if stage is None else (self._runs[stage], asks[0].sure)
+        lookups = [drafter for drafter in self._drafters if drafter.free]
+        for drafter in asked:
+            self._fill(drafts, asks, drafter, sure if drafter.free and not self._drafters[-1].free else 0.0)
         # The others may have been unable to draft: of a text whose hidden states are missing, for example.
-        for drafter in (drafter for drafter in self._drafters if drafter.free and not last.free):
+        for drafter in lookups if not asked[-1].free else ():
             self._fill(drafts, asks, drafter, 0.0)
         return drafts
 
@@ -126,8 +132,19 @@ class DrafterWrapper(DrafterStack):
         super().__init__([inner])
         self.inner = inner
 
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        inner = self.inner.stages
+        return inner if len(inner) > 1 else (Stage(self.draft, self.free),)
+
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         return self.inner.propose(asks)
+
+
+def _widest(drafters: Sequence[Drafter]) -> DraftBudget:
+    """Return the least budget with room for the draft of any of them."""
+    sizes = [drafter.draft for drafter in drafters]
+    return DraftBudget(max(s.nodes for s in sizes), max(s.depth for s in sizes), max(s.branch for s in sizes))
 
 
 def _within(ask: Ask, size: DraftBudget) -> Ask:

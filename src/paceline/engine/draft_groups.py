@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 
+from paceline.drafters.stack import SURE
 from paceline.engine.draft_length import Controller
 from paceline.engine.draft_policy import DraftPolicy
 from paceline.engine.request import Request
@@ -14,15 +16,32 @@ from paceline.types import Draft, DraftBudget, Tap, Verdict
 
 @dataclass(slots=True)
 class PolicyGroup:
-    """Requests of one round that share a drafter. `indices`: their places in the round. `controller`: None where drafts
-    must not depend on measurements. `price`, `pace`: see `Ask`."""
+    """Requests of one round that share a stage of a drafter. `indices`: their places in the round. `controller`: None
+    where drafts must not depend on measurements. `stage`, `price`, `pace`, `sure`: see `Ask`. `seconds`: of drafting.
+    `left`: requests for which another stage has drafted.
+    """
 
     policy: DraftPolicy
     indices: list[int]
-    controller: Controller | None
     budgets: list[DraftBudget]
-    price: float
-    pace: float
+    controller: Controller | None = None
+    stage: int | None = None
+    price: float = 0.0
+    pace: float = 0.0
+    sure: float = 0.0
+    seconds: float = 0.0
+    left: list[int] = field(default_factory=list)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether anything is to be drafted."""
+        return any(budget.nodes for budget in self.budgets)
+
+    def leave(self, indices: Container[int]) -> None:
+        """Leave these requests to others."""
+        self.left += [i for i in self.indices if i in indices]
+        kept = [(i, budget) for i, budget in zip(self.indices, self.budgets, strict=True) if i not in indices]
+        self.indices, self.budgets = [i for i, _ in kept], [budget for _, budget in kept]
 
 
 def taps(requests: Sequence[Request]) -> tuple[Tap, ...]:
@@ -31,31 +50,38 @@ def taps(requests: Sequence[Request]) -> tuple[Tap, ...]:
 
 
 def group(requests: Sequence[Request], drafts: Sequence[Draft], cache: KVCache) -> list[PolicyGroup]:
-    """Group requests by drafter and choose their budgets; those with a draft already, or without a drafter, are left
-    out."""
+    """Group requests by drafter and stage, in the order of stages, and choose their budgets. Those with a draft
+    already, or without a drafter, are left out."""
     by_policy: dict[DraftPolicy, list[int]] = {}
     for i, (request, draft) in enumerate(zip(requests, drafts, strict=True)):
         if request.policy and not draft.tokens:
             by_policy.setdefault(request.policy, []).append(i)
-    return [_group(policy, indices, requests, cache) for policy, indices in by_policy.items()]
+    return [made for policy, indices in by_policy.items() for made in _stages(policy, indices, requests, cache)]
 
 
-def _group(policy: DraftPolicy, indices: list[int], requests: Sequence[Request], cache: KVCache) -> PolicyGroup:
+def _stages(policy: DraftPolicy, indices: list[int], requests: Sequence[Request], cache: KVCache) -> list[PolicyGroup]:
+    """Return a group for each stage of a drafter, all of the same requests."""
     members = [requests[i] for i in indices]
     # Under the other rules than match a text depends on what is drafted, and must depend on nothing that was measured:
     # a round with such a request keeps to the drafter's own size.
-    free = all(r.sampler.rule == "match" for r in members)
-    controller = policy.controller if free else None
-    draft, price, pace = policy.draft, 0.0, 0.0
-    if controller:
-        behind = sum(len(r.token_ids) - r.num_seen_tokens for r in members)
-        written = [len(r.token_ids) - r.num_prompt_tokens for r in members]
-        left = max(r.stream.left for r in members)
-        draft = controller.choose(len(requests), behind, left, max(written), written.count(0))
-        if not draft.nodes:
-            return PolicyGroup(policy, indices, controller, [draft] * len(members), price, pace)
-        price, pace = controller.price(len(requests)), controller.pace
-    return PolicyGroup(policy, indices, controller, [_budget(draft, r, cache) for r in members], price, pace)
+    if not policy.controllers or any(r.sampler.rule != "match" for r in members):
+        return [PolicyGroup(policy, indices, [_budget(policy.draft, r, cache) for r in members])]
+    groups: list[PolicyGroup] = []
+    for stage, controller in enumerate(policy.controllers):
+        draft = _chosen(controller, members, len(requests))
+        budgets = [_budget(draft, r, cache) for r in members]
+        price = controller.price(len(requests))
+        groups.append(PolicyGroup(policy, list(indices), budgets, controller, stage, price, controller.pace))
+    for group, later in pairwise(groups):
+        group.sure = SURE if later.drafts else 0.0
+    return groups
+
+
+def _chosen(controller: Controller, members: Sequence[Request], together: int) -> DraftBudget:
+    behind = 0 if controller.free else sum(len(r.token_ids) - r.num_seen_tokens for r in members)
+    written = [len(r.token_ids) - r.num_prompt_tokens for r in members]
+    left = max(r.stream.left for r in members)
+    return controller.choose(together, behind, left, max(written), written.count(0))
 
 
 def _budget(draft: DraftBudget, request: Request, cache: KVCache) -> DraftBudget:
@@ -67,15 +93,12 @@ def _budget(draft: DraftBudget, request: Request, cache: KVCache) -> DraftBudget
 
 
 def learn(
-    groups: Sequence[PolicyGroup],
-    drafts: Sequence[Draft],
-    verdicts: Sequence[Verdict],
-    drafting: float,
-    verifying: float,
+    groups: Sequence[PolicyGroup], drafts: Sequence[Draft], verdicts: Sequence[Verdict], verifying: float
 ) -> None:
-    """Report a round's outcome to the controllers. `drafting`, `verifying`: seconds."""
+    """Report a round's outcome to the controllers. `verifying`: seconds."""
     rows = sum(1 + len(draft.tokens) for draft in drafts)
     for group in groups:
         if group.controller:
             made, kept = [drafts[i] for i in group.indices], [verdicts[i] for i in group.indices]
-            group.controller.learn(group.budgets, made, kept, drafting, verifying, len(drafts), rows)
+            others = sum(len(verdicts[i].tokens) for i in group.left)
+            group.controller.learn(group.budgets, made, kept, group.seconds, verifying, len(drafts), rows, others)

@@ -122,7 +122,8 @@ class Controller:
     """
 
     def __init__(self, maximum: DraftBudget, free: bool = False) -> None:
-        """`free`: drafts and catching up cost nothing worth mentioning."""
+        self.free = free
+        """Whether drafts and catching up cost nothing worth mentioning."""
         self.sizes: list[DraftBudget] = _sizes(maximum)
         """From nothing to `maximum`."""
         self._depths = [size.depth for size in self.sizes]
@@ -134,8 +135,9 @@ class Controller:
         self._passes = {False: Curve(slope=_ROW), True: Curve(slope=_ROW)}
         self._resumed = False
         self._catch_up = Fading(0.0)
-        self._free = free
         self._length, self._written = Fading(_AHEAD), 0
+        # Tokens per round: of the rounds that were this controller's, counted in all, and of every round.
+        self._own, self._all = Fading(1.0), Fading(1.0)
         self._batch_costs: dict[int, _BatchCosts] = {}
         self._round = self._last_try = self._rest = 0
         self._saved = 0.0
@@ -164,7 +166,7 @@ class Controller:
         # Drafting must also pay for catching up: within the tokens that are left, or at once in a try. A reply that has
         # gone on for long is expected to go on for as long again.
         debt, likely = self._catch_up.value * behind, max(self._length.value - written, written, _LEAST_AHEAD)
-        ahead = min(ahead, int(likely))
+        ahead = int(min(ahead, likely) * min(1.0, self._own.value / self._all.value))
         times = [ahead * s / t + debt for s, t in zip(seconds, tokens, strict=True)]
         times[0] -= debt
         best = times.index(min(times))
@@ -223,29 +225,36 @@ class Controller:
         verifying: float,
         together: int,
         rows: int,
+        others: int = 0,
     ) -> None:
         """Learn from the outcome of the size chosen last, for the requests that it applied to.
 
         `budgets`: the part of the size that each could use. `drafting`, `verifying`: seconds of drafting and of the
-        rest. `together`, `rows`: requests and rows of the whole round.
+        rest. `together`, `rows`: requests and rows of the whole round. `others`: tokens of requests for which another
+        stage has drafted; costs are taken to grow from the rest to all requests in proportion.
         """
         self._saved += (_SHARE if self._round > _EARLY else _EARLY_SHARE) * (drafting + verifying)
+        own = sum(len(verdict.tokens) for verdict in verdicts)
+        self._own.add(own, self._round)
+        self._all.add(own + others, self._round)
         if self._round < self._rest:
             return
         at, batch_costs = self._at, self._costs_of(together)
         resumed = any(draft.carried for draft in drafts)
         self._passes[resumed].add(rows, verifying, self._round)
-        if not self._catch_up.value and self._passes[False].known and not self._free:
+        if not self._catch_up.value and self._passes[False].known and not self.free:
             self._catch_up = Fading(_TOKEN * self._passes[False].at(1))
         if not at:
             return
-        if together == len(drafts) and all(budget == self.sizes[at] for budget in budgets):
+        if drafts and all(budget == self.sizes[at] for budget in budgets):
             # Not from drafts cut short by the end of a text or of a cache block.
+            share = together / len(drafts)
+            all_rows = together + share * sum(len(draft.tokens) for draft in drafts)
             plain = self._passes[False].at(together)
-            batch_costs.dearer[at].add(self._passes[resumed].at(rows) / plain, self._round)
+            batch_costs.dearer[at].add(self._passes[resumed].at(all_rows) / plain, self._round)
             batch_costs.seen[at] = True
             self._resumed = resumed
-            self._learn_drafting(batch_costs, drafting)
+            self._learn_drafting(batch_costs, share * drafting)
         for budget, verdict in zip(budgets, verdicts, strict=True):
             if verdict.finish is None:
                 self._learn_kept(len(verdict.path), budget.depth)

@@ -29,12 +29,22 @@ OFF = Speculation(None, DraftBudget.chain(0))
 
 
 class DraftPolicy:
-    """A drafter and its draft size: fixed to `draft`, or chosen by a controller up to the drafter's own maximum."""
+    """A drafter and its draft size: fixed to `draft`, or chosen by a controller up to the drafter's own maximum.
+
+    `controllers`: one for each stage of the drafter; none for a fixed size.
+    """
 
     def __init__(self, name: str, drafter: Drafter, draft: DraftBudget | None) -> None:
         self.name, self.drafter = name, drafter
         self.draft = draft or drafter.draft
-        self.controller = Controller(self.draft, drafter.free) if draft is None else None
+        self.controllers = () if draft else self._fresh()
+
+    def forget(self) -> None:
+        """Let the controllers begin anew, as if nothing had been drafted yet."""
+        self.controllers = self.controllers and self._fresh()
+
+    def _fresh(self) -> tuple[Controller, ...]:
+        return tuple(Controller(stage.draft, stage.free) for stage in self.drafter.stages)
 
     def propose(self, asks: Sequence[Ask], vocab_size: int) -> list[Draft]:
         """Return a draft for each ask. Raises `InvalidOption` for an invalid draft, which names the drafter: it may be

@@ -213,7 +213,7 @@ class Engine:
                 self._advance(request, draft, verdict, out, i)
             clock.lap("commit")
             _charge(requests, clock)
-            learn(groups, drafts, verdicts, clock.laps["draft"], clock.laps["verify"] + clock.laps["commit"])
+            learn(groups, drafts, verdicts, clock.laps["verify"] + clock.laps["commit"])
         except Exception as error:  # the round is committed and must not be repeated
             for request in requests:
                 request.fail(request.error or error)
@@ -273,17 +273,29 @@ class Engine:
         return request.prediction.propose(room.depth)
 
     def _draft(self, requests: Sequence[Request], groups: Sequence[PolicyGroup], drafts: list[Draft]) -> None:
-        """Fill in the drafts of each group."""
-        for members in groups:
-            if not any(budget.nodes for budget in members.budgets):
+        """Fill in the drafts of each group. A later stage takes the requests over that an earlier one left empty."""
+        for at, members in enumerate(groups):
+            members.leave([i for i in members.indices if drafts[i].tokens])
+            if not members.drafts:
                 continue
-            asks = []
-            for i, budget in zip(members.indices, members.budgets, strict=True):
-                request = requests[i]
-                request.num_seen_tokens = len(request.token_ids)
-                asks.append(Ask(request.slot, request.prefix, budget, request.sampler, members.price, members.pace))
-            for i, draft in zip(members.indices, members.policy.propose(asks, self.target.vocab_size), strict=True):
+            for earlier in groups[:at]:
+                earlier.leave(members.indices)
+            began = self._timer()
+            made = members.policy.propose(self._asks(requests, members), self.target.vocab_size)
+            members.seconds = self._timer() - began
+            for i, draft in zip(members.indices, made, strict=True):
                 drafts[i] = draft
+
+    @staticmethod
+    def _asks(requests: Sequence[Request], members: PolicyGroup) -> list[Ask]:
+        asks = []
+        for i, budget in zip(members.indices, members.budgets, strict=True):
+            request = requests[i]
+            if not (members.controller and members.controller.free):
+                request.num_seen_tokens = len(request.token_ids)
+            limits = members.price, members.pace, members.sure, members.stage
+            asks.append(Ask(request.slot, request.prefix, budget, request.sampler, *limits))
+        return asks
 
     def _rows(self, requests: Sequence[Request], drafts: Sequence[Draft]) -> Rows:
         last, slots = [r.token_ids[-1] for r in requests], [r.slot for r in requests]
