@@ -12,6 +12,7 @@ from paceline.bench.peer_process import PeerProcess
 from paceline.bench.peers import PEERS, PeerPrompt, peer_drafters
 from paceline.bench.questions import Question
 from paceline.drafters.factory import AUTO, check_spec, open_drafter, parse_size
+from paceline.engine.draft_policy import shown_name
 from paceline.errors import InvalidOption
 from paceline.kernels.quantize import Precision, check_precision
 from paceline.llm import LLM
@@ -119,11 +120,13 @@ def own_systems(targets: Mapping[str, LLM], comparison: Comparison) -> dict[Syst
     `targets`: the model by precision. All drafters share its weights, all temperatures and widths share a drafter.
     """
     found: dict[System, Answer] = {}
+    names = dict.fromkeys(("none", *comparison.drafters))
+    short = len({shown_name(name) for name in names}) == len(names)  # or else two folders have files of one name
     for precision, llm in targets.items():
-        for name in dict.fromkeys(("none", *comparison.drafters)):
+        for name in names:
             spec, size = split_size(name)
             drafting = LLM(llm.model, open_drafter(spec, llm.model, split_precision(precision)[1]), size)
-            drafter = "" if spec == "none" else name
+            drafter = "" if spec == "none" else shown_name(name) if short else name
             for temperature in comparison.temperatures:
                 for width in comparison.widths:
                     system = System(OURS, drafter, precision, temperature, width)
