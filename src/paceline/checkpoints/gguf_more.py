@@ -99,7 +99,10 @@ def _deepseek2(meta: Metadata, config: Config) -> Config:
         "qk_nope_head_dim": (meta.get("attention.key_length_mla") or meta["attention.key_length"]) - rotary,
         "qk_rope_head_dim": rotary,
         "v_head_dim": meta.get("attention.value_length_mla") or meta["attention.value_length"],
-        "first_k_dense_replace": meta.get("leading_dense_block_count", 0),
+        "mlp_layer_types": [
+            "sparse" if f"blk.{i}.ffn_gate_inp.weight" in tensors else "dense"
+            for i in range(config["num_hidden_layers"])
+        ],
         "n_routed_experts": meta.get("expert_count", 0),
         "num_experts_per_tok": meta.get("expert_used_count"),
         "n_shared_experts": meta.get("expert_shared_count", 0),

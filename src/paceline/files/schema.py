@@ -203,9 +203,9 @@ MIXTURE: Mapping[str, FieldKind] = {
 LATENT: Mapping[str, FieldKind] = {
     **_each(whole(1, 2**16), "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"),
     "qk_rope_head_dim": whole(2, 2**16),
-    "q_lora_rank": whole(1, 2**16) | NULL,
-    **_each(_EXPERTS | NULL, "n_routed_experts", "num_experts_per_tok", "n_group", "topk_group"),
-    "n_shared_experts": whole(0, EXPERTS) | NULL,
+    "q_lora_rank": whole(0, 2**16) | NULL,
+    **_each(_EXPERTS | NULL, "num_experts_per_tok", "n_group", "topk_group"),
+    **_each(whole(0, EXPERTS) | NULL, "n_routed_experts", "n_shared_experts"),
     **{"moe_intermediate_size": _ROWS, "first_k_dense_replace": whole(0, LAYERS), "moe_layer_freq": whole(1)},
     **{"routed_scaling_factor": _FACTOR, "norm_topk_prob": FLAG | NULL, "rope_interleave": FLAG | NULL},
     **{"scoring_func": TEXT, "topk_method": TEXT, "mlp_layer_types": listed(TEXT) | NULL},
