@@ -37,8 +37,8 @@ class Slab:
     """
 
     def __init__(self, layers: int, window: int | None, empty: Tensor, limit: int, single: bool = False) -> None:
-        """`empty`: [kv_heads, 0, D], for dtype, device and sizes. `limit`: the most positions ever needed. `single`: one
-        tensor is keys and values both."""
+        """`empty`: [kv_heads, 0, D], for dtype, device and sizes. `limit`: the most positions ever needed. `single`:
+        one tensor is keys and values both."""
         kv_heads, _, head_dim = empty.shape
         self.window = window
         self._limit = limit if window is None else min(ring(window), limit)

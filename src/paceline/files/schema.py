@@ -206,7 +206,7 @@ LATENT: Mapping[str, FieldKind] = {
     "q_lora_rank": whole(0, 2**16) | NULL,
     **_each(_EXPERTS | NULL, "num_experts_per_tok", "n_group", "topk_group"),
     **_each(whole(0, EXPERTS) | NULL, "n_routed_experts", "n_shared_experts"),
-    **{"moe_intermediate_size": _ROWS, "first_k_dense_replace": whole(0, LAYERS), "moe_layer_freq": whole(1)},
+    **{"moe_intermediate_size": _ROWS, "first_k_dense_replace": whole(0, LAYERS) | NULL, "moe_layer_freq": whole(1)},
     **{"routed_scaling_factor": _FACTOR, "norm_topk_prob": FLAG | NULL, "rope_interleave": FLAG | NULL},
     **{"scoring_func": TEXT, "topk_method": TEXT, "mlp_layer_types": listed(TEXT) | NULL},
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from paceline.cache.slab import ring
 
@@ -106,7 +105,8 @@ class LayerConfig:
     keys_as_values: bool = False
 
 
-class Groups(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Groups:
     """A row uses experts of `used` of `count` equal groups alone: those whose `best` experts score most together."""
 
     count: int

@@ -17,7 +17,7 @@ from paceline.kernels.cpu.matrix import NativeLinear, softcap_
 from paceline.kernels.linear import Linear, linear
 from paceline.kernels.low_rank import Factors, adapted_pass
 from paceline.models.config import Experts, LayerConfig, ModelConfig
-from paceline.models.latent import LatentAttention, make_latent
+from paceline.models.latent import make_latent
 from paceline.models.layers import (
     Addend,
     Attention,

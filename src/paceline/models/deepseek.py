@@ -50,7 +50,7 @@ def deepseek(raw: Raw, base: ModelConfig) -> ModelConfig:
         raw["v_head_dim"],
     )
     experts = _experts(raw) if raw["n_routed_experts"] else None
-    dense = min(base.layers, raw["first_k_dense_replace"] if experts else base.layers)
+    dense = min(base.layers, (raw["first_k_dense_replace"] or 0) if experts else base.layers)
     kinds = raw["mlp_layer_types"] or [_KINDS[False]] * dense + [_KINDS[True]] * (base.layers - dense)
     if len(kinds) != base.layers or {*kinds} - {*_KINDS} or (_KINDS[True] in kinds and not experts):
         raise CorruptModel(f"mlp_layer_types must name {base.layers} layers, each {' or '.join(_KINDS)}", CORRECT)

@@ -64,7 +64,8 @@ class LatentAttention(Mixer):
 def _by_head(weight: Tensor, x: Tensor) -> Tensor:
     """Product of each head [heads, out, in] with its part of x [B, T, heads, in]: [B, T, heads, out]."""
     columns = x.flatten(0, 1).permute(1, 2, 0)
-    return torch.bmm(weight, columns).permute(2, 0, 1).unflatten(0, x.shape[:2])
+    made: Tensor = torch.bmm(weight, columns).permute(2, 0, 1).unflatten(0, x.shape[:2])
+    return made
 
 
 def make_latent(c: ModelConfig, layer: LayerConfig, weights: Weights, prefix: str, width: int) -> LatentAttention:

@@ -231,7 +231,8 @@ def _limited(scores: Tensor, groups: Groups) -> Tensor:
     each = scores.unflatten(-1, (groups.count, -1))
     together = each.sort(-1, descending=True)[0][..., : groups.best].sum(-1)
     others = together.sort(dim=-1, descending=True, stable=True)[1][:, groups.used :, None]
-    return each.scatter(1, others.expand(-1, -1, each.shape[-1]), -torch.inf).flatten(1)
+    limited: Tensor = each.scatter(1, others.expand(-1, -1, each.shape[-1]), -torch.inf).flatten(1)
+    return limited
 
 
 class SharedMixture:

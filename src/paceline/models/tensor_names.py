@@ -43,12 +43,13 @@ _MIXERS = {
     **{f".mixer.{x}.": f".mlp.{x}." for x in ("up_proj", "down_proj", "experts", "gate", "shared_experts")},
     ".mixer.": ".mamba.",
 }
+_DEEPSEEK = {".mlp.gate.e_score_correction_bias": ".mlp.expert_bias"}
 _NAMES: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(("gemma4_text", "qwen3_vl_text", "qwen3_5_text", "qwen3_5_moe_text"), _LANGUAGE),
     **dict.fromkeys(("lfm2", "lfm2_moe"), _LFM2),
     **dict.fromkeys(("bamba", "falcon_h1"), _BAMBA),
     **dict.fromkeys(("mamba2", "nemotron_h"), _MIXERS),
-    **dict.fromkeys(DEEPSEEK, {".mlp.gate.e_score_correction_bias": ".mlp.expert_bias"}),
+    **dict.fromkeys(DEEPSEEK, _DEEPSEEK),
     "glm4": {
         ".post_attention_layernorm.": ".pre_feedforward_layernorm.",
         ".post_self_attn_layernorm.": ".post_attention_layernorm.",
