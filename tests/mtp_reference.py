@@ -13,17 +13,26 @@ from torch import Tensor
 from paceline.models.decoder import Decoder
 from paceline.types import Want
 from paceline.verify.tree import pack_prefix
-from tests.models.test_hybrid import models
+from tests.models import test_families, test_hybrid
+
+_QWEN = ("mtp.layers.0.", *(f"mtp.{x}.weight" for x in ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")))
+_DEEPSEEK = (
+    "model.layers.4.",
+    *(f"model.layers.4.{x}.weight" for x in ("eh_proj", "enorm", "hnorm", "shared_head.norm")),
+)
+"""Names of the layer, and of the projection, the norms before it and the norm after the layer."""
 
 
 class Reference:
     """A random layer of the kind of a model's attention layers, beside that model, in float64."""
 
     def __init__(self, case: str) -> None:
-        self.model, self.target = models(case)
+        cases = test_families if case in test_families.CASES else test_hybrid
+        self.model, self.target = cases.models(case)
         config, norm = self.model.config, type(self.model.model.norm)
         width = config.hidden_size
-        at = config.layer_types.index("full_attention")
+        self.own = _DEEPSEEK if config.model_type == "deepseek_v3" else _QWEN
+        at = config.num_hidden_layers - 1 if self.own is _DEEPSEEK else config.layer_types.index("full_attention")
         torch.manual_seed(1)
         self.layer = type(self.model.model.layers[at])(config, at)
         self.fc = torch.nn.Linear(2 * width, width, bias=False)
@@ -33,28 +42,27 @@ class Reference:
             for parameter in part.parameters():
                 torch.nn.init.normal_(parameter, 0.0, 0.2)
             part.double().eval()
+        for buffer in self.layer.buffers():
+            torch.nn.init.normal_(buffer, 0.0, 0.2)
         for module in self.layer.modules():
             if hasattr(module, "config"):
                 module.config._attn_implementation = "eager"
 
     def tensors(self, stacked: bool = False) -> dict[str, Tensor]:
-        """By the names of Qwen's files. `stacked`: experts too, as transformers holds them."""
-        named = {
-            "mtp.fc.weight": self.fc.weight,
-            "mtp.pre_fc_norm_embedding.weight": self.before[0].weight,
-            "mtp.pre_fc_norm_hidden.weight": self.before[1].weight,
-            "mtp.norm.weight": self.after.weight,
-        }
+        """By the names of Qwen's or DeepSeek's files. `stacked`: experts too, as transformers holds them."""
+        layer, *names = self.own
+        parts = (self.fc, *self.before, self.after)
+        named = {name: part.weight for name, part in zip(names, parts, strict=True)}
         for name, x in self.layer.state_dict().items():
             block, _, part = name.rpartition("experts.")
-            single = self.model.config.model_type == "qwen3_next" and not stacked
+            single = self.model.config.model_type in ("qwen3_next", "deepseek_v3") and not stacked
             if part not in ("gate_up_proj", "down_proj") or not single:
-                named[f"mtp.layers.0.{name}"] = x
+                named[layer + name] = x
                 continue
             for number, expert in enumerate(x):
                 halves = expert.chunk(2) if part == "gate_up_proj" else [expert]
                 for each, half in zip(("gate_proj", "up_proj") if len(halves) > 1 else (part,), halves, strict=True):
-                    named[f"mtp.layers.0.{block}experts.{number}.{each}.weight"] = half
+                    named[f"{layer}{block}experts.{number}.{each}.weight"] = half
         return named
 
     def save(self, folder: Path) -> Path:

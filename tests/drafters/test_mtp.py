@@ -33,7 +33,7 @@ from tests.mtp_reference import Reference
 
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
 WARM = Sampling(max_new_tokens=16, temperature=0.8, seed=5)
-CASES = ("qwen3 next", "qwen3.5", "qwen3.5 moe")
+CASES = ("qwen3 next", "qwen3.5", "qwen3.5 moe", "deepseek v3")
 reference = cache(Reference)
 
 
@@ -118,9 +118,10 @@ def words(folder: Path, count: int = 101) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def test_a_model_that_has_one_drafts_with_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["qwen3.5", "deepseek v3"])
+def test_a_model_that_has_one_drafts_with_it(case: str, tmp_path: Path) -> None:
     """By its name, by "auto" and by "found", from the folder and named as another model's."""
-    folder = reference("qwen3.5").save(tmp_path / "model")
+    folder = reference(case).save(tmp_path / "model")
     words(folder)
     plain = load(folder, drafter=None, dtype="float32")
     sampling: Any = {"max_new_tokens": 12, "temperature": 0.7, "seed": 2}

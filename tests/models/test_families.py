@@ -53,6 +53,12 @@ GEMMA: dict[str, Any] = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_w
 EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 GPT_OSS: dict[str, Any] = {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3}
 SLIDES = {"use_sliding_window": True, "sliding_window": 20}
+LATENT: dict[str, Any] = {
+    **{"kv_lora_rank": 20, "q_lora_rank": 28, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
+    **{"num_key_value_heads": 6, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3},
+    **{"moe_intermediate_size": 24, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7},
+}
+GROUPS = {"n_group": 4, "topk_group": 2}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 16}),
@@ -135,6 +141,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("Glm", {"head_dim": 16, "partial_rotary_factor": 0.5}),
     "glm4": ("Glm4", {"head_dim": 16, "partial_rotary_factor": 0.5}),
     "ernie4.5": ("Ernie4_5", {"head_dim": 16, "use_bias": True}),
+    "deepseek v2": ("DeepseekV2", {**LATENT, "topk_method": "greedy"}),
+    "deepseek v2, no query latent, groups, stretched": (
+        "DeepseekV2",
+        {
+            **{**LATENT, **GROUPS, "q_lora_rank": None, "topk_method": "group_limited_greedy"},
+            "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "deepseek v3": ("DeepseekV3", {**LATENT, **GROUPS, "attention_bias": True}),
+    "deepseek v3, halves, stretched": (
+        "DeepseekV3",
+        {
+            **{**LATENT, **GROUPS, "rope_interleave": False, "norm_topk_prob": False, "q_lora_rank": None},
+            "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.3},
+        },
+    ),
+    "glm 4.7 flash": ("Glm4MoeLite", {**LATENT, "mlp_layer_types": ["dense", "sparse", "sparse", "dense"]}),
     "yarn": ("Llama", {"rope_parameters": YARN}),
     "yarn, own temperature": (
         "Llama",
@@ -160,6 +183,9 @@ def models(case: str, dtype: torch.dtype = torch.float64) -> tuple[Any, Decoder]
             torch.nn.init.normal_(parameter, float("Gemma" not in name or "norm" not in key), 0.3)
         elif key.endswith("_bias"):  # of gpt-oss's experts, beyond what its SwiGLU clamps
             torch.nn.init.normal_(parameter, 0.0, 4.0)
+    for key, buffer in theirs.named_buffers():
+        if key.endswith("correction_bias"):
+            torch.nn.init.normal_(buffer, 0.0, 0.2)
     theirs = theirs.to(dtype).eval()
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)

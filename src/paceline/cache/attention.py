@@ -23,7 +23,7 @@ _ROWS = 64
 """Rows whose scores are held at a time: those of a prompt's chunk would take a gigabyte after a long text."""
 
 
-Kind = tuple[int | None, bool, tuple[int, int] | None, int]
+Kind = tuple[int | None, bool, tuple[int, int] | None, int, bool]
 """Properties that the layers of one slab share: see `LayerAttention`."""
 
 
@@ -33,7 +33,8 @@ class LayerAttention:
     the last `window` positions, its own included (None: all). `mutual`: rows of one pass see each other, the later ones
     too (a drafted block). `sinks` [heads]: the score, in the softmax alone, of a column without a value (gpt-oss).
     `heads`: number and size of its key heads, where they are not the cache's. `source`: the layer whose keys and values
-    it sees, if it has none of its own. `part`: number of the device's part of the model (`models/placement.py`)."""
+    it sees, if it has none of its own. `part`: number of the device's part of the model (`models/placement.py`).
+    `single`: its keys are its values too, and are held once."""
 
     scale: float
     window: int | None = None
@@ -43,11 +44,12 @@ class LayerAttention:
     heads: tuple[int, int] | None = None
     source: int | None = None
     part: int = 0
+    single: bool = False
 
     @property
     def kind(self) -> Kind:
         """Layers of one kind share a slab, and what a row sees in it."""
-        return self.window, self.mutual, self.heads, self.part
+        return self.window, self.mutual, self.heads, self.part, self.single
 
 
 def slab_indices(layers: Sequence[LayerAttention | None]) -> list[tuple[int, int]]:
@@ -72,13 +74,14 @@ class SlabPlan:
 
     def __init__(
         self,
-        slabs: tuple[Tensor, Tensor],
+        slabs: tuple[Tensor, ...],
         window: int | None,
         places: Sequence[int],
         rows: Rows,
         layouts: Sequence[Layout],
     ) -> None:
-        """`places`: the place of each slot of the pass in the slabs [layers, places, kv_heads, capacity, D]."""
+        """`places`: the place of each slot of the pass in the slabs [layers, places, kv_heads, capacity, D]: of keys
+        and of values, or one of both."""
         self.slabs, self.window, self.places, self.rows, self.layouts = slabs, window, list(places), rows, layouts
         self.count = max(rows.counts)
         _, _, kv, capacity, _ = slabs[0].shape
@@ -127,7 +130,7 @@ class SlabPlan:
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store k and v [B, T, kv_heads, D]; a slab for native layers may pad D."""
         x, spare = self._tensors, self.slabs[0].shape[-1] - k.shape[-1]
-        for flat, new in zip(x.flat, (k, v), strict=True):
+        for flat, new in zip(x.flat, (k, v), strict=False):  # where values are keys, these are stored
             if spare:
                 new = F.pad(new, (0, spare))
             if x.sources is not None:
@@ -139,10 +142,10 @@ class SlabPlan:
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the pass's slots, each [B * kv_heads, reach, D]."""
         if self._views:
-            keys, values = (view[layer] for view in self._views)
+            found = [view[layer] for view in self._views]
         else:
-            keys, values = (slab[layer, self.places, :, : self.reach].flatten(0, 1) for slab in self.slabs)
-        return keys, values
+            found = [slab[layer, self.places, :, : self.reach].flatten(0, 1) for slab in self.slabs]
+        return found[0], found[-1]
 
 
 class SlabPass:

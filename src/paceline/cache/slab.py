@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -35,14 +36,15 @@ class Slab:
     keep a ring: what no later row can see is overwritten. A full slab grows before it would wrap.
     """
 
-    def __init__(self, layers: int, window: int | None, empty: Tensor, limit: int) -> None:
-        """`empty`: [kv_heads, 0, D], for dtype, device and sizes. `limit`: the most positions ever needed."""
+    def __init__(self, layers: int, window: int | None, empty: Tensor, limit: int, single: bool = False) -> None:
+        """`empty`: [kv_heads, 0, D], for dtype, device and sizes. `limit`: the most positions ever needed. `single`:
+        one tensor is keys and values both."""
         kv_heads, _, head_dim = empty.shape
         self.window = window
         self._limit = limit if window is None else min(ring(window), limit)
         self.ring = self._limit < limit
         # One attribute, so that an interrupt between two stores cannot leave slabs of two sizes.
-        self.tensors = (empty.new_empty(layers, 0, kv_heads, 0, head_dim),) * 2
+        self.tensors = (empty.new_empty(layers, 0, kv_heads, 0, head_dim),) * (1 if single else 2)
 
     @property
     def places(self) -> int:
@@ -63,7 +65,7 @@ class Slab:
         old = self.tensors
         layers, held, kv_heads, before, head_dim = old[0].shape
         held, used = min(held, places), min(used, before)
-        size = 2 * layers * places * kv_heads * head_dim * capacity * old[0].element_size()
+        size = len(old) * layers * places * kv_heads * head_dim * capacity * old[0].element_size()
         cause = f"no memory on {old[0].device} for a KV cache of {size / 2**20:,.0f} MiB"
         with memory_named(
             f"{cause} ({places} x {capacity} positions)",
@@ -73,7 +75,7 @@ class Slab:
             new = tuple(_zeros(x, (layers, places, kv_heads, capacity, head_dim)) for x in old)
         for here, there in zip(old, new, strict=True):
             there[:, :held, :, :used] = here[:, :held, :, :used]
-        self.tensors = (new[0], new[1])
+        self.tensors = new
 
     def copy(self, source: int, place: int, top: int) -> None:
         """Copy the first `top` positions of one place to another."""
@@ -131,7 +133,7 @@ def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class SavedSlabs(Saved):
-    """Keys and values of a slot, two tensors [layers, kv_heads, n, D] per slab.
+    """Keys and values of a slot, the tensors [layers, kv_heads, n, D] of each slab.
 
     `top`: number of positions that were written. `firsts`: first position held by each slab; `windows`: their sliding
     windows. `choice`: what the model chose for the prompt's length, by `choose`.
@@ -182,8 +184,8 @@ class SlabCache(SlotTable):
         self._kinds = Counter(layer.kind for layer in layers if layer and layer.source is None)
         where = devices or (device,)
         self.slabs = tuple(
-            Slab(count, window, torch.empty(kv, 0, size, dtype=dtype, device=where[part]), limit + BLOCK)
-            for (window, _, heads, part), count in self._kinds.items()
+            Slab(count, window, torch.empty(kv, 0, size, dtype=dtype, device=where[part]), limit + BLOCK, single)
+            for (window, _, heads, part, single), count in self._kinds.items()
             for kv, size in (heads or (kv_heads, head_dim),)
         )
         self._places: dict[int, int] = {}
@@ -245,9 +247,9 @@ class SlabCache(SlotTable):
             return 0
         # A ring that has moved on must be as large as it was then, so that it knows how far back it goes.
         self._reserve([slot], [saved.top if any(saved.firsts) else length])
-        pairs = zip(saved.tensors[::2], saved.tensors[1::2], strict=True)
-        for slab, first, pair in zip(self.slabs, saved.firsts, pairs, strict=True):
-            slab.write(self._places[slot], first, length, pair)
+        tensors = iter(saved.tensors)
+        for slab, first in zip(self.slabs, saved.firsts, strict=True):
+            slab.write(self._places[slot], first, length, [*islice(tensors, len(slab.tensors))])
         self.lengths[slot] = length
         return length
 

@@ -75,8 +75,49 @@ def _glm4(meta: Metadata, config: Config) -> Config:
     return {"model_type": "glm4", "partial_rotary_factor": share}
 
 
+def _deepseek2(meta: Metadata, config: Config) -> Config:
+    """DeepSeek V2 and V3, and others with V3's layers, which are told apart by how experts are scored. In newer files
+    the sizes of heads are those of rows of the cache, and those that are meant have keys of their own."""
+    tensors = meta.file.tensors
+    if meta.get("attention.temperature_scale"):
+        raise UnsupportedModel(f"{meta.file.path.name} scales queries by their position", "Use another model")
+    biased = any(name.endswith("exp_probs_b.bias") for name in tensors)
+    sigmoid = meta.get("expert_gating_func") == 2 or (biased and not meta.get("expert_gating_func"))
+    rotary = meta["rope.dimension_count"]
+    groups = meta.get("expert_group_count", 0) or 1
+    limited = "group_limited_greedy" if groups > 1 else "greedy"
+    scaling, multiplier = config["rope_scaling"], meta.get("rope.scaling.yarn_log_multiplier")
+    if scaling and multiplier:
+        scaling = scaling | dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * multiplier, 6))
+    return {
+        "model_type": "deepseek_v3" if sigmoid else "deepseek_v2",
+        "rope_scaling": scaling,
+        "head_dim": rotary,
+        "num_key_value_heads": config["num_attention_heads"],
+        "kv_lora_rank": meta["attention.kv_lora_rank"],
+        "q_lora_rank": meta["attention.q_lora_rank"] if "blk.0.attn_q_a.weight" in tensors else 0,
+        "qk_nope_head_dim": (meta.get("attention.key_length_mla") or meta["attention.key_length"]) - rotary,
+        "qk_rope_head_dim": rotary,
+        "v_head_dim": meta.get("attention.value_length_mla") or meta["attention.value_length"],
+        "mlp_layer_types": [
+            "sparse" if f"blk.{i}.ffn_gate_inp.weight" in tensors else "dense"
+            for i in range(config["num_hidden_layers"])
+        ],
+        "n_routed_experts": meta.get("expert_count", 0),
+        "num_experts_per_tok": meta.get("expert_used_count"),
+        "n_shared_experts": meta.get("expert_shared_count", 0),
+        "moe_intermediate_size": meta.get("expert_feed_forward_length"),
+        "norm_topk_prob": meta.get("expert_weights_norm", False),
+        "routed_scaling_factor": meta.get("expert_weights_scale", 0.0) or 1.0,
+        "n_group": groups,
+        "topk_group": meta.get("expert_group_used_count", 0) or 1,
+        "topk_method": "noaux_tc" if sigmoid else limited,
+    }
+
+
 MORE: dict[str, Callable[[Metadata, Config], Config]] = {
     "gemma4": _gemma4,
+    "deepseek2": _deepseek2,
     "olmo2": _olmo,
     "exaone4": _exaone4,
     "glm4": _glm4,

@@ -168,6 +168,16 @@ LAYOUTS = {
     "gemma2": TensorLayout(_GEMMA, shifted=True),
     **dict.fromkeys(("olmo2", "exaone4"), TensorLayout({**_GEMMA, **QK_NORMS})),
     "glm4": TensorLayout({**_GEMMA, "ffn_up": "mlp.gate_up_proj"}),
+    "deepseek2": TensorLayout(
+        {
+            **{**LAYER, "ffn_gate_inp": "mlp.gate", "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa"},
+            **{f"attn_{part}": f"self_attn.{part}_proj" for part in ("q_a", "q_b", "kv_b", "k_b", "v_b")},
+            **{f"attn_{part}_a_norm": f"self_attn.{part}_a_layernorm" for part in ("q", "kv")},
+            **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
+        },
+        {f"ffn_{part}_exps": f"{_QWEN_MOE}.{part}_proj" for part in ("gate", "up", "down")},
+        whole=_BIAS,
+    ),
     "ernie4_5": TensorLayout(LAYER),
     "qwen3vl": TensorLayout({**LAYER, **QK_NORMS}),
     "gemma3": TensorLayout({**_GEMMA, **QK_NORMS}, shifted=True),

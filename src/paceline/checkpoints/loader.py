@@ -162,6 +162,11 @@ def check_divisible(reference: str, config: ModelConfig | None, exact: bool, ran
             f"{reference} has recurrent layers, or layers of several sizes, which are not divided",
             "Use one process and device",
         )
+    if ranks and config.latent:
+        raise UnsupportedModel(
+            f"{reference} has one vector for the keys and values of all heads, which every process would need",
+            "Use one process; a device map places whole layers",
+        )
     if ranks and config.wide_norm:
         raise UnsupportedModel(
             f"{reference} norms queries and keys over all heads, which no process has all of",

@@ -200,6 +200,16 @@ MIXTURE: Mapping[str, FieldKind] = {
     "decoder_sparse_step": whole(1),
     "mlp_only_layers": listed(whole()) | NULL,
 }
+LATENT: Mapping[str, FieldKind] = {
+    **_each(whole(1, 2**16), "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"),
+    "qk_rope_head_dim": whole(2, 2**16),
+    "q_lora_rank": whole(0, 2**16) | NULL,
+    **_each(_EXPERTS | NULL, "num_experts_per_tok", "n_group", "topk_group"),
+    **_each(whole(0, EXPERTS) | NULL, "n_routed_experts", "n_shared_experts"),
+    **{"moe_intermediate_size": _ROWS, "first_k_dense_replace": whole(0, LAYERS) | NULL, "moe_layer_freq": whole(1)},
+    **{"routed_scaling_factor": _FACTOR, "norm_topk_prob": FLAG | NULL, "rope_interleave": FLAG | NULL},
+    **{"scoring_func": TEXT, "topk_method": TEXT, "mlp_layer_types": listed(TEXT) | NULL},
+}
 _HEADS, _WIDTH = whole(1, 4096), whole(1, 4096)
 HYBRID: Mapping[str, FieldKind] = {
     **MIXTURE,
@@ -320,6 +330,11 @@ GGUF_ARCHITECTURE: Mapping[str, FieldKind] = {
     **_each(_TOKENS, "context_length", "rope.scaling.original_context_length"),
     **_each(_SIZE, "embedding_length", "attention.key_length", "attention.value_length", "rope.dimension_count"),
     **_each(_SIZE, "attention.key_length_swa", "rope.dimension_count_swa"),
+    **_each(_SIZE, "attention.key_length_mla", "attention.value_length_mla"),
+    **_each(whole(0, 2**16), "attention.q_lora_rank", "attention.kv_lora_rank"),
+    "attention.temperature_scale": number(0, 1e9),
+    "rope.scaling.yarn_log_multiplier": number(0, 1e6),
+    "expert_gating_func": whole(0, 1000),
     "embedding_length_per_layer_input": whole(0, 2**16),
     "attention.shared_kv_layers": whole(0, LAYERS),
     "feed_forward_length": whole(0, MOST_ROWS) | _PER_LAYER,
@@ -334,7 +349,7 @@ GGUF_ARCHITECTURE: Mapping[str, FieldKind] = {
     **_each(_ROWS, "expert_feed_forward_length", "expert_shared_feed_forward_length"),
     "shortconv.l_cache": whole(1, 64),
     "nextn_predict_layers": whole(0, LAYERS),
-    **_each(whole(0, EXPERTS), "expert_group_count", "expert_shared_count"),
+    **_each(whole(0, EXPERTS), "expert_group_count", "expert_group_used_count", "expert_shared_count"),
     **{"leading_dense_block_count": whole(0, LAYERS), "moe_latent_size": whole(0, MOST_ROWS)},
     **{"expert_weights_scale": number(0, 1e9), "expert_weights_norm": FLAG, "rope.scaling.finetuned": FLAG},
     "vocab_size": _ROWS,

@@ -106,13 +106,22 @@ class LayerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Groups:
+    """A row uses experts of `used` of `count` equal groups alone: those whose `best` experts score most together."""
+
+    count: int
+    used: int
+    best: int
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture of `count` experts of width `ffn`, `used` for each row, their weights summing to 1 if `normalised`.
 
     `block`, `names`, `router`: names in the checkpoint of the block, of an expert's gate, up and down projections, and
     of what chooses among them. `shared`: width of one more expert that every row uses (0: none), named `shared_block`.
     `sigmoid`: a score is the expert's own, not a share of all; `scale`: factor of the weights. `beside`: they add to
-    the result of the dense network (Gemma 4).
+    the result of the dense network (Gemma 4). `groups`: if a row's experts are limited to some of them (DeepSeek).
     """
 
     count: int
@@ -127,6 +136,24 @@ class Experts:
     sigmoid: bool = False
     scale: float = 1.0
     beside: bool = False
+    groups: Groups | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
+
+    Keys and values of all heads are products of one vector of `rank` elements by token; beside it, each key has a part
+    of `rotary` elements that encodes its position, the same for all heads. Query heads have `plain` elements for the
+    former and `rotary` for the latter, value heads `value`. `query_rank`: of the vector that queries are products of
+    (0: they are products of the stream).
+    """
+
+    rank: int
+    query_rank: int
+    plain: int
+    rotary: int
+    value: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +170,7 @@ class ModelConfig:
     `paired`: in the files, the two halves of each rotary pair lie side by side.
     `value_norm`: value heads are normed, without a weight. `layer_scale`: each layer's result has a factor.
     `token_inputs`: size of what each layer gets from a table of its own by the token (0: no such tables).
+    `latent`: keys and values are products of one vector, and the cache holds that: one key head of `head_dim` elements.
     """
 
     family: str
@@ -177,6 +205,12 @@ class ModelConfig:
     value_norm: bool = False
     layer_scale: bool = False
     token_inputs: int = 0
+    latent: LatentConfig | None = None
+
+    @property
+    def mixed(self) -> int:
+        """Outputs of attention."""
+        return self.heads * (self.latent.value if self.latent else self.head_dim)
 
     @property
     def plan(self) -> tuple[LayerConfig, ...]:
@@ -192,7 +226,7 @@ class ModelConfig:
         own = [layer for layer in self.plan if layer.attends and layer.source is None]
         held = [min(tokens, ring(layer.window)) if layer.window else tokens for layer in own]
         sizes = [(layer.kv_heads or self.kv_heads) * (layer.head_dim or self.head_dim) for layer in own]
-        return 2 * sum(n * size for n, size in zip(held, sizes, strict=True)) * itemsize
+        return (1 if self.latent else 2) * sum(n * size for n, size in zip(held, sizes, strict=True)) * itemsize
 
     def of(self, layer: LayerConfig) -> ModelConfig:
         """The same with the sizes that this layer has."""

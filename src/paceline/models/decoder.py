@@ -17,6 +17,7 @@ from paceline.kernels.cpu.matrix import NativeLinear, softcap_
 from paceline.kernels.linear import Linear, linear
 from paceline.kernels.low_rank import Factors, adapted_pass
 from paceline.models.config import Experts, LayerConfig, ModelConfig
+from paceline.models.latent import make_latent
 from paceline.models.layers import (
     Addend,
     Attention,
@@ -267,8 +268,9 @@ def _make_mixer(
     """The mixer of a layer, if it has one, and its output product."""
     attention, state, products = None, None, list[Linear]()
     if spec.attends:
-        attention = make_attention(c, spec, weights, prefix + "self_attn.", width)
-        products.append(weights.linear({prefix + "self_attn.o_proj": c.hidden}, c.heads * c.head_dim))
+        make = make_latent if c.latent else make_attention
+        attention = make(c, spec, weights, prefix + "self_attn.", width)
+        products.append(weights.linear({prefix + "self_attn.o_proj": c.hidden}, c.mixed))
     if spec.recurrent:
         state, name, wide = make_state(c, spec.recurrent, weights, prefix)
         products.append(weights.linear({prefix + name: c.hidden}, wide))
@@ -365,6 +367,7 @@ def _mixture(c: ModelConfig, e: Experts, weights: Weights, prefix: str) -> FeedF
         torch.full((e.count,), e.scale, dtype=weights.precise, device=weights.device) if e.scale != 1.0 else None,
         e.sigmoid,
         weights.get(bias, (e.count,), weights.precise) if bias in weights else None,
+        e.groups,
     )
     if not e.shared:
         return mixture

@@ -20,6 +20,7 @@ from paceline.files.schema import (
     GEMMA4,
     GRANITE,
     HYBRID,
+    LATENT,
     LAYERS,
     MAMBA,
     MIXTURE,
@@ -46,6 +47,7 @@ from paceline.models.attending import (
     windows_everywhere,
 )
 from paceline.models.config import MatrixConfig, ModelConfig, RopeConfig
+from paceline.models.deepseek import DEEPSEEK, deepseek
 from paceline.models.hybrids import LFM2, LFM2_EXPERTS, NEXT, NEXT_EXPERTS, TEXT_PARTS, lfm2, qwen3_next
 from paceline.models.layer_types import SLIDING
 from paceline.models.mamba_hybrids import MAMBA_FAMILIES
@@ -169,6 +171,7 @@ FAMILIES: dict[str, Family] = {
         MIXTURE,
     ),
     **{name: Family(*parts) for name, parts in VARIANTS.items()},
+    **{name: Family(deepseek, defaults, LATENT) for name, defaults in DEEPSEEK.items()},
     "lfm2": Family(lfm2, LFM2, SHORT_CONV),
     "lfm2_moe": Family(lfm2, LFM2 | LFM2_EXPERTS, {**SHORT_CONV, **MIXTURE}),
     **{name: Family(*parts, MAMBA) for name, parts in MAMBA_FAMILIES.items()},
@@ -221,7 +224,7 @@ def ties_head(raw: Raw) -> bool:
 def _common(raw: Raw) -> ModelConfig:
     """The part of the config that all families share."""
     heads = raw["num_attention_heads"]
-    head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
+    head_dim = raw.get("qk_rope_head_dim") or raw.get("head_dim") or raw["hidden_size"] // heads
     rope = _rope(raw, head_dim)
     return ModelConfig(
         family=raw["model_type"],

@@ -42,7 +42,7 @@ from paceline.types import Tap
 @dataclass(frozen=True, slots=True)
 class EagleConfig:
     """EAGLE-3, or EAGLE-1/2 where `version` is 1 (arXiv 2503.01840, 2401.15077, 2406.16858). If it is `built_in`, also
-    of version 1, it is the target's multi-token-prediction layer (Qwen3-Next, Qwen3.5; arXiv 2412.19437).
+    of version 1, it is the target's multi-token-prediction layer (DeepSeek-V3, arXiv 2412.19437; Qwen3-Next, Qwen3.5).
 
     `layer`: the decoder layer or layers, with the target's vocabulary; only the first sees the embedding. Its
     `context_length` is that of the file (2048 in many published ones) and not a limit: the target's counts. `taps`: its

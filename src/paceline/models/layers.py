@@ -14,6 +14,7 @@ from paceline.kernels.activations import Activation, Gate
 from paceline.kernels.cpu.build import library
 from paceline.kernels.cpu.matrix import NativeNorm
 from paceline.kernels.linear import Linear
+from paceline.models.config import Groups
 from paceline.models.ranks import Summed
 from paceline.models.rope import Rope, rotate
 from paceline.protocols import Pass, SharedPass
@@ -188,9 +189,11 @@ class Mixture:
         scales: Tensor | None = None,
         sigmoid: bool = False,
         bias: Tensor | None = None,
+        groups: Groups | None = None,
     ) -> None:
         """`scales` [experts]: factors of their results. `sigmoid`: scores are by sigmoid. `bias` [experts]: added to
         the scores that are compared, not to the weights."""
+        self._groups = groups
         self.router, self.experts, self.scales = router, experts, scales
         self.used, self.normalised, self.sigmoid, self._bias = used, normalised, sigmoid, bias
 
@@ -215,10 +218,21 @@ class Mixture:
         scores = self.router.precise(rows)
         scores = sigmoid(scores) if self.sigmoid else scores.softmax(-1)
         compared = scores if self._bias is None else scores + self._bias
+        if self._groups:
+            compared = _limited(compared, self._groups)
         chosen = compared.sort(dim=-1, descending=True, stable=True)[1][:, : self.used]
         weights = scores.gather(1, chosen)
         weights = weights / weights.sum(-1, keepdim=True) if self.normalised else weights
         return weights if self.scales is None else weights * self.scales[chosen], chosen
+
+
+def _limited(scores: Tensor, groups: Groups) -> Tensor:
+    """Scores [N, experts] where those of a row's other groups are -inf. Of equal groups the first is taken."""
+    each = scores.unflatten(-1, (groups.count, -1))
+    together = each.sort(-1, descending=True)[0][..., : groups.best].sum(-1)
+    others = together.sort(dim=-1, descending=True, stable=True)[1][:, groups.used :, None]
+    limited: Tensor = each.scatter(1, others.expand(-1, -1, each.shape[-1]), -torch.inf).flatten(1)
+    return limited
 
 
 class SharedMixture:

@@ -15,6 +15,7 @@ from paceline.kernels.cpu.matrix import LANES
 from paceline.kernels.low_rank import adapted_pass
 from paceline.models.config import LayerConfig, ModelConfig
 from paceline.models.cpu_layers import NativeLayers, runs_natively, whole
+from paceline.models.latent import LatentAttention
 from paceline.models.layers import Attention, Layer, SharedAttention
 from paceline.models.mamba import Parallel
 from paceline.models.ranks import Ranks, Summed
@@ -22,6 +23,8 @@ from paceline.models.recurrent import RecurrentMixer
 from paceline.models.rope import Rope, RotarySet
 from paceline.protocols import Pass, TargetWithHead
 from paceline.types import Tap
+
+_Attending = Attention | SharedAttention | LatentAttention
 
 
 class LayerStack:
@@ -50,7 +53,8 @@ class LayerStack:
         mixers = [layer.attention for layer in layers]
         self._recurrences = {i: mixer.recurrence for i, mixer in enumerate(mixers) if isinstance(mixer, RecurrentMixer)}
         precise = torch.promote_types(host.dtype, torch.float32)
-        ropes = [(layer.rope, layer.head_dim or config.head_dim) for layer in plan]
+        rotary = config.latent.rotary if config.latent else config.head_dim
+        ropes = [(layer.rope, layer.head_dim or rotary) for layer in plan]
         self.ropes = RotarySet(ropes, precise, host.device)
         self._parts = list[_PlacedLayers]()
         indices = slab_indices(self._attentions)
@@ -88,7 +92,7 @@ class LayerStack:
     def _attention(
         config: ModelConfig,
         spec: LayerConfig,
-        mixer: Attention | SharedAttention,
+        mixer: _Attending,
         mutual: bool,
         native: bool,
         part: int,
@@ -98,7 +102,8 @@ class LayerStack:
         scale = config.query_scale or own.head_dim**-0.5
         sizes = own.kv_heads, whole(own.head_dim) if native else own.head_dim
         heads = sizes if spec.kv_heads or spec.head_dim else None
-        return LayerAttention(scale, spec.window, config.softcap, mutual, mixer.sinks, heads, spec.source, part)
+        single = config.latent is not None
+        return LayerAttention(scale, spec.window, config.softcap, mutual, mixer.sinks, heads, spec.source, part, single)
 
     def new_cache(self, kind: type[SlabCache] = SlabCache) -> SlabCache:
         """A cache for these layers, as long as the host's context: of this kind unless there are recurrent ones."""
@@ -190,7 +195,7 @@ class _PlacedLayers:
         return x, states
 
 
-def _attending(layer: Layer) -> Attention | SharedAttention | None:
+def _attending(layer: Layer) -> _Attending | None:
     """The attention of a layer, if it has any."""
     mixer = layer.attention.attention if isinstance(layer.attention, Parallel) else layer.attention
-    return mixer if isinstance(mixer, (Attention, SharedAttention)) else None
+    return mixer if isinstance(mixer, _Attending) else None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paceline.kernels.quantize import Codes
 from paceline.kernels.stored import Stored
+from paceline.models.deepseek import DEEPSEEK, mtp_names
 from paceline.models.lazy import LanguageTensors, Renamed, renamed
 from paceline.models.mamba_hybrids import Multiplier, multipliers
 
@@ -42,11 +43,13 @@ _MIXERS = {
     **{f".mixer.{x}.": f".mlp.{x}." for x in ("up_proj", "down_proj", "experts", "gate", "shared_experts")},
     ".mixer.": ".mamba.",
 }
+_DEEPSEEK = {".mlp.gate.e_score_correction_bias": ".mlp.expert_bias"}
 _NAMES: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(("gemma4_text", "qwen3_vl_text", "qwen3_5_text", "qwen3_5_moe_text"), _LANGUAGE),
     **dict.fromkeys(("lfm2", "lfm2_moe"), _LFM2),
     **dict.fromkeys(("bamba", "falcon_h1"), _BAMBA),
     **dict.fromkeys(("mamba2", "nemotron_h"), _MIXERS),
+    **dict.fromkeys(DEEPSEEK, _DEEPSEEK),
     "glm4": {
         ".post_attention_layernorm.": ".pre_feedforward_layernorm.",
         ".post_self_attn_layernorm.": ".post_attention_layernorm.",
@@ -64,15 +67,18 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
 
 def translated(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """The tensors as the decoder takes them. `config`: the checkpoint's."""
-    kind = config.get("model_type", "")
-    if names := _NAMES.get(kind):
+    if names := _names(config):
         tensors = LanguageTensors(tensors, names)
-    return Scaled(tensors, multipliers(config)) if kind == "falcon_h1" else tensors
+    return Scaled(tensors, multipliers(config)) if config.get("model_type") == "falcon_h1" else tensors
+
+
+def _names(config: Mapping[str, Any]) -> Mapping[str, str]:
+    return {**mtp_names(config), **_NAMES.get(config.get("model_type", ""), {})}
 
 
 def module_name(config: Mapping[str, Any], module: str) -> str:
     """The name that the decoder has for a module of a model with this config."""
-    return renamed(module + ".", _NAMES.get(config.get("model_type", ""), {})).removesuffix(".")
+    return renamed(module + ".", _names(config)).removesuffix(".")
 
 
 def unlike_file(config: Mapping[str, Any], module: str) -> str | None:

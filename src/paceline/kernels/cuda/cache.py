@@ -86,7 +86,7 @@ class DevicePass:
     def __init__(self, cache: DeviceCache, table: RowTable, prompt: tuple[int, int] | None) -> None:
         """See `DeviceCache.over`."""
         self._table, self._prompt = table, prompt
-        slabs = [(*slab.tensors, _targets(slab.tensors[0], table)) for slab in cache.slabs]
+        slabs = [(slab.tensors[0], slab.tensors[-1], _targets(slab.tensors[0], table)) for slab in cache.slabs]
         self._layers = [
             (slabs[slab][0][index], slabs[slab][1][index], slabs[slab][2], layer)
             for layer, (slab, index) in zip(cache._layers, cache._indices, strict=True)
@@ -128,7 +128,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, table: RowTable, spec: Layer
     q [B, T, heads, D]; keys and values [places, kv_heads, capacity, D], one layer of a slab with position p in column
     p % capacity. Returns [B, T, heads * D]. On CUDA by a kernel, elsewhere by plain products.
     """
-    if q.device.type != "cuda" or spec.sinks is not None:  # which the kernel does not know
+    if q.device.type != "cuda" or spec.sinks is not None or spec.single:  # which the kernel does not know
         return reference(q, keys, values, table, spec)
     from paceline.kernels.cuda.kernels import tree_attention
 
