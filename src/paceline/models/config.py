@@ -143,6 +143,9 @@ class ModelConfig:
     `paired`: in the files, the two halves of each rotary pair lie side by side.
     `value_norm`: value heads are normed, without a weight. `layer_scale`: each layer's result has a factor.
     `token_inputs`: size of what each layer gets from a table of its own by the token (0: no such tables).
+    `layer_norm`: all norms subtract the mean too, and may have biases. `own_head_norms`: those of queries and keys have
+    a weight for each head. `parallel`: attention and feed-forward both see the stream that enters the layer, through
+    `one_norm`, or two. `plain_mlp`: feed-forward networks have no gate.
     """
 
     family: str
@@ -177,6 +180,11 @@ class ModelConfig:
     value_norm: bool = False
     layer_scale: bool = False
     token_inputs: int = 0
+    layer_norm: bool = False
+    own_head_norms: bool = False
+    parallel: bool = False
+    one_norm: bool = False
+    plain_mlp: bool = False
 
     @property
     def plan(self) -> tuple[LayerConfig, ...]:
