@@ -190,9 +190,9 @@ def check_divisible(reference: str, config: ModelConfig | None, exact: bool, ran
             f"{reference} has recurrent layers, or layers of several sizes, which are not divided",
             "Use one process and device",
         )
-    if ranks and config.wide_norm:
+    if ranks and config.qk_norm and (config.wide_norm or config.own_head_norms):
         raise UnsupportedModel(
-            f"{reference} norms queries and keys over all heads, which no process has all of",
+            f"{reference} norms queries and keys over all heads, or each head by a weight of its own",
             "Use one process; a device map places whole layers",
         )
 
