@@ -265,7 +265,13 @@ def test_windows_hold_over_a_ring_that_has_wrapped(case: str) -> None:
     check_drafts(theirs, ours, cache, slot, tokens, rows=(8,))
 
 
-@pytest.mark.parametrize("case", ["gemma3", "mixtral", "qwen3 moe", "gpt-oss", "phi3, sliding", "phi3, long factors"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("gemma3", "mixtral", "qwen3 moe", "gpt-oss", "phi3, sliding", "phi3, long factors"),
+        *("cohere2, sliding", "starcoder2", "stablelm, parallel", "phi", "gpt-neox"),
+    ],
+)
 def test_text_with_drafts_is_what_transformers_generates(case: str) -> None:
     theirs, ours = models(case)
     prompt = text(34)
