@@ -15,13 +15,15 @@ from paceline.drafters.ngram import NGram
 from paceline.drafters.suffix import Suffix
 from paceline.engine.engine import Engine
 from paceline.engine.self_check import guarantee
-from paceline.errors import UnsupportedModel
+from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.kernels.activations import UNGATED
 from paceline.kernels.cpu.build import library
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
 from paceline.models.heads import ExitConfig
 from paceline.models.layers import Layer, ParallelLayer
+from paceline.models.lazy import Outlines
+from paceline.models.tensor_names import translated
 from paceline.sampling.parameters import Sampling
 from paceline.testing import Oracle, check_target, run, run_together
 from paceline.types import DraftBudget
@@ -124,3 +126,27 @@ def test_a_wrong_draft_is_rolled_back_past_the_window() -> None:
         tokens, _, stats = run(target, prompt, how, Oracle([*prompt, *plain], 0.3, VOCAB), budget)
         assert tokens == plain
         assert 0 < stats.accepted < stats.drafted
+
+
+def test_older_files_of_gpt_neox_are_read() -> None:
+    """Their output head has another name, and they hold masks, which are no weights."""
+    theirs, ours = models("gpt-neox")
+    tensors = {name.replace("lm_head", "embed_out"): x for name, x in theirs.state_dict().items()}
+    for i in range(ours.layers):
+        layer = f"gpt_neox.layers.{i}.attention."
+        tensors |= {layer + "bias": torch.ones(1, 1, 8, 8).bool(), layer + "masked_bias": torch.tensor(-1e9)}
+        tensors[layer + "rotary_emb.inv_freq"] = torch.ones(6)
+    again = Decoder(ours.config, translated({"model_type": "gpt_neox"}, tensors), torch.float64, ours.device)
+    caches, tokens = (again.new_cache(), ours.new_cache()), text(20)
+    first, second = (feed(one, c, c.acquire(), tokens) for one, c in zip((again, ours), caches, strict=True))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("case", ["cohere, norms of heads", "stablelm, parallel", "phi", "gpt-neox"])
+def test_names_and_shapes_are_checked_before_weights_are_read(case: str) -> None:
+    theirs, ours = models(case)
+    tensors = translated({"model_type": ours.config.family}, {**theirs.state_dict()})
+    Decoder(ours.config, Outlines(tensors), torch.float32, torch.device("meta"))
+    less = {name: tensors[name] for name in tensors if not name.endswith("layers.1.self_attn.o_proj.weight")}
+    with pytest.raises(CorruptModel, match=r"lacks model.layers.1.self_attn.o_proj.weight"):
+        Decoder(ours.config, Outlines(less), torch.float32, torch.device("meta"))

@@ -298,11 +298,10 @@ def make_attention(
         parts = {prefix + "qkv_proj": q + 2 * kv}
     within = _unpaired(c, layer) if c.paired else []
     order = _each_head(c, within) if within else None
-    if prefix + "query_key_value.weight" in weights:  # GPT-NeoX: of one head after those of another
-        parts, order = (
-            {prefix + "query_key_value": 3 * q},
-            torch.arange(3 * q).view(c.heads, 3, -1).transpose(0, 1).flatten(),
-        )
+    if prefix + "query_key_value.weight" in weights:  # GPT-NeoX: those of one key head after those of another
+        parts = {prefix + "query_key_value": q + 2 * kv}
+        rows = torch.arange(q + 2 * kv).view(c.kv_heads, -1, c.head_dim)
+        order = torch.cat([part.flatten() for part in (rows[:, :-2], rows[:, -2], rows[:, -1])])
     norm = make_head_norms(c, weights, prefix, within)
     sinks = weights.get(prefix + "sinks.weight", (c.heads,), weights.precise) if c.sinks else None
     value_norm = RMSNorm(weights.ones(c.head_dim), c.norm_eps) if c.value_norm else None
