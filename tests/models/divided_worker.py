@@ -44,6 +44,8 @@ def cases() -> Iterator[tuple[str, Case]]:
     experts = Experts(4, 2, 40, True)
     mixed = replace(TINY, experts=experts, special=(LayerConfig(TINY.rope, sparse=True),) * 2)
     yield "experts", (mixed, with_experts(experts), torch.float32, None)
+    aside = replace(TINY, heads=2, tied=False, layer_norm=True, parallel=True, plain_mlp=True, activation="gelu")
+    yield "side by side", (aside, side_by_side(aside), torch.float64, None)
 
 
 def with_biases() -> dict[str, Tensor]:
@@ -64,6 +66,20 @@ def joined() -> dict[str, Tensor]:
             parts = [tensors.pop(f"model.layers.{i}.{block}.{name}_proj.weight") for name in names]
             tensors[f"model.layers.{i}.{block}.{whole}.weight"] = torch.cat(parts)
     return tensors
+
+
+def side_by_side(config: ModelConfig) -> dict[str, Tensor]:
+    """GPT-NeoX's, queries, keys and values in one and with biases, and Phi's bias of the head."""
+    tensors, noise = random_tensors(config), torch.Generator().manual_seed(1)
+    for i in range(config.layers):
+        layer = f"model.layers.{i}."
+        for name in (*(f"self_attn.{x}_proj" for x in "qkv"), "mlp.gate_proj"):
+            del tensors[f"{layer}{name}.weight"]
+        rows = 3 * config.heads * config.head_dim
+        tensors[layer + "self_attn.query_key_value.weight"] = torch.randn(rows, config.hidden, generator=noise) * 0.4
+    biases = {name.replace("weight", "bias"): torch.randn(len(x), generator=noise) for name, x in tensors.items()}
+    del biases["model.embed_tokens.bias"]
+    return tensors | biases
 
 
 def with_experts(experts: Experts) -> dict[str, Tensor]:

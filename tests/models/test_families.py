@@ -158,6 +158,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "glm 4.7 flash": ("Glm4MoeLite", {**LATENT, "mlp_layer_types": ["dense", "sparse", "sparse", "dense"]}),
+    "cohere": ("Cohere", {"logit_scale": 0.3}),
+    "cohere, norms of heads": ("Cohere", {"logit_scale": 0.3, "use_qk_norm": True, "attention_bias": True}),
+    "cohere2, sliding": ("Cohere2", {"logit_scale": 0.3, "sliding_window": 18}),
+    "starcoder2": ("Starcoder2", {}),
+    "starcoder2, sliding": ("Starcoder2", {"sliding_window": 21, "use_bias": False}),
+    "stablelm": ("StableLm", {"use_qkv_bias": True}),
+    "stablelm, parallel": ("StableLm", {"use_parallel_residual": True, "qk_layernorm": True}),
+    "phi": ("Phi", {"hidden_size": 96, "num_attention_heads": 4}),
+    "phi, norms of heads": ("Phi", {"qk_layernorm": True}),
+    "gpt-neox": ("GPTNeoX", {"hidden_size": 96, "num_attention_heads": 4, "rotary_pct": 0.5}),
+    "gpt-neox, one after the other": ("GPTNeoX", {"rotary_pct": 0.75, "use_parallel_residual": False}),
     "yarn": ("Llama", {"rope_parameters": YARN}),
     "yarn, own temperature": (
         "Llama",
@@ -179,7 +190,7 @@ def models(case: str, dtype: torch.dtype = torch.float64) -> tuple[Any, Decoder]
     config = getattr(transformers, name + "Config")(**deepcopy(SIZES | changes))
     theirs = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")
     for key, parameter in theirs.named_parameters():  # transformers starts biases at zero and norms at 0 or 1
-        if parameter.dim() == 1:
+        if parameter.dim() == 1 or "_norm." in key:
             torch.nn.init.normal_(parameter, float("Gemma" not in name or "norm" not in key), 0.3)
         elif key.endswith("_bias"):  # of gpt-oss's experts, beyond what its SwiGLU clamps
             torch.nn.init.normal_(parameter, 0.0, 4.0)
@@ -280,7 +291,13 @@ def test_windows_hold_over_a_ring_that_has_wrapped(case: str) -> None:
     check_drafts(theirs, ours, cache, slot, tokens, rows=(8,))
 
 
-@pytest.mark.parametrize("case", ["gemma3", "mixtral", "qwen3 moe", "gpt-oss", "phi3, sliding", "phi3, long factors"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("gemma3", "mixtral", "qwen3 moe", "gpt-oss", "phi3, sliding", "phi3, long factors"),
+        *("cohere2, sliding", "starcoder2", "stablelm, parallel", "phi", "gpt-neox"),
+    ],
+)
 def test_text_with_drafts_is_what_transformers_generates(case: str) -> None:
     theirs, ours = models(case)
     prompt = text(34)

@@ -71,8 +71,55 @@ def _exaone4(meta: Metadata, config: Config) -> Config:
 
 
 def _glm4(meta: Metadata, config: Config) -> Config:
-    share = meta.get("rope.dimension_count", config["head_dim"]) / config["head_dim"]
-    return {"model_type": "glm4", "partial_rotary_factor": share}
+    return {"model_type": "glm4", **_rotated(meta, config)}
+
+
+def _rotated(meta: Metadata, config: Config) -> Config:
+    return {"partial_rotary_factor": meta.get("rope.dimension_count", config["head_dim"]) / config["head_dim"]}
+
+
+def _cohere(meta: Metadata, config: Config) -> Config:
+    """Command R, the largest with norms of queries and keys, or its successors, which have windows."""
+    own = {"layer_norm_eps": config["rms_norm_eps"], "logit_scale": meta.get("logit_scale", 0.0) or 1.0}
+    if meta.architecture == "cohere2":
+        return {**own, "model_type": "cohere2", "layer_types": layer_types(meta, config["num_hidden_layers"], 4)}
+    return {**own, "model_type": "cohere", "use_qk_norm": _has(meta, "attn_q_norm")}
+
+
+def _starcoder2(meta: Metadata, config: Config) -> Config:
+    return {"model_type": "starcoder2", "norm_epsilon": config["rms_norm_eps"], "hidden_act": "gelu_pytorch_tanh"}
+
+
+def _stablelm(meta: Metadata, config: Config) -> Config:
+    """StableLM. As in llama.cpp, the tensors tell whether its parts are side by side: the metadata may be wrong."""
+    return {
+        "model_type": "stablelm",
+        "layer_norm_eps": config["rms_norm_eps"],
+        "use_parallel_residual": not _has(meta, "ffn_norm"),
+        "qk_layernorm": _has(meta, "attn_q_norm"),
+        **_rotated(meta, config),
+    }
+
+
+def _phi(meta: Metadata, config: Config) -> Config:
+    own = {"model_type": "phi", "layer_norm_eps": config["rms_norm_eps"], "hidden_act": "gelu_new"}
+    return {**own, **_rotated(meta, config)}
+
+
+def _neox(meta: Metadata, config: Config) -> Config:
+    return {
+        "model_type": "gpt_neox",
+        "layer_norm_eps": config["rms_norm_eps"],
+        "hidden_act": "gelu",
+        "use_parallel_residual": meta["use_parallel_residual"],
+        "rotary_emb_base": config["rope_theta"],
+        **_rotated(meta, config),
+    }
+
+
+def _has(meta: Metadata, part: str) -> bool:
+    """Whether the layers have this part."""
+    return f"blk.0.{part}.weight" in meta.file.tensors
 
 
 def _deepseek2(meta: Metadata, config: Config) -> Config:
@@ -122,6 +169,8 @@ MORE: dict[str, Callable[[Metadata, Config], Config]] = {
     "exaone4": _exaone4,
     "glm4": _glm4,
     "ernie4_5": lambda meta, config: {"model_type": "ernie4_5"},
+    **dict.fromkeys(("command-r", "cohere2"), _cohere),
+    **{"starcoder2": _starcoder2, "stablelm": _stablelm, "phi2": _phi, "gptneox": _neox},
     "qwen3vl": lambda meta, config: {"model_type": "qwen3_vl_text"},
 }
 """As `gguf.ARCHITECTURES`."""

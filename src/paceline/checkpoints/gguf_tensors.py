@@ -43,6 +43,8 @@ _TOP = {
     "output_norm.weight": "model.norm.weight",
     "token_embd_norm.weight": "model.norm.weight",  # LFM2
     "output.weight": "lm_head.weight",
+    "output_norm.bias": "model.norm.bias",
+    "output.bias": "lm_head.bias",
     "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
     "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
     "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
@@ -178,8 +180,9 @@ LAYOUTS = {
         {f"ffn_{part}_exps": f"{_QWEN_MOE}.{part}_proj" for part in ("gate", "up", "down")},
         whole=_BIAS,
     ),
-    "ernie4_5": TensorLayout(LAYER),
-    "qwen3vl": TensorLayout({**LAYER, **QK_NORMS}),
+    **dict.fromkeys(("ernie4_5", "starcoder2"), TensorLayout(LAYER)),
+    **dict.fromkeys(("qwen3vl", "command-r", "cohere2", "stablelm"), TensorLayout({**LAYER, **QK_NORMS})),
+    **dict.fromkeys(("phi2", "gptneox"), TensorLayout({**LAYER, "attn_qkv": "self_attn.qkv_proj"})),
     "gemma3": TensorLayout({**_GEMMA, **QK_NORMS}, shifted=True),
     "gemma4": TensorLayout(
         {

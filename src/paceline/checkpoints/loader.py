@@ -167,9 +167,9 @@ def check_divisible(reference: str, config: ModelConfig | None, exact: bool, ran
             f"{reference} has one vector for the keys and values of all heads, which every process would need",
             "Use one process; a device map places whole layers",
         )
-    if ranks and config.wide_norm:
+    if ranks and config.qk_norm and (config.wide_norm or config.own_head_norms):
         raise UnsupportedModel(
-            f"{reference} norms queries and keys over all heads, which no process has all of",
+            f"{reference} norms queries and keys over all heads, or each head by a weight of its own",
             "Use one process; a device map places whole layers",
         )
 

@@ -14,7 +14,7 @@ from paceline.drafters.growth import ROOT, Growing, Growth, logits_of
 from paceline.errors import InvalidOption, UnsupportedModel
 from paceline.models.decoder import Decoder
 from paceline.models.heads import ExitConfig
-from paceline.models.layers import RMSNorm
+from paceline.models.norms import RMSNorm
 from paceline.models.weights import Weights
 from paceline.protocols import KVCache, Target
 from paceline.sampling.sampler import Ranked

@@ -210,6 +210,15 @@ LATENT: Mapping[str, FieldKind] = {
     **{"routed_scaling_factor": _FACTOR, "norm_topk_prob": FLAG | NULL, "rope_interleave": FLAG | NULL},
     **{"scoring_func": TEXT, "topk_method": TEXT, "mlp_layer_types": listed(TEXT) | NULL},
 }
+LAYER_NORM: Mapping[str, FieldKind] = {
+    **_each(_EPS, "layer_norm_eps", "norm_epsilon"),
+    "logit_scale": _FACTOR,
+    "model_max_length": _TOKENS | NULL,
+    "sliding_window_pattern": whole(1),
+    **_each(FLAG | NULL, "use_parallel_residual", "qk_layernorm", "use_qk_norm"),
+    "rotary_pct": _SHARE,
+    "rotary_emb_base": _BASE,
+}
 _HEADS, _WIDTH = whole(1, 4096), whole(1, 4096)
 HYBRID: Mapping[str, FieldKind] = {
     **MIXTURE,
@@ -343,6 +352,7 @@ GGUF_ARCHITECTURE: Mapping[str, FieldKind] = {
     "attention.sliding_window": whole(),
     "attention.sliding_window_pattern": whole(1) | listed(FLAG | whole()),
     "pooling_type": whole(),
+    "use_parallel_residual": FLAG,
     **_each(_FACTOR, "attention.scale", "embedding_scale", "residual_scale", "logit_scale"),
     "expert_count": whole(0, EXPERTS),
     "expert_used_count": _EXPERTS,

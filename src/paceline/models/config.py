@@ -171,6 +171,9 @@ class ModelConfig:
     `value_norm`: value heads are normed, without a weight. `layer_scale`: each layer's result has a factor.
     `token_inputs`: size of what each layer gets from a table of its own by the token (0: no such tables).
     `latent`: keys and values are products of one vector, and the cache holds that: one key head of `head_dim` elements.
+    `layer_norm`: all norms subtract the mean too, and may have biases. `own_head_norms`: those of queries and keys have
+    a weight for each head. `parallel`: attention and feed-forward both see the stream that enters the layer, through
+    `one_norm`, or two. `plain_mlp`: feed-forward networks have no gate.
     """
 
     family: str
@@ -206,6 +209,11 @@ class ModelConfig:
     layer_scale: bool = False
     token_inputs: int = 0
     latent: LatentConfig | None = None
+    layer_norm: bool = False
+    own_head_norms: bool = False
+    parallel: bool = False
+    one_norm: bool = False
+    plain_mlp: bool = False
 
     @property
     def mixed(self) -> int:

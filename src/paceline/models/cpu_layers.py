@@ -18,7 +18,8 @@ from paceline.errors import OutOfMemory
 from paceline.kernels.cpu.build import kernel, library
 from paceline.kernels.cpu.matrix import FLOAT_KINDS, LANES, SMALLER, CMatrix, NativeGated, NativeLinear
 from paceline.kernels.low_rank import Adapted, NativeChanges, base_of
-from paceline.models.layers import Attention, Dense, HeadNorm, Layer, Mixture, WideNorm
+from paceline.models.layers import Attention, Dense, Layer, Mixture, ParallelLayer
+from paceline.models.norms import HeadNorm, LayerNorm, WideNorm
 from paceline.models.ranks import Ranks, lost
 from paceline.models.rope import Rope
 
@@ -237,6 +238,8 @@ def _parts(layer: Layer) -> _Parts | None:
     if not isinstance(layer.attention, Attention) or layer.attention.gated or layer.attention.value_norm:
         return None
     if isinstance(layer.attention.norm, WideNorm) or (isinstance(layer.mlp, Mixture) and layer.mlp.sigmoid):
+        return None
+    if isinstance(layer, ParallelLayer) or isinstance(layer.attn_norm, LayerNorm):
         return None
     if not isinstance(layer.mlp, (Dense, Mixture)) or layer.token_input or layer.scale is not None:
         return None

@@ -18,8 +18,9 @@ from torch import Tensor
 from paceline.cache.slab import SlabCache
 from paceline.errors import CorruptModel
 from paceline.kernels.activations import Activation
-from paceline.models.decoder import make_layer, make_norm
+from paceline.models.decoder import make_layer
 from paceline.models.heads import EagleConfig
+from paceline.models.norms import make_norm
 from paceline.models.output import output_head
 from paceline.models.stack import LayerStack
 from paceline.models.weights import Weights

@@ -21,6 +21,7 @@ from paceline.files.schema import (
     GRANITE,
     HYBRID,
     LATENT,
+    LAYER_NORM,
     LAYERS,
     MAMBA,
     MIXTURE,
@@ -49,6 +50,7 @@ from paceline.models.attending import (
 from paceline.models.config import MatrixConfig, ModelConfig, RopeConfig
 from paceline.models.deepseek import DEEPSEEK, deepseek
 from paceline.models.hybrids import LFM2, LFM2_EXPERTS, NEXT, NEXT_EXPERTS, TEXT_PARTS, lfm2, qwen3_next
+from paceline.models.layer_normed import LAYER_NORMED
 from paceline.models.layer_types import SLIDING
 from paceline.models.mamba_hybrids import MAMBA_FAMILIES
 from paceline.models.refusals import refuse_other_kinds
@@ -172,6 +174,7 @@ FAMILIES: dict[str, Family] = {
     ),
     **{name: Family(*parts) for name, parts in VARIANTS.items()},
     **{name: Family(deepseek, defaults, LATENT) for name, defaults in DEEPSEEK.items()},
+    **{name: Family(*parts, LAYER_NORM) for name, parts in LAYER_NORMED.items()},
     "lfm2": Family(lfm2, LFM2, SHORT_CONV),
     "lfm2_moe": Family(lfm2, LFM2 | LFM2_EXPERTS, {**SHORT_CONV, **MIXTURE}),
     **{name: Family(*parts, MAMBA) for name, parts in MAMBA_FAMILIES.items()},
@@ -280,8 +283,9 @@ def _check(c: ModelConfig) -> None:
     """Raise for contradictions between fields."""
     if c.experts and c.experts.used > c.experts.count:
         raise CorruptModel(f"{c.experts.used} of {c.experts.count} experts cannot be used", CORRECT)
-    if c.activation not in {*ACTIVATIONS, *UNGATED}:
-        raise UnsupportedModel(f"activation {c.activation!r} is not known", f"Known: {', '.join(ACTIVATIONS)}")
+    known = UNGATED if c.plain_mlp else ACTIVATIONS
+    if c.activation not in known:
+        raise UnsupportedModel(f"activation {c.activation!r} is not known", f"Known: {', '.join(known)}")
     if c.heads % c.kv_heads or c.head_dim < 2 or c.head_dim % 2:
         raise CorruptModel(f"{c.heads} heads of size {c.head_dim} over {c.kv_heads} key heads do not fit", CORRECT)
     for one in {layer.recurrent for layer in c.plan if layer.recurrent}:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from paceline.kernels.linear import Linear
 from paceline.models.config import LatentConfig, LayerConfig, ModelConfig
-from paceline.models.layers import Mixer, RMSNorm
+from paceline.models.layers import Mixer
+from paceline.models.norms import RMSNorm
 from paceline.models.rope import Rope, rotate
 from paceline.models.weights import Weights
 from paceline.protocols import Pass

@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.kernels.activations import Activation, Gate
-from paceline.kernels.cpu.build import library
-from paceline.kernels.cpu.matrix import NativeNorm
 from paceline.kernels.linear import Linear
 from paceline.models.config import Groups
+from paceline.models.norms import HeadNorms, Norm
 from paceline.models.ranks import Summed
 from paceline.models.rope import Rope, rotate
 from paceline.protocols import Pass, SharedPass
@@ -25,56 +23,6 @@ def sigmoid(x: Tensor) -> Tensor:
     """The logistic function, rounded from float64: torch computes the last elements of a float32 tensor, those that
     fill no vector, by another function, so that a row's bits would depend on the number of rows."""
     return x.double().sigmoid().to(x.dtype)
-
-
-class RMSNorm:
-    """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019)."""
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        """`weight`: in the dtype of x, or a wider one, which then rounds only once (Gemma)."""
-        self.weight, self.eps = weight, eps
-        # Not by `cat`, which imports torch's compiler where shapes alone are checked: two seconds.
-        self._doubled = weight.new_zeros(2 * len(weight))
-        self._doubled[: len(weight)] = weight
-        self._native: NativeNorm | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.bfloat16 and x.device.type == "cpu" and library() is not None:
-            self._native = self._native or NativeNorm(self.weight, self.eps)
-            return self._native(x)
-        if x.device.type != "cpu":
-            return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps).to(x.dtype)
-        # On the CPU rms_norm is eight kernels and layer_norm one, and [x, -x] has mean 0 and variance mean(x^2).
-        doubled = torch.cat([x, -x], -1)
-        return F.layer_norm(doubled, self._doubled.shape, self._doubled, None, self.eps)[..., : x.shape[-1]]
-
-
-class HeadNorm:
-    """RMS norm of each query and key head by itself (Qwen3, Gemma 3): one norm for all, then the weights of each."""
-
-    def __init__(self, q: Tensor, k: Tensor, heads: int, kv_heads: int, eps: float) -> None:
-        """`q`, `k` [D]: the weights of all query heads and of all key heads."""
-        self.weight = q.new_empty(heads + kv_heads, len(q))
-        self.weight[:heads], self.weight[heads:] = q, k
-        self._norm = RMSNorm(torch.ones_like(q), eps)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [B, T, n, D]: queries and keys, or the keys alone."""
-        return (self._norm(x) * self.weight[-x.shape[2] :]).to(x.dtype)
-
-
-class WideNorm:
-    """RMS norms over all query heads together and over all key heads together (OLMo 2)."""
-
-    def __init__(self, q: Tensor, k: Tensor, kv_heads: int, eps: float) -> None:
-        """`q` [heads * D], `k` [kv_heads * D]: the weights."""
-        self._q, self._k, self._kv_heads = RMSNorm(q, eps), RMSNorm(k, eps), kv_heads
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [B, T, n, D]: queries and keys, or the keys alone."""
-        q, k = x[:, :, : -self._kv_heads], x[:, :, -self._kv_heads :]
-        keys = self._k(k.flatten(2)).view_as(k)
-        return torch.cat([self._q(q.flatten(2)).view_as(q), keys], 2) if q.shape[2] else keys
 
 
 class Addend(Protocol):
@@ -110,10 +58,10 @@ class Attention(Mixer):
         heads: int,
         kv_heads: int,
         head_dim: int,
-        norm: HeadNorm | WideNorm | None = None,
+        norm: HeadNorms | None = None,
         sinks: Tensor | None = None,
         gated: bool = False,
-        value_norm: RMSNorm | None = None,
+        value_norm: Norm | None = None,
     ) -> None:
         """`qkv`: values may be missing where they are the keys before norm and rotation. `sinks` [heads]: see
         `cache.attention.LayerAttention`, of which they are a part."""
@@ -145,7 +93,7 @@ class SharedAttention(Mixer):
 
     sinks: Tensor | None = None
 
-    def __init__(self, q: Linear, heads: int, head_dim: int, norm: HeadNorm | None) -> None:
+    def __init__(self, q: Linear, heads: int, head_dim: int, norm: HeadNorms | None) -> None:
         self._q, self._shape, self._norm = q, (heads, head_dim), norm
 
     def mix(self, x: Tensor, layer: int, rope: Rope, attention: SharedPass) -> Tensor:
@@ -258,8 +206,8 @@ class MixtureBeside:
         self,
         dense: Dense,
         experts: Mixture,
-        before: tuple[RMSNorm, RMSNorm, RMSNorm],
-        after: tuple[RMSNorm, RMSNorm],
+        before: tuple[Norm, Norm, Norm],
+        after: tuple[Norm, Norm],
     ) -> None:
         """`before`: norms of what the dense network, the experts and their router see. `after`: of the results of the
         first two."""
@@ -281,7 +229,7 @@ FeedForward = Dense | Mixture | SharedMixture | MixtureBeside
 class TokenInput:
     """What a layer adds by the token itself (Gemma 4's per-layer embeddings)."""
 
-    def __init__(self, gate: Linear, activation: Gate, out: Linear, norm: RMSNorm) -> None:
+    def __init__(self, gate: Linear, activation: Gate, out: Linear, norm: Norm) -> None:
         self._gate, self._activation, self._out, self._norm = gate, activation, out, norm
 
     def __call__(self, x: Tensor, given: Tensor) -> Tensor:
@@ -299,12 +247,12 @@ class Layer:
 
     def __init__(
         self,
-        attn_norm: RMSNorm | None,
+        attn_norm: Norm | None,
         attention: Mixer | None,
         out: Addend | None,
-        mlp_norm: RMSNorm | None,
+        mlp_norm: Norm | None,
         mlp: FeedForward | None,
-        post: tuple[RMSNorm, RMSNorm] | None = None,
+        post: tuple[Norm, Norm] | None = None,
         residual_scale: float = 1.0,
         token_input: TokenInput | None = None,
         scale: Tensor | None = None,
@@ -337,9 +285,32 @@ class Layer:
             x = self.token_input(x, given)
         return x if self.scale is None else x * self.scale
 
-    def _plus(self, x: Tensor, part: Addend, y: Tensor, norm: RMSNorm | None) -> Tensor:
+    def _plus(self, x: Tensor, part: Addend, y: Tensor, norm: Norm | None) -> Tensor:
         """The stream x and what a part makes of y."""
         if norm is None and self.residual_scale == 1.0:
             return part.onto(y, x)
         y = part(y) if norm is None else norm(part(y))
         return x + (y if self.residual_scale == 1.0 else y * self.residual_scale)
+
+
+class ParallelLayer(Layer):
+    """A decoder layer whose attention and feed-forward part both see the stream that enters it (GPT-J, Wang and
+    Komatsuzaki 2021), through one norm unless there is an `mlp_norm`."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        layer: int,
+        rope: Rope,
+        attention: Pass,
+        entry: Tensor | None = None,
+        given: Tensor | None = None,
+    ) -> Tensor:
+        """See `Layer`, of which these have neither `post` norms nor inputs by the token."""
+        assert self.attn_norm
+        assert self.attention
+        assert self.out
+        assert self.mlp
+        normed = self.attn_norm(x)
+        mixed = self.attention.mix(normed, layer, rope, attention)
+        return self.mlp.onto(normed if self.mlp_norm is None else self.mlp_norm(x), self.out.onto(mixed, x))

@@ -117,7 +117,9 @@ def _nemotron_h(raw: Raw, base: ModelConfig) -> ModelConfig:
         recurrent = state if kind in _MAMBA else None
         layers.append(LayerConfig(None, None, kind == "moe", recurrent, attends=kind in _ATTENTION, feeds=feeds))
     eps = raw["layer_norm_epsilon"]
-    return replace(base, special=tuple(layers), norm_eps=eps, experts=experts, activation="squared_relu")
+    return replace(
+        base, special=tuple(layers), norm_eps=eps, experts=experts, activation="squared_relu", plain_mlp=True
+    )
 
 
 _ATTENTION, _MAMBA = ("attention", "full_attention"), ("mamba", "linear_attention")

@@ -21,7 +21,7 @@ from paceline.kernels.stored import Stored
 from paceline.models.config import Experts, ModelConfig
 from paceline.models.lazy import Renamed, codes_of, kind_of, shape_of, stored_of
 
-_HEADS = ("q_proj", "k_proj", "v_proj", "sinks")
+_HEADS = ("q_proj", "k_proj", "v_proj", "query_key_value", "sinks")
 _TOKENS = ("embed_tokens", "lm_head")
 
 

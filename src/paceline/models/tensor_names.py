@@ -44,12 +44,33 @@ _MIXERS = {
     ".mixer.": ".mamba.",
 }
 _DEEPSEEK = {".mlp.gate.e_score_correction_bias": ".mlp.expert_bias"}
+_NEOX = {
+    "gpt_neox.": "model.",
+    "embed_out.": "lm_head.",
+    "model.embed_in.": "model.embed_tokens.",
+    "model.final_layer_norm.": "model.norm.",
+    ".attention.": ".self_attn.",
+    ".self_attn.dense.": ".self_attn.o_proj.",
+    ".dense_h_to_4h.": ".up_proj.",
+    ".dense_4h_to_h.": ".down_proj.",
+}
+_PHI = {
+    "model.final_layernorm.": "model.norm.",
+    ".self_attn.dense.": ".self_attn.o_proj.",
+    **{f".{x}_layernorm.": f".{x}_norm." for x in "qk"},
+    ".mlp.fc1.": ".mlp.up_proj.",
+    ".mlp.fc2.": ".mlp.down_proj.",
+}
 _NAMES: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(("gemma4_text", "qwen3_vl_text", "qwen3_5_text", "qwen3_5_moe_text"), _LANGUAGE),
     **dict.fromkeys(("lfm2", "lfm2_moe"), _LFM2),
     **dict.fromkeys(("bamba", "falcon_h1"), _BAMBA),
     **dict.fromkeys(("mamba2", "nemotron_h"), _MIXERS),
     **dict.fromkeys(DEEPSEEK, _DEEPSEEK),
+    "gpt_neox": _NEOX,
+    "phi": _PHI,
+    "stablelm": {f".{x}_layernorm.norms.": f".{x}_norm." for x in "qk"},
+    "starcoder2": {".mlp.c_fc.": ".mlp.up_proj.", ".mlp.c_proj.": ".mlp.down_proj."},
     "glm4": {
         ".post_attention_layernorm.": ".pre_feedforward_layernorm.",
         ".post_self_attn_layernorm.": ".post_attention_layernorm.",

@@ -24,7 +24,7 @@ def _olmo3(raw: Raw, base: ModelConfig) -> ModelConfig:
     """OLMo 3: also windows, in three layers of four; positions are not stretched there."""
     own = (raw.get("rope_parameters") or {}).get(SLIDING)
     local = read_rope(own, raw, raw.get("rope_theta", base.rope.theta), base.head_dim)
-    return _olmo(raw, _sliding(raw, base, 4, local, base.rope))
+    return _olmo(raw, sliding(raw, base, 4, local, base.rope))
 
 
 def _exaone4(raw: Raw, base: ModelConfig) -> ModelConfig:
@@ -35,7 +35,7 @@ def _exaone4(raw: Raw, base: ModelConfig) -> ModelConfig:
     # A config without a window may hold the default of one.
     if raw["sliding_window"] is None or not every:
         return base
-    return _sliding(raw, base, every, base.rope, None)
+    return sliding(raw, base, every, base.rope, None)
 
 
 def _glm4(raw: Raw, base: ModelConfig) -> ModelConfig:
@@ -43,7 +43,7 @@ def _glm4(raw: Raw, base: ModelConfig) -> ModelConfig:
     return replace(base, paired=True, sandwich=True)
 
 
-def _sliding(raw: Raw, base: ModelConfig, every: int, near: RopeConfig | None, far: RopeConfig | None) -> ModelConfig:
+def sliding(raw: Raw, base: ModelConfig, every: int, near: RopeConfig | None, far: RopeConfig | None) -> ModelConfig:
     """With windows by `layer_types`, or in all layers but each `every`-th. `near`, `far`: the rotary embeddings of
     layers with and without a window."""
     windows = layer_windows(raw, base, raw["sliding_window"], lambda i: (i + 1) % every != 0)

@@ -51,7 +51,8 @@ class Weights:
         self._left = {
             name
             for name in tensors
-            if not name.endswith(("rotary_emb.inv_freq", "masked_bias")) and not name.startswith("mtp.")
+            if not name.endswith(("rotary_emb.inv_freq", "masked_bias", "self_attn.bias"))
+            and not name.startswith("mtp.")
         }
 
     def at(self, device: torch.device) -> Weights:

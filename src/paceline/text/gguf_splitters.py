@@ -82,7 +82,7 @@ _SPLITTERS: dict[str, Splitter] = {
     "llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0": Splitter((_LLAMA3,), whole=True, bos=True),
     "smaug-bpe dbrx": Splitter((_LLAMA3,)),
     "qwen2": Splitter((_QWEN2,), nfc=True),
-    "megrez deepseek-r1-qwen": Splitter((_QWEN2,)),
+    "megrez deepseek-r1-qwen stablelm2": Splitter((_QWEN2,)),
     "seed-coder": Splitter((_SEED,)),
     "tekken": Splitter((_cased("", r"\p{N}"),), whole=True, bos=True),
     "gpt-4o llama4": Splitter((_cased(f"{_CONTRACTIONS}?", r"\p{N}{1,3}"),)),
