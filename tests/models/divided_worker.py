@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,11 +17,12 @@ from paceline.drafters.base import Drafter
 from paceline.drafters.model import DraftModel
 from paceline.engine.engine import Engine
 from paceline.engine.self_check import guarantee
+from paceline.errors import OutOfMemory, PacelineError
 from paceline.models.config import Experts, LayerConfig, ModelConfig
 from paceline.models.decoder import Decoder
-from paceline.models.divided import DividedDecoder
+from paceline.models.divided import DividedCache, DividedDecoder
 from paceline.models.lazy import Quantised
-from paceline.models.mirror import Mirror
+from paceline.models.mirror import Mirror, repeated
 from paceline.models.ranks import Ranks
 from paceline.protocols import KVCache
 from paceline.sampling.parameters import Sampling
@@ -121,9 +124,44 @@ def compare(whole: Decoder, divided: DividedDecoder) -> dict[str, Any]:
     }
 
 
+def run_out(mirror: Mirror, where: str, rank: int, ended: Path) -> None:
+    """Fail at one rank as if it had no memory. Rank 0, which says what it got, lives until the other has ended."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OutOfMemory("no memory, by way of trial", "End the test")
+
+    def break_off(*_: Any, **__: Any) -> Any:
+        raise MemoryError("no memory, by way of trial")
+
+    divided = DividedDecoder(TINY, random_tensors(TINY), torch.bfloat16, CPU, lambda done, total: None, mirror)
+    if mirror.ranks.rank == rank:
+        owner, name, failing = {
+            "pass": (divided._stack, "run", fail),
+            "acquire": (DividedCache, "acquire", repeated(break_off)),
+        }[where]
+        setattr(owner, name, failing)
+    try:
+        mirror.follow()
+    finally:
+        if mirror.ranks.rank:
+            ended.touch()
+    raised = []
+    for _ in range(2):
+        try:
+            divided.forward(pack_prefix([1, 2, 3], 0, 0, CPU), held(divided), Want())
+        except (PacelineError, MemoryError) as error:
+            raised.append(f"{type(error).__name__}: {error}")
+    until = time.monotonic() + 60
+    while not ended.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    print(json.dumps({"raised": raised, "ended": ended.exists()}))
+
+
 def main() -> None:
     torch.set_num_threads(1)
     mirror = Mirror(Ranks())
+    if sys.argv[1:2] == ["run out"]:
+        return run_out(mirror, sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]))
     made: dict[str, tuple[Decoder, DividedDecoder]] = {}
     for name, (config, tensors, dtype, mode) in cases():
         held = Quantised(tensors, mode) if mode else tensors

@@ -76,6 +76,26 @@ def test_an_error_at_one_process_ends_both(shared_memory: bool) -> None:
     assert "UnpicklingError" in second.stderr
 
 
+@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_process_waits_for_one_that_has_run_out_of_memory(rank: int, shared_memory: bool, tmp_path: Path) -> None:
+    """Whether that one lives on, as a server does, or not."""
+    first, second = run_ranks("run out", "pass", str(rank), str(tmp_path / "ended"), shared_memory=shared_memory)
+    found = json.loads(first.stdout)
+    assert found["ended"], "the other process waits for rank 0, which has left"
+    assert second.returncode > 0
+    assert ("OutOfMemory: no memory" if rank else "RankLost: another process of this model has") in second.stderr
+    assert found["raised"][0].startswith("RankLost: another" if rank else "OutOfMemory: no memory")
+    assert found["raised"][1].startswith("RankLost: the processes of this model have ended: ")
+
+
+def test_a_call_that_breaks_off_at_rank_0_ends_the_process_that_waits_for_the_next(tmp_path: Path) -> None:
+    first, second = run_ranks("run out", "acquire", "0", str(tmp_path / "ended"))
+    found = json.loads(first.stdout)
+    assert found == {"raised": ["MemoryError: no memory, by way of trial"] * 2, "ended": True}
+    assert "RankLost: another process of this model has" in second.stderr
+
+
 def test_spans_are_whole_units_but_for_the_last() -> None:
     assert spans(10, 3) == [(0, 3), (3, 6), (6, 10)]
     assert spans(8960, 2, 256) == [(0, 4352), (4352, 8960)]
