@@ -119,7 +119,8 @@ def load_model(
     parts = _checked_map(device_map, "auto" if head_tokens else device)
     where = pick_device(next(iter(parts), "auto") if parts is not None else device)
     where = mirror.ranks.device(where) if mirror else where
-    with mirror.ranks.one_by_one() if mirror else nullcontext():  # the first fetches the model and compiles the kernels
+    in_turn = mirror.ranks.one_by_one if mirror else nullcontext
+    with in_turn():  # the first fetches the model and compiles the kernels
         with progress_bar("compiling the CPU kernels, once", progress):
             pick_dtype(dtype, where)  # raises before anything is fetched
         checkpoint = open_model(
@@ -127,7 +128,7 @@ def load_model(
         )
     config = native(checkpoint)
     if mirror or parts is not None:
-        check_divisible(str(reference), config, exact or bool(adapters), mirror is not None, parts is not None)
+        check_divisible(str(reference), config, exact, mirror is not None, parts is not None)
     kind = pick_dtype(dtype, where, by_torch=config is None)
     if quantize in ("int8", "int4") and not config:
         raise UnsupportedModel(
@@ -136,7 +137,8 @@ def load_model(
         )
     _check_adapters(adapters, config, exact, where)
     fetch = {"token": token, "allow_pickle": allow_pickle}
-    factors = [read_factors(name, one, checkpoint.config, **fetch) for name, one in (adapters or {}).items()]
+    with in_turn():
+        factors = [read_factors(name, one, checkpoint.config, **fetch) for name, one in (adapters or {}).items()]
     mode = weights_held(config, checkpoint.tensors, quantize, dtype, where, drafts=head_tokens is not None)
     tensors = Quantised(checkpoint.tensors, mode, requantise=head_tokens is not None) if mode else checkpoint.tensors
     kept = None
@@ -146,10 +148,10 @@ def load_model(
     with too_large, progress_bar(f"loading {reference}", progress) as advance:
         if config:
             if mirror:
-                target: Target = DividedDecoder(config, tensors, kind, where, advance, mirror)
+                target: Target = DividedDecoder(config, tensors, kind, where, advance, mirror, factors)
             elif parts is not None:
                 devices = _placed(parts, config, tensors, mode, kind)
-                target = Decoder(config, tensors, kind, devices[0], advance, kept, devices=devices)
+                target = Decoder(config, tensors, kind, devices[0], advance, kept, factors, devices)
             else:
                 target = _decoder(exact, where)(config, tensors, kind, where, advance, kept, factors)
         else:
@@ -180,7 +182,7 @@ def check_divisible(reference: str, config: ModelConfig | None, exact: bool, ran
     if ranks and placed:
         raise InvalidOption("processes and a device map cannot share a model together", "Use one of them")
     if config is None or exact:
-        what = "with exact=True, or adapters beside it," if config else "through transformers"
+        what = "with exact=True" if config else "through transformers"
         raise UnsupportedModel(f"{reference} is loaded {what} and cannot be divided", "Use one process and device")
     if (
         any(layer != LayerConfig(layer.rope, layer.window, layer.sparse) for layer in config.plan)
