@@ -270,9 +270,8 @@ class LLM:
 
     def speculation(self, adapter: str | None = None) -> Speculation:
         """Return the default speculation of requests with this adapter."""
-        if drafter := self.adapters.get(adapter or ""):
-            return Speculation(None if drafter == "none" else drafter)
-        return self.engine.policies.default
+        drafter = self.adapters.get(adapter or "")
+        return Speculation(None if drafter == "none" else drafter) if drafter else self.engine.policies.default
 
     def record(self, path: str | Path) -> ReplyRecorder:
         """Append every reply from now on to a recording, to be closed. Raises `InvalidData`, and `OSError`."""
@@ -288,9 +287,10 @@ class LLM:
             )
         return tokens
 
-    def session(self) -> Session:
-        """Return a session: the target for a decoding loop of your own (docs/how-to/own-loop.md)."""
-        return Session(self.model.target, self.model.eos, self.encode, self.tokenizer.decode)
+    def session(self, *, adapter: str | None = None) -> Session:
+        """Return a session: the target for a loop of your own (docs/how-to/own-loop.md). `adapter`: see `generate`."""
+        number = self.model.adapter_number(adapter or self.adapter)
+        return Session(self.model.target, self.model.eos, self.encode, self.tokenizer.decode, number)
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """Return the prompt's token ids. Raises `InvalidPrompt` for an empty or malformed one."""

@@ -100,16 +100,18 @@ def load_model(
     parts = _checked_map(device_map, "auto" if head_tokens else device)
     where = pick_device(next(iter(parts), "auto") if parts is not None else device)
     where = mirror.ranks.device(where) if mirror else where
-    with mirror.ranks.one_by_one() if mirror else nullcontext():  # the first fetches the model and compiles the kernels
+    in_turn = mirror.ranks.one_by_one if mirror else nullcontext
+    with in_turn():  # the first fetches the model and compiles the kernels
         with progress_bar("compiling the CPU kernels, once", progress):
             pick_dtype(dtype, where)  # raises before anything is fetched
         checkpoint = open_model(reference, adapter, revision=revision, quiet=not progress, **fetch)
     config = native(checkpoint)
     if mirror or parts is not None:
-        check_divisible(str(reference), config, exact or bool(adapters), mirror is not None, parts is not None)
+        check_divisible(str(reference), config, exact, mirror is not None, parts is not None)
     kind = pick_dtype(dtype, where, by_torch=config is None)
     _check_possible(str(reference), config is not None, quantize, bool(adapters), exact and where.type == "cuda")
-    factors = [read_factors(name, one, checkpoint.config, **fetch) for name, one in (adapters or {}).items()]
+    with in_turn():
+        factors = [read_factors(name, one, checkpoint.config, **fetch) for name, one in (adapters or {}).items()]
     mode = weights_held(config, checkpoint.tensors, quantize, dtype, where, drafts=head_tokens is not None)
     tensors = Quantised(checkpoint.tensors, mode, requantise=head_tokens is not None) if mode else checkpoint.tensors
     kept = None
@@ -120,10 +122,10 @@ def load_model(
         if config is None:
             target: Target = _through_transformers(checkpoint, kind, where)
         elif mirror:
-            target = DividedDecoder(config, tensors, kind, where, advance, mirror)
+            target = DividedDecoder(config, tensors, kind, where, advance, mirror, factors)
         elif parts is not None:
             devices = _placed(parts, config, tensors, mode, kind)
-            target = Decoder(config, tensors, kind, devices[0], advance, kept, devices=devices)
+            target = Decoder(config, tensors, kind, devices[0], advance, kept, factors, devices)
         else:
             target = _decoder(exact, where)(config, tensors, kind, where, advance, kept, factors)
     eos = eos_token_ids(checkpoint.config, checkpoint.generation, checkpoint.tokenizer)
@@ -152,7 +154,7 @@ def check_divisible(reference: str, config: ModelConfig | None, exact: bool, ran
     if ranks and placed:
         raise InvalidOption("processes and a device map cannot share a model together", "Use one of them")
     if config is None or exact:
-        what = "with exact=True, or adapters beside it," if config else "through transformers"
+        what = "with exact=True" if config else "through transformers"
         raise UnsupportedModel(f"{reference} is loaded {what} and cannot be divided", "Use one process and device")
     if (
         any(layer != LayerConfig(layer.rope, layer.window, layer.sparse) for layer in config.plan)

@@ -172,7 +172,10 @@ EXPORTED int64_t paceline_exchange_bytes(int ranks) { return Exchange::bytes(ran
 // See `Exchange::join`.
 EXPORTED void paceline_join(const void* exchange) { static_cast<const Exchange*>(exchange)->join(); }
 
-// Adds the other ranks' numbers to x [n]; 1 if one of them has ended.
+// See `Exchange::leave`.
+EXPORTED void paceline_leave(const void* exchange) { static_cast<const Exchange*>(exchange)->leave(); }
+
+// Adds the other ranks' numbers to x [n]; 1 if one of them has ended or left.
 EXPORTED int32_t paceline_sum(const void* exchange, float* x, int64_t n) {
     return static_cast<const Exchange*>(exchange)->sum(x, n) ? 0 : 1;
 }
