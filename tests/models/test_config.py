@@ -115,6 +115,26 @@ def test_configs_that_contradict_themselves_are_named(config: dict[str, Any], sa
         read_config(config)
 
 
+@pytest.mark.parametrize(
+    ("family", "key", "known"),
+    [
+        ("qwen3", "layer_types", "full_attention or sliding_attention"),
+        ("olmo3", "layer_types", "full_attention or sliding_attention"),
+        ("gemma4_text", "layer_types", "full_attention or sliding_attention"),
+        ("qwen3_next", "layer_types", "full_attention or linear_attention"),
+        ("lfm2", "layer_types", "full_attention or conv"),
+        ("granitemoehybrid", "layer_types", "attention or full_attention or mamba or linear_attention"),
+        ("nemotron_h", "layers_block_type", "attention or full_attention or mamba or linear_attention or mlp or moe"),
+    ],
+)
+def test_unknown_types_of_layers_are_refused_with_those_that_are_known(family: str, key: str, known: str) -> None:
+    said = rf"^{key} names layers of type chunked, which are not supported in {family}\. Use a model .* {known}$"
+    with pytest.raises(UnsupportedModel, match=said):
+        read_config(raw(family, **{key: ["chunked"] * 4}))
+    with pytest.raises(CorruptModel, match=f"{key} names 1 of 4 layers"):
+        read_config(raw(family, **{key: ["full_attention"]}))
+
+
 def test_switched_off_peculiarities_are_no_matter() -> None:
     plain = read_config(raw("llama"))
     assert read_config(raw("llama", sliding_window=None, attn_logit_softcapping=None)) == plain

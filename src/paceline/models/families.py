@@ -47,6 +47,7 @@ from paceline.models.attending import (
 )
 from paceline.models.config import MatrixConfig, ModelConfig, RopeConfig
 from paceline.models.hybrids import LFM2, LFM2_EXPERTS, NEXT, NEXT_EXPERTS, TEXT_PARTS, lfm2, qwen3_next
+from paceline.models.layer_types import SLIDING
 from paceline.models.mamba_hybrids import MAMBA_FAMILIES
 from paceline.models.refusals import refuse_other_kinds
 from paceline.models.rope import read_rope
@@ -252,7 +253,7 @@ def _rope(raw: Raw, head_dim: int) -> RopeConfig:
     """From either `rope_theta` + `rope_scaling` or transformers 5's `rope_parameters`, by layer type or not."""
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if raw["model_type"] == "gemma4_text":
-        scaling = scaling.get(gemma4.SLIDING) or {}
+        scaling = scaling.get(SLIDING) or {}
     if raw["model_type"] in ("gemma3_text", "olmo3"):
         scaling = scaling.get("full_attention", {} if "sliding_attention" in scaling else scaling) or {}
     if raw["model_type"] in TEXT_PARTS.values():
