@@ -310,7 +310,7 @@ def _through_transformers(checkpoint: Checkpoint, dtype: torch.dtype, device: to
 def advise(loaded: Loaded, floats_chosen: bool) -> None:
     """Say once what would make the model faster."""
     if isinstance(target := loaded.target, Decoder):
-        warn_of(runner_of(target.config, target.device, target.dtype, loaded.quantize))
+        warn_of(runner_of(target.device, target.dtype))
         if not floats_chosen:
             suggest_codes(loaded.path, target.device)
 

@@ -106,7 +106,7 @@ def _model_facts(path: Path, allow_pickle: bool) -> dict[str, Any]:
         "architecture": (checkpoint.config.get("architectures") or [family])[0],
         "family": family,
         "runs": "natively" if config else "through transformers",
-        "runner": _runner(config, checkpoint) if config else "torch",
+        "runner": _runner() if config else "torch",
         **(_architecture(config) if config else {}),
         "format": form,
         "parameters": sum(dtypes.values()),
@@ -131,14 +131,13 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
     return facts | {"cache_bytes": config.cache_bytes(config.context_length)}
 
 
-def _runner(config: ModelConfig, checkpoint: Checkpoint) -> str:
-    """Return what runs the layers with default options, and how to get a faster runner."""
-    from paceline.checkpoints.loader import pick_device, pick_dtype, weights_held
+def _runner() -> str:
+    """Return what multiplies matrices with default options, and how to get a faster runner."""
+    from paceline.checkpoints.loader import pick_device, pick_dtype
     from paceline.models.runner_choice import runner_of
 
     device = pick_device("auto")
-    mode = weights_held(config, checkpoint.tensors, "auto", "auto", device)
-    runner = runner_of(config, device, pick_dtype("auto", device), mode)
+    runner = runner_of(device, pick_dtype("auto", device))
     return f"{runner.name}. {runner.remedy}" if runner.remedy else runner.name
 
 
@@ -189,7 +188,7 @@ def _model_rows(f: dict[str, Any]) -> list[tuple[str, str]]:
         ("model", f"{name}, {amount(f['parameters'])} parameters"),
         ("path", f["path"]),
         ("file", f"{f['format']}, {amount(f['file_bytes'], 'bytes')}: {shares}"),
-        ("runs", f["runs"] + (f"; its layers on {f['runner']}" if native else "")),
+        ("runs", f["runs"] + (f"; matrix products on {f['runner']}" if native else "")),
         *([("--quantize", _quantize_text(f["own_codes"]))] if native else []),
         *([("built-in drafter", f"{built_in}: a layer for multi-token prediction")] if built_in else []),
         ("default drafter", f"{AUTO}+{built_in}" if built_in else AUTO),
