@@ -191,6 +191,21 @@ def open_drafters(
     return found
 
 
+def load_drafters(given: Mapping[str, Any], more: Sequence[str], target: Loaded) -> Drafter | dict[str, Drafter] | None:
+    """`open_drafters`, by all arguments of `paceline.load`."""
+    common = {name: given[name] for name in ("token", "allow_pickle")} | {"revision": given["draft_revision"]}
+    places = {"device": given["device"], "device_map": given["draft_device_map"], "dtype": given["dtype"]}
+    opened = partial(
+        open_drafter,
+        target=target,
+        quantize=given["draft_quantize"],
+        read=partial(load_model, progress=given["progress"], **places, **common),
+        head=partial(open_head, quiet=not given["progress"], **common),
+        draft_vocab=given["draft_vocab"],
+    )
+    return open_drafters(given["drafter"], more, target, opened)
+
+
 def spec_name(spec: str) -> str:
     """Return the name of a drafter in statistics: `spec`, with the drafter that "auto" stands for."""
     return "+".join(AUTO if part == "auto" else part for part in _split(spec))
