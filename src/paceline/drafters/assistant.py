@@ -24,7 +24,7 @@ from paceline.verify.tree import MIN_ROWS
 
 
 @dataclass(slots=True)
-class _Text:
+class _AssistantSlot:
     """`state` [target H]: the target's normed state before the pending token. `after`: the same as the assistant
     imagines it, after the pending token (`ROOT`) and after each node of this round that has been fed."""
 
@@ -55,7 +55,7 @@ class Assistant(Growing):
             )
         self.draft = DraftBudget(24, 6, 4) if free_rows(target.device) > 24 else DraftBudget.chain(3)
         self._net, self._device = AssistantNetwork(config, tensors, target), target.device
-        self._texts: dict[int, _Text] = {}
+        self._texts: dict[int, _AssistantSlot] = {}
         self._bound: Callable[[], KVCache | None] = lambda: None
 
     @property
@@ -75,7 +75,7 @@ class Assistant(Growing):
     def fork(self, slot: int, source: int, prompt: Sequence[int]) -> None:
         self.admit(slot, prompt)
         if source in self._texts:
-            self._texts[slot] = _Text(self._texts[source].state)
+            self._texts[slot] = _AssistantSlot(self._texts[source].state)
 
     def feed(self, slot: int, tokens: Sequence[int], taps: Mapping[Tap, Tensor]) -> None:
         self._receive(slot, taps, -1)
@@ -85,7 +85,7 @@ class Assistant(Growing):
 
     def _receive(self, slot: int, taps: Mapping[Tap, Tensor], row: int) -> None:
         # A copy: a view would keep the states of the whole pass, or follow a buffer that is used again.
-        self._texts[slot] = _Text(taps["final"][row].clone())
+        self._texts[slot] = _AssistantSlot(taps["final"][row].clone())
 
     def release(self, slot: int) -> None:
         self._texts.pop(slot, None)
@@ -120,6 +120,6 @@ class Assistant(Growing):
         return logits_of(states, counts, self._net.logits)
 
 
-def _before(text: _Text, growth: Growth, node: int) -> Tensor:
+def _before(text: _AssistantSlot, growth: Growth, node: int) -> Tensor:
     """The state [target H] before a node's token."""
     return text.state if node == ROOT else text.after[growth.nodes.parents[node]]
