@@ -204,7 +204,8 @@ def openvino(setup: PeerSetup) -> PeerAnswer:
             config.num_assistant_tokens, config.max_ngram_size = 5, 3
         timer = FirstTokenTimer()
         tokenizer = writer.get_tokenizer()
-        result = writer.generate(tokenizer.encode(prompt.prompt, add_special_tokens=False), config, OpenVINOStreamer(timer))
+        ids = tokenizer.encode(prompt.prompt, add_special_tokens=False)
+        result = writer.generate(ids, config, OpenVINOStreamer(timer))
         reply = list(result.tokens[0])
         tokenizer.decode(reply)
         return MeasuredReply(reply, timer.seconds)

@@ -33,7 +33,7 @@ class EarlyExit(Growing):
     the rules rejection and block keep their shape instead: how a drawn tree is judged must not depend on its draws.
 
     Source: LayerSkip, arXiv 2404.16710 (shared cache); Draft & Verify, arXiv 2309.08168, and Kangaroo, arXiv
-    2404.18911 (when to stop; an adapter before the head).
+    2404.18911 (when to stop; a trained projection before the head).
     """
 
     draft = DraftBudget.chain(5)
@@ -61,11 +61,11 @@ class EarlyExit(Growing):
         if not 0.0 <= threshold <= 1.0:
             raise InvalidOption(f"threshold={threshold} is not a probability", "Use 0 (never stop) to 1")
         weights = Weights(tensors, target.dtype, target.device)
-        self._norm, self._adapter = target.norm, None
+        self._norm, self._projection = target.norm, None
         if "norm.weight" in weights:
             self._norm = RMSNorm(weights.get("norm.weight", (hidden,)), target.config.norm_eps)
         if rank := config.rank:
-            self._adapter = weights.linear({"proj.down": rank}, hidden), weights.linear({"proj.up": hidden}, rank)
+            self._projection = weights.linear({"proj.down": rank}, hidden), weights.linear({"proj.up": hidden}, rank)
         weights.finish()
         self._streams: dict[int, list[Tensor]] = {}
         """Per slot the outputs of the exit layer in this round, pass by pass."""
@@ -125,8 +125,8 @@ class EarlyExit(Growing):
     @torch.inference_mode()
     def _logits(self, streams: Tensor) -> Tensor:
         """Return the exit's logits [..., V] of streams [..., H]."""
-        if self._adapter:
-            down, up = self._adapter
+        if self._projection:
+            down, up = self._projection
             streams = up.onto(down(streams), streams)
         return self._target.logits(self._norm(streams))
 

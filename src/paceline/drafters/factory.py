@@ -10,8 +10,8 @@ eagle3, medusa, block         the head of this kind that comes with Paceline for
 mtp, mtp:REF                  the multi-token-prediction layer in the target's own files, or in others
 assistant:REF                 Gemma 4's assistant, which reads the target's keys and values
 eagle3:REF, ..., head:REF     a head checkpoint; `head` takes any kind
-early-exit                    the adapter that comes with Paceline, or half of the target's layers
-early-exit:LAYERS or REF      so many of the target's layers, or an adapter checkpoint
+early-exit                    the exit that comes with Paceline, or half of the target's layers
+early-exit:LAYERS or REF      so many of the target's layers, or a trained exit
 early-exit@P, ...:LAYERS@P    the same; a chain ends where the exit's highest probability is below P (0.5)
 A+B+C                         the first of these that has a draft; a reference comes last and may hold a "+"
 """
@@ -305,7 +305,7 @@ def _with_head(config: HeadConfig, tensors: Mapping[str, Tensor], target: Loaded
 
 
 def _early_exit(layers: str, target: Loaded, read: HeadOpener, options: Options) -> Drafter:
-    """Return early exit after `layers` layers; "": with the adapter that comes with Paceline, or after half of them."""
+    """Return early exit after `layers` layers; "": the exit that comes with Paceline, or after half of them."""
     if not layers and (path := shipped("exit", target)):
         head = fits(read(path), target)
         return _with_head(head.config, head.tensors, target, options)
