@@ -164,16 +164,20 @@ def open_drafter(
         if isinstance(found.config, EagleConfig) and "d2t" not in found.tensors:
             kept = choose(target.tokenizer, target.target.vocab_size)
             found = replace(found, config=replace(found.config, head_tokens=kept))
-        mode = "int4" if quantize == "auto" and _keeps_codes(found, target) else quantize
+        mode = "int4" if quantize == "auto" and _takes_codes(found, target) else quantize
         return replace(found, tensors=Quantised(found.tensors, mode)) if mode in ("int8", "int4") else found
 
     return make_drafter(spec, target, load_draft, read_head)
 
 
-def _keeps_codes(head: HeadFile, target: Loaded) -> bool:
-    """Whether a head's own codes are used: those of a file that has them, where there are kernels for them."""
-    host = host_of(target)
-    return mostly_codes(head.tensors) and host.dtype != torch.float64 and takes_stored(host.dtype, True, host.device)
+def _takes_codes(head: HeadFile, target: Loaded) -> bool:
+    """Whether a head is held in codes by default, where there are kernels for them: in its file's own, or in 4 bits, as
+    a draft model, if it is the MTP layer of a quantised target."""
+    host, config = host_of(target), head.config
+    coded = mostly_codes(head.tensors) or (
+        target.quantize is not None and isinstance(config, EagleConfig) and config.built_in
+    )
+    return coded and host.dtype != torch.float64 and takes_stored(host.dtype, True, host.device)
 
 
 def open_drafters(
