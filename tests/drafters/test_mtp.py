@@ -22,6 +22,8 @@ from paceline.drafters.eagle import Eagle
 from paceline.drafters.growth import Growth
 from paceline.engine.engine import Engine
 from paceline.errors import CorruptModel, InvalidOption, UnsupportedModel
+from paceline.kernels.cpu.build import library
+from paceline.kernels.quantize import GROUP
 from paceline.llm import load
 from paceline.models.heads import EagleConfig, kind_of
 from paceline.sampling.parameters import Sampling
@@ -134,6 +136,26 @@ def test_a_model_that_has_one_drafts_with_it(case: str, tmp_path: Path) -> None:
         assert reply.stats.drafted > 0
     assert "mtp: a layer for multi-token prediction" in run_command("info", str(folder)).stdout
     assert json.loads(run_command("info", str(folder), "--json").stdout)["built_in_drafter"] == "mtp"
+
+
+@pytest.mark.skipif(library() is None, reason="codes are the CPU kernels'")
+@pytest.mark.parametrize(
+    ("quantize", "draft_quantize", "few"),
+    [("int8", "auto", True), ("int4", "auto", True), ("none", "auto", False), ("int8", "none", False)],
+)
+def test_that_of_a_quantised_model_has_4_bits(quantize: Any, draft_quantize: Any, few: bool, tmp_path: Path) -> None:
+    folder = reference("qwen3.5").save(tmp_path)
+    words(folder)
+    how: Any = {"quantize": quantize, "device": "cpu"}
+    plain = load(folder, drafter=None, **how).generate(PROMPT, max_new_tokens=24, ignore_eos=True)
+    llm = load(folder, drafter="mtp", draft=3, draft_quantize=draft_quantize, **how)
+    reply = llm.generate(PROMPT, max_new_tokens=24, ignore_eos=True)
+    assert reply.token_ids == plain.token_ids
+    assert reply.stats.drafted > 0
+    (policy,) = llm.engine.policies
+    assert isinstance(policy.drafter, Eagle)
+    group = policy.drafter._net._entry._fc.weight()[0, :GROUP]
+    assert (len(group.unique()) <= 16) == few
 
 
 def test_one_that_cannot_be_used_is_left_out_unless_it_was_asked_for(

@@ -39,7 +39,7 @@ _HEADS = {
     "medusa": ("Medusa", "heads", "{heads} of {layers} layers, with {output}"),
     "block": ("DFlash (block)", "block", "{block_size} tokens, {layers} layers, mask token {mask_token}"),
     "assistant": ("Gemma 4 assistant", "layers", "{layers}, over the target's keys and values"),
-    "exit": ("early exit", "exit", "after {layers} layers, adapter of rank {rank}"),
+    "exit": ("early exit", "exit", "after {layers} layers, projection of rank {rank}"),
 }
 """Kind -> title, and a row of its own: name and value."""
 _COVERAGE = "coverage"

@@ -195,7 +195,7 @@ def application(
     quiet: Quiet = False,
 ) -> ServedModels:
     """Load what `serve` serves, for any ASGI server. Its parameters are the options of `serve` too."""
-    only_named = argument is None and model.model == DEMO and several.models
+    has_first = argument is not None or model.model != DEMO or not several.models  # else --models alone
     model = model.with_model(argument)
     missing = [module for module in ("fastapi", "uvicorn", "prometheus_client", "psutil") if not find_spec(module)]
     if missing:
@@ -222,7 +222,7 @@ def application(
         return ModelSource((name,), load, int(size * _IN_MEMORY), path=path.resolve())
 
     sources = [on_request(found.name, found.path, found.size) for found in several.found()]
-    if not only_named:
+    if has_first:
         path = model.located() if sources and not parse_adapters(model.adapter or ())[0] else None
         sources.insert(0, _first(model, server, partial(opened, model, progress=progress_wanted(quiet)), path))
     if not sources:

@@ -22,7 +22,7 @@ Tensors travel under one set of names, those of the `speculators` layout:
              markov_head.markov_w2.weight [draft_vocab or vocab, R] and optional confidence_head.proj.{weight,bias}
     assistant (Gemma 4) model.* as in its target, without keys and values; pre_projection.weight [H, 2 target H]
              (embedding, then hidden), post_projection.weight [target H, H]; the head is the embedding
-    exit     (early exit) norm.weight [H] and optional proj.{down,up}.weight: the adapter between layer E and the head
+    exit     (early exit) norm.weight [H] and optional proj.{down,up}.weight: a projection from layer E to the head
 
 Any projection may have a bias beside its weight.
 """
@@ -121,7 +121,7 @@ class BlockConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExitConfig:
-    """Early exit after `layers` of the target's layers. `rank`: of the residual adapter before the head; 0: none."""
+    """Early exit after `layers` of the target's layers. `rank`: of the residual projection before the head; 0: none."""
 
     hidden: int
     layers: int

@@ -72,7 +72,7 @@ class ReplyJob:
     `speculation`: None for the server's default. `timeout`: seconds from now. `group`: equal for jobs that share a
     prompt. `client`: waiting clients get slots in turn. `scores`: collects log-probabilities or states of it.
     `prompt_only`: the generated tokens are not returned. `adapter`: the name of one. `keep_alive`: an object to hold
-    until the reply begins.
+    until the reply begins. `padding`: tokens at the end of `tokens` that are not the client's.
     """
 
     tokens: Sequence[int]
@@ -86,6 +86,12 @@ class ReplyJob:
     prompt_only: bool = False
     adapter: str | None = None
     keep_alive: object = None
+    padding: int = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt as the client sent it."""
+        return len(self.tokens) - self.padding
 
 
 @dataclass(frozen=True, slots=True)
