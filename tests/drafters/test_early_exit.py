@@ -329,7 +329,11 @@ def test_a_norm_and_a_projection_stand_before_the_head() -> None:
 
 
 def test_files_of_older_versions_are_read(tmp_path: Path) -> None:
-    tensors = {"norm.weight": torch.ones(32), "proj.down.weight": torch.ones(3, 32), "proj.up.weight": torch.ones(32, 3)}
+    tensors = {
+        "norm.weight": torch.ones(32),
+        "proj.down.weight": torch.ones(3, 32),
+        "proj.up.weight": torch.ones(32, 3),
+    }
     config = {"paceline_kind": "exit", "hidden_size": 32, "layers": 2, "rank": 3}
     head = open_head(folder_of(tmp_path / "old", config, tensors))
     assert head.config == ExitConfig(32, 2, rank=3)

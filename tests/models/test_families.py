@@ -352,7 +352,7 @@ def test_the_cache_holds_what_the_config_says(case: str) -> None:
     _, ours = models(case)
     cache = ours.new_cache()
     slot = cache.acquire()
-    for length in (256, 512, 1024):  # where no doubling is half used
+    for length in (256, 512, 1024):  # where no step is half used
         while cache.lengths[slot] < length:
             feed(ours, cache, slot, [1] * PREFILL_ROWS)
         assert ours.config.cache_bytes(length, itemsize=8) == cache.nbytes

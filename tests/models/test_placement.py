@@ -123,7 +123,9 @@ def test_sliding_windows_keep_a_slab_for_each_part() -> None:
     window = replace(FOUR.plan[0], window=20)
     config = replace(FOUR, special=(FOUR.plan[0], window, FOUR.plan[0], window))
     whole, placed = (decoder(torch.float32, names, config) for names in ((), ("cpu", "cpu", "cpu:0", "cpu:0")))
-    assert len(placed.new_cache().slabs) == 4
+    cache = placed.new_cache()
+    cache.acquire()
+    assert len(cache.slabs) == 4
     how = Sampling(max_new_tokens=40)
     assert run(placed, TEXT, how)[0] == run(whole, TEXT, how)[0]
 

@@ -228,8 +228,8 @@ class ModelConfig:
     def cache_bytes(self, tokens: int, itemsize: int = 2) -> int:
         """Bytes of the keys and values of a text of `tokens` tokens, at `itemsize` bytes per element, without states.
 
-        A layer with a window holds no more than its ring. The cache doubles as it grows, so it may hold up to twice
-        this.
+        A layer with a window holds no more than its ring. The cache grows in steps, so it may hold a quarter more (a
+        `SharedSlabCache` twice as much).
         """
         own = [layer for layer in self.plan if layer.attends and layer.source is None]
         held = [min(tokens, ring(layer.window)) if layer.window else tokens for layer in own]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
 from itertools import accumulate
 from typing import NamedTuple
@@ -55,17 +55,16 @@ class _CLayer(Structure):
 
 
 class _CSlot(Structure):
-    _fields_ = _fields((c_int64, "place length"), (c_int32, "first rows columns"), (c_void_p, "visible depth below"))
+    _fields_ = _fields(
+        (c_void_p, "keys values"),
+        (c_int64, "layer_stride capacity length"),
+        (c_int32, "first rows columns skipped store_count copy_count"),
+        (c_void_p, "stores copies visible depth below"),
+    )
 
 
 class _View(Structure):
-    _fields_ = _fields(
-        (c_void_p, "keys values"),
-        (c_int64, "layer_stride capacity place_rows"),
-        (c_int32, "window store_count copy_count"),
-        (c_void_p, "targets sources copy_sources copy_targets"),
-        (POINTER(_CSlot), "slots"),
-    )
+    _fields_ = _fields((c_int32, "window"), (POINTER(_CSlot), "slots"))
 
 
 class _Rotation(Structure):
@@ -114,12 +113,12 @@ class NativeLayers:
         first: int,
         end: int,
         ropes: Sequence[Rope],
-        plans: Sequence[SlabPlan],
+        plans: Sequence[Sequence[SlabPlan]],
         entry: Tensor | None,
         taps: Sequence[int],
         adapters: Sequence[int] = (),
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """See `stack.LayerStack.run`. `plans`: of the layers' slabs; `taps`: none after the last layer."""
+        """See `stack.LayerStack.run`. `plans`: as of a `SlabPass`; `taps`: none after the last layer."""
         entering, x = x, x.clone(memory_format=torch.contiguous_format)
         inner = [tap for tap in taps if first < tap < end]
         states = x.new_empty(len(inner), *x.shape)
@@ -266,14 +265,15 @@ class _KernelPass:
     """A pass as the kernels see it."""
 
     def __init__(
-        self, plans: Sequence[SlabPlan], ropes: Sequence[Rope], adapters: Sequence[int] = (), rank: int = 0
+        self, plans: Sequence[Sequence[SlabPlan]], ropes: Sequence[Rope], adapters: Sequence[int] = (), rank: int = 0
     ) -> None:
         self._held: list[object] = []
-        rows = plans[0].rows
+        rows = plans[0][0].rows
+        self._firsts = list(accumulate(rows.counts, initial=0))
         self.c = _CPass(
             *(len(rows.slots), sum(rows.counts), rows.tokens.numel(), torch.get_num_threads()),
             self._longs(rows.lines),
-            (_View * len(plans))(*(self._view(plan) for plan in plans)),
+            (_View * len(plans))(*map(self._view, plans)),
             (_Rotation * len(ropes))(*(self._rotation(rope) for rope in ropes)),
             *(self._of_rows(adapters, rows.counts), rank),
         )
@@ -286,23 +286,20 @@ class _KernelPass:
         self._held.append(array := (c_int32 * len(each))(*each))
         return ctypes.addressof(array)
 
-    def _view(self, plan: SlabPlan) -> _View:
-        keys, values = plan.slabs
-        writes = plan.writes
-        counts = plan.rows.counts
-        firsts = accumulate(counts[:-1], initial=0)
-        slots = zip(plan.places, plan.rows.lengths, firsts, counts, plan.layouts, strict=True)
-        return _View(
-            *(keys.data_ptr(), values.data_ptr(), keys.stride(0), keys.shape[3], keys.shape[2] * keys.shape[3]),
-            *(min(plan.window or 0, _WIDEST), len(writes.targets), len(writes.copy_targets)),
-            *(self._longs(x) for x in (writes.targets, writes.sources, writes.copy_sources, writes.copy_targets)),
-            (_CSlot * len(plan.places))(*(self._slot(*slot) for slot in slots)),
-        )
+    def _view(self, plans: Sequence[SlabPlan]) -> _View:
+        slots = [slot for plan in plans for slot in self._slots(plan)]
+        return _View(min(plans[0].window or 0, _WIDEST), (_CSlot * len(slots))(*slots))
 
-    def _slot(self, place: int, length: int, first: int, rows: int, x: Layout) -> _CSlot:
-        self._held.append(x)
-        pointers = (t.data_ptr() for t in (x.visible, x.row_depths, x.column_depths))
-        return _CSlot(place, length, first, rows, len(x.rows), *pointers)
+    def _slots(self, plan: SlabPlan) -> Iterator[_CSlot]:
+        keys, values = plan.slabs
+        layer, each, counts = keys.stride(0), keys.stride(1) * keys.element_size(), plan.rows.counts
+        for i, place, length, x in zip(plan.members, plan.places, plan.lengths, plan.layouts, strict=True):
+            self._held.append(x)
+            yield _CSlot(
+                *(keys.data_ptr() + place * each, values.data_ptr() + place * each, layer, keys.shape[3], length),
+                *(self._firsts[i], counts[i], len(x.rows), 0, len(x.stores), len(x.copies)),
+                *(t.data_ptr() for t in (x.stores, x.copies, x.visible, x.row_depths, x.column_depths)),
+            )
 
     def _rotation(self, rope: Rope) -> _Rotation:
         if rope is None:

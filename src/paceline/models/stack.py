@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.cache.attention import LayerAttention, SlabPass, slab_indices
+from paceline.cache.shared import SharedSlabCache
 from paceline.cache.slab import SlabCache
 from paceline.cache.state import StateCache
 from paceline.kernels.cpu.matrix import LANES
@@ -109,6 +110,8 @@ class LayerStack:
         """A cache for these layers, as long as the host's context: of this kind unless there are recurrent ones."""
         if self._recurrences:
             return StateCache(self._recurrences, self._attentions, *self._cache_sizes, self.ropes.spans)
+        if kind is SlabCache and any(device.type != "cpu" for device in self.devices):
+            kind = SharedSlabCache  # each call of a kernel costs more there than the columns of some longer slot
         return kind(self._attentions, *self._cache_sizes, self.ropes.spans, self.devices)
 
     def run(

@@ -28,7 +28,7 @@ struct Layer {
     const float *before_mix, *after_mix, *before_mlp, *after_mlp, *query_norm, *key_norm;
     float eps, residual_scale;  // of what attention and feed-forward add to the stream
     int32_t hidden, ffn, activation, head_dim;
-    int32_t view, index, rotation;  // of the pass's views and rotations; `index`: which layer of the slab
+    int32_t view, index, rotation;  // of the pass's views and rotations; `index`: which layer of the view's
     Heads heads;  // of `head_dim` elements, padded to whole lanes
     const LowRank *on_qkv, *on_out, *on_gate_up, *on_down;  // of each adapter, or null: no adapter changes the product
 
@@ -264,11 +264,12 @@ class LayerTask {
             if (head < first_value) rotate(x, pass.rotations[l.rotation], pass.indices[row]);
             narrow_row<Element>(&heads[int64_t(row) * all_heads + at], x, size);
         }
-        const View& view = pass.views[l.view];
-        if (head >= first_value)
-            write_head(view, view.values, l.index, l.heads, head - first_value, &heads[at], all_heads);
-        else if (head >= l.heads.query)
-            write_head(view, view.keys, l.index, l.heads, head - l.heads.query, &heads[at], all_heads);
+        if (head < l.heads.query) return;
+        const bool value = head >= first_value;
+        const int kv_head = head - (value ? first_value : l.heads.query);
+        const Slot* slots = pass.views[l.view].slots;
+        for (const Slot* slot = slots; slot < slots + pass.slots; slot++)
+            write_head(*slot, value ? slot->values : slot->keys, l.index, l.heads, kv_head, &heads[at], all_heads);
     }
 
     // All queries of all key heads, in pieces of equal cost: later rows see more.

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.cache.attention import BLOCK, LayerAttention
-from paceline.cache.slab import SlabCache
+from paceline.cache.shared import SharedSlabCache
 from paceline.kernels.cuda.table import RowTable
 from paceline.types import DraftBudget, Forward, Rows
 
@@ -21,8 +21,8 @@ Replay = Callable[[], Forward]
 """Runs a recorded pass over the present contents of its table."""
 
 
-class DeviceCache(SlabCache):
-    """A `SlabCache` whose passes read lengths and places from the device, so that one graph serves all lengths.
+class DeviceCache(SharedSlabCache):
+    """A `SharedSlabCache` whose passes read lengths and places from the device, so that one graph serves all lengths.
 
     `graphs`: graphs recorded by `DeviceDecoder`, by size of pass; `passes`: passes of each size so far. Graphs hold
     addresses: memory is kept until the cache itself is dropped, and graphs are forgotten when a slab moves.
@@ -32,7 +32,7 @@ class DeviceCache(SlabCache):
     """A graph lasts until its slab grows, so slabs begin larger than on a CPU."""
 
     def __init__(self, *args: Any) -> None:
-        """See `SlabCache`."""
+        """See `SharedSlabCache`."""
         super().__init__(*args)
         self.graphs: dict[Hashable, tuple[RowTable, Replay]] = {}
         self.passes: Counter[Hashable] = Counter()
