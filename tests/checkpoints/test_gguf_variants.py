@@ -1,4 +1,4 @@
-"""Families that differ from Llama in norms, rotation and order, from GGUFs laid out as by the converter of llama.cpp."""
+"""Families that differ from Llama in norms, rotation and order, from GGUFs laid out as by llama.cpp's converter."""
 
 from __future__ import annotations
 

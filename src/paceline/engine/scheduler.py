@@ -78,7 +78,7 @@ class Scheduler:
         self._engine, self._width, self._quota, self._fits, self._clock = engine, width, quota, fits, clock
         self.waiting: deque[Task] = deque()
         self.prefilling: Task | None = None
-        # In the order of their slots: a shared cache fills the place of one that leaves with the last, and so does this.
+        # In the order of their slots: where one leaves, a shared cache moves the last to its place, and so does this.
         self.running: list[Task] = []
         self._limit = width
         """Slots in use at most: fewer than `width` after memory ran out, until a reply ends."""

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.cache.attention import LayerAttention, SlabPlan, slab_indices
-from paceline.cache.layout import Layout
 from paceline.errors import OutOfMemory
 from paceline.kernels.cpu.build import kernel, library
 from paceline.kernels.cpu.matrix import FLOAT_KINDS, LANES, SMALLER, CMatrix, NativeGated, NativeLinear

@@ -35,8 +35,8 @@ class TrainJob:
 
     `vocabulary`: how many tokens the drafter knows, all for None. `steps`: length of the drafts that it is trained for.
     `taps`: layers that it reads, and `ffn`: width of its feed-forward part (EAGLE-3, block). `layers`: of the target
-    before an early exit, of a block drafter, or of each Medusa head. `rank`: of the projection at an early exit. Of these,
-    None means the kind's default.
+    before an early exit, of a block drafter, or of each Medusa head. `rank`: of the projection at an early exit. Of
+    these, None means the kind's default.
     """
 
     target: str
