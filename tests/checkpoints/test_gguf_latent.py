@@ -95,6 +95,16 @@ def test_logits_equal_transformers(case: str, split: bool, tmp_path: Path) -> No
     assert_close(feed(ours, cache, cache.acquire(), tokens), expected(theirs, tokens))
 
 
+def test_a_matrix_is_taken_where_there_are_stacks_too(tmp_path: Path) -> None:
+    theirs, tokens = models("deepseek v2")[0], text(20)
+    write(tmp_path / "m.gguf", theirs, False)
+    config, tensors, _ = open_gguf(tmp_path / "m.gguf")
+    stacks = {f"model.layers.{i}.self_attn.{x}_b_proj.weight": torch.zeros(3) for i in range(4) for x in "kv"}
+    ours = Decoder(read_config(config), {**tensors, **stacks}, torch.float64, torch.device("cpu"))
+    cache = ours.new_cache()
+    assert_close(feed(ours, cache, cache.acquire(), tokens), expected(theirs, tokens))
+
+
 def test_a_bias_of_the_experts_tells_v3_where_the_metadata_does_not(tmp_path: Path) -> None:
     for case, family in (("deepseek v3", "deepseek_v3"), ("deepseek v2", "deepseek_v2")):
         write(tmp_path / "m.gguf", models(case)[0], True, expert_gating_func=None)

@@ -16,12 +16,14 @@ from paceline.drafters.ngram import NGram
 from paceline.engine.engine import Engine
 from paceline.engine.self_check import guarantee
 from paceline.kernels.cpu.build import library
+from paceline.models.cuda_decoder import DeviceDecoder
 from paceline.models.heads import EagleConfig
+from paceline.models.tensor_names import translated
 from paceline.sampling.parameters import Sampling
 from paceline.session import Session
 from paceline.testing import run, run_together
 from paceline.types import Draft, DraftBudget
-from tests.models.test_families import feed, models, text
+from tests.models.test_families import check_drafts, feed, models, text
 from tests.mtp_reference import Reference
 
 CHAIN, TREE = DraftBudget.chain(4), DraftBudget(8, 4, 3)
@@ -83,6 +85,17 @@ def test_the_cache_holds_one_row_by_token() -> None:
     assert [x.shape for x in slab.tensors] == [(4, 1, 1, 256, 28)]
     saved = cache.save(slot)
     assert sum(x.numel() for x in saved.tensors) == 4 * 256 * 28
+
+
+def test_the_cache_of_a_device_holds_one_tensor_too() -> None:
+    theirs, ours = models("deepseek v3")
+    tensors, tokens = translated({"model_type": "deepseek_v3"}, theirs.state_dict()), text(47)
+    target = DeviceDecoder(ours.config, tensors, torch.float64, torch.device("cpu"), capture=None)
+    cache = target.new_cache()
+    slot = cache.acquire(len(tokens))
+    feed(target, cache, slot, tokens)
+    assert {len(slab.tensors) for slab in cache.slabs} == {1}
+    check_drafts(theirs, target, cache, slot, tokens, rows=(2, 5, 7, 8))
 
 
 @pytest.mark.skipif(library() is None, reason="no bfloat16 products that keep bits")

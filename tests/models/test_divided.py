@@ -20,7 +20,7 @@ from paceline.kernels.cpu.build import kernel, library
 from paceline.kernels.cpu.matrix import Matrix, block_elements
 from paceline.kernels.low_rank import Factors
 from paceline.kernels.quantize import quantize
-from paceline.models.config import DeltaNetConfig, LayerConfig
+from paceline.models.config import DeltaNetConfig, LatentConfig, LayerConfig
 from paceline.models.ranks import Exchange, Ranks
 from paceline.models.shards import RankTensors, divide, spans
 from paceline.testing import TINY, random_tensors
@@ -156,6 +156,9 @@ def test_models_that_cannot_be_divided_are_refused() -> None:
     with pytest.raises(UnsupportedModel, match="norms queries and keys over all heads"):
         check_divisible("x", wide, exact=False, ranks=True, placed=False)
     check_divisible("x", wide, exact=False, ranks=False, placed=True)
+    latent = replace(TINY, latent=LatentConfig(16, 0, 8, 4, 8))
+    with pytest.raises(UnsupportedModel, match="one vector for the keys and values of all heads"):
+        check_divisible("x", latent, exact=False, ranks=True, placed=False)
     with pytest.raises(InvalidOption, match="together"):
         check_divisible("x", TINY, exact=False, ranks=True, placed=True)
 

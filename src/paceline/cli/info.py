@@ -127,6 +127,7 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
     names = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "context_length")
     facts = {name: getattr(config, name) for name in names}
     recurrent = sum(bool(layer.recurrent) for layer in config.plan)
+    facts["latent"] = asdict(config.latent) if config.latent else None
     facts |= {"rope": rope, "tied_head": config.tied, "recurrent_layers": recurrent, "state_bytes": config.state_bytes}
     return facts | {"cache_bytes": config.cache_bytes(config.context_length)}
 
@@ -211,11 +212,16 @@ def _architecture_rows(f: dict[str, Any]) -> list[tuple[str, str]]:
     state = (
         f"{f['recurrent_layers']} of them; state of a text: {amount(f['state_bytes'], 'bytes')}, whatever its length"
     )
+    shape = f"{f['heads']} of {f['head_dim']} channels, {f['kv_heads']} for keys and values"
+    if latent := f["latent"]:
+        shape = (
+            f"{f['heads']} of {latent['plain'] + latent['rotary']} channels, keys and values of all in {f['head_dim']}"
+        )
     return [
         ("context", f"{f['context_length']:,} tokens; KV cache at full length: {amount(cache, 'bytes')}"),
         ("layers", f"{f['layers']} of {f['hidden']:,} channels, feed-forward {f['ffn']:,}"),
         *([("recurrent layers", state)] if f["recurrent_layers"] else []),
-        ("attention heads", f"{f['heads']} of {f['head_dim']} channels, {f['kv_heads']} for keys and values"),
+        ("attention heads", shape),
         ("output head", "shared with the embedding" if f["tied_head"] else "separate from the embedding"),
         ("rotary positions", f"base {rope['theta']:,.0f}, {scaling}{factors}"),
     ]

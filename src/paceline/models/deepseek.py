@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.errors import CorruptModel, UnsupportedModel
-from paceline.files.schema import CORRECT
+from paceline.files.schema import CORRECT, MOST_ROWS
 from paceline.models.config import Experts, Groups, LatentConfig, LayerConfig, ModelConfig
 
 Raw = Mapping[str, Any]
@@ -49,6 +49,8 @@ def deepseek(raw: Raw, base: ModelConfig) -> ModelConfig:
         raw["qk_rope_head_dim"],
         raw["v_head_dim"],
     )
+    if base.heads * (latent.plain + latent.rotary + latent.value) > MOST_ROWS:
+        raise CorruptModel(f"{base.heads} heads of {latent} are more than a matrix can have", CORRECT)
     experts = _experts(raw) if raw["n_routed_experts"] else None
     dense = min(base.layers, (raw["first_k_dense_replace"] or 0) if experts else base.layers)
     kinds = raw["mlp_layer_types"] or [_KINDS[False]] * dense + [_KINDS[True]] * (base.layers - dense)

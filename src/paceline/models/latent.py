@@ -76,16 +76,16 @@ def make_latent(c: ModelConfig, layer: LayerConfig, weights: Weights, prefix: st
     assert m
     outputs = c.heads * (m.plain + m.rotary)
     latent, direct = f"{prefix}kv_a_proj_with_mqa", f"{prefix}q_proj"
-    own, key = _halves(c, c.heads, m.plain, m.rotary), _halves(c, 1, m.rank, m.rotary)
+    own, key = _halves(c, c.heads, m.plain), _halves(c, 1, m.rank)
     if m.query_rank:
         parts = {f"{prefix}q_a_proj": m.query_rank, latent: m.rank + m.rotary}
-        order = [*range(m.query_rank), *(m.query_rank + i for i in key)]
-        product = weights.linear({f"{prefix}q_b_proj": outputs}, m.query_rank, torch.tensor(own))
+        order = torch.cat([torch.arange(m.query_rank), m.query_rank + key])
+        product = weights.linear({f"{prefix}q_b_proj": outputs}, m.query_rank, own)
         queries = _norm(weights, f"{prefix}q_a_layernorm.weight", m.query_rank), product
     else:
-        parts, order, queries = {direct: outputs, latent: m.rank + m.rotary}, [*own, *(outputs + i for i in key)], None
+        parts, order, queries = {direct: outputs, latent: m.rank + m.rotary}, torch.cat([own, outputs + key]), None
     norm = _norm(weights, f"{prefix}kv_a_layernorm.weight", m.rank)
-    entry = weights.linear(parts, width, torch.tensor(order))
+    entry = weights.linear(parts, width, order)
     return LatentAttention(m, c.heads, entry, norm, queries, *_products(c.heads, m, weights, prefix))
 
 
@@ -93,18 +93,21 @@ def _norm(weights: Weights, name: str, size: int) -> RMSNorm:
     return RMSNorm(weights.get(name, (size,)), _EPS)
 
 
-def _halves(c: ModelConfig, heads: int, plain: int, rotary: int) -> list[int]:
-    """The order of heads in which the first halves of rotary pairs come before the second ones."""
-    size = plain + rotary
+def _halves(c: ModelConfig, heads: int, plain: int) -> Tensor:
+    """The order of heads [plain + rotary] in which the first halves of rotary pairs come before the second ones."""
+    assert c.latent
+    size = plain + c.latent.rotary
     within = [*range(plain), *range(plain, size, 2), *range(plain + 1, size, 2)] if c.paired else [*range(size)]
-    return [head * size + i for head in range(heads) for i in within]
+    return torch.arange(heads * size).view(heads, size)[:, within].flatten()
 
 
 def _products(heads: int, m: LatentConfig, weights: Weights, prefix: str) -> tuple[Tensor, Tensor]:
     """`keys` and `values` of `LatentAttention`."""
-    name = f"{prefix}kv_b_proj.weight"
-    if f"{prefix}k_b_proj.weight" in weights and name not in weights:
-        keys = weights.get(f"{prefix}k_b_proj.weight", (heads, m.rank, m.plain))
-        return keys, weights.get(f"{prefix}v_b_proj.weight", (heads, m.value, m.rank))
+    name, stacks = f"{prefix}kv_b_proj.weight", [f"{prefix}{x}_b_proj.weight" for x in "kv"]
+    if stacks[0] in weights and name not in weights:
+        keys = weights.get(stacks[0], (heads, m.rank, m.plain))
+        return keys, weights.get(stacks[1], (heads, m.value, m.rank))
+    for stack in stacks:  # which some files hold too
+        weights.skip(stack)
     both = weights.get(name, (heads * (m.plain + m.value), m.rank)).view(heads, -1, m.rank)
     return both[:, : m.plain].transpose(1, 2).contiguous(), both[:, m.plain :].contiguous()
