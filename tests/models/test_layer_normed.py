@@ -72,7 +72,7 @@ def test_a_layer_whose_parts_follow_each_other_would_be_noticed() -> None:
         part.layers = [copy(layer) for layer in part.layers]
         for layer in part.layers:
             assert isinstance(layer, ParallelLayer)
-            layer.__class__, layer.mlp_norm = Layer, layer.attn_norm
+            layer.__class__, layer.mlp_norm = Layer, layer.attn_norm  # type: ignore[assignment]
     cache = wrong.new_cache()
     logits = feed(wrong, cache, cache.acquire(), tokens)
     with pytest.raises(AssertionError):
