@@ -158,11 +158,15 @@ def compare(whole: Decoder, divided: DividedDecoder) -> dict[str, Any]:
     }
 
 
+def said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
 def failure(target: Decoder) -> str:
     try:
         target.forward(pack_prefix([1, 2, 3], 0, 0, CPU), held(target), Want())
     except (PacelineError, MemoryError) as error:
-        return f"{type(error).__name__}: {error}"
+        return said(error)
     raise AssertionError("a failure was to be simulated")
 
 
@@ -175,16 +179,22 @@ def run_out(mirror: Mirror, where: str, rank: int, ended: Path) -> None:
     def break_off(*_: Any, **__: Any) -> Any:
         raise MemoryError("no memory, by way of trial")
 
-    divided = DividedDecoder(TINY, random_tensors(TINY), torch.bfloat16, CPU, lambda done, total: None, mirror)
-    if mirror.ranks.rank == rank:
-        places = {"pass": (divided._stack, "run", fail), "acquire": (DividedCache, "acquire", repeated(break_off))}
-        setattr(*places[where])
+    mine, raised = mirror.ranks.rank == rank, list[str]()
+    progress = fail if mine and where == "load" else lambda done, total: None
     try:
+        divided = DividedDecoder(TINY, random_tensors(TINY), torch.bfloat16, CPU, progress, mirror)
+        places = {"pass": (divided._stack, "run", fail), "acquire": (DividedCache, "acquire", repeated(break_off))}
+        if mine:
+            setattr(*places[where])
         mirror.follow()
+        raised += [failure(divided) for _ in range(2)]
+    except OutOfMemory as error:
+        if mirror.ranks.rank:
+            raise
+        raised.append(said(error))
     finally:
         if mirror.ranks.rank:
             ended.touch()
-    raised = [failure(divided) for _ in range(2)]
     until = time.monotonic() + 60
     while not ended.exists() and time.monotonic() < until:
         time.sleep(0.05)

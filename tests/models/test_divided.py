@@ -26,6 +26,7 @@ from paceline.models.shards import RankTensors, divide, spans
 from paceline.testing import TINY, random_tensors
 from tests.kernels.test_cpu_formats import number, stored
 from tests.kernels.test_low_rank import factors
+from tests.models.divided_worker import WITH_ADAPTERS
 from tests.server.server_process import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +66,7 @@ def test_two_processes_write_what_one_writes(shared_memory: bool) -> None:
         assert min(model["accepted"]) > 0, "nothing was accepted, so nothing was shown"
         assert (model["embedding"], model["head"], model["kv_heads"]) == (True, True, 1)
         assert model["logits"] < 1e-5
+        assert len(model["adapters"]) == 3 * name.endswith(WITH_ADAPTERS)
         assert all(change > 0.1 for change in model["adapters"])
         assert model["error"] < (1e-12 if exact else 0.05 if "bfloat16" in name or "int" in name else 1e-4), name
         if library() is not None and not exact:
@@ -96,6 +98,14 @@ def test_a_call_that_breaks_off_at_rank_0_ends_the_process_that_waits_for_the_ne
     first, second = run_ranks("run out", "acquire", "0", str(tmp_path / "ended"))
     found = json.loads(first.stdout)
     assert found == {"raised": ["MemoryError: no memory, by way of trial"] * 2, "ended": True}
+    assert "RankLost: another process of this model has" in second.stderr
+
+
+def test_a_process_that_cannot_load_its_part_ends_the_other(tmp_path: Path) -> None:
+    first, second = run_ranks("run out", "load", "0", str(tmp_path / "ended"))
+    (raised,) = (found := json.loads(first.stdout))["raised"]
+    assert raised.startswith("OutOfMemory: no memory, by way of trial")
+    assert found["ended"], "the other process waits for rank 0, which has left"
     assert "RankLost: another process of this model has" in second.stderr
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -100,7 +100,7 @@ def load_model(
     parts = _checked_map(device_map, "auto" if head_tokens else device)
     where = pick_device(next(iter(parts), "auto") if parts is not None else device)
     where = mirror.ranks.device(where) if mirror else where
-    in_turn = mirror.ranks.one_by_one if mirror else nullcontext
+    in_turn: Callable[[], AbstractContextManager[None]] = mirror.ranks.one_by_one if mirror else nullcontext
     with in_turn():  # the first fetches the model and compiles the kernels
         with progress_bar("compiling the CPU kernels, once", progress):
             pick_dtype(dtype, where)  # raises before anything is fetched

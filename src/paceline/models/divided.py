@@ -62,18 +62,21 @@ class DividedDecoder(Decoder, Mirrored):
     ) -> None:
         """See `Decoder`; `tensors` and `adapters`: the whole ones."""
         self.mirror, self.ranks = mirror, (ranks := mirror.ranks)
-        division = divide(config, tensors, ranks.count)
-        spans = division.tokens()
-        self._sizes, (self._first, self._end) = [end - first for first, end in spans], spans[ranks.rank]
-        part = division.part(ranks.rank)
-        own = RankTensors(tensors, division, ranks.rank)
-        cut = tensors.over(own) if isinstance(tensors, Quantised) else own
-        super().__init__(part, cut, dtype, device, progress, adapters=[own.factors(adapter) for adapter in adapters])
-        self.vocab_size = config.vocab_size
-        self.config = replace(part, vocab_size=config.vocab_size)
-        ranks.check_alike((division, self.adapters, dtype, device.type, self._stack.native is None, type(self._head)))
-        ranks.share_memory()
-        mirror.hold(self)
+        with ranks.ended_by_failure():
+            division = divide(config, tensors, ranks.count)
+            spans = division.tokens()
+            self._sizes, (self._first, self._end) = [end - first for first, end in spans], spans[ranks.rank]
+            part = division.part(ranks.rank)
+            own = RankTensors(tensors, division, ranks.rank)
+            cut = tensors.over(own) if isinstance(tensors, Quantised) else own
+            changes = [own.factors(adapter) for adapter in adapters]
+            super().__init__(part, cut, dtype, device, progress, adapters=changes)
+            self.vocab_size = config.vocab_size
+            self.config = replace(part, vocab_size=config.vocab_size)
+            kernels = self._stack.native is None, type(self._head)
+            ranks.check_alike((division, self.adapters, dtype, device.type, *kernels))
+            ranks.share_memory()
+            mirror.hold(self)
 
     @repeated
     def excerpt(self) -> DividedDecoder:

@@ -65,6 +65,15 @@ class Ranks:
         torch.cuda.set_device(own)
         return own
 
+    @contextmanager
+    def ended_by_failure(self) -> Iterator[None]:
+        """Context of work that all ranks do: if it fails at this one, the others need not wait for it."""
+        try:
+            yield
+        except BaseException:
+            self.leave()
+            raise
+
     def leave(self) -> None:
         """End the group: the other ranks' sum or message, which they may wait in, fails."""
         if self.exchange:
@@ -78,7 +87,8 @@ class Ranks:
         """Context that the other ranks enter when rank 0 has left it."""
         if self.rank:
             self._wait()
-        yield
+        with self.ended_by_failure():
+            yield
         if not self.rank:
             self._wait()
 
