@@ -35,7 +35,7 @@ from tests.mtp_reference import Reference
 
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
 WARM = Sampling(max_new_tokens=16, temperature=0.8, seed=5)
-CASES = ("qwen3 next", "qwen3.5", "qwen3.5 moe", "deepseek v3")
+CASES = ("qwen3 next", "qwen3.5", "qwen3.5 moe", "deepseek v3", "glm4.5", "mimo")
 reference = cache(Reference)
 
 
@@ -71,6 +71,18 @@ def test_every_row_is_what_transformers_layer_gives_for_its_path(case: str, tmp_
     assert len({len(text) for text, _, _ in spy.seen}) > 8
     for text, path, row in spy.seen[::7]:
         torch.testing.assert_close(row, truth.after_path(text, path)[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [DraftBudget.chain(4), DraftBudget(9, 4, 3)], ids=["chain", "tree"])
+@pytest.mark.parametrize("case", ["deepseek v3", "glm4.5", "mimo"])
+def test_the_text_does_not_depend_on_it(case: str, shape: DraftBudget, tmp_path: Path) -> None:
+    """In a ragged batch, greedy and sampled."""
+    target = reference(case).target
+    samplings = [Sampling(max_new_tokens=20, temperature=t, seed=4) for t in (0.0, 0.8, 1.5)]
+    prompts = [PROMPT, [3, 4], [i * i % 101 for i in range(40)]]
+    engine = Engine(target, Eagle(*opened(case, tmp_path), target), shape)
+    replies = run_together(engine, prompts, samplings)
+    assert [reply for reply, *_ in replies] == [run(target, *one)[0] for one in zip(prompts, samplings, strict=True)]
 
 
 class LateStates(Eagle):
@@ -120,7 +132,7 @@ def words(folder: Path, count: int = 101) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-@pytest.mark.parametrize("case", ["qwen3.5", "deepseek v3"])
+@pytest.mark.parametrize("case", ["qwen3.5", "deepseek v3", "glm4.5", "mimo"])
 def test_a_model_that_has_one_drafts_with_it(case: str, tmp_path: Path) -> None:
     """By its name, by "auto" and by "found", from the folder and named as another model's."""
     folder = reference(case).save(tmp_path / "model")

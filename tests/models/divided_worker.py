@@ -19,7 +19,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.self_check import guarantee
 from paceline.errors import OutOfMemory, PacelineError
 from paceline.kernels.low_rank import Factors
-from paceline.models.config import Experts, LayerConfig, ModelConfig
+from paceline.models.config import Experts, Groups, LayerConfig, ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.models.divided import DividedCache, DividedDecoder
 from paceline.models.lazy import Quantised
@@ -52,6 +52,10 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield "experts", (mixed, with_experts(experts), torch.float32, None)
     aside = replace(TINY, heads=2, tied=False, layer_norm=True, parallel=True, plain_mlp=True, activation="gelu")
     yield "side by side", (aside, side_by_side(aside), torch.float64, None)
+    groups = Groups(2, 1, 2)
+    scored = replace(experts, shared=24, shared_block="mlp.shared_experts", sigmoid=True, scale=1.7, groups=groups)
+    beside = replace(mixed, experts=scored)
+    yield "experts beside a shared one, in float64", (beside, with_experts(scored), torch.float64, None)
 
 
 def adapters_of(name: str, tensors: dict[str, Tensor]) -> list[Factors]:
@@ -96,6 +100,10 @@ def side_by_side(config: ModelConfig) -> dict[str, Tensor]:
     return tensors | biases
 
 
+def _shapes(ffn: int) -> list[tuple[int, int]]:
+    return [(ffn, TINY.hidden), (ffn, TINY.hidden), (TINY.hidden, ffn)]
+
+
 def with_experts(experts: Experts) -> dict[str, Tensor]:
     tensors, noise = random_tensors(TINY), torch.Generator().manual_seed(1)
     for i in range(TINY.layers):
@@ -103,9 +111,14 @@ def with_experts(experts: Experts) -> dict[str, Tensor]:
         tensors = {name: x for name, x in tensors.items() if not name.startswith(mlp)}
         tensors[mlp + "gate.weight"] = torch.randn(experts.count, TINY.hidden, generator=noise)
         for number in range(experts.count):
-            shapes = ((experts.ffn, TINY.hidden), (experts.ffn, TINY.hidden), (TINY.hidden, experts.ffn))
-            for name, shape in zip(experts.names, shapes, strict=True):
+            for name, shape in zip(experts.names, _shapes(experts.ffn), strict=True):
                 tensors[f"{mlp}experts.{number}.{name}.weight"] = torch.randn(shape, generator=noise) * 0.4
+        for name, shape in zip(experts.names, _shapes(experts.shared), strict=True) if experts.shared else ():
+            tensors[f"model.layers.{i}.{experts.shared_block}.{name}.weight"] = (
+                torch.randn(shape, generator=noise) * 0.4
+            )
+        if experts.sigmoid:
+            tensors[mlp + "expert_bias"] = torch.randn(experts.count, generator=noise) * 0.4
     return tensors
 
 

@@ -23,7 +23,7 @@ _ROWS = 64
 """Rows whose scores are held at a time: those of a prompt's chunk would take a gigabyte after a long text."""
 
 
-Kind = tuple[int | None, bool, tuple[int, int] | None, int, bool]
+Kind = tuple[int | None, bool, tuple[int, int] | None, int, bool, bool]
 """Properties that the layers of one slab share: see `LayerAttention`."""
 
 
@@ -34,7 +34,8 @@ class LayerAttention:
     too (a drafted block). `sinks` [heads]: the score, in the softmax alone, of a column without a value (gpt-oss).
     `heads`: number and size of its key heads, where they are not the cache's. `source`: the layer whose keys and values
     it sees, if it has none of its own. `part`: number of the device's part of the model (`models/placement.py`).
-    `single`: its keys are its values too, and are held once."""
+    `single`: its keys are its values too, and are held once. `chunked`: the window begins at a
+    multiple of its width."""
 
     scale: float
     window: int | None = None
@@ -45,11 +46,12 @@ class LayerAttention:
     source: int | None = None
     part: int = 0
     single: bool = False
+    chunked: bool = False
 
     @property
     def kind(self) -> Kind:
         """Layers of one kind share a slab, and what a row sees in it."""
-        return self.window, self.mutual, self.heads, self.part, self.single
+        return self.window, self.mutual, self.heads, self.part, self.single, self.chunked
 
 
 def slab_indices(layers: Sequence[LayerAttention | None]) -> list[tuple[int, int]]:
@@ -80,9 +82,12 @@ class SlabPlan:
         members: Sequence[int],
         places: Sequence[int],
         layouts: Sequence[Layout],
+        chunked: bool = False,
     ) -> None:
         """`members`: indices of the slots in the pass, one or all; `places`, `layouts`: of each, its place in the slabs
-        [layers, places, kv_heads, capacity, D], of keys and of values or one of both, and its layout."""
+        [layers, places, kv_heads, capacity, D], of keys and of values or one of both, and its layout. `chunked`: see
+        `LayerAttention`."""
+        self._chunked = chunked
         self.slabs, self.window, self.rows = slabs, window, rows
         self.members, self.places, self.layouts = list(members), list(places), layouts
         self.lengths = [rows.lengths[i] for i in self.members]
@@ -98,7 +103,8 @@ class SlabPlan:
         """[B, T, reach - seen], added to the scores of the columns from `seen` on."""
         keys = self.slabs[0]
         if self._moved and self.window:
-            mask = _window_mask(self.count, self.lengths, self.layouts, self.window, keys.shape[3], self.reach)
+            span = self.window, self._chunked
+            mask = _window_mask(self.count, self.lengths, self.layouts, span, keys.shape[3], self.reach)
         else:
             mask = _mask(self.count, self.lengths, self.layouts, self.seen, self.reach)
         return mask.to(keys.device, torch.float64 if keys.dtype == torch.float64 else torch.float32)
@@ -288,17 +294,25 @@ def _mask(count: int, lengths: Sequence[int], layouts: Sequence[Layout], first: 
 
 
 def _window_mask(
-    count: int, lengths: Sequence[int], layouts: Sequence[Layout], window: int, capacity: int, reach: int
+    count: int, lengths: Sequence[int], layouts: Sequence[Layout], span: tuple[int, bool], capacity: int, reach: int
 ) -> Tensor:
-    """Mask [B, count, reach] for a window that has moved on, over a ring that may have wrapped."""
+    """Mask [B, count, reach] for a window that has moved on, over a ring that may have wrapped. `span`: its width, and
+    whether it begins at a multiple of that."""
+    window, chunked = span
     mask = torch.zeros(len(layouts), count, reach)
     for slot, length, x in zip(mask, lengths, layouts, strict=True):
         here = length + x.row_depths[:, None]
+        passed = passed_by(here, window, chunked)
         # The prefix position held by each column: the last one before `length` that falls on it.
         columns = torch.arange(reach)
         prefix = length - 1 - (length - 1 - columns) % capacity
-        visible = (prefix >= 0) & (prefix > here - window)
+        visible = (prefix >= 0) & (prefix > passed)
         tail = (length + torch.arange(x.visible.shape[1])) % capacity
-        visible[:, tail] = x.visible & (length + x.column_depths > here - window)
+        visible[:, tail] = x.visible & (length + x.column_depths > passed)
         slot[: len(visible)].masked_fill_(~visible, -torch.inf)
     return mask
+
+
+def passed_by(here: Tensor, window: int, chunked: bool) -> Tensor:
+    """The last positions that rows at positions `here` do not see any more."""
+    return here - (here % window + 1 if chunked else window)

@@ -200,7 +200,7 @@ class SlabCache(SlotTable):
         where = devices or (device,)
         self._empty = [
             torch.empty(kv, 0, size, dtype=dtype, device=where[part])
-            for _, _, heads, part, _ in self._kinds
+            for _, _, heads, part, *_ in self._kinds
             for kv, size in (heads or (kv_heads, head_dim),)
         ]
         self._limit = limit + BLOCK
@@ -323,11 +323,11 @@ class SlabCache(SlotTable):
     def _plans(self, rows: Rows, layouts: Sequence[Layout]) -> list[list[SlabPlan]]:
         """The plans of each kind of attention for a pass with these layouts."""
         groups, plans = self._groups(rows.slots), []
-        for kind, (window, mutual, *_) in enumerate(self._kinds):
+        for kind, (window, mutual, *_, chunked) in enumerate(self._kinds):
             seen = [x.mutual() for x in layouts] if mutual else layouts
             plans.append(
                 [
-                    SlabPlan(slabs[kind].tensors, window, rows, members, places, [seen[i] for i in members])
+                    SlabPlan(slabs[kind].tensors, window, rows, members, places, [seen[i] for i in members], chunked)
                     for slabs, members, places in groups
                 ]
             )
@@ -336,7 +336,9 @@ class SlabCache(SlotTable):
     def _new_slabs(self) -> tuple[Slab, ...]:
         """One of each kind, without memory."""
         each = zip(self._kinds.items(), self._empty, strict=True)
-        return tuple(Slab(count, kind[0], empty, self._limit, kind[-1]) for (kind, count), empty in each)
+        return tuple(
+            Slab(count, window, empty, self._limit, single) for ((window, _, _, _, single, _), count), empty in each
+        )
 
     def _fits(self, slab: Slab, reach: int) -> int:
         return slab.fits(reach, self.initial_capacity, self.growth)

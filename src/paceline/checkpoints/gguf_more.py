@@ -131,18 +131,19 @@ def _deepseek2(meta: Metadata, config: Config) -> Config:
     biased = any(name.endswith("exp_probs_b.bias") for name in tensors)
     sigmoid = meta.get("expert_gating_func") == 2 or (biased and not meta.get("expert_gating_func"))
     rotary = meta["rope.dimension_count"]
-    groups = meta.get("expert_group_count", 0) or 1
-    limited = "group_limited_greedy" if groups > 1 else "greedy"
+    experts = _experts(meta)
+    limited = "group_limited_greedy" if experts["n_group"] > 1 else "greedy"
     scaling, multiplier = config["rope_scaling"], meta.get("rope.scaling.yarn_log_multiplier")
     if scaling and multiplier:
         scaling = scaling | dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * multiplier, 6))
     return {
+        **experts,
         "model_type": "deepseek_v3" if sigmoid else "deepseek_v2",
         "rope_scaling": scaling,
         "head_dim": rotary,
         "num_key_value_heads": config["num_attention_heads"],
         "kv_lora_rank": meta["attention.kv_lora_rank"],
-        "q_lora_rank": meta["attention.q_lora_rank"] if "blk.0.attn_q_a.weight" in tensors else 0,
+        "q_lora_rank": meta["attention.q_lora_rank"] if any(".attn_q_a." in name for name in tensors) else 0,
         "qk_nope_head_dim": (meta.get("attention.key_length_mla") or meta["attention.key_length"]) - rotary,
         "qk_rope_head_dim": rotary,
         "v_head_dim": meta.get("attention.value_length_mla") or meta["attention.value_length"],
@@ -150,15 +151,50 @@ def _deepseek2(meta: Metadata, config: Config) -> Config:
             "sparse" if f"blk.{i}.ffn_gate_inp.weight" in tensors else "dense"
             for i in range(config["num_hidden_layers"])
         ],
+        "topk_method": "noaux_tc" if sigmoid else limited,
+    }
+
+
+def _experts(meta: Metadata) -> Config:
+    """The experts of DeepSeek and GLM-4.5, as the former's configs name them."""
+    return {
         "n_routed_experts": meta.get("expert_count", 0),
         "num_experts_per_tok": meta.get("expert_used_count"),
         "n_shared_experts": meta.get("expert_shared_count", 0),
         "moe_intermediate_size": meta.get("expert_feed_forward_length"),
         "norm_topk_prob": meta.get("expert_weights_norm", False),
         "routed_scaling_factor": meta.get("expert_weights_scale", 0.0) or 1.0,
-        "n_group": groups,
+        "n_group": meta.get("expert_group_count", 0) or 1,
         "topk_group": meta.get("expert_group_used_count", 0) or 1,
-        "topk_method": "noaux_tc" if sigmoid else limited,
+    }
+
+
+def _glm4_moe(meta: Metadata, config: Config) -> Config:
+    # Of a file with the last layer alone, there is no first.
+    normed = any(name.endswith(".attn_q_norm.weight") for name in meta.file.tensors)
+    dense = meta.get("leading_dense_block_count", 0)
+    own = {"model_type": "glm4_moe", "use_qk_norm": normed, "first_k_dense_replace": dense}
+    return {**_experts(meta), **_glm4(meta, config), **own}
+
+
+_MAVERICK = 128
+"""Experts of the one Llama 4 that does not norm queries and keys, by which llama.cpp tells it too."""
+
+
+def _llama4(meta: Metadata, config: Config) -> Config:
+    """Llama 4, of which the metadata names neither chunks nor temperatures: all models have the same."""
+    whole = meta.get("attention.sliding_window") == 0
+    count = meta["expert_count"]
+    return {
+        "model_type": "llama4_text",
+        "intermediate_size": meta["expert_feed_forward_length"],
+        "intermediate_size_mlp": config["intermediate_size"],
+        "num_local_experts": count,
+        "num_experts_per_tok": meta["expert_used_count"],
+        "interleave_moe_layer_step": meta["interleave_moe_layer_step"],
+        "use_qk_norm": count != _MAVERICK,
+        "no_rope_layers": [1] * config["num_hidden_layers"] if whole else None,
+        "layer_types": ["full_attention"] * config["num_hidden_layers"] if whole else None,
     }
 
 
@@ -168,6 +204,8 @@ MORE: dict[str, Callable[[Metadata, Config], Config]] = {
     "olmo2": _olmo,
     "exaone4": _exaone4,
     "glm4": _glm4,
+    "glm4moe": _glm4_moe,
+    "llama4": _llama4,
     "ernie4_5": lambda meta, config: {"model_type": "ernie4_5"},
     **dict.fromkeys(("command-r", "cohere2"), _cohere),
     **{"starcoder2": _starcoder2, "stablelm": _stablelm, "phi2": _phi, "gptneox": _neox},

@@ -183,6 +183,21 @@ LAYOUTS = {
     **dict.fromkeys(("ernie4_5", "starcoder2"), TensorLayout(LAYER)),
     **dict.fromkeys(("qwen3vl", "command-r", "cohere2", "stablelm"), TensorLayout({**LAYER, **QK_NORMS})),
     **dict.fromkeys(("phi2", "gptneox"), TensorLayout({**LAYER, "attn_qkv": "self_attn.qkv_proj"})),
+    "glm4moe": TensorLayout(
+        {
+            **{**LAYER, **QK_NORMS, "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.gate"},
+            **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
+        },
+        {f"ffn_{part}_exps": f"{_QWEN_MOE}.{part}_proj" for part in ("gate", "up", "down")},
+        whole=_BIAS,
+    ),
+    "llama4": TensorLayout(
+        {
+            **{**LAYER, "ffn_gate_inp": "mlp.router"},
+            **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+        },
+        {f"ffn_{part}_exps": f"{_QWEN_MOE}.{part}_proj" for part in ("gate", "up", "down")},
+    ),
     "gemma3": TensorLayout({**_GEMMA, **QK_NORMS}, shifted=True),
     "gemma4": TensorLayout(
         {
@@ -279,7 +294,8 @@ def _named(file: GGUFFile, layout: TensorLayout, layers: int) -> dict[str, GGUFT
         if number.isdecimal() and len(number) < 6 and int(number) >= layers:
             for known, part in _hf_names(name, tensor, layout).items():
                 found[known.replace(f"model.layers.{number}.", f"mtp.layers.{int(number) - layers}.")] = part
-            if known := _NEXT.get(name.partition(".nextn.")[2], ""):
+            known = _NEXT.get(name.partition(".nextn.")[2], "")
+            if known and int(number) == layers:
                 found["mtp." + known] = tensor
             continue
         names = _hf_names(name, tensor, layout)

@@ -89,7 +89,9 @@ class LayerConfig:
     all). `sparse`: whether the feed-forward part is a mixture of experts. `recurrent`: the layer has a state.
     `attends`: it has attention, beside its state if both. `feeds`: it has a feed-forward part. `kv_heads`, `head_dim`,
     `ffn`: its own sizes, where they are not the model's (0). `source`: the layer whose keys and values it sees, if it
-    has none of its own. `keys_as_values`: values are its keys before norm and rotation.
+    has none of its own. `keys_as_values`: values are its keys before norm and rotation. `chunked`: its window begins at
+    a multiple of its width, so that rows see their own part of the text alone. `temperature`: factors of its queries by
+    position, where these are not encoded. `unit_heads`: query and key heads are normed, without a weight.
     """
 
     rope: RopeConfig | None
@@ -103,6 +105,9 @@ class LayerConfig:
     ffn: int = 0
     source: int | None = None
     keys_as_values: bool = False
+    chunked: bool = False
+    temperature: RopeConfig | None = None
+    unit_heads: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +126,8 @@ class Experts:
     `block`, `names`, `router`: names in the checkpoint of the block, of an expert's gate, up and down projections, and
     of what chooses among them. `shared`: width of one more expert that every row uses (0: none), named `shared_block`.
     `sigmoid`: a score is the expert's own, not a share of all; `scale`: factor of the weights. `beside`: they add to
-    the result of the dense network (Gemma 4). `groups`: if a row's experts are limited to some of them (DeepSeek).
+    the result of the dense network (Gemma 4). `groups`: limits what a row chooses among. `weighs_inputs`: what an
+    expert sees has its weight, not its result.
     """
 
     count: int
@@ -137,6 +143,7 @@ class Experts:
     scale: float = 1.0
     beside: bool = False
     groups: Groups | None = None
+    weighs_inputs: bool = False
 
 
 @dataclass(frozen=True, slots=True)

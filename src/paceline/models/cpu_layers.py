@@ -235,7 +235,9 @@ def _parts(layer: Layer) -> _Parts | None:
     """None if the kernels cannot run the layer."""
     if not isinstance(layer.attention, Attention) or layer.attention.gated or layer.attention.value_norm:
         return None
-    if isinstance(layer.attention.norm, WideNorm) or (isinstance(layer.mlp, Mixture) and layer.mlp.sigmoid):
+    if layer.attention.tempered:
+        return None
+    if isinstance(layer.attention.norm, WideNorm) or (isinstance(layer.mlp, Mixture) and not layer.mlp.plain):
         return None
     if isinstance(layer, ParallelLayer) or isinstance(layer.attn_norm, LayerNorm):
         return None

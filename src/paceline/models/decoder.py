@@ -33,7 +33,7 @@ from paceline.models.layers import (
     TokenInput,
 )
 from paceline.models.mamba import Parallel, SplitProduct, make_state
-from paceline.models.norms import Norm, RMSNorm, make_head_norms, make_norm
+from paceline.models.norms import HeadNorm, Norm, RMSNorm, make_head_norms, make_norm
 from paceline.models.ranks import Ranks
 from paceline.models.stack import LayerStack
 from paceline.models.weights import Weights
@@ -305,10 +305,13 @@ def make_attention(
         rows = torch.arange(q + 2 * kv).view(c.kv_heads, -1, c.head_dim)
         order = torch.cat([part.flatten() for part in (rows[:, :-2], rows[:, -2], rows[:, -1])])
     norm = make_head_norms(c, weights, prefix, within)
+    if layer.unit_heads:
+        norm = HeadNorm(weights.ones(c.head_dim), weights.ones(c.head_dim), c.heads, c.kv_heads, c.norm_eps)
     sinks = weights.get(prefix + "sinks.weight", (c.heads,), weights.precise) if c.sinks else None
     value_norm = RMSNorm(weights.ones(c.head_dim), c.norm_eps) if c.value_norm else None
     product = weights.linear(parts, width, order)
-    return Attention(product, c.heads, c.kv_heads, c.head_dim, norm, sinks, c.gated, value_norm)
+    tempered = layer.temperature is not None
+    return Attention(product, c.heads, c.kv_heads, c.head_dim, norm, sinks, c.gated, value_norm, tempered)
 
 
 def _unpaired(c: ModelConfig, layer: LayerConfig) -> list[int]:
@@ -356,6 +359,7 @@ def _mixture(c: ModelConfig, e: Experts, weights: Weights, prefix: str) -> FeedF
         e.sigmoid,
         weights.get(bias, (e.count,), weights.precise) if bias in weights else None,
         e.groups,
+        e.weighs_inputs,
     )
     if not e.shared:
         return mixture

@@ -51,7 +51,7 @@ def deepseek(raw: Raw, base: ModelConfig) -> ModelConfig:
     )
     if base.heads * (latent.plain + latent.rotary + latent.value) > MOST_ROWS:
         raise CorruptModel(f"{base.heads} heads of {latent} are more than a matrix can have", CORRECT)
-    experts = _experts(raw) if raw["n_routed_experts"] else None
+    experts = read_experts(raw) if raw["n_routed_experts"] else None
     dense = min(base.layers, (raw["first_k_dense_replace"] or 0) if experts else base.layers)
     kinds = raw["mlp_layer_types"] or [_KINDS[False]] * dense + [_KINDS[True]] * (base.layers - dense)
     if len(kinds) != base.layers or {*kinds} - {*_KINDS} or (_KINDS[True] in kinds and not experts):
@@ -73,8 +73,9 @@ _METHODS = {"softmax": ("greedy", "group_limited_greedy"), "sigmoid": ("noaux_tc
 """How scores are made -> how experts are chosen by them."""
 
 
-def _experts(raw: Raw) -> Experts:
-    sigmoid = DEEPSEEK[raw["model_type"]]["scoring_func"] == "sigmoid"
+def read_experts(raw: Raw) -> Experts:
+    """The experts of a config with DeepSeek's keys."""
+    sigmoid = raw["model_type"] != "deepseek_v2"
     scoring, method = "sigmoid" if sigmoid else "softmax", raw["topk_method"]
     if raw["scoring_func"] != scoring or method not in _METHODS[scoring] or raw["moe_layer_freq"] != 1:
         raise UnsupportedModel(
@@ -114,7 +115,7 @@ def _temperature(raw: Raw, base: ModelConfig) -> float:
 def mtp_names(config: Raw) -> dict[str, str]:
     """The names of layers that predict later tokens, which follow the model's own, as Qwen's files have them."""
     layers, count = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
-    if config.get("model_type") not in DEEPSEEK or not isinstance(layers, int):
+    if config.get("model_type") not in (*DEEPSEEK, "glm4_moe") or not isinstance(layers, int):
         return {}
     first = f"model.layers.{layers}."
     later = [(f"model.layers.{layers + i}.", f"mtp.layers.{i}.") for i in range(_count(count))]

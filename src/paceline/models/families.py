@@ -19,10 +19,12 @@ from paceline.files.schema import (
     GEMMA,
     GEMMA4,
     GRANITE,
+    GROUPED,
     HYBRID,
     LATENT,
     LAYER_NORM,
     LAYERS,
+    LLAMA4,
     MAMBA,
     MIXTURE,
     MOST_ROWS,
@@ -33,7 +35,7 @@ from paceline.files.schema import (
     check,
 )
 from paceline.kernels.activations import ACTIVATIONS, LIMIT, SLOPE, UNGATED
-from paceline.models import gemma4
+from paceline.models import gemma4, mixtures
 from paceline.models.attending import (
     gemma,
     gemma1,
@@ -89,6 +91,7 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family(windows_everywhere, {"sliding_window": 4096}),
     "ministral": Family(windows_by_type, {"sliding_window": None, "layer_types": None}),
     "qwen2": Family(qwen, _QWEN, QWEN),
+    "mimo": Family(qwen, _QWEN, QWEN),
     "qwen3": Family(qwen, _QWEN | {"head_dim": 128}, QWEN),
     "phi3": Family(
         windows_everywhere,
@@ -175,6 +178,8 @@ FAMILIES: dict[str, Family] = {
     **{name: Family(*parts) for name, parts in VARIANTS.items()},
     **{name: Family(deepseek, defaults, LATENT) for name, defaults in DEEPSEEK.items()},
     **{name: Family(*parts, LAYER_NORM) for name, parts in LAYER_NORMED.items()},
+    "llama4_text": Family(mixtures.llama4, mixtures.LLAMA4, LLAMA4),
+    "glm4_moe": Family(mixtures.glm4_moe, mixtures.GLM4_MOE, GROUPED),
     "lfm2": Family(lfm2, LFM2, SHORT_CONV),
     "lfm2_moe": Family(lfm2, LFM2 | LFM2_EXPERTS, {**SHORT_CONV, **MIXTURE}),
     **{name: Family(*parts, MAMBA) for name, parts in MAMBA_FAMILIES.items()},

@@ -49,9 +49,10 @@ class EagleConfig:
     input taps, in order; () in a file that leaves them to the target, and `head_fit.fits` then fills them in.
     `norm_before_residual`: the residual stream of the first layer is the normed hidden state. `fc_norm`: each tap is
     normed by itself before `fc`. `norm_before_fc`: their concatenation is. `norm_output`: the normed output is fed back
-    to the next step, not the raw one. `head_tokens`: cut the output head over the whole vocabulary to these tokens,
-    ascending; not in the file. `mask_token`: of P-EAGLE, which drafts all tokens of a chain in one pass: what stands
-    for those that are not known yet.
+    to the next step, not the raw one. `hidden_first`: `fc` takes the hidden state before the embedding (MiMo).
+    `head_tokens`: cut the output head over the whole vocabulary to these tokens, ascending; not in the file.
+    `mask_token`: of P-EAGLE, which drafts all tokens of a chain in one pass: what stands for those that are not known
+    yet.
     """
 
     layer: ModelConfig
@@ -64,6 +65,7 @@ class EagleConfig:
     fc_norm: bool = False
     norm_output: bool = False
     built_in: bool = False
+    hidden_first: bool = False
     mask_token: int | None = None
     head_tokens: Tensor | None = field(default=None, compare=False)
 

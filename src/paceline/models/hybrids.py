@@ -124,6 +124,7 @@ _CONV = "conv"
 
 TEXT_PARTS = {
     "gemma4": "gemma4_text",
+    "llama4": "llama4_text",
     "qwen3_vl": "qwen3_vl_text",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",

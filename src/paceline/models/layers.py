@@ -62,12 +62,14 @@ class Attention(Mixer):
         sinks: Tensor | None = None,
         gated: bool = False,
         value_norm: Norm | None = None,
+        tempered: bool = False,
     ) -> None:
         """`qkv`: values may be missing where they are the keys before norm and rotation. `sinks` [heads]: see
-        `cache.attention.LayerAttention`, of which they are a part."""
+        `cache.attention.LayerAttention`, of which they are a part. `tempered`: rotary factors are of queries alone, by
+        which they are multiplied (Llama 4)."""
         self.qkv, self.norm, self.sinks, self.gated, self.value_norm = qkv, norm, sinks, gated, value_norm
         self.split = (heads + kv_heads, kv_heads)
-        self.heads, self.head_dim = heads, head_dim
+        self.heads, self.head_dim, self.tempered = heads, head_dim, tempered
 
     def mix(self, x: Tensor, layer: int, rope: Rope, attention: Pass) -> Tensor:
         """Attend. Returns [B, T, heads * D], before the output product. `rope`: None where the layer encodes no
@@ -82,7 +84,9 @@ class Attention(Mixer):
             v = self.value_norm(v)
         if self.norm is not None:
             qk = self.norm(qk)
-        if rope is not None:
+        if rope is not None and self.tempered:
+            qk = torch.cat([rotate(qk[:, :, : self.heads], *rope), qk[:, :, self.heads :]], 2)
+        elif rope is not None:
             qk = rotate(qk, *rope)
         mixed = attention.attend(layer, qk[:, :, : self.heads], qk[:, :, self.heads :], v)
         return mixed if gate is None else mixed * sigmoid(gate)
@@ -119,8 +123,8 @@ class Dense:
 
 
 class Mixture:
-    """Top-k experts by softmax (Shazeer et al. 2017; Mixtral, Qwen3) or sigmoid (DeepSeek-V3, LFM2): a router sends
-    each row through a few of many feed-forward networks.
+    """Top-k experts by softmax (Shazeer et al. 2017; Mixtral, Qwen3) or sigmoid (DeepSeek-V3, LFM2), perhaps of the
+    best groups alone (DeepSeek-V2 and V3): a router sends each row through a few of many feed-forward networks.
 
     A row's bits do not depend on other rows: ties go to the expert of lower number, an expert's product has at least
     `MIN_ROWS` rows, and a row's experts are summed in the order of their numbers, as in transformers, but in float32
@@ -138,12 +142,19 @@ class Mixture:
         sigmoid: bool = False,
         bias: Tensor | None = None,
         groups: Groups | None = None,
+        weighs_inputs: bool = False,
     ) -> None:
         """`scales` [experts]: factors of their results. `sigmoid`: scores are by sigmoid. `bias` [experts]: added to
-        the scores that are compared, not to the weights."""
-        self._groups = groups
-        self.router, self.experts, self.scales = router, experts, scales
+        the scores that are compared, not to the weights. `weighs_inputs`: of the experts, not results (Llama 4)."""
+        self._weighs_inputs = weighs_inputs
+        self.router, self.experts, self.scales, self._groups = router, experts, scales, groups
         self.used, self.normalised, self.sigmoid, self._bias = used, normalised, sigmoid, bias
+
+    @property
+    def plain(self) -> bool:
+        """Whether it chooses by softmax alone, and scales nothing."""
+        own = (self._bias, self._groups, self.scales)
+        return not self.sigmoid and not self._weighs_inputs and all(part is None for part in own)
 
     def __call__(self, x: Tensor, judged: Tensor | None = None) -> Tensor:
         """`judged` [..., H]: what the router sees, if not x."""
@@ -153,8 +164,11 @@ class Mixture:
         for number in chosen.unique().tolist():
             here, rank = (chosen == number).nonzero(as_tuple=True)
             padded = torch.cat([here, here[:1].expand(max(0, MIN_ROWS - len(here)))])
-            out = self.experts[number](rows[padded])[: len(here)]
-            total.index_add_(0, here, out * weights[here, rank, None])
+            weight, given = weights[here, rank, None], rows[padded]
+            if self._weighs_inputs:
+                given[: len(here)] = (given[: len(here)] * weight).to(x.dtype)
+            out = self.experts[number](given)[: len(here)].to(total.dtype)
+            total.index_add_(0, here, out if self._weighs_inputs else out * weight)
         return total.to(x.dtype).view_as(x)
 
     def onto(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -163,9 +177,11 @@ class Mixture:
 
     def _route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and experts of each row, both [N, used]."""
-        scores = self.router.precise(rows)
-        scores = sigmoid(scores) if self.sigmoid else scores.softmax(-1)
-        compared = scores if self._bias is None else scores + self._bias
+        logits = self.router.precise(rows)
+        scores = sigmoid(logits) if self.sigmoid else logits.softmax(-1)
+        # Llama 4's choose by logits, of which many have a score that rounds to 1.
+        compared = logits if self._weighs_inputs else scores
+        compared = compared if self._bias is None else compared + self._bias
         if self._groups:
             compared = _limited(compared, self._groups)
         chosen = compared.sort(dim=-1, descending=True, stable=True)[1][:, : self.used]

@@ -171,7 +171,7 @@ def _width(config: ModelConfig, experts: Experts | None, name: str) -> int:
     """Width of the feed-forward network that a tensor is of."""
     if experts and ".experts." in name:
         return experts.ffn
-    return experts.shared if experts and ".shared_expert." in name else config.ffn
+    return experts.shared if experts and f".{experts.shared_block}." in name else config.ffn
 
 
 def _rows(sizes: list[int], parts: list[tuple[int, int]]) -> slice | Tensor:

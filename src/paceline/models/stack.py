@@ -44,7 +44,7 @@ class LayerStack:
         all see each other; () for none. `ranks`: those that have the other parts of each layer. `devices`: of the
         layers; () for the host's."""
         plan, self._device = config.plan, host.device
-        native = runs_natively(layers, host.dtype)
+        native = _natively(layers, plan, host.dtype)
         runs = [(device, len([*same])) for device, same in groupby(devices or [host.device] * len(plan))]
         numbers = [number for number, (_, count) in enumerate(runs) for _ in range(count)]
         self._attentions = [
@@ -55,7 +55,7 @@ class LayerStack:
         self._recurrences = {i: mixer.recurrence for i, mixer in enumerate(mixers) if isinstance(mixer, RecurrentMixer)}
         precise = torch.promote_types(host.dtype, torch.float32)
         rotary = config.latent.rotary if config.latent else config.head_dim
-        ropes = [(layer.rope, layer.head_dim or rotary) for layer in plan]
+        ropes = [(layer.rope or layer.temperature, layer.head_dim or rotary) for layer in plan]
         self.ropes = RotarySet(ropes, precise, host.device)
         self._parts = list[_PlacedLayers]()
         indices = slab_indices(self._attentions)
@@ -64,7 +64,8 @@ class LayerStack:
             self._parts.append(_PlacedLayers(first, layers[first : first + count], device, self.ropes.index, indices))
         for placed in self._parts:
             # Torch's attention reads heads without padding, and all parts have one cache.
-            if native or (config.head_dim % LANES == 0 and runs_natively(placed.layers, host.dtype)):
+            own = plan[placed.first : placed.end]
+            if native or (config.head_dim % LANES == 0 and _natively(placed.layers, own, host.dtype)):
                 placed.take(self._attentions, ranks)
         if ranks and not native:
             for layer in layers:  # of which all attend and feed, see `Division`
@@ -103,8 +104,8 @@ class LayerStack:
         scale = config.query_scale or own.head_dim**-0.5
         sizes = own.kv_heads, whole(own.head_dim) if native else own.head_dim
         heads = sizes if spec.kv_heads or spec.head_dim else None
-        single = config.latent is not None
-        return LayerAttention(scale, spec.window, config.softcap, mutual, mixer.sinks, heads, spec.source, part, single)
+        seen, held = (spec.window, config.softcap, mutual), (config.latent is not None, spec.chunked)
+        return LayerAttention(scale, *seen, mixer.sinks, heads, spec.source, part, *held)
 
     def new_cache(self, kind: type[SlabCache] = SlabCache) -> SlabCache:
         """A cache for these layers, as long as the host's context: of this kind unless there are recurrent ones."""
@@ -196,6 +197,11 @@ class _PlacedLayers:
                 x = self.layers[index - self.first](x, index, ropes[self._rope_of[index]], attention, entry, own)
                 entry = None
         return x, states
+
+
+def _natively(layers: Sequence[Layer], plan: Sequence[LayerConfig], dtype: torch.dtype) -> bool:
+    """Whether the CPU kernels can run these layers, whose windows move with each position."""
+    return not any(spec.chunked for spec in plan) and runs_natively(layers, dtype)
 
 
 def _attending(layer: Layer) -> _Attending | None:

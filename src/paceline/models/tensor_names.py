@@ -66,7 +66,7 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(("lfm2", "lfm2_moe"), _LFM2),
     **dict.fromkeys(("bamba", "falcon_h1"), _BAMBA),
     **dict.fromkeys(("mamba2", "nemotron_h"), _MIXERS),
-    **dict.fromkeys(DEEPSEEK, _DEEPSEEK),
+    **dict.fromkeys((*DEEPSEEK, "glm4_moe"), _DEEPSEEK),
     "gpt_neox": _NEOX,
     "phi": _PHI,
     "stablelm": {f".{x}_layernorm.norms.": f".{x}_norm." for x in "qk"},
@@ -75,6 +75,14 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         ".post_attention_layernorm.": ".pre_feedforward_layernorm.",
         ".post_self_attn_layernorm.": ".post_attention_layernorm.",
         ".post_mlp_layernorm.": ".post_feedforward_layernorm.",
+    },
+    "llama4_text": {"language_model.": "", ".feed_forward.": ".mlp."},
+    "mimo": {
+        "model.mtp_layers.": "mtp.layers.",
+        "mtp.layers.0.token_layernorm.": "mtp.pre_fc_norm_embedding.",
+        "mtp.layers.0.hidden_layernorm.": "mtp.pre_fc_norm_hidden.",
+        "mtp.layers.0.input_proj.": "mtp.fc.",
+        "mtp.layers.0.final_layernorm.": "mtp.norm.",
     },
     "granitemoehybrid": {
         ".block_sparse_moe.input_linear.weight": ".block_sparse_moe.experts.gate_up_proj",
@@ -89,7 +97,7 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
 def translated(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """The tensors as the decoder takes them. `config`: the checkpoint's."""
     if names := _names(config):
-        tensors = LanguageTensors(tensors, names)
+        tensors = LanguageTensors(tensors, names, turned=config.get("model_type") == "llama4_text")
     return Scaled(tensors, multipliers(config)) if config.get("model_type") == "falcon_h1" else tensors
 
 

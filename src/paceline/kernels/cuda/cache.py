@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.cache.attention import BLOCK, LayerAttention
+from paceline.cache.attention import BLOCK, LayerAttention, passed_by
 from paceline.cache.shared import SharedSlabCache
 from paceline.kernels.cuda.table import RowTable
 from paceline.types import DraftBudget, Forward, Rows
@@ -128,7 +128,9 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, table: RowTable, spec: Layer
     q [B, T, heads, D]; keys and values [places, kv_heads, capacity, D], one layer of a slab with position p in column
     p % capacity. Returns [B, T, heads * D]. On CUDA by a kernel, elsewhere by plain products.
     """
-    if q.device.type != "cuda" or spec.sinks is not None or spec.single:  # which the kernel does not know
+    if (
+        q.device.type != "cuda" or spec.sinks is not None or spec.single or spec.chunked
+    ):  # which the kernel does not know
         return reference(q, keys, values, table, spec)
     from paceline.kernels.cuda.kernels import tree_attention
 
@@ -144,7 +146,7 @@ def reference(q: Tensor, keys: Tensor, values: Tensor, table: RowTable, spec: La
     scores = q.to(wide).transpose(1, 2) @ k.transpose(2, 3) * spec.scale
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    unseen = ~visible(table, keys.shape[2], spec.window)[:, None]
+    unseen = ~visible(table, keys.shape[2], spec.window, spec.chunked)[:, None]
     scores = scores.masked_fill(unseen, -math.inf)
     if spec.sinks is not None:
         scores = torch.cat([scores, spec.sinks.to(wide).view(1, heads, 1, 1).expand(b, heads, t, 1)], -1)
@@ -152,11 +154,11 @@ def reference(q: Tensor, keys: Tensor, values: Tensor, table: RowTable, spec: La
     return mixed.transpose(1, 2).reshape(b, t, -1).to(q.dtype)
 
 
-def visible(table: RowTable, capacity: int, window: int | None) -> Tensor:
+def visible(table: RowTable, capacity: int, window: int | None, chunked: bool = False) -> Tensor:
     """Bool [B, T, capacity]: the columns that each row sees."""
     lengths, deep, paths = table.lengths.long(), table.depths.long(), table.paths.long()
     here = (lengths[:, None] + deep)[..., None]
-    nearest = here - window if window else torch.full_like(here, -1)
+    nearest = passed_by(here, window, chunked) if window else torch.full_like(here, -1)
     last = lengths[:, None] - 1
     # The prefix position held by a column: the last one before `length` that falls on it.
     prefix = (last - (last - torch.arange(capacity, device=lengths.device)) % capacity)[:, None]
@@ -177,7 +179,7 @@ def _attend_prompt(q: Tensor, keys: Tensor, values: Tensor, place: int, length: 
     here = torch.arange(length, length + t, device=q.device)[:, None]
     seen = column <= here
     if spec.window:
-        seen &= column > here - spec.window
+        seen &= column > passed_by(here, spec.window, spec.chunked)
     k, v = (x[place].index_select(1, column % x.shape[2])[None] for x in (keys, values))
     mixed = F.scaled_dot_product_attention(
         q.transpose(1, 2), k, v, seen, scale=spec.scale, enable_gqa=heads != keys.shape[1]
