@@ -21,7 +21,7 @@ LAYERS = [
     LayerAttention(scale=0.5, window=20),
     LayerAttention(scale=0.4, window=700, softcap=5.0),
     LayerAttention(scale=0.2, window=20, softcap=2.0),
-    LayerAttention(scale=0.3, window=30, chunked=True),
+    LayerAttention(scale=0.3, window=20, chunked=True),
 ]
 
 

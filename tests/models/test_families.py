@@ -171,7 +171,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama4Text",
         {
             **{**LLAMA4, "attention_chunk_size": 8192, "floor_scale": 8192},
-            "rope_parameters": YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+            "rope_parameters": YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 1.0},
         },
     ),
     "llama4, sliding": (

@@ -17,7 +17,7 @@ from paceline.errors import OutOfMemory
 from paceline.kernels.cpu.build import kernel, library
 from paceline.kernels.cpu.matrix import FLOAT_KINDS, LANES, SMALLER, CMatrix, NativeGated, NativeLinear
 from paceline.kernels.low_rank import Adapted, NativeChanges, base_of
-from paceline.models.layers import Attention, Dense, Layer, Mixture, ParallelLayer
+from paceline.models.layers import Attention, Dense, Layer, Mixture, ParallelLayer, SharedMixture
 from paceline.models.norms import HeadNorm, LayerNorm, WideNorm
 from paceline.models.ranks import Ranks, lost
 from paceline.models.rope import Rope
@@ -40,11 +40,17 @@ class _Expert(Structure):
     _fields_ = _fields((CMatrix, "gate_up down"))
 
 
+class _Routing(Structure):
+    _fields_ = _fields(
+        (c_int32, "routed used normalised sigmoid groups groups_used group_best shared"), (c_void_p, "bias scales")
+    )
+
+
 class _CLayer(Structure):
     _fields_ = _fields(
         (CMatrix, "qkv out router"),
         (POINTER(_Expert), "experts"),
-        (c_int32, "expert_count used normalised"),
+        (_Routing, "routing"),
         (c_void_p, "before_mix after_mix before_mlp after_mlp query_norm key_norm"),
         (c_float, "eps residual_scale"),
         (c_int32, "hidden ffn activation head_dim view index rotation"),
@@ -149,14 +155,13 @@ class NativeLayers:
         norms = [norm.weight if norm else None for norm in (layer.attn_norm, post[0], layer.mlp_norm, post[1])]
         norms += (mix.norm.weight[0], mix.norm.weight[-1]) if isinstance(mix.norm, HeadNorm) else (None, None)
         experts = [_Expert(both.matrix.c, down.matrix.c) for _, both, down in parts.experts]
-        used, normalised = (layer.mlp.used, layer.mlp.normalised) if isinstance(layer.mlp, Mixture) else (1, False)
         gated = parts.experts[0][0]
         products: list[object] = [mix.qkv, layer.out]
         if isinstance(layer.mlp, Dense):
             products += [gated.both, layer.mlp.down]
         return _CLayer(
             *(parts.qkv.matrix.c, parts.out.matrix.c, parts.router.matrix.c if parts.router else CMatrix()),
-            *((_Expert * len(experts))(*experts), len(experts), used, normalised),
+            *((_Expert * len(experts))(*experts), self._routing(parts)),
             *(self._pointer(norm) for norm in norms),
             *(
                 last.eps,
@@ -171,6 +176,17 @@ class NativeLayers:
                 mix.heads, mix.split[1], whole(mix.head_dim), spec.scale, spec.softcap or 0.0, self._pointer(spec.sinks)
             ),
             *map(self._changed, products),
+        )
+
+    def _routing(self, parts: _Parts) -> _Routing:
+        mixture, groups = parts.mixture, parts.mixture and parts.mixture.groups
+        if mixture is None:
+            return _Routing(1, 1)
+        routed = len(mixture.experts)
+        return _Routing(
+            *(routed, mixture.used, mixture.normalised, mixture.sigmoid),
+            *((groups.count, groups.used, groups.best) if groups else (0, 0, 0)),
+            *(len(parts.experts) - routed, self._pointer(mixture.bias), self._pointer(mixture.scales)),
         )
 
     def _changed(self, product: object) -> int | None:
@@ -223,12 +239,13 @@ def runs_natively(layers: Sequence[Layer], dtype: torch.dtype) -> bool:
 
 class _Parts(NamedTuple):
     """Products of a layer, without adapters. `experts`: gate and up, their product, and down, of each; of a dense layer
-    one. `router`: of a mixture."""
+    one, and last the one of a mixture that all rows use. `router`: of a `mixture`."""
 
     qkv: NativeLinear
     out: NativeLinear
     experts: list[tuple[NativeGated, NativeLinear, NativeLinear]]
     router: NativeLinear | None
+    mixture: Mixture | None
 
 
 def _parts(layer: Layer) -> _Parts | None:
@@ -237,14 +254,15 @@ def _parts(layer: Layer) -> _Parts | None:
         return None
     if layer.attention.tempered:
         return None
-    if isinstance(layer.attention.norm, WideNorm) or (isinstance(layer.mlp, Mixture) and not layer.mlp.plain):
+    if isinstance(layer.attention.norm, WideNorm) or layer.token_input or layer.scale is not None:
         return None
     if isinstance(layer, ParallelLayer) or isinstance(layer.attn_norm, LayerNorm):
         return None
-    if not isinstance(layer.mlp, (Dense, Mixture)) or layer.token_input or layer.scale is not None:
+    found, qkv, out = _networks(layer.mlp), base_of(layer.attention.qkv), base_of(layer.out)
+    if found is None:
         return None
-    mlp, qkv, out = layer.mlp, base_of(layer.attention.qkv), base_of(layer.out)
-    dense, router = (mlp.experts, mlp.router) if isinstance(mlp, Mixture) else ([mlp], None)
+    mixture, dense = found
+    router = mixture and mixture.router
     experts = []
     for one in dense:
         if not isinstance(one.gate_up, NativeGated):
@@ -257,9 +275,23 @@ def _parts(layer: Layer) -> _Parts | None:
         return None
     if router is not None and not isinstance(router, NativeLinear):
         return None
-    # All experts take the same inputs.
-    alike = len({(both.matrix.c.kind, down.matrix.c.kind) for _, both, down in experts}) == 1
-    return _Parts(qkv, out, experts, router) if alike else None
+    # All experts take the same inputs, and those of mixtures have no adapters.
+    alike = len({(both.matrix.c.kind, down.matrix.c.kind, both.matrix.shape) for _, both, down in experts}) == 1
+    each = zip(dense, experts, strict=True)
+    changed = mixture and any(gated.both is not both or one.down is not down for one, (gated, both, down) in each)
+    return _Parts(qkv, out, experts, router, mixture) if alike and not changed else None
+
+
+def _networks(mlp: object) -> tuple[Mixture | None, Sequence[Dense]] | None:
+    """The mixture that a feed-forward part is or has, and all networks; None if the kernels do not run it."""
+    if isinstance(mlp, Dense):
+        return None, [mlp]
+    shared = [mlp.shared] if isinstance(mlp, SharedMixture) and mlp.share is None else []
+    mixture = mlp.experts if isinstance(mlp, SharedMixture) and shared else mlp
+    if not isinstance(mixture, Mixture) or mixture.weighs_inputs:
+        return None
+    plain = mixture.bias is None and mixture.scales is None and mixture.groups is None
+    return (mixture, [*mixture.experts, *shared]) if plain or mixture.sigmoid else None
 
 
 class _KernelPass:

@@ -146,15 +146,9 @@ class Mixture:
     ) -> None:
         """`scales` [experts]: factors of their results. `sigmoid`: scores are by sigmoid. `bias` [experts]: added to
         the scores that are compared, not to the weights. `weighs_inputs`: of the experts, not results (Llama 4)."""
-        self._weighs_inputs = weighs_inputs
-        self.router, self.experts, self.scales, self._groups = router, experts, scales, groups
-        self.used, self.normalised, self.sigmoid, self._bias = used, normalised, sigmoid, bias
-
-    @property
-    def plain(self) -> bool:
-        """Whether it chooses by softmax alone, and scales nothing."""
-        own = (self._bias, self._groups, self.scales)
-        return not self.sigmoid and not self._weighs_inputs and all(part is None for part in own)
+        self.router, self.experts, self.scales, self.groups = router, experts, scales, groups
+        self.used, self.normalised, self.sigmoid, self.bias = used, normalised, sigmoid, bias
+        self.weighs_inputs = weighs_inputs
 
     def __call__(self, x: Tensor, judged: Tensor | None = None) -> Tensor:
         """`judged` [..., H]: what the router sees, if not x."""
@@ -165,10 +159,10 @@ class Mixture:
             here, rank = (chosen == number).nonzero(as_tuple=True)
             padded = torch.cat([here, here[:1].expand(max(0, MIN_ROWS - len(here)))])
             weight, given = weights[here, rank, None], rows[padded]
-            if self._weighs_inputs:
+            if self.weighs_inputs:
                 given[: len(here)] = (given[: len(here)] * weight).to(x.dtype)
             out = self.experts[number](given)[: len(here)].to(total.dtype)
-            total.index_add_(0, here, out if self._weighs_inputs else out * weight)
+            total.index_add_(0, here, out if self.weighs_inputs else out * weight)
         return total.to(x.dtype).view_as(x)
 
     def onto(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -180,10 +174,10 @@ class Mixture:
         logits = self.router.precise(rows)
         scores = sigmoid(logits) if self.sigmoid else logits.softmax(-1)
         # Llama 4's choose by logits, of which many have a score that rounds to 1.
-        compared = logits if self._weighs_inputs else scores
-        compared = compared if self._bias is None else compared + self._bias
-        if self._groups:
-            compared = _limited(compared, self._groups)
+        compared = logits if self.weighs_inputs else scores
+        compared = compared if self.bias is None else compared + self.bias
+        if self.groups:
+            compared = _limited(compared, self.groups)
         chosen = compared.sort(dim=-1, descending=True, stable=True)[1][:, : self.used]
         weights = scores.gather(1, chosen)
         weights = weights / weights.sum(-1, keepdim=True) if self.normalised else weights
@@ -203,12 +197,12 @@ class SharedMixture:
     """Experts beside one that every row uses (Granite 4), by a share that may be the row's own (Qwen3-Next)."""
 
     def __init__(self, experts: Mixture, shared: Dense, share: Linear | None) -> None:
-        self._experts, self._shared, self._share = experts, shared, share
+        self.experts, self.shared, self.share = experts, shared, share
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._share is None:
-            return self._shared.onto(x, self._experts(x))
-        return self._experts(x) + (sigmoid(self._share.precise(x)) * self._shared(x)).to(x.dtype)
+        if self.share is None:
+            return self.shared.onto(x, self.experts(x))
+        return self.experts(x) + (sigmoid(self.share.precise(x)) * self.shared(x)).to(x.dtype)
 
     def onto(self, x: Tensor, residual: Tensor) -> Tensor:
         """residual + self(x)."""

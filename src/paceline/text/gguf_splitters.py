@@ -86,7 +86,7 @@ _SPLITTERS: dict[str, Splitter] = {
     "olmo mpt": Splitter(gpt2=True, nfc=True),
     "llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0": Splitter((_LLAMA3,), whole=True, bos=True),
     "smaug-bpe dbrx chatglm-bpe": Splitter((_LLAMA3,)),
-    "glm4": Splitter((_LLAMA3,), whole=True),
+    "glm4 glm5": Splitter((_LLAMA3,), whole=True),
     "kimi-k2": Splitter((_KIMI,), whole=True),
     "qwen2": Splitter((_QWEN2,), nfc=True),
     "megrez deepseek-r1-qwen stablelm2": Splitter((_QWEN2,)),
