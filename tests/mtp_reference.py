@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +13,38 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.models.decoder import Decoder
-from paceline.types import Want
+from paceline.types import Tap, Want
 from paceline.verify.tree import pack_prefix
-from tests.models.test_hybrid import models
+from tests.models import test_families, test_hybrid
+
+_QWEN = ("mtp.layers.0.", *(f"mtp.{x}.weight" for x in ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")))
+_DEEPSEEK = (
+    "model.layers.4.",
+    *(f"model.layers.4.{x}.weight" for x in ("eh_proj", "enorm", "hnorm", "shared_head.norm")),
+)
+_MIMO = (
+    "model.mtp_layers.0.",
+    *(
+        f"model.mtp_layers.0.{x}.weight"
+        for x in ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm")
+    ),
+)
+"""Names of the layer, and of the projection, the norms before it and the norm after the layer."""
+_NAMES = {"deepseek_v3": _DEEPSEEK, "glm4_moe": _DEEPSEEK, "mimo": _MIMO}
 
 
 class Reference:
-    """A random layer of the kind of a model's attention layers, beside that model, in float64."""
+    """A random layer of the kind of a model's last attention layer, beside that model, in float64."""
 
     def __init__(self, case: str) -> None:
-        self.model, self.target = models(case)
-        config, norm = self.model.config, type(self.model.model.norm)
+        cases = test_hybrid if case in test_hybrid.CASES else test_families
+        self.model, self.target = cases.models("qwen2" if case == "mimo" else case)
+        config = self.model.config
+        self.kind = "mimo" if case == "mimo" else config.model_type
+        norm = partial(type(self.model.model.norm), eps=config.rms_norm_eps)
         width = config.hidden_size
-        at = config.layer_types.index("full_attention")
+        self.own = _NAMES.get(self.kind, _QWEN)
+        at = config.layer_types.index("full_attention") if self.own is _QWEN else config.num_hidden_layers - 1
         torch.manual_seed(1)
         self.layer = type(self.model.model.layers[at])(config, at)
         self.fc = torch.nn.Linear(2 * width, width, bias=False)
@@ -33,28 +54,31 @@ class Reference:
             for parameter in part.parameters():
                 torch.nn.init.normal_(parameter, 0.0, 0.2)
             part.double().eval()
+        for buffer in self.layer.buffers():
+            torch.nn.init.normal_(buffer, 0.0, 0.2)
         for module in self.layer.modules():
             if hasattr(module, "config"):
                 module.config._attn_implementation = "eager"
 
     def tensors(self, stacked: bool = False) -> dict[str, Tensor]:
-        """By the names of Qwen's files. `stacked`: experts too, as transformers holds them."""
-        named = {
-            "mtp.fc.weight": self.fc.weight,
-            "mtp.pre_fc_norm_embedding.weight": self.before[0].weight,
-            "mtp.pre_fc_norm_hidden.weight": self.before[1].weight,
-            "mtp.norm.weight": self.after.weight,
-        }
+        """By the names of the family's files, of which GLM-4.5's repeat embedding and head. `stacked`: experts too, as
+        transformers holds them."""
+        layer, *names = self.own
+        parts = (self.fc, *self.before, self.after)
+        named = {name: part.weight for name, part in zip(names, parts, strict=True)}
         for name, x in self.layer.state_dict().items():
             block, _, part = name.rpartition("experts.")
-            single = self.model.config.model_type == "qwen3_next" and not stacked
+            single = self.kind in ("qwen3_next", "deepseek_v3", "glm4_moe") and not stacked
             if part not in ("gate_up_proj", "down_proj") or not single:
-                named[f"mtp.layers.0.{name}"] = x
+                named[layer + name] = x
                 continue
             for number, expert in enumerate(x):
                 halves = expert.chunk(2) if part == "gate_up_proj" else [expert]
                 for each, half in zip(("gate_proj", "up_proj") if len(halves) > 1 else (part,), halves, strict=True):
-                    named[f"mtp.layers.0.{block}experts.{number}.{each}.weight"] = half
+                    named[f"{layer}{block}experts.{number}.{each}.weight"] = half
+        shared = {"embed_tokens": self.model.model.embed_tokens, "shared_head.head": self.model.lm_head}
+        if self.kind == "glm4_moe":
+            named |= {f"{layer}{name}.weight": part.weight for name, part in shared.items()}
         return named
 
     def save(self, folder: Path) -> Path:
@@ -62,13 +86,18 @@ class Reference:
         self.model.save_pretrained(folder)
         both = load_file(folder / "model.safetensors") | self.tensors()
         save_file({name: x.detach().clone() for name, x in both.items()}, folder / "model.safetensors")
+        if self.kind == "mimo":  # which transformers does not have: it is a Qwen2
+            config = json.loads((folder / "config.json").read_text())
+            named = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+            (folder / "config.json").write_text(json.dumps(config | named))
         return folder
 
     @torch.no_grad()
     def after_path(self, text: Sequence[int], path: Sequence[int], head: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(logits [V], what they are made of [H]) after a text and the drafted tokens that follow it. `head`: in the
         place of the model's own."""
-        hidden = final_states(self.target, text[:-1])
+        tap = self.target.layers if self.kind == "mimo" else "final"
+        hidden = final_states(self.target, text[:-1], tap)
         tokens, out = list(text[1:]), self.step(text[1:], hidden)
         for token in path:
             tokens.append(token)
@@ -80,7 +109,8 @@ class Reference:
         """What the layer makes of rows 0, 1, ... of a text [n, H]."""
         n = len(tokens)
         embedded = self.model.model.embed_tokens(torch.tensor(tokens))
-        x = self.fc(torch.cat([self.before[0](embedded), self.before[1](hidden)], -1))[None]
+        both = [self.before[0](embedded), self.before[1](hidden)]
+        x = self.fc(torch.cat(both[::-1] if self.kind == "mimo" else both, -1))[None]
         positions = torch.arange(n)[None]
         later = torch.ones(n, n, dtype=torch.bool).triu(1)
         mask = torch.zeros(n, n, dtype=x.dtype).masked_fill(later, -torch.inf)[None, None]
@@ -90,8 +120,8 @@ class Reference:
         return normed[0]
 
 
-def final_states(target: Decoder, text: Sequence[int]) -> Tensor:
-    """What enters the target's head at every position of a text [n, H]."""
+def final_states(target: Decoder, text: Sequence[int], tap: Tap = "final") -> Tensor:
+    """What enters the target's head at every position of a text [n, H], or its last norm where `tap` says so."""
     cache = target.new_cache()
     rows = pack_prefix(text, cache.acquire(), 0, target.device)
-    return target.forward(rows, cache, Want("none", ("final",))).taps["final"][0, : len(text)]
+    return target.forward(rows, cache, Want("none", (tap,))).taps[tap][0, : len(text)]

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from paceline.checkpoints.adapters import Adapter, check_adapters
-from paceline.checkpoints.head_files import open_head
-from paceline.checkpoints.loader import Device, DType, Loaded, advise, check_held, load_model, with_preset, wrap
+from paceline.checkpoints.loader import Device, DType, Loaded
+from paceline.checkpoints.targets import load_target, with_preset
 from paceline.drafters.base import Drafter
-from paceline.drafters.factory import check_specs, open_drafter, open_drafters, spec_name, to_tree
+from paceline.drafters.factory import check_specs, load_drafters, spec_name, to_tree
 from paceline.drafters.trimmed import DraftVocab, check_draft_vocab
 from paceline.engine.detokenizer import Chunk, TextStream
 from paceline.engine.draft_policy import Speculation, shown_name
@@ -270,9 +270,8 @@ class LLM:
 
     def speculation(self, adapter: str | None = None) -> Speculation:
         """Return the default speculation of requests with this adapter."""
-        if drafter := self.adapters.get(adapter or ""):
-            return Speculation(None if drafter == "none" else drafter)
-        return self.engine.policies.default
+        drafter = self.adapters.get(adapter or "")
+        return Speculation(None if drafter == "none" else drafter) if drafter else self.engine.policies.default
 
     def record(self, path: str | Path) -> ReplyRecorder:
         """Append every reply from now on to a recording, to be closed. Raises `InvalidData`, and `OSError`."""
@@ -288,9 +287,10 @@ class LLM:
             )
         return tokens
 
-    def session(self) -> Session:
-        """Return a session: the target for a decoding loop of your own (docs/how-to/own-loop.md)."""
-        return Session(self.model.target, self.model.eos, self.encode, self.tokenizer.decode)
+    def session(self, *, adapter: str | None = None) -> Session:
+        """Return a session: the target for a loop of your own (docs/how-to/own-loop.md). `adapter`: see `generate`."""
+        number = self.model.adapter_number(adapter or self.adapter)
+        return Session(self.model.target, self.model.eos, self.encode, self.tokenizer.decode, number)
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """Return the prompt's token ids. Raises `InvalidPrompt` for an empty or malformed one."""
@@ -362,39 +362,24 @@ def load(
     Raises `PacelineError`, which says what is wrong and what to do about it.
     """
     given = {**locals()}
-    if preset is not None:
-        return load(**with_preset(preset, given, signature(load)))
+    return _load(given if preset is None else with_preset(preset, given, signature(load)))
+
+
+def _load(given: dict[str, Any]) -> LLM:
+    """`load`, by all of its arguments."""
     SANDBOX.start()  # for the chat template; it starts while the model is read
-    budget = to_tree(draft)
-    beside = check_adapters(adapters or {})
+    drafter, budget, beside = given["drafter"], to_tree(given["draft"]), check_adapters(given["adapters"] or {})
     own = {name: one.drafter and spec_name(one.drafter) for name, one in beside.items()}
-    given_drafters = [drafter] if isinstance(drafter, str | Drafter | None) else list(drafter)
-    check_specs([*given_drafters, *filter(None, own.values())], draft_quantize)
-    check_precision(quantize)
-    check_draft_vocab(draft_vocab)
-    read = partial(load_model, dtype=dtype, token=token, allow_pickle=allow_pickle, progress=progress)
-    if isinstance(model, (str, Path)):
-        if tokenizer is not None:
-            raise InvalidOption(f"{model} brings its own tokenizer", "Give tokenizer=... with a model object only")
-        own_options = ("device", "device_map", "tensor_parallel", "adapter", "revision", "quantize", "exact")
-        loaded = read(model, adapters=beside, **{name: given[name] for name in own_options})
-        advise(loaded, floats_chosen=(quantize, dtype) != ("auto", "auto"))
-    else:
-        moved = (dtype, device, revision, device_map, tensor_parallel) != ("auto", "auto", None, None, False)
-        check_held(moved, quantize not in ("auto", "none"), adapter is not None or bool(beside))
-        loaded = wrap(model, tokenizer)
-    opened = partial(
-        open_drafter,
-        target=loaded,
-        quantize=draft_quantize,
-        read=partial(read, device_map=draft_device_map, device=device, revision=draft_revision),
-        head=partial(open_head, revision=draft_revision, token=token, quiet=not progress, allow_pickle=allow_pickle),
-        draft_vocab=draft_vocab,
-    )
-    llm = LLM(loaded, open_drafters(drafter, [*filter(None, own.values())], loaded, opened), budget, own)
+    more = [*filter(None, own.values())]
+    specs: list[Any] = [drafter] if isinstance(drafter, str | Drafter | None) else [*drafter]
+    check_specs([*specs, *more], given["draft_quantize"])
+    check_precision(given["quantize"])
+    check_draft_vocab(given["draft_vocab"])
+    loaded = load_target(given, beside)
+    llm = LLM(loaded, load_drafters(given, more, loaded), budget, own)
     if drafter in (None, "none"):
         llm.engine.policies.default = Speculation(None)
-    llm.source = given if isinstance(model, (str, Path)) and not tensor_parallel else None
-    if exact:
+    llm.source = given if isinstance(given["model"], (str, Path)) and not given["tensor_parallel"] else None
+    if given["exact"]:
         check_exact(llm.guarantee, loaded.target.device)
     return llm

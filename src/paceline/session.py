@@ -73,11 +73,13 @@ class Session(Closable):
         eos_token_ids: tuple[int, ...],
         encode: Callable[..., list[int]],
         decode: Callable[[Sequence[int]], str],
+        adapter: int = 0,
     ) -> None:
-        """`eos_token_ids`: the tokens that end a reply. `encode`, `decode`: as `LLM.encode` and a tokenizer's."""
+        """`eos_token_ids`: the tokens that end a reply. `encode`, `decode`: as `LLM.encode` and a tokenizer's.
+        `adapter`: see `KVCache.acquire`."""
         self._target, self.eos_token_ids, self._encode, self._decode = target, eos_token_ids, encode, decode
-        cache = self._target.new_cache()
-        self._slot = cache.acquire()
+        self._adapter, cache = adapter, self._target.new_cache()
+        self._slot = cache.acquire(0, adapter)
         self._cache = cache
         self._text: list[int] = []
         self._prompt = 0
@@ -294,7 +296,7 @@ class Session(Closable):
         if not cache.lengths[self._slot]:
             self._prompt = self._prompt or len(self._text)
             cache.release(self._slot)
-            self._slot = cache.acquire(self._prompt)
+            self._slot = cache.acquire(self._prompt, self._adapter)
         while (done := cache.lengths[self._slot]) < before:
             chunk = self._text[done : min(chunk_end(done), before)]
             rows = pack_prefix(chunk, self._slot, done, self._target.device)

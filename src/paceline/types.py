@@ -74,6 +74,11 @@ class DraftBudget:
         depth = max(0, min(self.depth, depth, nodes))
         return DraftBudget(min(nodes, depth) if self.branch == 1 or not depth else nodes, depth, self.branch)
 
+    def limited(self, most: DraftBudget) -> DraftBudget:
+        """Return this budget with no more nodes, levels and children than `most`."""
+        nodes, depth = min(self.nodes, most.nodes), min(self.depth, most.depth)
+        return DraftBudget(nodes, depth, min(self.branch, most.branch))
+
 
 @dataclass(frozen=True, slots=True)
 class Carried:

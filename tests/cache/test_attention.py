@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.cache.attention import BLOCK, LayerAttention
+from paceline.cache.shared import SharedSlabCache
 from paceline.cache.slab import SlabCache
 from paceline.types import Draft, DraftBudget, Rows
 from paceline.verify.tree import depths, pack, pack_prefix
@@ -20,14 +21,18 @@ LAYERS = [
     LayerAttention(scale=0.5, window=20),
     LayerAttention(scale=0.4, window=700, softcap=5.0),
     LayerAttention(scale=0.2, window=20, softcap=2.0),
+    LayerAttention(scale=0.3, window=20, chunked=True),
 ]
+
+
+SLOTS = pytest.mark.parametrize("kind", [SlabCache, SharedSlabCache])
 
 
 class Witness:
     """Feeds a cache and remembers every committed key and value."""
 
-    def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float64) -> None:
-        self.cache = SlabCache(LAYERS, KV, D, 4096, dtype, CPU)
+    def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float64, kind: type[SlabCache] = SlabCache) -> None:
+        self.cache = kind(LAYERS, KV, D, 4096, dtype, CPU)
         self.random = torch.Generator().manual_seed(seed)
         self.dtype = dtype
         self.history: dict[int, list[tuple[Tensor, Tensor]]] = {}
@@ -67,7 +72,8 @@ class Witness:
         old_keys, old_values = self.history[slot][layer]
         keys, values = torch.cat([old_keys, k[path]]), torch.cat([old_values, v[path]])
         if how.window:
-            keys, values = keys[-how.window :], values[-how.window :]
+            seen = (len(keys) - 1) % how.window + 1 if how.chunked else how.window
+            keys, values = keys[-seen:], values[-seen:]
         keys, values = (x.repeat_interleave(HEADS // KV, 1) for x in (keys, values))
         scores = torch.einsum("hd,lhd->hl", q[row], keys) * how.scale
         if how.softcap:
@@ -89,10 +95,11 @@ def some_path(rng: random.Random, draft: Draft) -> list[int]:
     return path
 
 
+@SLOTS
 @pytest.mark.parametrize("seed", range(3))
-def test_rows_see_what_they_should_however_far_the_text_has_come(seed: int) -> None:
-    """Prefill, trees and commits at lengths around windows, blocks and the wrap of both rings (1024 and 1536)."""
-    rng, witness = random.Random(seed), Witness(seed)
+def test_rows_see_what_they_should_however_far_the_text_has_come(kind: type[SlabCache], seed: int) -> None:
+    """Prefill, trees and commits at lengths around windows, blocks and the wrap of all rings (1024 and 1536)."""
+    rng, witness = random.Random(seed), Witness(seed, kind=kind)
     slot = witness.acquire()
     length = 0
     for goal in (15, 40, 500, 520, 1015, 1040, 1500, 1545, 2060, 3080):
@@ -108,11 +115,12 @@ def test_rows_see_what_they_should_however_far_the_text_has_come(seed: int) -> N
             length += 1 + len(path)
     assert witness.cache.lengths[slot] == length
     capacities = sorted(slab.capacity for slab in witness.cache.slabs)
-    assert capacities[:2] == [1024, 1536], "rings do not grow"
+    assert capacities[:3] == [1024, 1024, 1536], "rings do not grow"
 
 
-def test_slots_of_any_length_share_a_pass_and_leave_in_any_order() -> None:
-    rng, witness = random.Random(1), Witness(1)
+@SLOTS
+def test_slots_of_any_length_share_a_pass_and_leave_in_any_order(kind: type[SlabCache]) -> None:
+    rng, witness = random.Random(1), Witness(1, kind=kind)
     slots = [witness.acquire() for _ in range(5)]
     for slot, length in zip(slots, (3, 30, 700, 1030, 8), strict=True):
         done = 0
@@ -130,8 +138,9 @@ def test_slots_of_any_length_share_a_pass_and_leave_in_any_order() -> None:
             witness.cache.release(slots.pop(min(leaving, len(slots) - 1)))
 
 
-def test_a_fork_goes_its_own_way() -> None:
-    rng, witness = random.Random(2), Witness(2)
+@SLOTS
+def test_a_fork_goes_its_own_way(kind: type[SlabCache]) -> None:
+    rng, witness = random.Random(2), Witness(2, kind=kind)
     slot = witness.acquire()
     for done in range(0, 1280, 256):
         witness.feed(pack_prefix([0] * 256, slot, done, CPU), [list(range(1, 256))])
@@ -146,8 +155,9 @@ def test_a_fork_goes_its_own_way() -> None:
     witness.feed(pack([0], [Draft()], [twin], [witness.cache.lengths[twin]], CPU), [[]])
 
 
-def test_going_back_in_a_ring_keeps_what_is_there_and_forgets_what_is_not() -> None:
-    witness = Witness(3)
+@SLOTS
+def test_going_back_in_a_ring_keeps_what_is_there_and_forgets_what_is_not(kind: type[SlabCache]) -> None:
+    witness = Witness(3, kind=kind)
     slot = witness.acquire()
     for done in range(0, 1280, 256):
         witness.feed(pack_prefix([0] * 256, slot, done, CPU), [list(range(1, 256))])
@@ -173,9 +183,10 @@ def test_depths_and_positions_agree() -> None:
     assert BLOCK % 2 == 0, "pairs never straddle a block"
 
 
-def test_nothing_of_a_failed_request_reaches_its_neighbours() -> None:
+@SLOTS
+def test_nothing_of_a_failed_request_reaches_its_neighbours(kind: type[SlabCache]) -> None:
     """A masked column still meets a weight of 0, and 0 times NaN is NaN."""
-    witness = Witness(4)
+    witness = Witness(4, kind=kind)
     first, second = witness.acquire(), witness.acquire()
     witness.feed(pack_prefix([0] * 40, second, 0, CPU), [list(range(1, 40))])
     witness.draw = lambda b, t, heads: torch.full((b, t, heads, D), torch.nan, dtype=torch.float64)  # type: ignore[method-assign]

@@ -47,7 +47,8 @@ def test_rows_lie_where_they_lay_when_the_tree_was_smaller(
         laid = layout((*parents[:end], *[-1] * count), length, start)
         held = {row: slab.get(laid.columns[row]) for row in range(start)}
         assert held == {row: row for row in range(start)}, "where a copy is taken from, and what is seen"
-        slab.update((column, laid.rows[column]) for column in laid.written)
+        slab |= {column: slab[source] for column, source in laid.copies.tolist()}
+        slab |= {column: start + row for column, row in laid.stores.tolist()}
         assert laid.visible.shape == (end + count - start, len(laid.rows))
     whole = layout(parents, length)
     assert [slab[column] for column in whole.visible.any(0).nonzero()[:, 0].tolist()] == [

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.cache import slab as slabs
 from paceline.cache.attention import LayerAttention
 from paceline.cache.slab import SlabCache
 from paceline.errors import CacheError, OutOfMemory
@@ -87,6 +90,117 @@ def test_memory_follows_the_length_reached() -> None:
     assert TOY.new_cache().capacity == 0, "nothing is held before a request comes"
 
 
+@torch.inference_mode()
+def extend(cache: SlabCache, slot: int, count: int) -> None:
+    """Feed a slot of a cache of `in_memory` so many more tokens."""
+    for done in range(0, count, 256):
+        n = min(256, count - done)
+        rows = pack_prefix([0] * n, slot, cache.lengths[slot], CPU)
+        attention = cache.begin(rows)
+        for layer in range(2):
+            attention.write(layer, *torch.full((2, 1, n, 2, 8), float(slot + 1)))
+        cache.commit(rows, [range(1, n)])
+
+
+def in_memory(limit: int = 2**16) -> SlabCache:
+    return SlabCache([LayerAttention(1.0)] * 2, 2, 8, limit, torch.float32, CPU)
+
+
+POSITION = 2 * 2 * 2 * 8 * 4
+"""Bytes of a position in a cache of `in_memory`."""
+LENGTHS = (30_000, *(100 + 40 * i for i in range(15)))
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_memory_is_the_sum_of_the_texts_own_lengths(known: bool) -> None:
+    """In steps, and a quarter more at most where a text has outgrown what its prompt asked for."""
+    cache = in_memory()
+    slots = [cache.acquire(n if known else 0) for n in LENGTHS]
+    for slot, n in zip(slots, LENGTHS, strict=True):
+        extend(cache, slot, n)
+    steps = [-(-n // 256) * 256 for n in LENGTHS]
+    if known:
+        assert cache.nbytes == POSITION * sum(steps)
+    else:
+        assert POSITION * sum(steps) <= cache.nbytes <= POSITION * sum(1.25 * n + 256 for n in LENGTHS)
+    before = cache.nbytes
+    cache.release(slots[0])
+    assert before - cache.nbytes >= POSITION * 30_000, "what a slot had is given back with it"
+    for slot in slots[1:]:
+        cache.release(slot)
+    assert cache.nbytes == 0
+
+
+def test_a_slot_that_grows_moves_no_other() -> None:
+    cache = in_memory()
+    slots = [cache.acquire() for _ in range(4)]
+    for slot in slots:
+        extend(cache, slot, 100)
+
+    def held(slot: int) -> list[tuple[int, torch.Size]]:
+        return [(x.data_ptr(), x.shape) for slab in cache._held[slot] for x in slab.tensors]
+
+    before = [held(slot) for slot in slots]
+    extend(cache, slots[1], 3000)
+    after = [held(slot) for slot in slots]
+    assert [one == other for one, other in zip(before, after, strict=True)] == [True, False, True, True]
+    cache.release(slots[0])
+    assert [held(slot) for slot in slots[1:]] == after[1:], "nor does one that leaves"
+    for slot in slots[1:]:
+        assert all(bool((x == slot + 1).all()) for x in cache.save(slot).tensors)
+
+
+def test_growth_needs_room_for_one_slot_twice_and_copies_a_text_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    live = peak = copied = 0
+    honest = slabs._zeros
+
+    def freed(count: int) -> None:
+        nonlocal live
+        live -= count
+
+    def zeros(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        nonlocal live, peak, copied
+        new = honest(like, shape)
+        weakref.finalize(new, freed, new.nbytes)
+        live += new.nbytes
+        peak, copied = max(peak, live), copied + like.nbytes
+        return new
+
+    monkeypatch.setattr(slabs, "_zeros", zeros)
+    cache = in_memory()
+    slots = [cache.acquire() for _ in range(8)]
+    for slot in slots:
+        extend(cache, slot, 1000)
+    others, copied = live, 0
+    while cache.lengths[slots[0]] < 30_000:
+        own = sum(x.nbytes for slab in cache._held[slots[0]] for x in slab.tensors)
+        peak = live
+        extend(cache, slots[0], 256)
+        assert live == cache.nbytes
+        assert peak <= live + own
+    assert live - others > 29_000 * POSITION
+    assert copied < 6 * 30_000 * POSITION
+
+
+def test_a_fork_for_which_there_is_no_memory_takes_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, slot = fed([1] * 300)
+    honest = slabs.Slab.resize
+
+    def resize(slab: slabs.Slab, places: int, capacity: int, used: int) -> None:
+        if capacity > 256:
+            raise OutOfMemory("no memory", "Use less")
+        honest(slab, places, capacity, used)
+
+    monkeypatch.setattr(slabs.Slab, "resize", resize)
+    before = cache.nbytes
+    with pytest.raises(OutOfMemory):
+        cache.fork(slot)
+    assert cache.nbytes == before
+    monkeypatch.undo()
+    other = cache.fork(slot)
+    assert all(map(torch.equal, cache.save(other).tensors, cache.save(slot).tensors))
+
+
 def test_growth_keeps_what_was_written() -> None:
     text = [(5 * i) % 37 for i in range(300)]
     cache, slot = fed(text[:200])
@@ -108,11 +222,10 @@ def test_room_that_no_text_has_reached_costs_nothing() -> None:
     resource = pytest.importorskip("resource")
     cache = SlabCache([LayerAttention(1.0)] * 32, 2, 64, 2**20, torch.float32, CPU)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    cache.initial_capacity = 2**14  # type: ignore[misc]
-    slot = cache.acquire()
+    cache.acquire(2**14)
     assert cache.nbytes == 2**29
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 64
-    assert not any(x[:, slot, :, ::4096].any() for slab in cache.slabs for x in slab.tensors)
+    assert not any(x[:, 0, :, ::4096].any() for slab in cache.slabs for x in slab.tensors)
 
 
 @pytest.mark.parametrize("length", [3, 700, 1030, 1700])

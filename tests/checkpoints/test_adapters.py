@@ -172,6 +172,9 @@ def test_replies_name_their_adapter(tmp_path: Path, quantize: Any) -> None:
         alone = llm.generate(TOKENS, adapter=name, max_new_tokens=24, ignore_eos=True)
         assert alone.token_ids == reply.token_ids
         assert (reply.stats.adapter, reply.stats.drafter) == (name, "ngram" if name == "mix" else "suffix")
+    some = {"adapters": {"one": tmp_path / "one"}, "device_map": "cpu"}
+    placed = paceline.load(tmp_path / "base", quantize=quantize, **some)  # type: ignore[arg-type]
+    assert placed.generate(TOKENS, adapter="one", max_new_tokens=24, ignore_eos=True).token_ids == batch[1].token_ids
     plain = paceline.load(tmp_path / "base", quantize=quantize, drafter=None)
     assert plain.generate(TOKENS, max_new_tokens=24, ignore_eos=True).token_ids == batch[0].token_ids
     with pytest.raises(InvalidOption, match="no adapter 'three' is loaded"):

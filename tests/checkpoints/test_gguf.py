@@ -304,7 +304,7 @@ def test_draft_models_are_requantised_unless_told_otherwise(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("arch", "options", "message"),
     [
-        ("command-r", {}, "'command-r'.*gemma2, gemma3, gemma4, glm4, gpt-oss"),
+        ("grok", {}, "'grok'.*gemma2, gemma3, gemma4, glm4, glm4moe, gpt-oss"),
         ("mamba", {}, "recurrent"),
         ("rwkv6", {}, "recurrent"),
         ("jamba", {}, "recurrent"),

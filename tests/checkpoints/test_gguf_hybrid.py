@@ -216,5 +216,7 @@ def test_a_state_beyond_any_model_is_refused() -> None:
         read_config(raw)
     with pytest.raises(CorruptModel, match="key_heads=2, heads=3"):
         read_config(raw | {"linear_num_value_heads": 3, "linear_num_key_heads": 2})
-    with pytest.raises(CorruptModel, match="layer_types must name 4"):
-        read_config(raw | {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "layer_types": ["mamba"] * 4})
+    with pytest.raises(CorruptModel, match="layer_types names 3 of 4"):
+        read_config(
+            raw | {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "layer_types": ["full_attention"] * 3}
+        )

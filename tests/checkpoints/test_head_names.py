@@ -219,7 +219,7 @@ def test_info_tells_what_a_head_expects(tmp_path: Path) -> None:
         (replace(EAGLE3, taps=()), ["2, L // 2, L - 3"]),
         (COMPACT, ["Medusa, paceline layout", "3 of 1 layers, with the target's output head"]),
         (BLOCK, ["DFlash", "4 tokens, 2 layers, mask token 63"]),
-        (EXIT, ["after 3 layers, adapter of rank 4"]),
+        (EXIT, ["after 3 layers, projection of rank 4"]),
     ],
 )
 def test_info_of_every_kind(config: HeadConfig, words: list[str], tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from paceline.checkpoints.head_files import open_head
 from paceline.checkpoints.head_write import write_head
 from paceline.models.heads import EagleConfig, HeadFile
-from paceline.models.layers import RMSNorm
+from paceline.models.norms import RMSNorm
 from paceline.models.rope import Rotary, rotate
 from tests.random_heads import EAGLE3, LAYER, folder_of, head_of
 

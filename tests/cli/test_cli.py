@@ -133,20 +133,20 @@ def test_perplexity_of_what_cannot_be_measured(folder: Path, tmp_path: Path) -> 
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Runner]]:
-    """What runs the layers of a model under these environment variables."""
+    """What multiplies a model's matrices under these environment variables."""
 
-    def under(config: Any = TINY, dtype: Any = torch.bfloat16, mode: Any = None, **env: str) -> Runner:
+    def under(dtype: Any = torch.bfloat16, **env: str) -> Runner:
         build._found.cache_clear()
         with monkeypatch.context() as context:
             for name, value in env.items():
                 context.setenv(name, value)
-            return runner_of(config, torch.device("cpu"), dtype, mode)
+            return runner_of(torch.device("cpu"), dtype)
 
     yield under
     build._found.cache_clear()
 
 
-def test_what_runs_the_layers_and_the_remedy(
+def test_what_multiplies_matrices_and_the_remedy(
     kernels: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     here = kernels()
@@ -163,7 +163,6 @@ def test_what_runs_the_layers_and_the_remedy(
         runner = kernels(**({"PACELINE_CACHE": str(tmp_path / "cache")} | env))
         assert cause in runner.name
         assert fix in runner.remedy
-    assert kernels(mode="int8").remedy == ""
     assert kernels(dtype=torch.float64) == Runner("torch, in float64")
     assert kernels(dtype=torch.float32) == here
     assert "Install g++" in kernels(dtype=torch.float32, CXX="", PATH="", PACELINE_CACHE=str(tmp_path / "c")).remedy

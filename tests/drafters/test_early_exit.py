@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from paceline.checkpoints.head_files import open_head
 from paceline.drafters.base import Ask
 from paceline.drafters.early_exit import EarlyExit
 from paceline.drafters.ngram import NGram
@@ -26,6 +28,7 @@ from paceline.testing import TINY, ToyTarget, random_tensors, run, run_together,
 from paceline.types import Carried, Draft, DraftBudget, Tap, Verdict, Want
 from paceline.verify.tree import MIN_ROWS, PREFILL_ROWS, depths, pack, pack_prefix
 from tests.models import test_families as families
+from tests.random_heads import folder_of
 from tests.toys import ask_for
 from tests.verify.test_tree import path_to
 
@@ -305,7 +308,7 @@ def test_hidden_states_come_from_below_the_exit_too(layers: int) -> None:
 # What an exit may have of its own, and what is refused.
 
 
-def test_a_norm_and_an_adapter_stand_before_the_head() -> None:
+def test_a_norm_and_a_projection_stand_before_the_head() -> None:
     target = skipping()
     make = torch.Generator().manual_seed(1)
     down, up = torch.randn(3, 32, generator=make), torch.randn(32, 3, generator=make)
@@ -323,6 +326,20 @@ def test_a_norm_and_an_adapter_stand_before_the_head() -> None:
     x = torch.randn(1, 4, 32, generator=make).double()
     normed = torch.nn.functional.rms_norm(x + x @ down.double().T @ up.double().T, (32,), norm.double(), 1e-6)
     torch.testing.assert_close(own._logits(x), target.logits(normed))
+
+
+def test_files_of_older_versions_are_read(tmp_path: Path) -> None:
+    tensors = {
+        "norm.weight": torch.ones(32),
+        "proj.down.weight": torch.ones(3, 32),
+        "proj.up.weight": torch.ones(32, 3),
+    }
+    config = {"paceline_kind": "exit", "hidden_size": 32, "layers": 2, "rank": 3}
+    head = open_head(folder_of(tmp_path / "old", config, tensors))
+    assert head.config == ExitConfig(32, 2, rank=3)
+    drafter, x = EarlyExit(head.config, head.tensors, TOY), torch.arange(32.0, dtype=torch.float64)[None, None]
+    normed = torch.nn.functional.rms_norm(x + 3 * x.sum(), (32,), eps=1e-6)
+    torch.testing.assert_close(drafter._logits(x), TOY.logits(normed))
 
 
 def test_what_cannot_be_is_refused() -> None:

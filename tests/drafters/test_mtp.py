@@ -22,6 +22,8 @@ from paceline.drafters.eagle import Eagle
 from paceline.drafters.growth import Growth
 from paceline.engine.engine import Engine
 from paceline.errors import CorruptModel, InvalidOption, UnsupportedModel
+from paceline.kernels.cpu.build import library
+from paceline.kernels.quantize import GROUP
 from paceline.llm import load
 from paceline.models.heads import EagleConfig, kind_of
 from paceline.sampling.parameters import Sampling
@@ -33,7 +35,7 @@ from tests.mtp_reference import Reference
 
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
 WARM = Sampling(max_new_tokens=16, temperature=0.8, seed=5)
-CASES = ("qwen3 next", "qwen3.5", "qwen3.5 moe")
+CASES = ("qwen3 next", "qwen3.5", "qwen3.5 moe", "deepseek v3", "glm4.5", "mimo")
 reference = cache(Reference)
 
 
@@ -69,6 +71,18 @@ def test_every_row_is_what_transformers_layer_gives_for_its_path(case: str, tmp_
     assert len({len(text) for text, _, _ in spy.seen}) > 8
     for text, path, row in spy.seen[::7]:
         torch.testing.assert_close(row, truth.after_path(text, path)[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [DraftBudget.chain(4), DraftBudget(9, 4, 3)], ids=["chain", "tree"])
+@pytest.mark.parametrize("case", ["deepseek v3", "glm4.5", "mimo"])
+def test_the_text_does_not_depend_on_it(case: str, shape: DraftBudget, tmp_path: Path) -> None:
+    """In a ragged batch, greedy and sampled."""
+    target = reference(case).target
+    samplings = [Sampling(max_new_tokens=20, temperature=t, seed=4) for t in (0.0, 0.8, 1.5)]
+    prompts = [PROMPT, [3, 4], [i * i % 101 for i in range(40)]]
+    engine = Engine(target, Eagle(*opened(case, tmp_path), target), shape)
+    replies = run_together(engine, prompts, samplings)
+    assert [reply for reply, *_ in replies] == [run(target, *one)[0] for one in zip(prompts, samplings, strict=True)]
 
 
 class LateStates(Eagle):
@@ -118,9 +132,10 @@ def words(folder: Path, count: int = 101) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def test_a_model_that_has_one_drafts_with_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["qwen3.5", "deepseek v3", "glm4.5", "mimo"])
+def test_a_model_that_has_one_drafts_with_it(case: str, tmp_path: Path) -> None:
     """By its name, by "auto" and by "found", from the folder and named as another model's."""
-    folder = reference("qwen3.5").save(tmp_path / "model")
+    folder = reference(case).save(tmp_path / "model")
     words(folder)
     plain = load(folder, drafter=None, dtype="float32")
     sampling: Any = {"max_new_tokens": 12, "temperature": 0.7, "seed": 2}
@@ -133,6 +148,26 @@ def test_a_model_that_has_one_drafts_with_it(tmp_path: Path) -> None:
         assert reply.stats.drafted > 0
     assert "mtp: a layer for multi-token prediction" in run_command("info", str(folder)).stdout
     assert json.loads(run_command("info", str(folder), "--json").stdout)["built_in_drafter"] == "mtp"
+
+
+@pytest.mark.skipif(library() is None, reason="codes are the CPU kernels'")
+@pytest.mark.parametrize(
+    ("quantize", "draft_quantize", "few"),
+    [("int8", "auto", True), ("int4", "auto", True), ("none", "auto", False), ("int8", "none", False)],
+)
+def test_that_of_a_quantised_model_has_4_bits(quantize: Any, draft_quantize: Any, few: bool, tmp_path: Path) -> None:
+    folder = reference("qwen3.5").save(tmp_path)
+    words(folder)
+    how: Any = {"quantize": quantize, "device": "cpu"}
+    plain = load(folder, drafter=None, **how).generate(PROMPT, max_new_tokens=24, ignore_eos=True)
+    llm = load(folder, drafter="mtp", draft=3, draft_quantize=draft_quantize, **how)
+    reply = llm.generate(PROMPT, max_new_tokens=24, ignore_eos=True)
+    assert reply.token_ids == plain.token_ids
+    assert reply.stats.drafted > 0
+    (policy,) = llm.engine.policies
+    assert isinstance(policy.drafter, Eagle)
+    group = policy.drafter._net._entry._fc.weight()[0, :GROUP]
+    assert (len(group.unique()) <= 16) == few
 
 
 def test_one_that_cannot_be_used_is_left_out_unless_it_was_asked_for(

@@ -23,6 +23,8 @@ from paceline.engine.request import Request
 from paceline.engine.results import Batch
 from paceline.engine.scheduler import Task
 from paceline.engine.stats import Stats
+from paceline.errors import InvalidOption
+from paceline.llm import LLM
 from paceline.models.decoder import Decoder
 from paceline.models.heads import ExitConfig
 from paceline.sampling.parameters import Sampling
@@ -30,6 +32,7 @@ from paceline.testing import TINY, random_tensors, run, tiny_target
 from paceline.types import DraftBudget
 from tests.kernels.test_low_rank import SETS, factors
 from tests.tiny_heads import TINY_BLOCK, TINY_MEDUSA, block_tensors, eagle_config, eagle_tensors, medusa_tensors
+from tests.toys import loaded
 
 CPU = torch.device("cpu")
 TENSORS = random_tensors(TINY)
@@ -114,3 +117,18 @@ def test_a_request_that_gave_its_slot_back_has_its_adapter_again() -> None:
             engine.prefill(request)
     engine.finish(request)
     assert request.token_ids[len(PROMPT) :] == EXPECTED[2, 0.0]
+
+
+def test_a_session_has_an_adapter() -> None:
+    llm = LLM(loaded(TARGET))
+    for number, name in enumerate([None, *SETS]):
+        with llm.session(adapter=name) as ours, LLM(loaded(merged(number))).session() as theirs:
+            for session in (ours, theirs):
+                session.observe(PROMPT)
+            torch.testing.assert_close(ours.logits_after([3, 4]), theirs.logits_after([3, 4]))
+            for session in (ours, theirs):
+                session.reset()  # it takes another slot
+                session.observe(PROMPT[2:])
+            torch.testing.assert_close(ours.next_logits(), theirs.next_logits())
+    with pytest.raises(InvalidOption, match="no adapter 'other' is loaded"):
+        llm.session(adapter="other")

@@ -325,9 +325,9 @@ def test_one_bit_that_a_pass_leaves_otherwise_is_noticed(monkeypatch: pytest.Mon
         ) -> Forward:
             out = honest(rows, cache, want)
             if rows.prefill == prefill and rows.lengths[0] >= rows_from and rows.tokens.shape[1] < 62:
-                keys = cache.slabs[0].tensors[0]  # type: ignore[attr-defined]
+                slabs, place = cache._home(rows.slots[0])  # type: ignore[attr-defined]
                 with torch.inference_mode():
-                    keys[-1, cache._places[rows.slots[0]], 0, rows.lengths[0], 3] *= 1.01  # type: ignore[attr-defined]
+                    slabs[0].tensors[0][-1, place, 0, rows.lengths[0], 3] *= 1.01
             return out
 
         monkeypatch.setattr(target, "forward", forward)

@@ -103,7 +103,7 @@ def test_a_reply_is_the_one_its_prompt_gets_alone(
 ) -> None:
     """Arrivals, samplings, drafters, seats, memory and clients that leave: nothing of it is in a text."""
     engine = Engine(TOY, drafters())
-    scheduler = Scheduler(engine, width, quota, lambda count, longest: count * longest <= room)
+    scheduler = Scheduler(engine, width, quota, lambda lengths: sum(lengths) <= room)
     due = sorted(coming, key=lambda one: one[0])
     tasks = [task(engine, prompt, sampling, how) for _, prompt, sampling, how, _ in due]
     shown: dict[Task, list[int]] = {one: [] for one in tasks}

@@ -7,9 +7,13 @@ import json
 import random
 import re
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2 as httpx
@@ -18,16 +22,18 @@ import pytest
 ray = pytest.importorskip("ray", reason="needs the extra ray")
 
 from ray.exceptions import RayActorError  # noqa: E402
+from ray.serve._private.build_app import build_app  # noqa: E402
 from ray.serve.exceptions import BackPressureError  # noqa: E402
+from ray.serve.schema import ServeDeploySchema  # noqa: E402
 from starlette.requests import Request  # noqa: E402
 
 import paceline  # noqa: E402
 from paceline.cli.commands import parsed  # noqa: E402
 from paceline.cli.serve import application  # noqa: E402
 from paceline.errors import InvalidOption  # noqa: E402
-from paceline.integrations.ray import Front, PrefixRouter, app, front_settings  # noqa: E402
+from paceline.integrations.ray import Front, PrefixRouter, Replica, app, front_settings  # noqa: E402
 from paceline.integrations.replica_streams import known  # noqa: E402
-from paceline.integrations.routing import SESSION, ranks, route_of  # noqa: E402
+from paceline.integrations.routing import SESSION, Route, ranks, route_of  # noqa: E402
 from paceline.server.limits import Settings  # noqa: E402
 from tests.integrations.replicas import DEPLOY, Replicas, cluster  # noqa: E402
 from tests.integrations.tiny_model import write_tiny  # noqa: E402
@@ -247,6 +253,43 @@ def test_prefixes_are_found_at_least_twice_as_often_as_by_random_routing(two: Re
     assert routed >= 2 * at_random
 
 
+def test_a_reply_that_fills_its_queue_ends_when_its_client_leaves(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.integrations.ray._UNSENT", 4)
+    whole = json.dumps(body("hello", 8000, stream=True)).encode()
+    scope = {"type": "http", "method": "POST", "path": CHAT, "query_string": b"", "server": ["localhost", 80]}
+    scope["headers"] = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+
+    async def leave() -> float:
+        replica = Replica.__new__(Replica)
+        await replica.__init__({"model": str(model), "drafter": "none", "port": 0})
+        answer = replica.answer(scope, whole, Route())
+        assert (await anext(answer))[0]["status"] == 200
+        await asyncio.sleep(1)  # the queue is full now
+        began = time.monotonic()
+        await answer.aclose()  # type: ignore[attr-defined]
+        took = time.monotonic() - began
+        await replica._running.aclose()
+        return took
+
+    assert asyncio.run(leave()) < 5
+
+
+def test_no_application_waits_for_room_that_a_client_who_has_left_would_make() -> None:
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        for _ in range(10_000):
+            await send({"type": "http.response.body", "body": b"x", "more_body": True})
+
+    async def leave() -> None:
+        replica = Replica.__new__(Replica)
+        replica._running, replica._served = AsyncExitStack(), SimpleNamespace(app=application)  # type: ignore[assignment]
+        answer = replica.answer({}, b"", Route())
+        assert await anext(answer)
+        await asyncio.sleep(0.1)  # the queue is full now
+        await asyncio.wait_for(answer.aclose(), 5)  # type: ignore[attr-defined]
+
+    asyncio.run(leave())
+
+
 def test_options_are_checked_before_a_replica_starts() -> None:
     with pytest.raises(InvalidOption, match="one writer"):
         app({"model": "demo", "record": "file"})
@@ -260,6 +303,17 @@ def test_errors_of_ray_are_told_in_the_servers_words() -> None:
         assert found.status == status  # type: ignore[attr-defined]
         assert found.headers["Retry-After"]  # type: ignore[attr-defined]
     assert known(other := ValueError()) is other
+
+
+def test_the_file_for_serve_deploy_names_the_applications_deployments() -> None:
+    import yaml
+
+    config = ServeDeploySchema.model_validate(yaml.safe_load((DEPLOY / "ray-serve.yaml").read_text()))
+    (given,) = config.applications
+    module, name = given.import_path.split(":")
+    built = build_app(getattr(import_module(module), name)(given.args), name=given.name)
+    assert {one.name for one in given.deployments} == {one.name for one in built.deployments}
+    assert built.ingress_deployment_name == "Front"
 
 
 def test_the_manifest_for_kuberay_holds_the_same_application() -> None:

@@ -270,8 +270,6 @@ class Text {
                   norm_.data(), inner, norm_.data(), inner, inner, inner,
                   1e-6f, 1.0f, HIDDEN, FFN, model.activation, model.head_dim, 0, 0, 0,
                   {QUERY, KV, size_, 0.125f, model.softcap, model.activation == CLAMPED ? norm_.data() : nullptr}};
-        view_.keys = keys_.data(), view_.values = values_.data();
-        view_.layer_stride = int64_t(keys_.size()), view_.capacity = CAPACITY, view_.place_rows = KV * CAPACITY;
         view_.window = model.window;
     }
 
@@ -295,14 +293,16 @@ class Text {
     void pass(int rows, bool tree, int threads, std::vector<float>& y) {
         std::vector<uint8_t> visible(size_t(rows) * rows);
         std::vector<int32_t> depth(rows);
-        std::vector<int64_t> indices(rows), targets(rows);
+        std::vector<int64_t> indices(rows);
+        std::vector<Write> stores(rows);
         for (int row = 0; row < rows; row++) {
             const int parent = tree ? (row - 1) / 2 : row - 1;
             if (row) std::copy_n(&visible[size_t(parent) * rows], rows, &visible[size_t(row) * rows]), depth[row] = depth[parent] + 1;
-            visible[size_t(row) * rows + row] = 1, indices[row] = row, targets[row] = length_ + row;
+            visible[size_t(row) * rows + row] = 1, indices[row] = row, stores[row] = {row, row};
         }
-        const Slot slot{0, length_, 0, rows, rows, visible.data(), depth.data(), depth.data()};
-        view_.slots = &slot, view_.store_count = rows, view_.targets = targets.data(), view_.sources = indices.data();
+        const Slot slot{keys_.data(), values_.data(), int64_t(keys_.size()), CAPACITY, length_, 0, rows, rows, 0, rows, 0,
+                        stores.data(), nullptr, visible.data(), depth.data(), depth.data()};
+        view_.slots = &slot;
         const Rotation rotation{rotation_.data(), rotation_.data() + rotation_.size() / 2, layer_.head_dim};
         const Pass pass{1, rows, rows, threads, indices.data(), &view_, &rotation};
         const auto input = numbers(size_t(rows) * HIDDEN, 50 + length_);

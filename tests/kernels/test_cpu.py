@@ -24,7 +24,7 @@ from paceline.kernels.cpu.matrix import NativeGated, NativeLinear, NativeNorm
 from paceline.kernels.cpu.toolchain import sets_of
 from paceline.kernels.linear import _Coded
 from paceline.kernels.quantize import Codes, quantize, round_activations
-from paceline.models.layers import RMSNorm
+from paceline.models.norms import RMSNorm
 from tests.kernels.sets import using
 
 needs_kernels = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")

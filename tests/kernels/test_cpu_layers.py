@@ -18,7 +18,7 @@ from paceline.kernels.cpu.matrix import NativeLinear
 from paceline.kernels.quantize import Mode
 from paceline.models import stack as stacks
 from paceline.models.block import BlockNetwork
-from paceline.models.config import Experts, LayerConfig, ModelConfig, RopeConfig
+from paceline.models.config import Experts, Groups, LayerConfig, ModelConfig, RopeConfig
 from paceline.models.decoder import Decoder, make_layer
 from paceline.models.heads import BlockConfig
 from paceline.models.layers import Mixture
@@ -43,6 +43,7 @@ def plan(*windows: int | None) -> dict[str, Any]:
 
 
 GEMMA = {"sandwich": True, "norm_shift": 1.0, "embed_scale": 8.0, "activation": "gelu_pytorch_tanh"}
+SCORED = Experts(8, 3, 32, True, shared_block="mlp.shared_experts", sigmoid=True)
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "odd feed-forward, one key head": {"ffn": 80, "kv_heads": 1},
@@ -61,6 +62,14 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"hidden": 72, "experts": Experts(20, 3, 52, False)},
         "special": (LayerConfig(FULL, sparse=True), LayerConfig(FULL, sparse=True)),
     },
+    "glm4.5: experts by their own scores, in groups, and one for all rows": {
+        "experts": replace(SCORED, groups=Groups(4, 2, 2), shared=32, scale=1.7),
+        **{"special": (LayerConfig(FULL), LayerConfig(FULL, sparse=True)), "qk_norm": True},
+    },
+    "experts by their own scores, ragged": {
+        **{"hidden": 72, "experts": replace(SCORED, count=18, ffn=52, normalised=False)},
+        "special": (LayerConfig(FULL, sparse=True), LayerConfig(FULL)),
+    },
     "gpt-oss: sinks, clamped experts with biases": {
         **{"family": "gpt_oss", "activation": "clamped_swiglu", "sinks": True},
         **{"hidden": 72, "head_dim": 20, "experts": Experts(6, 2, 36, True, router="router")},
@@ -72,6 +81,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "sixteen queries to a key head, a window of three": {**plan(3, None), "heads": 16, "kv_heads": 1},
 }
 GPT_OSS = "gpt-oss: sinks, clamped experts with biases"
+GLM = "glm4.5: experts by their own scores, in groups, and one for all rows"
 
 
 def tensors_of(c: ModelConfig) -> dict[str, Tensor]:
@@ -105,11 +115,15 @@ def experts_of(c: ModelConfig, block: str, draw: torch.Generator) -> dict[str, T
     e = c.experts
     assert e
     shapes = {"gate_proj": (e.ffn, c.hidden), "up_proj": (e.ffn, c.hidden), "down_proj": (c.hidden, e.ffn)}
+    networks = [f"{block}experts.{number}." for number in range(e.count)]
+    networks += [f"{block}shared_experts."] if e.shared else []
     tensors = {
-        f"{block}experts.{number}.{name}.weight": torch.randn(shape, generator=draw) * shape[1] ** -0.5
-        for number in range(e.count)
+        f"{network}{name}.weight": torch.randn(shape, generator=draw) * shape[1] ** -0.5
+        for network in networks
         for name, shape in shapes.items()
     }
+    if e.sigmoid:
+        tensors |= {f"{block}expert_bias": torch.zeros(e.count)}
     if c.activation == "clamped_swiglu":  # whose bounds of 7 are met
         ends = 6.0 - 12.0 * (torch.arange(e.ffn) % 2)
         biases = {"gate_proj": ends, "up_proj": ends, "down_proj": torch.zeros(c.hidden)}
@@ -187,7 +201,9 @@ def test_logits_and_taps_are_torchs_up_to_rounding(name: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["int4", "int8"])
-@pytest.mark.parametrize("name", ["llama", "a mixture", "no size in whole lanes", "gemma3", "qwen2: biases", GPT_OSS])
+@pytest.mark.parametrize(
+    "name", ["llama", "a mixture", "no size in whole lanes", "gemma3", "qwen2: biases", GPT_OSS, GLM]
+)
 def test_codes_give_torchs_logits_up_to_rounding(name: str, mode: Mode) -> None:
     c = replace(BASE, **MODELS[name])
     target = native(c, mode)
@@ -201,7 +217,9 @@ FLOATS = {torch.float16: 2e-3, torch.float32: 1e-5}
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("name", ["llama", "gemma2", "a mixture", "no size in whole lanes", "heads of 128", GPT_OSS])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma2", "a mixture", "no size in whole lanes", "heads of 128", GPT_OSS, GLM]
+)
 def test_each_float_type_has_its_own_precision(name: str, dtype: torch.dtype) -> None:
     c = replace(BASE, **MODELS[name])
     taps: tuple[Tap, ...] = (*range(c.layers + 1), "final")
@@ -214,7 +232,7 @@ def test_each_float_type_has_its_own_precision(name: str, dtype: torch.dtype) ->
 
 
 TYPES = [(name, torch.bfloat16) for name in MODELS] + [
-    (name, dtype) for name in ("gemma2", "a mixture", "no size in whole lanes", GPT_OSS) for dtype in FLOATS
+    (name, dtype) for name in ("gemma2", "a mixture", "no size in whole lanes", GPT_OSS, GLM) for dtype in FLOATS
 ]
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,21 +17,25 @@ from paceline.drafters.base import Drafter
 from paceline.drafters.model import DraftModel
 from paceline.engine.engine import Engine
 from paceline.engine.self_check import guarantee
-from paceline.models.config import Experts, LayerConfig, ModelConfig
+from paceline.errors import OutOfMemory, PacelineError
+from paceline.kernels.low_rank import Factors
+from paceline.models.config import Experts, Groups, LayerConfig, ModelConfig
 from paceline.models.decoder import Decoder
-from paceline.models.divided import DividedDecoder
+from paceline.models.divided import DividedCache, DividedDecoder
 from paceline.models.lazy import Quantised
-from paceline.models.mirror import Mirror
+from paceline.models.mirror import Mirror, repeated
 from paceline.models.ranks import Ranks
 from paceline.protocols import KVCache
 from paceline.sampling.parameters import Sampling
 from paceline.testing import TINY, random_tensors, run_together
 from paceline.types import DraftBudget, Want
 from paceline.verify.tree import pack_prefix
+from tests.kernels.test_low_rank import factors
 
 CPU = torch.device("cpu")
 WIDE = replace(TINY, hidden=96, heads=4, head_dim=32, ffn=200, vocab_size=101)
 Case = tuple[ModelConfig, dict[str, Tensor], torch.dtype, Any]
+WITH_ADAPTERS = "float64", "bfloat16", "int8", "joined projections"
 
 
 def cases() -> Iterator[tuple[str, Case]]:
@@ -44,6 +50,20 @@ def cases() -> Iterator[tuple[str, Case]]:
     experts = Experts(4, 2, 40, True)
     mixed = replace(TINY, experts=experts, special=(LayerConfig(TINY.rope, sparse=True),) * 2)
     yield "experts", (mixed, with_experts(experts), torch.float32, None)
+    aside = replace(TINY, heads=2, tied=False, layer_norm=True, parallel=True, plain_mlp=True, activation="gelu")
+    yield "side by side", (aside, side_by_side(aside), torch.float64, None)
+    groups = Groups(2, 1, 2)
+    scored = replace(experts, shared=24, shared_block="mlp.shared_experts", sigmoid=True, scale=1.7, groups=groups)
+    beside = replace(mixed, experts=scored)
+    yield "experts beside a shared one, in float64", (beside, with_experts(scored), torch.float64, None)
+
+
+def adapters_of(name: str, tensors: dict[str, Tensor]) -> list[Factors]:
+    """Adapters of some of the models: of attention's inputs alone, of all products, of the gates alone."""
+    if not name.endswith(WITH_ADAPTERS):
+        return []
+    sets = {"in": ("q_proj", "v_proj", "qkv_proj"), "all": ("_proj",), "gates": ("up_proj", "down_proj")}
+    return [factors(tensors, name, rank, ends) for rank, (name, ends) in enumerate(sets.items(), 3)]
 
 
 def with_biases() -> dict[str, Tensor]:
@@ -66,6 +86,24 @@ def joined() -> dict[str, Tensor]:
     return tensors
 
 
+def side_by_side(config: ModelConfig) -> dict[str, Tensor]:
+    """GPT-NeoX's, queries, keys and values in one and with biases, and Phi's bias of the head."""
+    tensors, noise = random_tensors(config), torch.Generator().manual_seed(1)
+    for i in range(config.layers):
+        layer = f"model.layers.{i}."
+        for name in (*(f"self_attn.{x}_proj" for x in "qkv"), "mlp.gate_proj"):
+            del tensors[f"{layer}{name}.weight"]
+        rows = 3 * config.heads * config.head_dim
+        tensors[layer + "self_attn.query_key_value.weight"] = torch.randn(rows, config.hidden, generator=noise) * 0.4
+    biases = {name.replace("weight", "bias"): torch.randn(len(x), generator=noise) for name, x in tensors.items()}
+    del biases["model.embed_tokens.bias"]
+    return tensors | biases
+
+
+def _shapes(ffn: int) -> list[tuple[int, int]]:
+    return [(ffn, TINY.hidden), (ffn, TINY.hidden), (TINY.hidden, ffn)]
+
+
 def with_experts(experts: Experts) -> dict[str, Tensor]:
     tensors, noise = random_tensors(TINY), torch.Generator().manual_seed(1)
     for i in range(TINY.layers):
@@ -73,9 +111,14 @@ def with_experts(experts: Experts) -> dict[str, Tensor]:
         tensors = {name: x for name, x in tensors.items() if not name.startswith(mlp)}
         tensors[mlp + "gate.weight"] = torch.randn(experts.count, TINY.hidden, generator=noise)
         for number in range(experts.count):
-            shapes = ((experts.ffn, TINY.hidden), (experts.ffn, TINY.hidden), (TINY.hidden, experts.ffn))
-            for name, shape in zip(experts.names, shapes, strict=True):
+            for name, shape in zip(experts.names, _shapes(experts.ffn), strict=True):
                 tensors[f"{mlp}experts.{number}.{name}.weight"] = torch.randn(shape, generator=noise) * 0.4
+        for name, shape in zip(experts.names, _shapes(experts.shared), strict=True) if experts.shared else ():
+            tensors[f"model.layers.{i}.{experts.shared_block}.{name}.weight"] = (
+                torch.randn(shape, generator=noise) * 0.4
+            )
+        if experts.sigmoid:
+            tensors[mlp + "expert_bias"] = torch.randn(experts.count, generator=noise) * 0.4
     return tensors
 
 
@@ -85,16 +128,23 @@ def texts(
     """Replies in batches, greedy and sampled, of an engine that keeps what it has fed; and accepted tokens."""
     engine = Engine(target, drafter, draft)
     engine.remember(1 << 20)
-    prompts = [[1, 2, 3, 1, 2, 3, 1, 2], [5, 6, 5, 6, 5], [1, 2, 3, 1, 2, 3, 4, 4, 4, 4]]
+    prompts = [[1, 2, 3, 1, 2, 3, 1, 2], [5, 6, 5, 6, 5], [1, 2, 3, 1, 2, 3, 4, 4, 4, 4], [1, 2, 3, 1, 2, 3, 1, 2]]
     ways = [Sampling(max_new_tokens=length, temperature=t, seed=3) for t, length in ((0.0, 9), (0.4, 12))]
-    replies = [reply for how in ways for reply in run_together(engine, prompts, [how, how, how])]
+    numbers = [number % (len(target.adapters) + 1) for number in (1, 0, 2, 3)]
+    replies = [reply for how in ways for reply in run_together(engine, prompts, [how] * 4, adapters=numbers)]
     return [tokens for tokens, _, _ in replies], sum(stats.accepted for _, _, stats in replies)
 
 
-def held(target: Decoder) -> KVCache:
+def held(target: Decoder, adapter: int = 0) -> KVCache:
     cache = target.new_cache()
-    cache.acquire()
+    cache.acquire(0, adapter)
     return cache
+
+
+def logits(target: Decoder) -> Tensor:
+    """Those of a text, under no adapter and under each [A, T, V]."""
+    rows, numbers = pack_prefix([1, 2, 3], 0, 0, CPU), range(len(target.adapters) + 1)
+    return torch.cat([target.forward(rows, held(target, number), Want()).logits for number in numbers])
 
 
 def compare(whole: Decoder, divided: DividedDecoder) -> dict[str, Any]:
@@ -102,8 +152,7 @@ def compare(whole: Decoder, divided: DividedDecoder) -> dict[str, Any]:
     plain, _ = texts(divided)
     sizes = DraftBudget.chain(4), DraftBudget(nodes=8, depth=4, branch=2)
     chains, trees = (texts(divided, DraftModel(whole, whole.vocab_size), size) for size in sizes)
-    outcome = divided.forward(pack_prefix([1, 2, 3], 0, 0, CPU), held(divided), Want())
-    expected = whole.forward(pack_prefix([1, 2, 3], 0, 0, CPU), held(whole), Want())
+    found, expected = logits(divided), logits(whole)
     x = torch.randn(3, whole.config.hidden, generator=torch.Generator().manual_seed(0)).to(whole.dtype)
     tokens = torch.tensor([[0, whole.vocab_size - 1, 5]])
     ours, theirs = divided.logits(x), whole.logits(x)
@@ -111,7 +160,8 @@ def compare(whole: Decoder, divided: DividedDecoder) -> dict[str, Any]:
         "guarantee": guarantee(divided),
         "same": chains[0] == plain and trees[0] == plain,
         "accepted": [chains[1], trees[1]],
-        "error": float((outcome.logits - expected.logits).abs().max() / expected.logits.std()),
+        "error": float((found - expected).abs().max() / expected.std()),
+        "adapters": [float((one - expected[0]).abs().max() / expected.std()) for one in expected[1:]],
         "embedding": torch.equal(divided.embed(tokens), whole.embed(tokens)),
         "head": torch.equal(divided.head(), whole.head()),
         "logits": float((ours - theirs).abs().max()),
@@ -121,14 +171,61 @@ def compare(whole: Decoder, divided: DividedDecoder) -> dict[str, Any]:
     }
 
 
+def said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def failure(target: Decoder) -> str:
+    try:
+        target.forward(pack_prefix([1, 2, 3], 0, 0, CPU), held(target), Want())
+    except (PacelineError, MemoryError) as error:
+        return said(error)
+    raise AssertionError("a failure was to be simulated")
+
+
+def run_out(mirror: Mirror, where: str, rank: int, ended: Path) -> None:
+    """Fail at one rank as if it had no memory. Rank 0, which says what it got, lives until the other has ended."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OutOfMemory("no memory, by way of trial", "End the test")
+
+    def break_off(*_: Any, **__: Any) -> Any:
+        raise MemoryError("no memory, by way of trial")
+
+    mine, raised = mirror.ranks.rank == rank, list[str]()
+    progress = fail if mine and where == "load" else lambda done, total: None
+    try:
+        divided = DividedDecoder(TINY, random_tensors(TINY), torch.bfloat16, CPU, progress, mirror)
+        places = {"pass": (divided._stack, "run", fail), "acquire": (DividedCache, "acquire", repeated(break_off))}
+        if mine:
+            setattr(*places[where])
+        mirror.follow()
+        raised += [failure(divided) for _ in range(2)]
+    except OutOfMemory as error:
+        if mirror.ranks.rank:
+            raise
+        raised.append(said(error))
+    finally:
+        if mirror.ranks.rank:
+            ended.touch()
+    until = time.monotonic() + 60
+    while not ended.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    print(json.dumps({"raised": raised, "ended": ended.exists()}))
+
+
 def main() -> None:
     torch.set_num_threads(1)
     mirror = Mirror(Ranks())
+    if sys.argv[1:2] == ["run out"]:
+        run_out(mirror, sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]))
+        return
     made: dict[str, tuple[Decoder, DividedDecoder]] = {}
     for name, (config, tensors, dtype, mode) in cases():
         held = Quantised(tensors, mode) if mode else tensors
-        divided = DividedDecoder(config, held, dtype, CPU, lambda done, total: None, mirror)
-        made[name] = Decoder(config, held, dtype, CPU), divided
+        adapters = adapters_of(name, tensors)
+        divided = DividedDecoder(config, held, dtype, CPU, lambda done, total: None, mirror, adapters)
+        made[name] = Decoder(config, held, dtype, CPU, adapters=adapters), divided
     mirror.follow()
     if sys.argv[1:] == ["fail"]:
         mirror.ranks.send(b"no pickle")

@@ -13,6 +13,9 @@ from tests.models.test_families import SIZES
 
 transformers = pytest.importorskip("transformers")
 
+STRETCHED = {
+    **{"type": "yarn", "factor": 40, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1},
+}
 OLDER: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 16, "sliding_window": 64, "hidden_act": "gelu", "query_pre_attn_scalar": 144},
     "gemma3_text": {
@@ -51,6 +54,16 @@ OLDER: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 3},
     "mistral": {"rope_theta": 1e6},
     "llama": {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+    "deepseek_v2": {
+        **{"num_key_value_heads": 6, "q_lora_rank": None, "kv_lora_rank": 20, "num_experts_per_tok": 6},
+        **{"rope_theta": 1e4, "rope_scaling": STRETCHED | {"mscale": 0.707, "mscale_all_dim": 0.707}},
+        **{"n_group": 1, "topk_group": 1, "scoring_func": "softmax", "moe_layer_freq": 1},
+    },
+    "deepseek_v3": {
+        **{"num_key_value_heads": 6, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_experts_per_tok": 8},
+        **{"rope_theta": 1e4, "rope_scaling": STRETCHED | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    },
+    "glm4_moe_lite": {"num_key_value_heads": 6, "first_k_dense_replace": 1, "rope_theta": 1e6},
 }
 
 
@@ -87,6 +100,10 @@ def raw(family: str, **changes: Any) -> dict[str, Any]:
         (raw("qwen2", layer_types=["chunked_attention"] * 4), "chunked_attention"),
         (raw("llama", rope_scaling={"rope_type": "yarn", "factor": 2.0, "mrope_section": [1, 2]}), "mrope_section"),
         (raw("gemma3", text_config={}), "multimodal"),
+        (raw("deepseek_v2", num_experts_per_tok=6, norm_topk_prob=True), "norm_topk_prob"),
+        (raw("deepseek_v2", num_experts_per_tok=6, topk_method="noaux_tc"), "softmax and noaux_tc"),
+        (raw("deepseek_v3", scoring_func="softmax"), "softmax and noaux_tc"),
+        (raw("deepseek_v3", moe_layer_freq=2), "in every 2. layer"),
     ],
 )
 def test_what_would_be_computed_wrongly_is_refused(config: dict[str, Any], said: str) -> None:
@@ -103,6 +120,11 @@ def test_what_would_be_computed_wrongly_is_refused(config: dict[str, Any], said:
         (raw("mistral", sliding_window=-5), "-5"),
         (raw("mixtral", num_local_experts=2, num_experts_per_tok=3), "3 of 2"),
         (raw("qwen3_moe", moe_intermediate_size=0), "moe_intermediate_size must be .* got 0"),
+        (raw("deepseek_v2"), "num_experts_per_tok must be a whole number"),
+        (raw("deepseek_v3", n_group=6), "8 of 256 experts in 4 of 6 groups"),
+        (raw("deepseek_v3", n_group=256, topk_group=7), "8 of 256 experts in 7 of 256 groups"),
+        (raw("deepseek_v3", mlp_layer_types=["dense"] * 3), "must name 4 layers"),
+        (raw("deepseek_v3", num_attention_heads=2**17), "more than a matrix can have"),
         (raw("phi3", rope_scaling={"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}), "1 factors"),
         (
             raw("llama", rope_scaling="linear"),
@@ -113,6 +135,26 @@ def test_what_would_be_computed_wrongly_is_refused(config: dict[str, Any], said:
 def test_configs_that_contradict_themselves_are_named(config: dict[str, Any], said: str) -> None:
     with pytest.raises(CorruptModel, match=said):
         read_config(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "known"),
+    [
+        ("qwen3", "layer_types", "full_attention or sliding_attention"),
+        ("olmo3", "layer_types", "full_attention or sliding_attention"),
+        ("gemma4_text", "layer_types", "full_attention or sliding_attention"),
+        ("qwen3_next", "layer_types", "full_attention or linear_attention"),
+        ("lfm2", "layer_types", "full_attention or conv"),
+        ("granitemoehybrid", "layer_types", "attention or full_attention or mamba or linear_attention"),
+        ("nemotron_h", "layers_block_type", "attention or full_attention or mamba or linear_attention or mlp or moe"),
+    ],
+)
+def test_unknown_types_of_layers_are_refused_with_those_that_are_known(family: str, key: str, known: str) -> None:
+    said = rf"^{key} names layers of type chunked, which are not supported in {family}\. Use a model .* {known}$"
+    with pytest.raises(UnsupportedModel, match=said):
+        read_config(raw(family, **{key: ["chunked"] * 4}))
+    with pytest.raises(CorruptModel, match=f"{key} names 1 of 4 layers"):
+        read_config(raw(family, **{key: ["full_attention"]}))
 
 
 def test_switched_off_peculiarities_are_no_matter() -> None:

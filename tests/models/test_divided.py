@@ -15,15 +15,18 @@ import pytest
 import torch
 
 from paceline.checkpoints.loader import check_divisible
-from paceline.errors import InvalidOption, UnsupportedModel
+from paceline.errors import AdapterMismatch, InvalidOption, UnsupportedModel
 from paceline.kernels.cpu.build import kernel, library
 from paceline.kernels.cpu.matrix import Matrix, block_elements
+from paceline.kernels.low_rank import Factors
 from paceline.kernels.quantize import quantize
-from paceline.models.config import DeltaNetConfig, LayerConfig
+from paceline.models.config import DeltaNetConfig, LatentConfig, LayerConfig
 from paceline.models.ranks import Exchange, Ranks
 from paceline.models.shards import RankTensors, divide, spans
 from paceline.testing import TINY, random_tensors
 from tests.kernels.test_cpu_formats import number, stored
+from tests.kernels.test_low_rank import factors
+from tests.models.divided_worker import WITH_ADAPTERS
 from tests.server.server_process import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -55,14 +58,16 @@ def test_two_processes_write_what_one_writes(shared_memory: bool) -> None:
     first, second = run_ranks(shared_memory=shared_memory)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     found = json.loads(first.stdout)
-    assert len(found) == 8
+    assert len(found) == 9
     for name, model in found.items():
         assert model["shared"] == (shared_memory and library() is not None and sys.platform == "linux")
-        exact = "float64" in name or name == "joined projections"
+        exact = "float64" in name or name in ("joined projections", "side by side")
         assert model["same"], name
         assert min(model["accepted"]) > 0, "nothing was accepted, so nothing was shown"
         assert (model["embedding"], model["head"], model["kv_heads"]) == (True, True, 1)
         assert model["logits"] < 1e-5
+        assert len(model["adapters"]) == 3 * name.endswith(WITH_ADAPTERS)
+        assert all(change > 0.1 for change in model["adapters"])
         assert model["error"] < (1e-12 if exact else 0.05 if "bfloat16" in name or "int" in name else 1e-4), name
         if library() is not None and not exact:
             assert (model["native"], model["guarantee"]) == (True, "bits"), name
@@ -74,6 +79,34 @@ def test_an_error_at_one_process_ends_both(shared_memory: bool) -> None:
     assert min(first.returncode, second.returncode) > 0
     assert "RankLost: another process of this model has ended" in first.stderr
     assert "UnpicklingError" in second.stderr
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_process_waits_for_one_that_has_run_out_of_memory(rank: int, shared_memory: bool, tmp_path: Path) -> None:
+    """Whether that one lives on, as a server does, or not."""
+    first, second = run_ranks("run out", "pass", str(rank), str(tmp_path / "ended"), shared_memory=shared_memory)
+    found = json.loads(first.stdout)
+    assert found["ended"], "the other process waits for rank 0, which has left"
+    assert second.returncode > 0
+    assert ("OutOfMemory: no memory" if rank else "RankLost: another process of this model has") in second.stderr
+    assert found["raised"][0].startswith("RankLost: another" if rank else "OutOfMemory: no memory")
+    assert found["raised"][1].startswith("RankLost: the processes of this model have ended: ")
+
+
+def test_a_call_that_breaks_off_at_rank_0_ends_the_process_that_waits_for_the_next(tmp_path: Path) -> None:
+    first, second = run_ranks("run out", "acquire", "0", str(tmp_path / "ended"))
+    found = json.loads(first.stdout)
+    assert found == {"raised": ["MemoryError: no memory, by way of trial"] * 2, "ended": True}
+    assert "RankLost: another process of this model has" in second.stderr
+
+
+def test_a_process_that_cannot_load_its_part_ends_the_other(tmp_path: Path) -> None:
+    first, second = run_ranks("run out", "load", "0", str(tmp_path / "ended"))
+    (raised,) = (found := json.loads(first.stdout))["raised"]
+    assert raised.startswith("OutOfMemory: no memory, by way of trial")
+    assert found["ended"], "the other process waits for rank 0, which has left"
+    assert "RankLost: another process of this model has" in second.stderr
 
 
 def test_spans_are_whole_units_but_for_the_last() -> None:
@@ -103,6 +136,24 @@ def test_a_rank_that_ends_before_its_first_sum_is_noticed() -> None:
     assert kernel("paceline_sum", c_void_p, c_void_p, c_int64)(addressof(ranks[0]), x.data_ptr(), 4) == 1
 
 
+def test_adapters_are_cut_as_the_weights_beside_them() -> None:
+    tensors = random_tensors(TINY)
+    held = factors(tensors, "all", 3, ("_proj",))
+    own = [RankTensors(tensors, divide(TINY, tensors, 2), rank) for rank in range(2)]
+    parts = [rank.factors(held).factors for rank in own]
+    for module, (a, b) in held.factors.items():
+        cut = [rank[module + ".weight"] for rank in own]
+        for rank, (own_a, own_b) in enumerate(part[module] for part in parts):
+            assert (own_b.shape[0], own_a.shape[1]) == cut[rank].shape
+        changes = [part[module][1] @ part[module][0] for part in parts]
+        whole = torch.cat(changes, 1 if module.endswith(("o_proj", "down_proj")) else 0)
+        torch.testing.assert_close(whole, b @ a)
+    module = "model.layers.0.self_attn.q_proj"
+    a, b = held.factors[module]
+    with pytest.raises(AdapterMismatch, match=r"x changes .*q_proj from 32 to 16 elements, .* is from 32 to 32"):
+        own[0].factors(Factors("x", {module: (a, b[:16])}))  # which would fit a part
+
+
 def test_models_that_cannot_be_divided_are_refused() -> None:
     recurrent = LayerConfig(None, recurrent=DeltaNetConfig(2, 4, 8, 4, 4))
     with pytest.raises(UnsupportedModel, match="recurrent"):
@@ -115,6 +166,9 @@ def test_models_that_cannot_be_divided_are_refused() -> None:
     with pytest.raises(UnsupportedModel, match="norms queries and keys over all heads"):
         check_divisible("x", wide, exact=False, ranks=True, placed=False)
     check_divisible("x", wide, exact=False, ranks=False, placed=True)
+    latent = replace(TINY, latent=LatentConfig(16, 0, 8, 4, 8))
+    with pytest.raises(UnsupportedModel, match="one vector for the keys and values of all heads"):
+        check_divisible("x", latent, exact=False, ranks=True, placed=False)
     with pytest.raises(InvalidOption, match="together"):
         check_divisible("x", TINY, exact=False, ranks=True, placed=True)
 

@@ -19,6 +19,7 @@ from paceline.checkpoints.expert_tensors import ExpertTensors
 from paceline.drafters.model import DraftModel
 from paceline.engine.self_check import guarantee
 from paceline.kernels.linear import gated, linear, packs_bfloat16
+from paceline.models.config import Groups
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
 from paceline.models.layers import Dense, Mixture
@@ -52,7 +53,17 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 GEMMA: dict[str, Any] = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 16}
 EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 GPT_OSS: dict[str, Any] = {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3}
+LLAMA4: dict[str, Any] = {
+    **{"head_dim": 16, "intermediate_size": 24, "intermediate_size_mlp": 80, "num_local_experts": 5},
+    **{"attention_chunk_size": 4096, "floor_scale": 7},
+}
 SLIDES = {"use_sliding_window": True, "sliding_window": 20}
+LATENT: dict[str, Any] = {
+    **{"kv_lora_rank": 20, "q_lora_rank": 28, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
+    **{"num_key_value_heads": 6, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3},
+    **{"moe_intermediate_size": 24, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7},
+}
+GROUPS = {"n_group": 4, "topk_group": 2}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 16}),
@@ -62,6 +73,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral, sliding": ("Mistral", {"sliding_window": 24}),
     "qwen2, sliding upper layers": ("Qwen2", {"max_window_layers": 1, **SLIDES}),
+    "qwen2": ("Qwen2", {}),
     "phi3, sliding": ("Phi3", {"sliding_window": 17}),
     "phi3, partial, short factors": (
         "Phi3",
@@ -134,7 +146,71 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4, sliding": ("Exaone4", {"sliding_window": 18, "sliding_window_pattern": 2, "head_dim": 16}),
     "glm": ("Glm", {"head_dim": 16, "partial_rotary_factor": 0.5}),
     "glm4": ("Glm4", {"head_dim": 16, "partial_rotary_factor": 0.5}),
+    "glm4.5": (
+        "Glm4Moe",
+        {
+            **{"head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+            **{
+                "n_group": 4,
+                "topk_group": 2,
+                "routed_scaling_factor": 1.7,
+                "use_qk_norm": True,
+                "attention_bias": True,
+            },
+        },
+    ),
+    "glm4.5 without groups": (
+        "Glm4Moe",
+        {
+            **{"head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+            **{"n_shared_experts": 2, "first_k_dense_replace": 2, "norm_topk_prob": False},
+        },
+    ),
+    "llama4": ("Llama4Text", {**LLAMA4, "no_rope_layer_interval": 2, "interleave_moe_layer_step": 2}),
+    "llama4 as published": (
+        "Llama4Text",
+        {
+            **{**LLAMA4, "attention_chunk_size": 8192, "floor_scale": 8192},
+            "rope_parameters": YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 1.0},
+        },
+    ),
+    "llama4, sliding": (
+        "Llama4Text",
+        {
+            **{**LLAMA4, "attention_chunk_size": 20, "no_rope_layers": [1, 0, 1, 1], "num_experts_per_tok": 2},
+            "rope_parameters": YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        },
+    ),
+    "llama4, dense": ("Llama4Text", {**LLAMA4, "moe_layers": [], "use_qk_norm": False, "attn_scale": 0.5}),
     "ernie4.5": ("Ernie4_5", {"head_dim": 16, "use_bias": True}),
+    "deepseek v2": ("DeepseekV2", {**LATENT, "topk_method": "greedy"}),
+    "deepseek v2, no query latent, groups, stretched": (
+        "DeepseekV2",
+        {
+            **{**LATENT, **GROUPS, "q_lora_rank": None, "topk_method": "group_limited_greedy"},
+            "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "deepseek v3": ("DeepseekV3", {**LATENT, **GROUPS, "attention_bias": True}),
+    "deepseek v3, halves, stretched": (
+        "DeepseekV3",
+        {
+            **{**LATENT, **GROUPS, "rope_interleave": False, "norm_topk_prob": False, "q_lora_rank": None},
+            "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.3},
+        },
+    ),
+    "glm 4.7 flash": ("Glm4MoeLite", {**LATENT, "mlp_layer_types": ["dense", "sparse", "sparse", "dense"]}),
+    "cohere": ("Cohere", {"logit_scale": 0.3}),
+    "cohere, norms of heads": ("Cohere", {"logit_scale": 0.3, "use_qk_norm": True, "attention_bias": True}),
+    "cohere2, sliding": ("Cohere2", {"logit_scale": 0.3, "sliding_window": 18}),
+    "starcoder2": ("Starcoder2", {}),
+    "starcoder2, sliding": ("Starcoder2", {"sliding_window": 21, "use_bias": False}),
+    "stablelm": ("StableLm", {"use_qkv_bias": True}),
+    "stablelm, parallel": ("StableLm", {"use_parallel_residual": True, "qk_layernorm": True}),
+    "phi": ("Phi", {"hidden_size": 96, "num_attention_heads": 4}),
+    "phi, norms of heads": ("Phi", {"qk_layernorm": True}),
+    "gpt-neox": ("GPTNeoX", {"hidden_size": 96, "num_attention_heads": 4, "rotary_pct": 0.5}),
+    "gpt-neox, one after the other": ("GPTNeoX", {"rotary_pct": 0.75, "use_parallel_residual": False}),
     "yarn": ("Llama", {"rope_parameters": YARN}),
     "yarn, own temperature": (
         "Llama",
@@ -156,10 +232,13 @@ def models(case: str, dtype: torch.dtype = torch.float64) -> tuple[Any, Decoder]
     config = getattr(transformers, name + "Config")(**deepcopy(SIZES | changes))
     theirs = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")
     for key, parameter in theirs.named_parameters():  # transformers starts biases at zero and norms at 0 or 1
-        if parameter.dim() == 1:
+        if parameter.dim() == 1 or "_norm." in key:
             torch.nn.init.normal_(parameter, float("Gemma" not in name or "norm" not in key), 0.3)
         elif key.endswith("_bias"):  # of gpt-oss's experts, beyond what its SwiGLU clamps
             torch.nn.init.normal_(parameter, 0.0, 4.0)
+    for key, buffer in theirs.named_buffers():
+        if key.endswith("correction_bias"):
+            torch.nn.init.normal_(buffer, 0.0, 0.2)
     theirs = theirs.to(dtype).eval()
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
@@ -254,7 +333,13 @@ def test_windows_hold_over_a_ring_that_has_wrapped(case: str) -> None:
     check_drafts(theirs, ours, cache, slot, tokens, rows=(8,))
 
 
-@pytest.mark.parametrize("case", ["gemma3", "mixtral", "qwen3 moe", "gpt-oss", "phi3, sliding", "phi3, long factors"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("gemma3", "mixtral", "qwen3 moe", "gpt-oss", "phi3, sliding", "phi3, long factors"),
+        *("cohere2, sliding", "starcoder2", "stablelm, parallel", "phi", "gpt-neox", "glm4.5", "llama4, sliding"),
+    ],
+)
 def test_text_with_drafts_is_what_transformers_generates(case: str) -> None:
     theirs, ours = models(case)
     prompt = text(34)
@@ -309,7 +394,7 @@ def test_the_cache_holds_what_the_config_says(case: str) -> None:
     _, ours = models(case)
     cache = ours.new_cache()
     slot = cache.acquire()
-    for length in (256, 512, 1024):  # where no doubling is half used
+    for length in (256, 512, 1024):  # where no step is half used
         while cache.lengths[slot] < length:
             feed(ours, cache, slot, [1] * PREFILL_ROWS)
         assert ours.config.cache_bytes(length, itemsize=8) == cache.nbytes
@@ -363,3 +448,11 @@ def test_experts_of_equal_score_are_taken_in_order() -> None:
     experts, seen = mixture(torch.zeros(5, 6))
     experts(torch.ones(1, 4, 6))
     assert [number for number, _ in seen] == [0, 1]
+
+
+@pytest.mark.parametrize(("best", "chosen"), [(2, [4, 5]), (1, [0, 1])])
+def test_experts_of_the_best_groups_alone(best: int, chosen: list[int]) -> None:
+    """By the two highest scores of each (DeepSeek-V3) or the highest (V2). Of equal ones the first."""
+    logits = torch.tensor([[3.0], [-2.0], [0.0], [0.0], [2.0], [1.9], [2.0], [1.9]])
+    one = Mixture(linear(logits), [], 2, False, sigmoid=True, groups=Groups(4, 1, best))
+    assert one._route(torch.ones(3, 1))[1].tolist() == [chosen] * 3

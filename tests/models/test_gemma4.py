@@ -121,7 +121,7 @@ def test_the_cache_holds_keys_of_the_layers_that_have_some(case: str) -> None:
     _, ours = models(case)
     cache = ours.new_cache()
     slot = cache.acquire()
-    while cache.lengths[slot] < 1024:  # where no doubling is half used
+    while cache.lengths[slot] < 1024:  # where no step is half used
         feed(ours, cache, slot, [1] * PREFILL_ROWS)
     assert ours.config.cache_bytes(1024, itemsize=8) == cache.nbytes
 

@@ -13,27 +13,32 @@ import torch
 from paceline.checkpoints.loader import load_model
 from paceline.cli.cache_room import cache_positions
 from paceline.drafters.model import DraftModel
+from paceline.engine.engine import Engine
 from paceline.engine.self_check import guarantee
 from paceline.errors import InvalidOption, OutOfMemory
 from paceline.kernels.cpu.build import library
+from paceline.kernels.low_rank import Factors
 from paceline.models import placement
 from paceline.models.decoder import Decoder
 from paceline.models.lazy import Quantised
 from paceline.models.placement import free_memory, parse_map, place, plan, sizes
 from paceline.sampling.parameters import Sampling
-from paceline.testing import TINY, random_tensors, run
+from paceline.testing import TINY, random_tensors, run, run_together
 from paceline.types import DraftBudget, Want
 from paceline.verify.tree import pack_prefix
+from tests.kernels.test_low_rank import adapters
 
 CPU = torch.device("cpu")
 FOUR = replace(TINY, layers=4, context_length=1200)
 TEXT = [*range(30)] * 2
 
 
-def decoder(dtype: torch.dtype, names: Sequence[str] = (), config: Any = FOUR, mode: Any = None) -> Decoder:
+def decoder(
+    dtype: torch.dtype, names: Sequence[str] = (), config: Any = FOUR, mode: Any = None, held: Sequence[Factors] = ()
+) -> Decoder:
     tensors = random_tensors(config)
-    held = Quantised(tensors, mode) if mode else tensors
-    return Decoder(config, held, dtype, CPU, devices=tuple(map(torch.device, names)))
+    weights = Quantised(tensors, mode) if mode else tensors
+    return Decoder(config, weights, dtype, CPU, adapters=held, devices=tuple(map(torch.device, names)))
 
 
 def parts(target: Decoder) -> list[tuple[int, int, bool]]:
@@ -62,9 +67,30 @@ def test_placed_layers_compute_the_same(dtype: torch.dtype, mode: str | None) ->
     assert torch.equal(early[0].logits, early[1].logits)
 
 
-def cache_of(target: Decoder) -> Any:
+@pytest.mark.parametrize("mode", [None, "int8"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_placed_layers_have_their_adapters(dtype: torch.dtype, mode: str | None) -> None:
+    if mode and dtype == torch.float64:
+        pytest.skip("codes do not run in float64")
+    held = adapters(random_tensors(FOUR))
+    whole, placed = (decoder(dtype, names, mode=mode, held=held) for names in ((), ("cpu", "cpu:0", "cpu:0", "cpu")))
+    rows, found = pack_prefix(TEXT, 0, 0, CPU), []
+    for number in range(len(held) + 1):
+        outs = [target.forward(rows, cache_of(target, number), Want()).logits for target in (whole, placed)]
+        assert torch.equal(*outs)
+        found.append(outs[0])
+    assert all(not torch.equal(found[0], other) for other in found[1:])
+    prompts, how = [TEXT[:20], TEXT[:20], TEXT[:9]], [Sampling(max_new_tokens=20)] * 3
+    texts = [
+        [reply for reply, _, _ in run_together(Engine(target), prompts, how, adapters=[0, 1, 2])]
+        for target in (whole, placed)
+    ]
+    assert texts[0] == texts[1]
+
+
+def cache_of(target: Decoder, adapter: int = 0) -> Any:
     cache = target.new_cache()
-    cache.acquire()
+    cache.acquire(0, adapter)
     return cache
 
 
@@ -97,7 +123,9 @@ def test_sliding_windows_keep_a_slab_for_each_part() -> None:
     window = replace(FOUR.plan[0], window=20)
     config = replace(FOUR, special=(FOUR.plan[0], window, FOUR.plan[0], window))
     whole, placed = (decoder(torch.float32, names, config) for names in ((), ("cpu", "cpu", "cpu:0", "cpu:0")))
-    assert len(placed.new_cache().slabs) == 4
+    cache = placed.new_cache()
+    cache.acquire()
+    assert len(cache.slabs) == 4
     how = Sampling(max_new_tokens=40)
     assert run(placed, TEXT, how)[0] == run(whole, TEXT, how)[0]
 

@@ -10,12 +10,22 @@ import torch
 from paceline.checkpoints.checkpoint import open_folder
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
-from tests.models.test_families import SIZES, assert_close, expected, feed, text
+from tests.models.test_families import LLAMA4, SIZES, assert_close, expected, feed, text
 
 transformers = pytest.importorskip("transformers")
 
 MROPE = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True, "rope_theta": 5e6}
 VISION = {"hidden_size": 32, "depth": 2, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 48}
+LLAMA4_VISION = {
+    **{"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 128},
+    **{
+        "vision_output_dim": 32,
+        "projector_input_dim": 32,
+        "projector_output_dim": 32,
+        "image_size": 28,
+        "patch_size": 14,
+    },
+}
 
 
 def test_qwen3_vl_writes_as_transformers_does(tmp_path: Path) -> None:
@@ -27,6 +37,20 @@ def test_qwen3_vl_writes_as_transformers_does(tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path)
     config, tensors = open_folder(tmp_path)
     assert config["model_type"] == "qwen3_vl_text"
+    ours = Decoder(read_config(config), tensors, torch.float64, torch.device("cpu"))
+    cache, tokens = ours.new_cache(), text(60)
+    assert_close(feed(ours, cache, cache.acquire(), tokens), expected(theirs, tokens))
+
+
+def test_llama4_writes_as_transformers_does(tmp_path: Path) -> None:
+    """Its experts are stacked with their inputs first."""
+    torch.manual_seed(0)
+    own = transformers.Llama4TextConfig(**SIZES | LLAMA4)
+    whole = transformers.Llama4Config(text_config=own, vision_config=transformers.Llama4VisionConfig(**LLAMA4_VISION))
+    theirs = transformers.Llama4ForConditionalGeneration(whole).double().eval()
+    theirs.save_pretrained(tmp_path)
+    config, tensors = open_folder(tmp_path)
+    assert config["model_type"] == "llama4_text"
     ours = Decoder(read_config(config), tensors, torch.float64, torch.device("cpu"))
     cache, tokens = ours.new_cache(), text(60)
     assert_close(feed(ours, cache, cache.acquire(), tokens), expected(theirs, tokens))

@@ -14,8 +14,10 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from tests.checkpoints.test_gguf import Q, write
+from tests.checkpoints.test_gguf import FFN, HIDDEN, Q, write
 from tests.server.server_process import ServerProcess, free_port
 
 
@@ -24,6 +26,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerPr
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PACELINE_CONFIG", "")
     write(tmp_path / "tiny.gguf", kind=Q.Q8_0)
+    write_lora(tmp_path / "lora")
     started = [
         sys.executable,
         "-m",
@@ -34,8 +37,23 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerPr
         str(free_port()),
     ]
     command = [*started, "-m", "paceline", "serve", str(tmp_path / "tiny.gguf"), "--drafter", "suffix", "--grace", "5"]
+    command += ["--adapter", f"lora={tmp_path / 'lora'}"]
     with ServerProcess("divided", command) as running:
         yield running
+
+
+def write_lora(folder: Path) -> None:
+    """A LoRA adapter of the tiny model, in PEFT's layout."""
+    sizes = {"self_attn.o_proj": (HIDDEN, HIDDEN), "mlp.gate_proj": (HIDDEN, FFN), "mlp.down_proj": (FFN, HIDDEN)}
+    noise, tensors = torch.Generator().manual_seed(0), {}
+    for module, (width, out) in sizes.items():
+        name = f"base_model.model.model.layers.0.{module}.lora_"
+        tensors[name + "A.weight"] = torch.randn(4, width, generator=noise)
+        tensors[name + "B.weight"] = torch.randn(out, 4, generator=noise)
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": [*sizes]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
 def complete(server: ServerProcess, **changes: Any) -> str:
@@ -56,12 +74,12 @@ def ranks(server: ServerProcess) -> list[psutil.Process]:
 
 
 def test_replies_are_those_of_plain_decoding_and_it_ends_when_told(server: ServerProcess) -> None:
-    ways: list[dict[str, Any]] = [{}, {"temperature": 0.8, "seed": 3}, {"prompt": "babba"}]
+    ways: list[dict[str, Any]] = [{}, {"temperature": 0.8, "seed": 3}, {"prompt": "babba"}, {"model": "lora"}]
     plain = [complete(server, speculation="off", **way) for way in ways]
-    with ThreadPoolExecutor(3) as pool:
+    with ThreadPoolExecutor(4) as pool:
         drafted = pool.map(lambda way: complete(server, speculation={"drafter": "suffix"}, **way), ways * 3)
         assert list(drafted) == plain * 3
-    assert len(set(plain)) == 3
+    assert len(set(plain)) == 4
     every = ranks(server)
     server.process.send_signal(signal.SIGTERM)
     assert not psutil.wait_procs(every, 60)[1]

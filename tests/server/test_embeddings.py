@@ -80,10 +80,12 @@ def test_ollamas_client(served: Serving, plain: LLM) -> None:
 
 def test_embeddings_are_counted_and_logged_as_other_requests_are(plain: LLM, caplog: pytest.LogCaptureFixture) -> None:
     with serving(plain, log_prompts=True) as it, caplog.at_level("INFO"):
-        it.post("/v1/embeddings", {"input": "abc abc"}).raise_for_status()
+        used = it.post("/v1/embeddings", {"input": ["abc abc", "b"]}).json()["usage"]["prompt_tokens"]
         metrics = it.get("/metrics").text
-    assert '"input":"abc abc"' in caplog.text
-    assert re.search(r"vllm:prompt_tokens_total{[^}]*} [1-9]", metrics), metrics
+    assert '"input":["abc abc","b"]' in caplog.text
+    assert used == sum(len(plain.encode(text, raw=True)) for text in ("abc abc", "b"))
+    assert re.search(rf"vllm:prompt_tokens_total{{[^}}]*}} {used}\.0", metrics), metrics
+    assert f"prompt tokens {used}, " in caplog.text
 
 
 def test_a_body_is_released_before_its_texts_are_computed(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,14 @@ import platform
 import random
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import psutil
 import pytest
 
+from paceline.cache.shared import SharedSlabCache
+from paceline.cache.slab import SlabCache
 from paceline.cache.state import held
 from paceline.drafters.base import Ask
 from paceline.drafters.model import DraftModel
@@ -355,7 +358,23 @@ def test_gaps_between_what_is_in_use_are_given_back() -> None:
 
 def test_states_take_room_beside_keys_and_values() -> None:
     """Many short texts hold more states than positions."""
-    assert _positions(3, 300, 0.0) == 1200
-    assert _positions(3, 300, 100.0) == 1200 + 3 * held(300) * 100
-    assert _fits(1200, 0.0, 3, 300)
-    assert not _fits(1200, 100.0, 3, 300)
+    lengths, states = [300, 40, 5000], held(300) + held(40) + held(5000)
+    assert _positions(0.0, False, lengths) == 5340
+    assert _positions(100.0, False, lengths) == 5340 + states * 100
+    assert _fits(5340, partial(_positions, 0.0, False), lengths)
+    assert not _fits(5340, partial(_positions, 100.0, False), lengths)
+
+
+def test_where_slots_lie_side_by_side_each_takes_as_much_as_the_longest() -> None:
+    assert _positions(0.0, True, [300, 40, 100]) == 4 * 300, "the number of slots doubles"
+    assert _positions(0.0, True, []) == _positions(0.0, False, []) == 0
+
+
+@pytest.mark.parametrize("kind", [SlabCache, SharedSlabCache])
+def test_a_long_text_takes_its_own_room_and_not_that_of_every_slot(kind: type[SlabCache]) -> None:
+    model = toy_model(context_length=2048)
+    model.target._cache_type = kind  # type: ignore[attr-defined]
+    worker = Worker(LLM(model), WorkerLimits(cache_positions=2000))
+    lengths = [1000, *[60] * 15]
+    assert worker._scheduler._fits(lengths) == (kind is SlabCache)
+    assert not worker._scheduler._fits([*lengths, 101])

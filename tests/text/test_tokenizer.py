@@ -148,9 +148,12 @@ def test_every_splitter_keeps_the_text(pre: str) -> None:
         ("default", ["I", "'", "ll", " pay", " ", "123", "45", "€", "  ", " NOW", "'", "VE", "\n\n"]),
         ("smollm", ["I", "'ll", " pay", " ", "1", "2", "3", "4", "5", "€", "  ", " NOW", "'", "VE", "\n\n"]),
         ("llama-bpe", ["I", "'ll", " pay", " ", "123", "45", "€", "  ", " NOW", "'VE", "\n\n"]),
+        ("glm4", ["I", "'ll", " pay", " ", "123", "45", "€", "  ", " NOW", "'VE", "\n\n"]),
         ("qwen2", ["I", "'ll", " pay", " ", "1", "2", "3", "4", "5", "€", "  ", " NOW", "'VE", "\n\n"]),
+        ("stablelm2", ["I", "'ll", " pay", " ", "1", "2", "3", "4", "5", "€", "  ", " NOW", "'VE", "\n\n"]),
         ("dbrx", ["I", "'ll", " pay", " ", "123", "45", "€", "  ", " NOW", "'VE", "\n\n"]),
         ("gpt-4o", ["I'll", " pay", " ", "123", "45", "€", "  ", " NOW'VE", "\n\n"]),
+        ("kimi-k2", ["I'll", " pay", " ", "123", "45", "€", "  ", " NOW'VE", "\n\n"]),
         ("seed-coder", ["I", "'ll", " pay", " ", "1", "2", "3", "4", "5", "€", "  ", " NOW", "'VE", "\n\n"]),
         ("deepseek-v3", ["I", "'ll", " pay", " ", "123", "45", "€", "  ", " NOW", "'VE", "\n\n"]),
         (
@@ -165,6 +168,11 @@ def test_every_splitter_keeps_the_text(pre: str) -> None:
 def test_splitters(pre: str, expected: list[str]) -> None:
     tokenizer = Tokenizer.from_gguf(byte_level(pre=pre))
     assert pieces(tokenizer, "I'll pay 12345€   NOW'VE\n\n") == expected
+
+
+def test_kimi_cuts_between_scripts() -> None:
+    tokenizer = Tokenizer.from_gguf(byte_level(pre="kimi-k2"))
+    assert pieces(tokenizer, "camelCase你好abc 你好\n") == ["camel", "Case", "你好", "abc", " ", "你好", "\n"]
 
 
 def test_tekken_cuts_at_case() -> None:

@@ -11,7 +11,7 @@ from torch.utils.data import Subset
 from paceline.models.heads import EagleConfig
 from paceline.testing import tiny_target
 from paceline.train.documents import Document
-from paceline.train.eagle3 import Eagle3
+from paceline.train.eagle3 import Eagle3Recipe
 from paceline.train.kinds import one_layer
 from paceline.train.loop import Trainer, TrainPlan
 from paceline.train.states import States
@@ -35,10 +35,10 @@ def documents(count: int, seed: int = 0, length: int = 24) -> list[Document]:
     return made
 
 
-def recipe(steps: int = 3, vocabulary: int = 30, seed: int = 0, **flags: bool) -> Eagle3:
+def recipe(steps: int = 3, vocabulary: int = 30, seed: int = 0, **flags: bool) -> Eagle3Recipe:
     torch.manual_seed(seed)
     config = EagleConfig(one_layer(TARGET.config, 48), TAPS, TARGET.config.hidden, vocabulary, fc_norm=True, **flags)
-    return Eagle3(config, TARGET, torch.arange(37)[-vocabulary:], steps)
+    return Eagle3Recipe(config, TARGET, torch.arange(37)[-vocabulary:], steps)
 
 
 def trainer(

@@ -121,7 +121,7 @@ def transformers(setup: PeerSetup) -> PeerAnswer:
         if prompt.temperature:
             torch.manual_seed(prompt.seed)
             options |= {"do_sample": True, "temperature": prompt.temperature, "top_k": 0, "top_p": 1.0}
-        out = peer.generate(ids, setup.tokens, setup.eos, streamer=_Streamer(timer), **options)
+        out = peer.generate(ids, setup.tokens, setup.eos, streamer=_TransformersStreamer(timer), **options)
         reply = out[0, len(ids) :].tolist()
         peer.tokenizer.decode(reply, skip_special_tokens=True)
         return MeasuredReply(reply, timer.seconds)
@@ -170,7 +170,7 @@ def openvino(setup: PeerSetup) -> PeerAnswer:
     library = _library("openvino_genai", "openvino-genai")
     path = gguf(setup, "OpenVINO GenAI")
 
-    class Streamer(library.StreamerBase):  # type: ignore[misc, name-defined]
+    class OpenVINOStreamer(library.StreamerBase):  # type: ignore[misc, name-defined]
         def __init__(self, timer: FirstTokenTimer) -> None:
             super().__init__()
             self.timer = timer
@@ -204,7 +204,8 @@ def openvino(setup: PeerSetup) -> PeerAnswer:
             config.num_assistant_tokens, config.max_ngram_size = 5, 3
         timer = FirstTokenTimer()
         tokenizer = writer.get_tokenizer()
-        result = writer.generate(tokenizer.encode(prompt.prompt, add_special_tokens=False), config, Streamer(timer))
+        ids = tokenizer.encode(prompt.prompt, add_special_tokens=False)
+        result = writer.generate(ids, config, OpenVINOStreamer(timer))
         reply = list(result.tokens[0])
         tokenizer.decode(reply)
         return MeasuredReply(reply, timer.seconds)
@@ -213,8 +214,8 @@ def openvino(setup: PeerSetup) -> PeerAnswer:
     return answer
 
 
-class _Streamer:
-    """Streamer for transformers, which puts the prompt before the tokens."""
+class _TransformersStreamer:
+    """What transformers calls with each token; it puts the prompt before the tokens."""
 
     def __init__(self, timer: FirstTokenTimer) -> None:
         self._timer, self._prompt = timer, True

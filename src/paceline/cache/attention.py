@@ -23,7 +23,7 @@ _ROWS = 64
 """Rows whose scores are held at a time: those of a prompt's chunk would take a gigabyte after a long text."""
 
 
-Kind = tuple[int | None, bool, tuple[int, int] | None, int]
+Kind = tuple[int | None, bool, tuple[int, int] | None, int, bool, bool]
 """Properties that the layers of one slab share: see `LayerAttention`."""
 
 
@@ -33,7 +33,9 @@ class LayerAttention:
     the last `window` positions, its own included (None: all). `mutual`: rows of one pass see each other, the later ones
     too (a drafted block). `sinks` [heads]: the score, in the softmax alone, of a column without a value (gpt-oss).
     `heads`: number and size of its key heads, where they are not the cache's. `source`: the layer whose keys and values
-    it sees, if it has none of its own. `part`: number of the device's part of the model (`models/placement.py`)."""
+    it sees, if it has none of its own. `part`: number of the device's part of the model (`models/placement.py`).
+    `single`: its keys are its values too, and are held once. `chunked`: the window begins at a
+    multiple of its width."""
 
     scale: float
     window: int | None = None
@@ -43,11 +45,13 @@ class LayerAttention:
     heads: tuple[int, int] | None = None
     source: int | None = None
     part: int = 0
+    single: bool = False
+    chunked: bool = False
 
     @property
     def kind(self) -> Kind:
         """Layers of one kind share a slab, and what a row sees in it."""
-        return self.window, self.mutual, self.heads, self.part
+        return self.window, self.mutual, self.heads, self.part, self.single, self.chunked
 
 
 def slab_indices(layers: Sequence[LayerAttention | None]) -> list[tuple[int, int]]:
@@ -68,53 +72,62 @@ def slab_indices(layers: Sequence[LayerAttention | None]) -> list[tuple[int, int
 
 
 class SlabPlan:
-    """Where the rows of one pass are written in a slab, and what each of them sees there."""
+    """Where the rows of some slots of a pass are written in a slab, and what each of them sees there."""
 
     def __init__(
         self,
-        slabs: tuple[Tensor, Tensor],
+        slabs: tuple[Tensor, ...],
         window: int | None,
-        places: Sequence[int],
         rows: Rows,
+        members: Sequence[int],
+        places: Sequence[int],
         layouts: Sequence[Layout],
+        chunked: bool = False,
     ) -> None:
-        """`places`: the place of each slot of the pass in the slabs [layers, places, kv_heads, capacity, D]."""
-        self.slabs, self.window, self.places, self.rows, self.layouts = slabs, window, list(places), rows, layouts
-        self.count = max(rows.counts)
-        _, _, kv, capacity, _ = slabs[0].shape
-        self.writes = _slab_writes(rows, layouts, [place * kv * capacity for place in places], capacity)
-        ends = [length + x.visible.shape[1] for length, x in zip(rows.lengths, layouts, strict=True)]
-        self.reach = min(max(ends), capacity)
+        """`members`: indices of the slots in the pass, one or all; `places`, `layouts`: of each, its place in the slabs
+        [layers, places, kv_heads, capacity, D], of keys and of values or one of both, and its layout. `chunked`: see
+        `LayerAttention`."""
+        self._chunked = chunked
+        self.slabs, self.window, self.rows = slabs, window, rows
+        self.members, self.places, self.layouts = list(members), list(places), layouts
+        self.lengths = [rows.lengths[i] for i in self.members]
+        self.count = max(rows.counts[i] for i in self.members)
+        ends = [length + x.visible.shape[1] for length, x in zip(self.lengths, layouts, strict=True)]
+        self.reach = min(max(ends), slabs[0].shape[3])
         # Before the tail of the shortest slot every row sees every column, as long as no window has moved on.
         self._moved = window is not None and max(ends) > window
-        self.seen = 0 if self._moved else min(rows.lengths)
+        self.seen = 0 if self._moved else min(self.lengths)
 
     @cached_property
     def mask(self) -> Tensor:
         """[B, T, reach - seen], added to the scores of the columns from `seen` on."""
-        rows, keys = self.rows, self.slabs[0]
+        keys = self.slabs[0]
         if self._moved and self.window:
-            mask = _window_mask(self.count, rows, self.layouts, self.window, keys.shape[3], self.reach)
+            span = self.window, self._chunked
+            mask = _window_mask(self.count, self.lengths, self.layouts, span, keys.shape[3], self.reach)
         else:
-            mask = _mask(self.count, rows, self.layouts, self.seen, self.reach)
+            mask = _mask(self.count, self.lengths, self.layouts, self.seen, self.reach)
         return mask.to(keys.device, torch.float64 if keys.dtype == torch.float64 else torch.float32)
 
     @cached_property
-    def _tensors(self) -> _WriteTensors:
+    def _writes(self) -> _SlabWrites:
         device, (_, _, kv, capacity, head_dim) = self.slabs[0].device, self.slabs[0].shape
+        stores, copies, of = list[tuple[int, int]](), list[tuple[int, int]](), self.rows.tokens.shape[1]
+        for i, place, length, x in zip(self.members, self.places, self.lengths, self.layouts, strict=True):
+            entries = [place * kv * capacity + (length + column) % capacity for column in range(len(x.rows))]
+            stores += [(entries[column], i * of + row) for column, row in x.stores.tolist()]
+            copies += [(entries[column], entries[source]) for column, source in x.copies.tolist()]
         # The slab seen as [places * kv_heads * capacity, D]: one store for all slots of a layer.
         heads = torch.arange(kv, device=device) * capacity
-        x = self.writes
-        targets, copy_sources, copy_targets = (
-            (torch.tensor(entries, dtype=torch.long, device=device)[:, None] + heads).flatten()
-            for entries in (x.targets, x.copy_sources, x.copy_targets)
+        targets, copy_targets, copy_sources = (
+            (torch.tensor(column, dtype=torch.long, device=device)[:, None] + heads).flatten()
+            for column in ([to for to, _ in stores], [to for to, _ in copies], [source for _, source in copies])
         )
-        numbers = self.rows.lines
-        wanted = [numbers[row] for row in x.sources]
-        in_order = wanted == list(range(self.rows.tokens.numel()))
-        sources = None if in_order else torch.tensor(wanted, dtype=torch.long, device=device)
+        wanted = [row for _, row in stores]
+        in_order = wanted == list(range(wanted[0], wanted[0] + len(wanted)))
+        sources = slice(wanted[0], wanted[-1] + 1) if in_order else torch.tensor(wanted, device=device)
         flat = [s.view(len(s), -1, head_dim).unbind(0) for s in self.slabs]
-        return _WriteTensors(targets, sources, copy_sources, copy_targets, flat)
+        return _SlabWrites(targets, sources, copy_sources, copy_targets, flat)
 
     @cached_property
     def _views(self) -> list[tuple[Tensor, ...]] | None:
@@ -125,24 +138,29 @@ class SlabPlan:
         return [slab[:, first:end, :, : self.reach].flatten(1, 2).unbind(0) for slab in self.slabs]
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store k and v [B, T, kv_heads, D]; a slab for native layers may pad D."""
-        x, spare = self._tensors, self.slabs[0].shape[-1] - k.shape[-1]
-        for flat, new in zip(x.flat, (k, v), strict=True):
+        """Store k and v [B, T, kv_heads, D] of all slots of the pass; a slab for native layers may pad D."""
+        x, spare = self._writes, self.slabs[0].shape[-1] - k.shape[-1]
+        for flat, new in zip(x.flat, (k, v), strict=False):  # where values are keys, these are stored
+            new = new.flatten(0, 1)[x.sources]
             if spare:
                 new = F.pad(new, (0, spare))
-            if x.sources is not None:
-                new = new.flatten(0, 1)[x.sources]
             if len(x.copy_sources):
                 flat[layer].index_copy_(0, x.copy_targets, flat[layer][x.copy_sources])
             flat[layer].index_copy_(0, x.targets, new.reshape(-1, new.shape[-1]))
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the pass's slots, each [B * kv_heads, reach, D]."""
+        """Keys and values of the slots, each [B * kv_heads, reach, D]."""
         if self._views:
-            keys, values = (view[layer] for view in self._views)
+            found = [view[layer] for view in self._views]
         else:
-            keys, values = (slab[layer, self.places, :, : self.reach].flatten(0, 1) for slab in self.slabs)
-        return keys, values
+            found = [slab[layer, self.places, :, : self.reach].flatten(0, 1) for slab in self.slabs]
+        return found[0], found[-1]
+
+    def queries(self, q: Tensor) -> Tensor:
+        """Of the pass's queries [B, T, heads, D] those of these slots' rows."""
+        if len(self.members) < len(q):
+            q = q[self.members]
+        return q[:, : self.count]
 
 
 class SlabPass:
@@ -150,18 +168,20 @@ class SlabPass:
 
     def __init__(
         self,
-        plans: Sequence[SlabPlan],
+        plans: Sequence[Sequence[SlabPlan]],
         layers: Sequence[LayerAttention | None],
         indices: Sequence[tuple[int, int]],
         prefill: bool,
     ) -> None:
-        """`plans`: one per slab. `indices`: `slab_indices` of the layers."""
+        """`plans`: for each kind of attention those of the pass's slots, in their order. `indices`: `slab_indices` of
+        the layers."""
         self.plans, self._layers, self._indices, self._prefill = plans, layers, indices, prefill
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store keys and values of rows that only later passes look at: the first half of `attend`."""
         slab, index = self._indices[layer]
-        self.plans[slab].write(index, k, v)
+        for plan in self.plans[slab]:
+            plan.write(index, k, v)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `protocols.Pass.attend`."""
@@ -171,14 +191,18 @@ class SlabPass:
     def look(self, layer: int, q: Tensor) -> Tensor:
         """See `protocols.SharedPass.look`."""
         slab, index = self._indices[layer]
-        plan, spec = self.plans[slab], self._layers[layer]
+        spec = self._layers[layer]
         assert spec
+        return torch.cat([self._look(plan, index, spec, q) for plan in self.plans[slab]])
+
+    def _look(self, plan: SlabPlan, index: int, spec: LayerAttention, q: Tensor) -> Tensor:
+        """The slots of one plan. Those of the pass's queries that are not theirs are left out."""
         keys, values = plan.read(index)
-        q, padding = q[:, : plan.count], q.shape[1] - plan.count
+        own, padding = plan.queries(q), q.shape[1] - plan.count
         if self._prefill and spec.softcap is None and spec.sinks is None:
-            mixed = _fast(q, keys, values, plan, spec)
+            mixed = _fast(own, keys, values, plan, spec)
         else:
-            parts = enumerate(q.split(_ROWS, 1))
+            parts = enumerate(own.split(_ROWS, 1))
             mixed = torch.cat([_exact(x, keys, values, plan, spec, i * _ROWS) for i, x in parts], 1)
         # Padding repeats the first row's token: with its mix too, it chooses the same experts, and no others are read.
         return torch.cat([mixed, mixed[:, :1].expand(-1, padding, -1)], 1) if padding else mixed
@@ -247,49 +271,21 @@ def _mix(weights: Tensor, values: Tensor, precise: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _SlabWrites:
-    """Entries of the flat slab (of the first key head) that a pass writes: `targets` get the rows `sources` (numbered
-    among the real ones), `copy_targets` what earlier passes left at `copy_sources`."""
-
-    targets: list[int] = field(default_factory=list)
-    sources: list[int] = field(default_factory=list)
-    copy_targets: list[int] = field(default_factory=list)
-    copy_sources: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class _WriteTensors:
-    """`_SlabWrites` as index tensors over all key heads, and keys and values [places * kv_heads * capacity, D] of each
-    layer. `sources`: None for all rows in order."""
+    """Entries [places * kv_heads * capacity] of a layer of the slab that a pass writes, over all key heads: `targets`
+    get the rows `sources` [B * T], after `copy_targets` have got what earlier passes left at `copy_sources`. `flat`:
+    keys and values [entries, D] of each layer."""
 
     targets: Tensor
-    sources: Tensor | None
+    sources: slice | Tensor
     copy_sources: Tensor
     copy_targets: Tensor
     flat: list[tuple[Tensor, ...]]
 
 
-def _slab_writes(rows: Rows, layouts: Sequence[Layout], firsts: Sequence[int], capacity: int) -> _SlabWrites:
-    """`firsts`: the flat entry where each slot's place begins."""
-    writes = _SlabWrites()
-    before = 0  # real rows of the slots before
-    for length, start, count, x, first in zip(rows.lengths, rows.starts, rows.counts, layouts, firsts, strict=True):
-        entries = [first + (length + column) % capacity for column in range(len(x.rows))]
-        for column in x.written:
-            row = x.rows[column]
-            if row >= start:
-                writes.targets.append(entries[column])
-                writes.sources.append(before + row - start)
-            else:
-                writes.copy_targets.append(entries[column])
-                writes.copy_sources.append(entries[x.columns[row]])
-        before += count
-    return writes
-
-
-def _mask(count: int, rows: Rows, layouts: Sequence[Layout], first: int, reach: int) -> Tensor:
+def _mask(count: int, lengths: Sequence[int], layouts: Sequence[Layout], first: int, reach: int) -> Tensor:
     """Mask [B, count, reach - first]: 0 for the prefix and the visible columns, -inf elsewhere."""
     mask = torch.zeros(len(layouts), count, reach - first)
-    for slot, x, length in zip(mask, layouts, rows.lengths, strict=True):
+    for slot, x, length in zip(mask, layouts, lengths, strict=True):
         tail = slot[:, length - first :]
         tail[:, 1:] = -torch.inf  # padding rows see the first column
         tail[: len(x.visible)] = -torch.inf
@@ -297,16 +293,26 @@ def _mask(count: int, rows: Rows, layouts: Sequence[Layout], first: int, reach: 
     return mask
 
 
-def _window_mask(count: int, rows: Rows, layouts: Sequence[Layout], window: int, capacity: int, reach: int) -> Tensor:
-    """Mask [B, count, reach] for a window that has moved on, over a ring that may have wrapped."""
+def _window_mask(
+    count: int, lengths: Sequence[int], layouts: Sequence[Layout], span: tuple[int, bool], capacity: int, reach: int
+) -> Tensor:
+    """Mask [B, count, reach] for a window that has moved on, over a ring that may have wrapped. `span`: its width, and
+    whether it begins at a multiple of that."""
+    window, chunked = span
     mask = torch.zeros(len(layouts), count, reach)
-    for slot, length, x in zip(mask, rows.lengths, layouts, strict=True):
+    for slot, length, x in zip(mask, lengths, layouts, strict=True):
         here = length + x.row_depths[:, None]
+        passed = passed_by(here, window, chunked)
         # The prefix position held by each column: the last one before `length` that falls on it.
         columns = torch.arange(reach)
         prefix = length - 1 - (length - 1 - columns) % capacity
-        visible = (prefix >= 0) & (prefix > here - window)
+        visible = (prefix >= 0) & (prefix > passed)
         tail = (length + torch.arange(x.visible.shape[1])) % capacity
-        visible[:, tail] = x.visible & (length + x.column_depths > here - window)
+        visible[:, tail] = x.visible & (length + x.column_depths > passed)
         slot[: len(visible)].masked_fill_(~visible, -torch.inf)
     return mask
+
+
+def passed_by(here: Tensor, window: int, chunked: bool) -> Tensor:
+    """The last positions that rows at positions `here` do not see any more."""
+    return here - (here % window + 1 if chunked else window)

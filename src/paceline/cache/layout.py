@@ -10,7 +10,7 @@ column depends on the rows before it alone: a tree may grow over several passes,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -27,8 +27,9 @@ class Layout:
 
     `rows[c]`: the row whose keys and values column c holds. `columns[r]`: the column where row r itself lies.
     `visible`: bool [T, C], the columns that each row of the pass attends to. `row_depths` and `column_depths`, int32
-    [T] and [C]: distance from the prefix of the pass's rows, and of the rows in the columns. `written`: the columns
-    that the pass writes, all but those that hold the same already.
+    [T] and [C]: distance from the prefix of the pass's rows, and of the rows in the columns. What the pass writes, all
+    but columns that hold the same already: `stores`, int32 [n, 2], columns and the rows of the pass that they get, and
+    `copies`, int32 [m, 2], columns and those, written by earlier passes, of which they get copies first.
     """
 
     rows: tuple[int, ...]
@@ -36,7 +37,8 @@ class Layout:
     visible: Tensor
     row_depths: Tensor
     column_depths: Tensor
-    written: tuple[int, ...]
+    stores: Tensor
+    copies: Tensor
 
     def mutual(self) -> Layout:
         """The same columns, where every row sees every row."""
@@ -54,15 +56,21 @@ def layout(parents: tuple[int, ...], length: int, start: int = 0) -> Layout:
     if not start:
         return whole
     held = _layout(parents[:start], length % 2, start).rows
-    written = [c for c, row in enumerate(whole.rows) if c >= len(held) or held[c] != row]
-    return replace(whole, visible=whole.visible[start:], row_depths=whole.row_depths[start:], written=tuple(written))
+    written = [(c, row) for c, row in enumerate(whole.rows) if c >= len(held) or held[c] != row]
+    return replace(
+        whole,
+        visible=whole.visible[start:],
+        row_depths=whole.row_depths[start:],
+        stores=_pairs((c, row - start) for c, row in written if row >= start),
+        copies=_pairs((c, whole.columns[row]) for c, row in written if row < start),
+    )
 
 
 @lru_cache(maxsize=64)
 def nothing(count: int) -> Layout:
     """Layout of `count` rows that see the prefix alone, and are not written."""
     depths = torch.zeros(count, dtype=torch.int32)
-    return Layout((), (), torch.zeros(count, 1, dtype=torch.bool), depths, depths[:1], ())
+    return Layout((), (), torch.zeros(count, 1, dtype=torch.bool), depths, depths[:1], _pairs(()), _pairs(()))
 
 
 def _layout(parents: tuple[int, ...], parity: int, start: int) -> Layout:
@@ -76,7 +84,11 @@ def _layout(parents: tuple[int, ...], parity: int, start: int) -> Layout:
     else:
         rows, columns, visible = _paired(parents, parity)
     row_depths = torch.tensor(depths(parents), dtype=torch.int32)
-    return Layout(rows, columns, visible, row_depths, row_depths[list(rows)], tuple(range(len(rows))))
+    return Layout(rows, columns, visible, row_depths, row_depths[list(rows)], _pairs(enumerate(rows)), _pairs(()))
+
+
+def _pairs(pairs: Iterable[tuple[int, int]]) -> Tensor:
+    return torch.tensor(list(pairs), dtype=torch.int32).view(-1, 2)
 
 
 def depths(parents: Sequence[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""The slab KV cache: slots side by side in one pair of tensors per kind of attention. `attention.py` reads it."""
+"""The KV cache: every slot has memory of its own length. `attention.py` reads it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,18 +33,20 @@ def ring(window: int) -> int:
 class Slab:
     """Keys and values of all layers with one kind of attention, addressed by position.
 
-    Each [layers, places, kv_heads, capacity, D]; a position lies in column `position % capacity`. Layers with a window
-    keep a ring: what no later row can see is overwritten. A full slab grows before it would wrap.
+    Each [layers, places, kv_heads, capacity, D], for one slot (`SlabCache`) or several (`SharedSlabCache`); a position
+    lies in column `position % capacity`. Layers with a window keep a ring: what no later row can see is overwritten. A
+    full slab grows before it would wrap.
     """
 
-    def __init__(self, layers: int, window: int | None, empty: Tensor, limit: int) -> None:
-        """`empty`: [kv_heads, 0, D], for dtype, device and sizes. `limit`: the most positions ever needed."""
+    def __init__(self, layers: int, window: int | None, empty: Tensor, limit: int, single: bool = False) -> None:
+        """`empty`: [kv_heads, 0, D], for dtype, device and sizes. `limit`: the most positions ever needed. `single`:
+        one tensor is keys and values both."""
         kv_heads, _, head_dim = empty.shape
         self.window = window
         self._limit = limit if window is None else min(ring(window), limit)
         self.ring = self._limit < limit
         # One attribute, so that an interrupt between two stores cannot leave slabs of two sizes.
-        self.tensors = (empty.new_empty(layers, 0, kv_heads, 0, head_dim),) * 2
+        self.tensors = (empty.new_empty(layers, 0, kv_heads, 0, head_dim),) * (1 if single else 2)
 
     @property
     def places(self) -> int:
@@ -52,18 +56,21 @@ class Slab:
     def capacity(self) -> int:
         return self.tensors[0].shape[3]
 
-    def fits(self, reach: int) -> int:
-        """Capacity for columns up to `reach`: the present one, twice as much, or all of a ring."""
+    def fits(self, reach: int, step: int, growth: float) -> int:
+        """Capacity for columns up to `reach`: the present one, `growth` times it in whole steps, or all of a ring."""
         if self.ring and reach > self._limit:
             return self._limit
-        return self.capacity if reach <= self.capacity else max(reach, min(2 * self.capacity, self._limit))
+        if reach <= self.capacity:
+            return self.capacity
+        more = max(reach, int(growth * self.capacity))
+        return max(reach, min(-(-more // step) * step, self._limit))
 
     def resize(self, places: int, capacity: int, used: int) -> None:
         """Make room for `places` x `capacity`, keeping the first `used` positions. Raises `OutOfMemory`."""
         old = self.tensors
         layers, held, kv_heads, before, head_dim = old[0].shape
         held, used = min(held, places), min(used, before)
-        size = 2 * layers * places * kv_heads * head_dim * capacity * old[0].element_size()
+        size = len(old) * layers * places * kv_heads * head_dim * capacity * old[0].element_size()
         cause = f"no memory on {old[0].device} for a KV cache of {size / 2**20:,.0f} MiB"
         with memory_named(
             f"{cause} ({places} x {capacity} positions)",
@@ -73,15 +80,15 @@ class Slab:
             new = tuple(_zeros(x, (layers, places, kv_heads, capacity, head_dim)) for x in old)
         for here, there in zip(old, new, strict=True):
             there[:, :held, :, :used] = here[:, :held, :, :used]
-        self.tensors = (new[0], new[1])
+        self.tensors = new
 
-    def copy(self, source: int, place: int, top: int) -> None:
-        """Copy the first `top` positions of one place to another."""
-        for slab in self.tensors:
-            slab[:, place, :, :top] = slab[:, source, :, :top]
+    def copy(self, other: Slab, source: int, place: int, top: int) -> None:
+        """Copy the first `top` positions of a place of another slab, or of this one, to a place here."""
+        for slab, theirs in zip(self.tensors, other.tensors, strict=True):
+            slab[:, place, :, :top] = theirs[:, source, :, :top]
 
     def clear(self, place: int, top: int) -> None:
-        """Set zeros again, so that a shorter neighbour meets no NaN of a request that failed."""
+        """Set zeros again: a masked column may still meet a weight of 0, and 0 times NaN is NaN."""
         for slab in self.tensors:
             slab[:, place, :, :top] = 0
 
@@ -131,7 +138,7 @@ def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class SavedSlabs(Saved):
-    """Keys and values of a slot, two tensors [layers, kv_heads, n, D] per slab.
+    """Keys and values of a slot, the tensors [layers, kv_heads, n, D] of each slab.
 
     `top`: number of positions that were written. `firsts`: first position held by each slab; `windows`: their sliding
     windows. `choice`: what the model chose for the prompt's length, by `choose`.
@@ -150,15 +157,25 @@ class SavedSlabs(Saved):
         return 0 if moved or self.choose(prompt) != self.choice else length
 
 
-class SlabCache(SlotTable):
-    """Slots over one slab per kind of attention. Only the length reached is read, whatever the capacity.
+class SlotGroup(NamedTuple):
+    """Slots of a pass whose keys and values lie in the same slabs, one of each kind: their indices in the pass, and
+    their places there."""
 
-    Taken slots lie side by side (a slot's *place*), so that a batch is a view: when one is released, the last takes its
-    place.
+    slabs: Sequence[Slab]
+    members: Sequence[int]
+    places: Sequence[int]
+
+
+class SlabCache(SlotTable):
+    """Slots with slabs of their own, one per kind of attention. Only the length reached is read, whatever the capacity.
+
+    A slot's memory follows its own text: no other slot is touched when it grows, and it is given back with the slot.
     """
 
     initial_capacity = 256
-    """Positions of a new slab. It doubles when a text outgrows it."""
+    """Positions of a new slab, and the steps in which it grows when a text outgrows it."""
+    growth = 1.25
+    """The least factor by which it grows, so that a long text is not copied at every step."""
 
     def __init__(
         self,
@@ -181,20 +198,26 @@ class SlabCache(SlotTable):
         self._indices = slab_indices(layers)
         self._kinds = Counter(layer.kind for layer in layers if layer and layer.source is None)
         where = devices or (device,)
-        self.slabs = tuple(
-            Slab(count, window, torch.empty(kv, 0, size, dtype=dtype, device=where[part]), limit + BLOCK)
-            for (window, _, heads, part), count in self._kinds.items()
+        self._empty = [
+            torch.empty(kv, 0, size, dtype=dtype, device=where[part])
+            for _, _, heads, part, *_ in self._kinds
             for kv, size in (heads or (kv_heads, head_dim),)
-        )
-        self._places: dict[int, int] = {}
-        """Taken slot -> its place."""
+        ]
+        self._limit = limit + BLOCK
+        self._held: dict[int, tuple[Slab, ...]] = {}
+        """Taken slot -> its slabs."""
         self._tops: dict[int, int] = {}
         """Taken slot -> positions written so far, committed or not."""
 
     @property
+    def slabs(self) -> Sequence[Slab]:
+        """All slabs."""
+        return [slab for slabs in self._held.values() for slab in slabs]
+
+    @property
     def capacity(self) -> int:
-        """Positions per slot that memory is held for, in the layers that keep most."""
-        return max(slab.capacity for slab in self.slabs)
+        """Positions of the longest slot that memory is held for, in the layers that keep most."""
+        return max((slab.capacity for slab in self.slabs), default=0)
 
     @property
     def nbytes(self) -> int:
@@ -203,12 +226,11 @@ class SlabCache(SlotTable):
 
     @torch.inference_mode()
     def acquire(self, prompt: int = 0, adapter: int = 0) -> int:
-        for slab in self.slabs:
-            if slab.places == len(self._places):
-                capacity = slab.fits(self.initial_capacity)
-                slab.resize(max(1, 2 * slab.places), capacity, max(self._tops.values(), default=0))
+        slabs = self._new_slabs()
+        for slab in slabs:
+            slab.resize(1, self._fits(slab, max(1, prompt)), 0)
         slot = super().acquire(prompt, adapter)
-        self._places[slot], self._tops[slot] = len(self._places), 0
+        self._held[slot], self._tops[slot] = slabs, 0
         return slot
 
     @torch.inference_mode()
@@ -216,24 +238,29 @@ class SlabCache(SlotTable):
         """See `protocols.KVCache.fork`."""
         self.check_taken(slot)
         new = self.acquire(self.prompts[slot], self.adapters[slot])
-        self.lengths[new], self._tops[new] = self.lengths[slot], self._tops[slot]
-        for slab in self.slabs:
-            slab.copy(self._places[slot], self._places[new], self._tops[slot])
+        try:
+            self._reserve([new], [self._tops[slot]])
+        except BaseException:
+            self.release(new)
+            raise
+        self.lengths[new], (theirs, source), (ours, place) = self.lengths[slot], self._home(slot), self._home(new)
+        for slab, other in zip(ours, theirs, strict=True):
+            slab.copy(other, source, place, self._tops[slot])
         return new
 
     @torch.inference_mode()
     def save(self, slot: int) -> SavedSlabs:
         """See `protocols.KVCache.save`."""
         self.check_taken(slot)
-        length, top, place = self.lengths[slot], self._tops[slot], self._places[slot]
-        firsts = tuple(min(slab.first(top), length) for slab in self.slabs)
-        parts = [slab.read(place, first, length) for slab, first in zip(self.slabs, firsts, strict=True)]
+        length, top, (slabs, place) = self.lengths[slot], self._tops[slot], self._home(slot)
+        firsts = tuple(min(slab.first(top), length) for slab in slabs)
+        parts = [slab.read(place, first, length) for slab, first in zip(slabs, firsts, strict=True)]
         return SavedSlabs(
             length,
             tuple(x for part in parts for x in part),
             top,
             firsts,
-            tuple(slab.window for slab in self.slabs),
+            tuple(slab.window for slab in slabs),
             self._choose(self.prompts[slot]),
             self._choose,
         )
@@ -245,38 +272,25 @@ class SlabCache(SlotTable):
             return 0
         # A ring that has moved on must be as large as it was then, so that it knows how far back it goes.
         self._reserve([slot], [saved.top if any(saved.firsts) else length])
-        pairs = zip(saved.tensors[::2], saved.tensors[1::2], strict=True)
-        for slab, first, pair in zip(self.slabs, saved.firsts, pairs, strict=True):
-            slab.write(self._places[slot], first, length, pair)
+        (slabs, place), tensors = self._home(slot), iter(saved.tensors)
+        for slab, first in zip(slabs, saved.firsts, strict=True):
+            slab.write(place, first, length, [*islice(tensors, len(slab.tensors))])
         self.lengths[slot] = length
         return length
 
-    @torch.inference_mode()
     def release(self, slot: int) -> None:
-        if slot not in self._places:
-            super().release(slot)
-            return
-        place, last = self._places[slot], len(self._places) - 1
-        moved = next(other for other, at in self._places.items() if at == last)
-        for slab in self.slabs:
-            if place != last:
-                slab.copy(last, place, max(self._tops[slot], self._tops[moved]))
-            slab.clear(last, self._tops[moved])
-        self._places[moved] = place
-        del self._places[slot], self._tops[slot]
         super().release(slot)
-        if not self._places:
-            # What one long text or one wide batch needed is not held for the next.
-            for slab in self.slabs:
-                slab.resize(0, 0, 0)
+        self._held.pop(slot, None)
+        self._tops.pop(slot, None)
 
     @torch.inference_mode()
     def truncate(self, slot: int, length: int) -> None:
         """A ring that has overwritten what row `length` would see cannot go back: the slot then starts over."""
         self.check_length(slot, length)
-        if length < self.lengths[slot] and not all(slab.holds(length, self._tops[slot]) for slab in self.slabs):
-            for slab in self.slabs:
-                slab.clear(self._places[slot], self._tops[slot])
+        slabs, place = self._home(slot)
+        if length < self.lengths[slot] and not all(slab.holds(length, self._tops[slot]) for slab in slabs):
+            for slab in slabs:
+                slab.clear(place, self._tops[slot])
             length = self._tops[slot] = 0
         self.lengths[slot] = length
 
@@ -293,12 +307,7 @@ class SlabCache(SlotTable):
             self.check_taken(slot)
         layouts = [_layout(rows, i) for i in range(len(rows.slots))]
         self._reserve(rows.slots, [n + x.visible.shape[1] for n, x in zip(rows.lengths, layouts, strict=True)])
-        places = [self._places[slot] for slot in rows.slots]
-        plans = [
-            SlabPlan(slab.tensors, window, places, rows, [x.mutual() for x in layouts] if mutual else layouts)
-            for slab, (window, mutual, *_) in zip(self.slabs, self._kinds, strict=True)
-        ]
-        return SlabPass(plans, self._layers, self._indices, rows.prefill)
+        return SlabPass(self._plans(rows, layouts), self._layers, self._indices, rows.prefill)
 
     @torch.inference_mode()
     def view(self, slots: Sequence[int], rows: int, layers: Sequence[LayerAttention]) -> SlabPass:
@@ -308,25 +317,58 @@ class SlabCache(SlotTable):
         tokens = torch.zeros(count, rows, dtype=torch.int64)
         passing = Rows(tokens, tokens, tuple(slots), lengths, ((),) * count, (0,) * count)
         self._reserve(slots, [length + 1 for length in lengths])
-        places, seen = [self._places[slot] for slot in slots], [nothing(rows)] * count
-        plans = [SlabPlan(slab.tensors, slab.window, places, passing, seen) for slab in self.slabs]
+        plans = self._plans(passing, [nothing(rows)] * count)
         return SlabPass(plans, layers, [self._indices[layer.source or 0] for layer in layers], False)
+
+    def _plans(self, rows: Rows, layouts: Sequence[Layout]) -> list[list[SlabPlan]]:
+        """The plans of each kind of attention for a pass with these layouts."""
+        groups, plans = self._groups(rows.slots), []
+        for kind, (window, mutual, *_, chunked) in enumerate(self._kinds):
+            seen = [x.mutual() for x in layouts] if mutual else layouts
+            plans.append(
+                [
+                    SlabPlan(slabs[kind].tensors, window, rows, members, places, [seen[i] for i in members], chunked)
+                    for slabs, members, places in groups
+                ]
+            )
+        return plans
+
+    def _new_slabs(self) -> tuple[Slab, ...]:
+        """One of each kind, without memory."""
+        each = zip(self._kinds.items(), self._empty, strict=True)
+        return tuple(
+            Slab(count, window, empty, self._limit, single) for ((window, _, _, _, single, _), count), empty in each
+        )
+
+    def _fits(self, slab: Slab, reach: int) -> int:
+        return slab.fits(reach, self.initial_capacity, self.growth)
+
+    def _groups(self, slots: Sequence[int]) -> list[SlotGroup]:
+        """The taken slots of a pass, by the slabs they lie in."""
+        return [SlotGroup(self._held[slot], [i], [0]) for i, slot in enumerate(slots)]
+
+    def _home(self, slot: int) -> tuple[Sequence[Slab], int]:
+        """A taken slot's slabs, and its place there."""
+        ((slabs, _, (place,)),) = self._groups([slot])
+        return slabs, place
 
     def _reserve(self, slots: Sequence[int], ends: Sequence[int]) -> None:
         """Make room for the columns before `ends` [B] of these slots. Raises `OutOfMemory`."""
         for slot, end in zip(slots, ends, strict=True):
-            self._tops[slot] = max(self._tops[slot], end)
-        for slab in self.slabs:
-            capacity = slab.fits(max(ends))
-            if capacity != slab.capacity:
-                slab.resize(len(self._places), capacity, max(self._tops.values()))
+            used = self._tops[slot]
+            for slab in self._held[slot]:
+                capacity = self._fits(slab, end)
+                if capacity != slab.capacity:
+                    slab.resize(1, capacity, used)
+            self._tops[slot] = max(used, end)
 
     def _columns(self, rows: Rows, index: int) -> Sequence[int]:
         return _layout(rows, index).columns
 
     def _move(self, slot: int, source: list[int], target: list[int]) -> None:
-        for slab in self.slabs:
-            slab.move(self._places[slot], source, target)
+        slabs, place = self._home(slot)
+        for slab in slabs:
+            slab.move(place, source, target)
 
 
 def _layout(rows: Rows, index: int) -> Layout:

@@ -15,6 +15,9 @@ from paceline.types import Rows
 class SlotTable(ABC):
     """Base class of the KV caches: slots with their lengths, over storage that the subclass owns."""
 
+    rectangle = False
+    """Whether every slot takes as much memory as the longest, and their number grows by doubling."""
+
     def __init__(self) -> None:
         self.lengths: list[int] = []
         """Committed tokens of each slot."""

@@ -26,7 +26,7 @@ _MXFP4, _GROUP = 39, 32
 """ggml's number of the type, and the weights that share an exponent."""
 
 
-class _Part(NamedTuple):
+class _StackPart(NamedTuple):
     """Location of an expert's tensor: `rows` of entry `expert` of the stack `name`."""
 
     name: str
@@ -48,7 +48,7 @@ class ExpertTensors(LazyTensors):
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
-        self._parts: dict[str, _Part | str] = {}
+        self._parts: dict[str, _StackPart | str] = {}
         self._names = self._parts
         for name in tensors:
             if found := _STACK.fullmatch(name):
@@ -62,7 +62,7 @@ class ExpertTensors(LazyTensors):
         for part, rows in _ROWS[stack].items():
             for expert in range(shape[0] if suffix != "_scales" else 0):
                 kind = "bias" if suffix == "_bias" else "weight"
-                self._parts[f"{block}.{expert}.{part}.{kind}"] = _Part(name, expert, rows)
+                self._parts[f"{block}.{expert}.{part}.{kind}"] = _StackPart(name, expert, rows)
 
     def _check(self, name: str, shape: tuple[int, ...], suffix: str) -> None:
         fits = len(shape) == {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}[suffix] and 0 < shape[0] <= EXPERTS
@@ -101,7 +101,7 @@ class ExpertTensors(LazyTensors):
         tensor = self[name]
         return Stored.floats(tensor, None) if tensor.ndim == 2 and tensor.dtype in FLOATS else None
 
-    def _blocks(self, part: _Part) -> tuple[Tensor, Tensor]:
+    def _blocks(self, part: _StackPart) -> tuple[Tensor, Tensor]:
         """Codes in pairs [out, groups, 16], and exponents [out, groups]."""
         names = part.name, part.name.removesuffix("blocks") + "scales"
         blocks, exponents = (self._tensors[name][part.expert][part.rows] for name in names)
@@ -111,7 +111,7 @@ class ExpertTensors(LazyTensors):
 
     def kind(self, name: str) -> str:
         part = self._parts[name]
-        return "MXFP4" if isinstance(part, _Part) and part.name.endswith("_blocks") else super().kind(name)
+        return "MXFP4" if isinstance(part, _StackPart) and part.name.endswith("_blocks") else super().kind(name)
 
     def mostly_codes(self) -> bool:
         return any(name.endswith("_blocks") for name in self._tensors)

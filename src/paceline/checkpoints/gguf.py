@@ -78,7 +78,7 @@ def config_of(meta: Metadata, own: Callable[[Metadata, Config], Config]) -> Conf
     that is missing, `CorruptModel`, `UnsupportedModel`."""
     title = meta.file.path.name
     widths = [set(value) - {0} for key in _PER_LAYER if isinstance(value := meta.get(key), list)]
-    mixed = meta.architecture == "gemma4"  # which reads these lists itself
+    mixed = meta.architecture in ("gemma4", "deepseek2")  # which read their sizes themselves
     uneven = any(len(found) > 1 for found in widths) or (widths and meta.architecture not in _UNEVEN)
     if not mixed and uneven:
         raise UnsupportedModel(f"{title} has layers of different widths", "Use a uniform model")
@@ -90,7 +90,7 @@ def config_of(meta: Metadata, own: Callable[[Metadata, Config], Config]) -> Conf
     heads, hidden = max(1, widest(meta["attention.head_count"])), meta["embedding_length"]
     kv_heads = max(1, widest(meta.get("attention.head_count_kv", heads)))
     head_dim = meta.get("attention.key_length") or hidden // heads
-    if meta.get("attention.value_length", head_dim) != head_dim:
+    if not mixed and meta.get("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModel(f"{title} has keys and values of different sizes", "Use another model")
     experts = "expert_" if meta.get("expert_count") else ""
     config = {

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoints.gguf_codes import BITS, gguf_codes
-from paceline.checkpoints.gguf_header import Entry, read_header
+from paceline.checkpoints.gguf_header import TensorEntry, read_header
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.files.gguf_names import parts_of
 from paceline.files.reading import Mapped, map_file
@@ -204,7 +204,7 @@ def _joined(first: GGUFFile, count: int) -> GGUFFile:
     return GGUFFile(path, first.fields, tensors)
 
 
-def _tensor(name: str, entry: Entry, mapped: Mapped) -> GGUFTensor:
+def _tensor(name: str, entry: TensorEntry, mapped: Mapped) -> GGUFTensor:
     """Raises `ValueError` for a tensor that the file cannot hold."""
     kind, count = _type(entry.number), math.prod(entry.shape)
     if not entry.shape or not count:

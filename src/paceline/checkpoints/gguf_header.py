@@ -15,7 +15,7 @@ _LONGEST, _MOST_ELEMENTS, _MOST_DIMENSIONS = 1 << 28, 1 << 23, 8
 a tensor."""
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """A tensor: its shape, outermost dimension first, ggml's number of its type, and where it begins in the file."""
 
     shape: tuple[int, ...]
@@ -27,7 +27,7 @@ class Header(NamedTuple):
     """`fields`: metadata by key. `tensors`: by name. `size`: of the header, in bytes."""
 
     fields: dict[str, Any]
-    tensors: dict[str, Entry]
+    tensors: dict[str, TensorEntry]
     size: int
 
 
@@ -39,13 +39,13 @@ def read_header(data: mmap) -> Header:
     for _ in range(field_count):
         key = reader.new_name(fields)
         fields[key] = reader.value(reader.number("I"))
-    tensors: dict[str, Entry] = {}
+    tensors: dict[str, TensorEntry] = {}
     for _ in range(tensor_count):
         name = reader.new_name(tensors)
         if (count := reader.number("I")) > _MOST_DIMENSIONS:
             raise ValueError(f"a tensor of {count} dimensions")
         shape = reader.numbers("Q", count)
-        tensors[name] = Entry(shape[::-1], reader.number("I"), reader.number("Q"))
+        tensors[name] = TensorEntry(shape[::-1], reader.number("I"), reader.number("Q"))
     alignment = fields.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         raise ValueError(f"an alignment of {alignment}")

@@ -43,6 +43,8 @@ _TOP = {
     "output_norm.weight": "model.norm.weight",
     "token_embd_norm.weight": "model.norm.weight",  # LFM2
     "output.weight": "lm_head.weight",
+    "output_norm.bias": "model.norm.bias",
+    "output.bias": "lm_head.bias",
     "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
     "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
     "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
@@ -168,8 +170,34 @@ LAYOUTS = {
     "gemma2": TensorLayout(_GEMMA, shifted=True),
     **dict.fromkeys(("olmo2", "exaone4"), TensorLayout({**_GEMMA, **QK_NORMS})),
     "glm4": TensorLayout({**_GEMMA, "ffn_up": "mlp.gate_up_proj"}),
-    "ernie4_5": TensorLayout(LAYER),
-    "qwen3vl": TensorLayout({**LAYER, **QK_NORMS}),
+    "deepseek2": TensorLayout(
+        {
+            **{**LAYER, "ffn_gate_inp": "mlp.gate", "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa"},
+            **{f"attn_{part}": f"self_attn.{part}_proj" for part in ("q_a", "q_b", "kv_b", "k_b", "v_b")},
+            **{f"attn_{part}_a_norm": f"self_attn.{part}_a_layernorm" for part in ("q", "kv")},
+            **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
+        },
+        {f"ffn_{part}_exps": f"{_QWEN_MOE}.{part}_proj" for part in ("gate", "up", "down")},
+        whole=_BIAS,
+    ),
+    **dict.fromkeys(("ernie4_5", "starcoder2"), TensorLayout(LAYER)),
+    **dict.fromkeys(("qwen3vl", "command-r", "cohere2", "stablelm"), TensorLayout({**LAYER, **QK_NORMS})),
+    **dict.fromkeys(("phi2", "gptneox"), TensorLayout({**LAYER, "attn_qkv": "self_attn.qkv_proj"})),
+    "glm4moe": TensorLayout(
+        {
+            **{**LAYER, **QK_NORMS, "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.gate"},
+            **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
+        },
+        {f"ffn_{part}_exps": f"{_QWEN_MOE}.{part}_proj" for part in ("gate", "up", "down")},
+        whole=_BIAS,
+    ),
+    "llama4": TensorLayout(
+        {
+            **{**LAYER, "ffn_gate_inp": "mlp.router"},
+            **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+        },
+        {f"ffn_{part}_exps": f"{_QWEN_MOE}.{part}_proj" for part in ("gate", "up", "down")},
+    ),
     "gemma3": TensorLayout({**_GEMMA, **QK_NORMS}, shifted=True),
     "gemma4": TensorLayout(
         {
@@ -266,7 +294,8 @@ def _named(file: GGUFFile, layout: TensorLayout, layers: int) -> dict[str, GGUFT
         if number.isdecimal() and len(number) < 6 and int(number) >= layers:
             for known, part in _hf_names(name, tensor, layout).items():
                 found[known.replace(f"model.layers.{number}.", f"mtp.layers.{int(number) - layers}.")] = part
-            if known := _NEXT.get(name.partition(".nextn.")[2], ""):
+            known = _NEXT.get(name.partition(".nextn.")[2], "")
+            if known and int(number) == layers:
                 found["mtp." + known] = tensor
             continue
         names = _hf_names(name, tensor, layout)

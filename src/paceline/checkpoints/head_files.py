@@ -235,8 +235,8 @@ def _eagle3(folder: HeadFolder, layer: ModelConfig, taps: tuple[Tap, ...]) -> Ea
 
 def _eagle_layers(folder: HeadFolder, raw: Raw) -> ModelConfig:
     config = read_config({"model_type": "qwen3", "num_hidden_layers": 1, **raw})
-    if any(layer.window for layer in config.plan):
-        raise UnsupportedModel(f"{folder.path} is an EAGLE head with a sliding window", "Use one without")
+    if any(layer.window for layer in config.plan) or config.layer_norm:
+        raise UnsupportedModel(f"{folder.path} is an EAGLE head with sliding windows or layer norms", "Use another")
     normed = any(_canonical(name) == "layers.0.self_attn.q_norm.weight" for name in folder.tensors)
     return replace(config, qk_norm=normed, special=(), tied=False)
 

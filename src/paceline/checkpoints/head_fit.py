@@ -14,7 +14,16 @@ from paceline.errors import HeadMismatch, UnsupportedModel
 from paceline.files.reading import read_json
 from paceline.files.schema import HEAD
 from paceline.models.config import ModelConfig
-from paceline.models.heads import AssistantConfig, BlockConfig, EagleConfig, HeadConfig, HeadFile, MedusaConfig, taps_of
+from paceline.models.heads import (
+    AssistantConfig,
+    BlockConfig,
+    EagleConfig,
+    HeadConfig,
+    HeadFile,
+    MedusaConfig,
+    kind_of,
+    taps_of,
+)
 from paceline.protocols import TargetWithHead
 from paceline.text.tokenizer import Tokenizer
 from paceline.types import Tap
@@ -72,7 +81,8 @@ def fits(head: HeadFile, target: Loaded | ModelConfig) -> HeadFile:
         if sizes.layers < 6:
             raise _misfit(head, f"taps (2, L // 2, L - 3), and this target has {sizes.layers} layers")
         config = replace(config, taps=taps)
-    beyond = [tap for tap in taps_of(config) if tap != "final" and tap >= sizes.layers]
+    last = sizes.layers - (kind_of(config) != "mtp")  # MiMo's sees the stream after the last layer
+    beyond = [tap for tap in taps_of(config) if tap != "final" and tap > last]
     if beyond:
         raise _misfit(
             head, f"the stream entering layer {beyond[0]}, and this target has {sizes.layers} layers (from 0)"

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from inspect import Signature
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,7 +35,6 @@ from paceline.models.mirror import Mirror
 from paceline.models.placement import DeviceMap, Devices, free_memory, parse_map, place, plan, sizes
 from paceline.models.ranks import Ranks
 from paceline.models.refusals import refuse_other_heads, refuse_other_kinds
-from paceline.models.runner_choice import runner_of, suggest_codes, warn_of
 from paceline.protocols import Adaptable, Target
 from paceline.text.tokenizer import Tokenizer
 
@@ -76,24 +74,6 @@ class Loaded:
         return names.index(name or "")
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "fast": {"quantize": "int4"},
-    "low-memory": {"quantize": "int4", "drafter": "suffix"},
-    "exact": {"quantize": "none", "exact": True},
-}
-"""Name -> what `load` takes instead of its defaults."""
-
-
-def with_preset(name: str, given: Mapping[str, Any], of: Signature) -> dict[str, Any]:
-    """Return the arguments of `load`, with a preset's where the default of its signature was left. Raises
-    `InvalidOption`."""
-    if name not in PRESETS:
-        raise InvalidOption(f"preset {name!r} is unknown", f"Choose from {', '.join(PRESETS)}")
-    defaults = {key: option.default for key, option in of.parameters.items()}
-    preset = {key: value for key, value in PRESETS[name].items() if given[key] == defaults[key]}
-    return {**given, **preset, "preset": None}
-
-
 def load_model(
     reference: str | Path,
     *,
@@ -115,28 +95,23 @@ def load_model(
     began = time.perf_counter()
     check_precision(quantize)
     limit_threads()
+    fetch: dict[str, Any] = {"token": token, "allow_pickle": allow_pickle}
     mirror = Mirror(Ranks()) if tensor_parallel else None
     parts = _checked_map(device_map, "auto" if head_tokens else device)
     where = pick_device(next(iter(parts), "auto") if parts is not None else device)
     where = mirror.ranks.device(where) if mirror else where
-    with mirror.ranks.one_by_one() if mirror else nullcontext():  # the first fetches the model and compiles the kernels
+    in_turn: Callable[[], AbstractContextManager[None]] = mirror.ranks.one_by_one if mirror else nullcontext
+    with in_turn():  # the first fetches the model and compiles the kernels
         with progress_bar("compiling the CPU kernels, once", progress):
             pick_dtype(dtype, where)  # raises before anything is fetched
-        checkpoint = open_model(
-            reference, adapter, revision=revision, token=token, allow_pickle=allow_pickle, quiet=not progress
-        )
+        checkpoint = open_model(reference, adapter, revision=revision, quiet=not progress, **fetch)
     config = native(checkpoint)
     if mirror or parts is not None:
-        check_divisible(str(reference), config, exact or bool(adapters), mirror is not None, parts is not None)
+        check_divisible(str(reference), config, exact, mirror is not None, parts is not None)
     kind = pick_dtype(dtype, where, by_torch=config is None)
-    if quantize in ("int8", "int4") and not config:
-        raise UnsupportedModel(
-            f"{reference} runs through transformers, whose weights are not quantised here",
-            "Leave quantize out, or use a model that Paceline runs itself (`paceline info` says which)",
-        )
-    _check_adapters(adapters, config, exact, where)
-    fetch = {"token": token, "allow_pickle": allow_pickle}
-    factors = [read_factors(name, one, checkpoint.config, **fetch) for name, one in (adapters or {}).items()]
+    _check_possible(str(reference), config is not None, quantize, bool(adapters), exact and where.type == "cuda")
+    with in_turn():
+        factors = [read_factors(name, one, checkpoint.config, **fetch) for name, one in (adapters or {}).items()]
     mode = weights_held(config, checkpoint.tensors, quantize, dtype, where, drafts=head_tokens is not None)
     tensors = Quantised(checkpoint.tensors, mode, requantise=head_tokens is not None) if mode else checkpoint.tensors
     kept = None
@@ -144,16 +119,15 @@ def load_model(
         kept = head_tokens(checkpoint.tokenizer, config.vocab_size)
     too_large = memory_named(f"{reference} does not fit on {where} in {kind}", "Use a smaller dtype or model")
     with too_large, progress_bar(f"loading {reference}", progress) as advance:
-        if config:
-            if mirror:
-                target: Target = DividedDecoder(config, tensors, kind, where, advance, mirror)
-            elif parts is not None:
-                devices = _placed(parts, config, tensors, mode, kind)
-                target = Decoder(config, tensors, kind, devices[0], advance, kept, devices=devices)
-            else:
-                target = _decoder(exact, where)(config, tensors, kind, where, advance, kept, factors)
+        if config is None:
+            target: Target = _through_transformers(checkpoint, kind, where)
+        elif mirror:
+            target = DividedDecoder(config, tensors, kind, where, advance, mirror, factors)
+        elif parts is not None:
+            devices = _placed(parts, config, tensors, mode, kind)
+            target = Decoder(config, tensors, kind, devices[0], advance, kept, factors, devices)
         else:
-            target = _through_transformers(checkpoint, kind, where)
+            target = _decoder(exact, where)(config, tensors, kind, where, advance, kept, factors)
     eos = eos_token_ids(checkpoint.config, checkpoint.generation, checkpoint.tokenizer)
     line = "%s: loaded as %s on %s (%s) in %.1f s"
     _LOG.debug(line, checkpoint.path, mode or kind, where, type(target).__name__, time.perf_counter() - began)
@@ -180,7 +154,7 @@ def check_divisible(reference: str, config: ModelConfig | None, exact: bool, ran
     if ranks and placed:
         raise InvalidOption("processes and a device map cannot share a model together", "Use one of them")
     if config is None or exact:
-        what = "with exact=True, or adapters beside it," if config else "through transformers"
+        what = "with exact=True" if config else "through transformers"
         raise UnsupportedModel(f"{reference} is loaded {what} and cannot be divided", "Use one process and device")
     if (
         any(layer != LayerConfig(layer.rope, layer.window, layer.sparse) for layer in config.plan)
@@ -190,9 +164,14 @@ def check_divisible(reference: str, config: ModelConfig | None, exact: bool, ran
             f"{reference} has recurrent layers, or layers of several sizes, which are not divided",
             "Use one process and device",
         )
-    if ranks and config.wide_norm:
+    if ranks and config.latent:
         raise UnsupportedModel(
-            f"{reference} norms queries and keys over all heads, which no process has all of",
+            f"{reference} has one vector for the keys and values of all heads, which every process would need",
+            "Use one process; a device map places whole layers",
+        )
+    if ranks and config.qk_norm and (config.wide_norm or config.own_head_norms):
+        raise UnsupportedModel(
+            f"{reference} norms queries and keys over all heads, or each head by a weight of its own",
             "Use one process; a device map places whole layers",
         )
 
@@ -211,16 +190,20 @@ def _placed(
     return plan(*sizes(tensors, config.layers, matrix, dtype.itemsize), free_memory())
 
 
-def _check_adapters(
-    adapters: Mapping[str, Adapter] | None, config: ModelConfig | None, exact: bool, device: torch.device
-) -> None:
-    """Raise `UnsupportedModel` for adapters beside the weights that nothing can run."""
-    if adapters and config is None:
+def _check_possible(reference: str, native: bool, quantize: Precision, adapted: bool, exact_kernels: bool) -> None:
+    """Raise `UnsupportedModel` for options that a model cannot have. `native`: transformers does not run it. `adapted`:
+    adapters lie beside its weights. `exact_kernels`: it runs on those of CUDA's exact mode."""
+    if quantize in ("int8", "int4") and not native:
+        raise UnsupportedModel(
+            f"{reference} runs through transformers, whose weights are not quantised here",
+            "Leave quantize out, or use a model that Paceline runs itself (`paceline info` says which)",
+        )
+    if adapted and not native:
         raise UnsupportedModel(
             "this model runs through transformers, where no adapters are held beside the weights",
             "Give load a PeftModel of the peft package, or merge the adapter",
         )
-    if adapters and exact and device.type == "cuda":
+    if adapted and exact_kernels:
         raise UnsupportedModel("exact=True on a CUDA device runs no adapters", "Leave out exact, or merge the adapter")
 
 
@@ -305,55 +288,6 @@ def _through_transformers(checkpoint: Checkpoint, dtype: torch.dtype, device: to
             "Merge it with peft's merge_and_unload, and load the result",
         )
     return from_pretrained(checkpoint.path, dtype, device)
-
-
-def advise(loaded: Loaded, floats_chosen: bool) -> None:
-    """Say once what would make the model faster."""
-    if isinstance(target := loaded.target, Decoder):
-        warn_of(runner_of(target.config, target.device, target.dtype, loaded.quantize))
-        if not floats_chosen:
-            suggest_codes(loaded.path, target.device)
-
-
-def check_held(moved: bool, quantized: bool, adapted: bool) -> None:
-    """Raise `InvalidOption` for what is asked of a model object and only a model loaded by name can do."""
-    if moved:
-        raise InvalidOption("a model object keeps its dtype and device", "Convert it before you hand it over")
-    if quantized:
-        raise InvalidOption("a model object keeps its weights as they are", "Quantise models loaded by name only")
-    if adapted:
-        raise InvalidOption("an adapter cannot be added to a model object", "Give a PeftModel with its adapters")
-
-
-def wrap(model: Any, tokenizer: Any) -> Loaded:
-    """Wrap a model object of transformers, or of PEFT around one, and its tokenizer; see `paceline.load`."""
-    wrappable, wrapper = False, None
-    if type(model).__module__.startswith("peft."):
-        from peft import PeftModel
-
-        if isinstance(model, PeftModel):
-            wrapper, model = model, model.get_base_model()
-    if find_spec("transformers"):
-        from transformers import PreTrainedModel
-        from transformers.generation import GenerationMixin
-
-        wrappable = isinstance(model, PreTrainedModel) and isinstance(model, GenerationMixin)
-    if not wrappable:
-        raise InvalidOption(
-            f"model is a {type(model).__name__}",
-            "Give the name or path of a model, or a PreTrainedModel of transformers with a causal head, or one of PEFT",
-        )
-    if tokenizer is None:
-        raise InvalidOption(
-            f"{type(model).__name__} comes without a tokenizer",
-            "Give tokenizer=transformers.AutoTokenizer.from_pretrained(...)",
-        )
-    from paceline.models.transformers import CausalLM
-
-    tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.from_transformers(tokenizer)
-    generation = {key: value for key, value in model.generation_config.to_dict().items() if value is not None}
-    eos = eos_token_ids(model.config.to_dict(), generation, tokenizer)
-    return Loaded(CausalLM(model, wrapper), tokenizer, eos, generation, Path(model.name_or_path))
 
 
 def pick_device(device: Device | str | torch.device) -> torch.device:

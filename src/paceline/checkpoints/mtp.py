@@ -1,6 +1,6 @@
 """The multi-token-prediction (MTP) layer that some models bring, as a learned drafter.
 
-Under the names of Qwen's files, to which GGUF's are translated: mtp.fc, mtp.pre_fc_norm_embedding,
+Under the names of Qwen's files, to which those of others and of GGUF are translated: mtp.fc, mtp.pre_fc_norm_embedding,
 mtp.pre_fc_norm_hidden, mtp.layers.0.* and mtp.norm, of which the last may be the model's own.
 """
 
@@ -48,4 +48,12 @@ def _config(model: ModelConfig, names: Mapping[str, str]) -> EagleConfig:
     experts = model.experts
     sparse = experts is not None and f"layers.0.{experts.block}.{experts.router}.weight" in names
     layer = replace(model, layers=1, special=(LayerConfig(model.rope, sparse=sparse),))
-    return EagleConfig(layer, ("final",), model.hidden, model.vocab_size, version=1, norm_output=True, built_in=True)
+    # By Xiaomi's code for vLLM, MiMo's sees the stream before the last norm, and ahead of the embedding.
+    raw = model.family == "mimo"
+    return EagleConfig(
+        *(layer, (model.layers if raw else "final",), model.hidden, model.vocab_size),
+        version=1,
+        norm_output=True,
+        built_in=True,
+        hidden_first=raw,
+    )

@@ -17,6 +17,7 @@ from paceline.cli.options import (
     ModelName,
     Quiet,
     Threads,
+    parse_names,
     parse_numbers,
     progress_wanted,
     set_threads,
@@ -85,8 +86,8 @@ class BenchOptions:
         temperatures = dict.fromkeys(parse_numbers("--temperature", self.temperature, float, "0,0.7"))
         widths = dict.fromkeys(parse_numbers("--batch", self.batch, int, "1,8"))
         return Comparison(
-            _names(self.drafters),
-            _names(self.against),
+            parse_names(self.drafters),
+            parse_names(self.against),
             tuple(temperatures),
             self.rule,  # type: ignore[arg-type]  # Sampling checks it
             self.tokens,
@@ -100,7 +101,7 @@ class BenchOptions:
         """Return the precisions, "" for auto, each with its --quantize for the target. Raises `InvalidOption`."""
         from paceline.bench.systems import split_precision
 
-        names = ["" if name == "auto" else name for name in _names(self.quantize)] or [""]
+        names = ["" if name == "auto" else name for name in parse_names(self.quantize)] or [""]
         return {name: split_precision(name)[0] for name in names}
 
     def load(self, *, progress: bool) -> dict[str, LLM]:
@@ -187,10 +188,6 @@ def _report(path: Path, result: Mapping[str, Any]) -> str:
     if path.suffix == ".html":
         return page(result)
     return markdown(path.stem, result["provenance"], all_grids(result), remarks(result))
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def _write(path: Path, text: str) -> None:

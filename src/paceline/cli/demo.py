@@ -87,7 +87,7 @@ def _report(plain: Completion, fast: Completion) -> None:
     if fast.stats.guarantee == "bits":
         raise typer.Exit(1)
     console.print(
-        "This machine guarantees equal texts only up to rounding; see what `paceline info` says of its layers."
+        "This machine guarantees equal texts only up to rounding; see what multiplies its matrices: `paceline info`."
     )
 
 

@@ -39,7 +39,7 @@ _HEADS = {
     "medusa": ("Medusa", "heads", "{heads} of {layers} layers, with {output}"),
     "block": ("DFlash (block)", "block", "{block_size} tokens, {layers} layers, mask token {mask_token}"),
     "assistant": ("Gemma 4 assistant", "layers", "{layers}, over the target's keys and values"),
-    "exit": ("early exit", "exit", "after {layers} layers, adapter of rank {rank}"),
+    "exit": ("early exit", "exit", "after {layers} layers, projection of rank {rank}"),
 }
 """Kind -> title, and a row of its own: name and value."""
 _COVERAGE = "coverage"
@@ -106,7 +106,7 @@ def _model_facts(path: Path, allow_pickle: bool) -> dict[str, Any]:
         "architecture": (checkpoint.config.get("architectures") or [family])[0],
         "family": family,
         "runs": "natively" if config else "through transformers",
-        "runner": _runner(config, checkpoint) if config else "torch",
+        "runner": _runner() if config else "torch",
         **(_architecture(config) if config else {}),
         "format": form,
         "parameters": sum(dtypes.values()),
@@ -127,18 +127,18 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
     names = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "context_length")
     facts = {name: getattr(config, name) for name in names}
     recurrent = sum(bool(layer.recurrent) for layer in config.plan)
+    facts["latent"] = asdict(config.latent) if config.latent else None
     facts |= {"rope": rope, "tied_head": config.tied, "recurrent_layers": recurrent, "state_bytes": config.state_bytes}
     return facts | {"cache_bytes": config.cache_bytes(config.context_length)}
 
 
-def _runner(config: ModelConfig, checkpoint: Checkpoint) -> str:
-    """Return what runs the layers with default options, and how to get a faster runner."""
-    from paceline.checkpoints.loader import pick_device, pick_dtype, weights_held
+def _runner() -> str:
+    """Return what multiplies matrices with default options, and how to get a faster runner."""
+    from paceline.checkpoints.loader import pick_device, pick_dtype
     from paceline.models.runner_choice import runner_of
 
     device = pick_device("auto")
-    mode = weights_held(config, checkpoint.tensors, "auto", "auto", device)
-    runner = runner_of(config, device, pick_dtype("auto", device), mode)
+    runner = runner_of(device, pick_dtype("auto", device))
     return f"{runner.name}. {runner.remedy}" if runner.remedy else runner.name
 
 
@@ -189,7 +189,7 @@ def _model_rows(f: dict[str, Any]) -> list[tuple[str, str]]:
         ("model", f"{name}, {amount(f['parameters'])} parameters"),
         ("path", f["path"]),
         ("file", f"{f['format']}, {amount(f['file_bytes'], 'bytes')}: {shares}"),
-        ("runs", f["runs"] + (f"; its layers on {f['runner']}" if native else "")),
+        ("runs", f["runs"] + (f"; matrix products on {f['runner']}" if native else "")),
         *([("--quantize", _quantize_text(f["own_codes"]))] if native else []),
         *([("built-in drafter", f"{built_in}: a layer for multi-token prediction")] if built_in else []),
         ("default drafter", f"{AUTO}+{built_in}" if built_in else AUTO),
@@ -212,11 +212,16 @@ def _architecture_rows(f: dict[str, Any]) -> list[tuple[str, str]]:
     state = (
         f"{f['recurrent_layers']} of them; state of a text: {amount(f['state_bytes'], 'bytes')}, whatever its length"
     )
+    shape = f"{f['heads']} of {f['head_dim']} channels, {f['kv_heads']} for keys and values"
+    if latent := f["latent"]:
+        shape = (
+            f"{f['heads']} of {latent['plain'] + latent['rotary']} channels, keys and values of all in {f['head_dim']}"
+        )
     return [
         ("context", f"{f['context_length']:,} tokens; KV cache at full length: {amount(cache, 'bytes')}"),
         ("layers", f"{f['layers']} of {f['hidden']:,} channels, feed-forward {f['ffn']:,}"),
         *([("recurrent layers", state)] if f["recurrent_layers"] else []),
-        ("attention heads", f"{f['heads']} of {f['head_dim']} channels, {f['kv_heads']} for keys and values"),
+        ("attention heads", shape),
         ("output head", "shared with the embedding" if f["tied_head"] else "separate from the embedding"),
         ("rotary positions", f"base {rope['theta']:,.0f}, {scaling}{factors}"),
     ]

@@ -252,6 +252,11 @@ def parse_draft(text: str) -> DraftBudget | Literal["auto"]:
     return size
 
 
+def parse_names(text: str) -> tuple[str, ...]:
+    """Return the names in a list that is separated by commas."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
 def parse_numbers(name: str, text: str, number: Callable[[str], Number], example: str) -> tuple[Number, ...]:
     """Return the numbers of option `name`, which are separated by commas. Raises `InvalidOption`."""
     try:

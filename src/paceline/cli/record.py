@@ -24,6 +24,7 @@ from paceline.cli.options import (
     Quiet,
     SamplingOptions,
     note,
+    parse_names,
     progress_wanted,
 )
 from paceline.cli.prompts import read_rows
@@ -142,7 +143,7 @@ def replay(
     from paceline.bench.systems import split_size
     from paceline.drafters.factory import check_spec
 
-    named = [Candidate(*split_size(name)) for name in _names(options.drafters or "")]
+    named = [Candidate(*split_size(name)) for name in parse_names(options.drafters or "")]
     for candidate in named:
         check_spec(candidate.drafter)
     with _status("timing passes", quiet) as say:
@@ -173,7 +174,7 @@ def tune(
     from paceline.bench.systems import split_size
     from paceline.drafters.factory import check_spec
 
-    named = _names(options.drafters or "")
+    named = parse_names(options.drafters or "")
     if any(part in ("none", "auto") or split_size(part)[1] for part in named):
         raise InvalidOption("tune takes drafters by their own names, without sizes", "Write, say, suffix,eagle3")
     for part in named:
@@ -246,7 +247,3 @@ _COLUMNS: Mapping[str, Any] = {
 
 def _interval(ratio: Mapping[str, float]) -> str:
     return f"{ratio['value']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]"
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -184,28 +184,6 @@ class ServedModels:
     close: Callable[[], None]
 
 
-def serve(
-    argument: ModelArgument = None,
-    *,
-    model: LoadOptions,
-    server: ServerOptions,
-    limits: LimitOptions,
-    several: ModelsOptions,
-    also: Also = None,
-    quiet: Quiet = False,
-) -> None:
-    """Serve models over OpenAI's API to many clients at once.
-
-    MODEL is loaded before the server starts, and stays. The models of --models are loaded when a request names them.
-    """
-    served = application(argument, model=model, server=server, limits=limits, several=several, also=also, quiet=quiet)
-    from paceline.server.listen import run
-
-    announce = partial(_announce, served.models, served.has_keys, quiet)
-    run(served.app, served.models, server.host, server.port, server.grace, announce)
-    served.close()
-
-
 def application(
     argument: ModelArgument = None,
     *,
@@ -216,8 +194,8 @@ def application(
     also: Also = None,
     quiet: Quiet = False,
 ) -> ServedModels:
-    """Load what `serve` serves, for any ASGI server."""
-    only_named = argument is None and model.model == DEMO and several.models
+    """Load what `serve` serves, for any ASGI server. Its parameters are the options of `serve` too."""
+    has_first = argument is not None or model.model != DEMO or not several.models  # else --models alone
     model = model.with_model(argument)
     missing = [module for module in ("fastapi", "uvicorn", "prometheus_client", "psutil") if not find_spec(module)]
     if missing:
@@ -244,7 +222,7 @@ def application(
         return ModelSource((name,), load, int(size * _IN_MEMORY), path=path.resolve())
 
     sources = [on_request(found.name, found.path, found.size) for found in several.found()]
-    if not only_named:
+    if has_first:
         path = model.located() if sources and not parse_adapters(model.adapter or ())[0] else None
         sources.insert(0, _first(model, server, partial(opened, model, progress=progress_wanted(quiet)), path))
     if not sources:
@@ -266,6 +244,20 @@ def application(
             recorder.close()
 
     return ServedModels(create_app(models, settings), models, bool(settings.api_keys), close)
+
+
+@wraps(application, assigned=("__annotations__",))
+def serve(**options: Any) -> None:
+    """Serve models over OpenAI's API to many clients at once.
+
+    MODEL is loaded before the server starts, and stays. The models of --models are loaded when a request names them.
+    """
+    served, server, quiet = application(**options), options["server"], options["quiet"]
+    from paceline.server.listen import run
+
+    announce = partial(_announce, served.models, served.has_keys, quiet)
+    run(served.app, served.models, server.host, server.port, server.grace, announce)
+    served.close()
 
 
 def _settings(server: ServerOptions, limits: LimitOptions, addresses: Collection[str]) -> Settings:

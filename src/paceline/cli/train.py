@@ -48,7 +48,7 @@ class TrainOptions:
     vocabulary: int | None = _drafter("Tokens that the drafter can draft.", min=1, show_default="all")
     ffn: int | None = _drafter("Feed-forward width.", min=1, show_default="the target's")
     layers: int | None = _drafter("Layers: of a block drafter, of a Medusa head, or before an early exit.", min=1)
-    rank: int = _drafter("Rank of an early exit's adapter.", min=1, default=256)
+    rank: int = _drafter("Rank of an early exit's projection.", min=1, default=256)
     bits: int = _drafter("Bits of the weights in the file: 16 (bfloat16), or 4, for Paceline alone.", default=16)
     steps: int = _training("Draft length to train for, in tokens.", min=1, default=5)
     epochs: float = _training("Passes over the data.", default=1.0)

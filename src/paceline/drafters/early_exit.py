@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from weakref import ref
 
 import torch
 from torch import Tensor
 
 from paceline.drafters.base import Ask
 from paceline.drafters.growth import ROOT, Growing, Growth, logits_of
+from paceline.drafters.hosted import CacheSharing
 from paceline.errors import InvalidOption, UnsupportedModel
 from paceline.models.decoder import Decoder
 from paceline.models.heads import ExitConfig
-from paceline.models.layers import RMSNorm
+from paceline.models.norms import RMSNorm
 from paceline.models.weights import Weights
-from paceline.protocols import KVCache, Target
+from paceline.protocols import Target
 from paceline.sampling.sampler import Ranked
 from paceline.types import Carried, Draft, DraftBudget, Tap, Verdict, Want
 from paceline.verify.tree import pack
 
 
-class EarlyExit(Growing):
+class EarlyExit(CacheSharing, Growing):
     """Drafts with the target's first `config.layers` layers and its head, over the target's own cache.
 
     The keys and values that drafting writes are those of verification, which begins at layer E for every row that has
@@ -33,11 +33,10 @@ class EarlyExit(Growing):
     the rules rejection and block keep their shape instead: how a drawn tree is judged must not depend on its draws.
 
     Source: LayerSkip, arXiv 2404.16710 (shared cache); Draft & Verify, arXiv 2309.08168, and Kangaroo, arXiv
-    2404.18911 (when to stop; an adapter before the head).
+    2404.18911 (when to stop; a trained projection before the head).
     """
 
     draft = DraftBudget.chain(5)
-    replayable = False
 
     def __init__(
         self, config: ExitConfig, tensors: Mapping[str, Tensor], target: Target, threshold: float = 0.5
@@ -61,25 +60,14 @@ class EarlyExit(Growing):
         if not 0.0 <= threshold <= 1.0:
             raise InvalidOption(f"threshold={threshold} is not a probability", "Use 0 (never stop) to 1")
         weights = Weights(tensors, target.dtype, target.device)
-        self._norm, self._adapter = target.norm, None
+        self._norm, self._projection = target.norm, None
         if "norm.weight" in weights:
             self._norm = RMSNorm(weights.get("norm.weight", (hidden,)), target.config.norm_eps)
         if rank := config.rank:
-            self._adapter = weights.linear({"proj.down": rank}, hidden), weights.linear({"proj.up": hidden}, rank)
+            self._projection = weights.linear({"proj.down": rank}, hidden), weights.linear({"proj.up": hidden}, rank)
         weights.finish()
         self._streams: dict[int, list[Tensor]] = {}
         """Per slot the outputs of the exit layer in this round, pass by pass."""
-        self._bound: Callable[[], KVCache | None] = lambda: None
-
-    @property
-    def _cache(self) -> KVCache | None:
-        return self._bound()
-
-    def bind(self, cache: KVCache) -> None:
-        """Draft over this cache. Raises `InvalidOption` where the drafter serves another engine that is in use."""
-        if self._cache not in (None, cache):
-            raise InvalidOption("an early-exit drafter cannot serve two models at once", "Make one for each")
-        self._bound = ref(cache)
 
     def admit(self, slot: int, prompt: Sequence[int]) -> None: ...
 
@@ -115,9 +103,7 @@ class EarlyExit(Growing):
             starts,
         )
         want = Want("none", taps=(self._exit,), layers=self._exit)
-        if self._cache is None:
-            raise InvalidOption("early exit has no target cache", "Bind the cache that holds the slots")
-        streams = self._target.forward(rows, self._cache, want).taps[self._exit]
+        streams = self._target.forward(rows, self.target_cache, want).taps[self._exit]
         for ask, stream, count in zip(asks, streams, rows.counts, strict=True):
             self._streams[ask.slot].append(stream[:count])
         return logits_of(streams, rows.counts, self._logits)
@@ -125,8 +111,8 @@ class EarlyExit(Growing):
     @torch.inference_mode()
     def _logits(self, streams: Tensor) -> Tensor:
         """Return the exit's logits [..., V] of streams [..., H]."""
-        if self._adapter:
-            down, up = self._adapter
+        if self._projection:
+            down, up = self._projection
             streams = up.onto(down(streams), streams)
         return self._target.logits(self._norm(streams))
 

@@ -10,8 +10,8 @@ eagle3, medusa, block         the head of this kind that comes with Paceline for
 mtp, mtp:REF                  the multi-token-prediction layer in the target's own files, or in others
 assistant:REF                 Gemma 4's assistant, which reads the target's keys and values
 eagle3:REF, ..., head:REF     a head checkpoint; `head` takes any kind
-early-exit                    the adapter that comes with Paceline, or half of the target's layers
-early-exit:LAYERS or REF      so many of the target's layers, or an adapter checkpoint
+early-exit                    the exit that comes with Paceline, or half of the target's layers
+early-exit:LAYERS or REF      so many of the target's layers, or a trained exit
 early-exit@P, ...:LAYERS@P    the same; a chain ends where the exit's highest probability is below P (0.5)
 A+B+C                         the first of these that has a draft; a reference comes last and may hold a "+"
 """
@@ -164,16 +164,20 @@ def open_drafter(
         if isinstance(found.config, EagleConfig) and "d2t" not in found.tensors:
             kept = choose(target.tokenizer, target.target.vocab_size)
             found = replace(found, config=replace(found.config, head_tokens=kept))
-        mode = "int4" if quantize == "auto" and _keeps_codes(found, target) else quantize
+        mode = "int4" if quantize == "auto" and _takes_codes(found, target) else quantize
         return replace(found, tensors=Quantised(found.tensors, mode)) if mode in ("int8", "int4") else found
 
     return make_drafter(spec, target, load_draft, read_head)
 
 
-def _keeps_codes(head: HeadFile, target: Loaded) -> bool:
-    """Whether a head's own codes are used: those of a file that has them, where there are kernels for them."""
-    host = host_of(target)
-    return mostly_codes(head.tensors) and host.dtype != torch.float64 and takes_stored(host.dtype, True, host.device)
+def _takes_codes(head: HeadFile, target: Loaded) -> bool:
+    """Whether a head is held in codes by default, where there are kernels for them: in its file's own, or in 4 bits, as
+    a draft model, if it is the MTP layer of a quantised target."""
+    host, config = host_of(target), head.config
+    coded = mostly_codes(head.tensors) or (
+        target.quantize is not None and isinstance(config, EagleConfig) and config.built_in
+    )
+    return coded and host.dtype != torch.float64 and takes_stored(host.dtype, True, host.device)
 
 
 def open_drafters(
@@ -189,6 +193,21 @@ def open_drafters(
     if isinstance(given, Drafter):
         return {type(given).__name__: given, **found} if found else given
     return found
+
+
+def load_drafters(given: Mapping[str, Any], more: Sequence[str], target: Loaded) -> Drafter | dict[str, Drafter] | None:
+    """`open_drafters`, by all arguments of `paceline.load`."""
+    common = {name: given[name] for name in ("token", "allow_pickle")} | {"revision": given["draft_revision"]}
+    places = {"device": given["device"], "device_map": given["draft_device_map"], "dtype": given["dtype"]}
+    opened = partial(
+        open_drafter,
+        target=target,
+        quantize=given["draft_quantize"],
+        read=partial(load_model, progress=given["progress"], **places, **common),
+        head=partial(open_head, quiet=not given["progress"], **common),
+        draft_vocab=given["draft_vocab"],
+    )
+    return open_drafters(given["drafter"], more, target, opened)
 
 
 def spec_name(spec: str) -> str:
@@ -290,7 +309,7 @@ def _with_head(config: HeadConfig, tensors: Mapping[str, Tensor], target: Loaded
 
 
 def _early_exit(layers: str, target: Loaded, read: HeadOpener, options: Options) -> Drafter:
-    """Return early exit after `layers` layers; "": with the adapter that comes with Paceline, or after half of them."""
+    """Return early exit after `layers` layers; "": the exit that comes with Paceline, or after half of them."""
     if not layers and (path := shipped("exit", target)):
         head = fits(read(path), target)
         return _with_head(head.config, head.tensors, target, options)

@@ -7,28 +7,27 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from paceline.drafters.base import Ask, Drafter
+from paceline.drafters.base import Ask
+from paceline.drafters.hosted import LastState
 from paceline.drafters.independent import fixed, rank
 from paceline.kernels.linear import free_rows
 from paceline.models.heads import MedusaConfig
 from paceline.models.medusa import MedusaHeads
 from paceline.protocols import TargetWithHead
-from paceline.types import Draft, DraftBudget, Tap, Verdict
+from paceline.types import Draft, DraftBudget
 from paceline.verify.tree import places
 
 _WHOLE = DraftBudget(512, 512, 1 << 20)
 """A budget that cuts nothing."""
 
 
-class Medusa(Drafter):
+class Medusa(LastState):
     """Drafts with Medusa heads (arXiv 2401.10774): head i predicts depth i + 1, independently of the nodes above.
 
     The tree has a fixed shape, `config.paths` (the most useful place first: the budget cuts from the end) or that of
     `tree.places`. Every place of a depth takes its token from one ranking, that of its head, made after the likeliest
     path (see `independent.rank`).
     """
-
-    taps: tuple[Tap, ...] = ("final",)
 
     def __init__(self, config: MedusaConfig, tensors: Mapping[str, Tensor], target: TargetWithHead) -> None:
         """`tensors`: see `models/heads.py`. Raises `CorruptModel` for those of another target too, and
@@ -39,30 +38,7 @@ class Medusa(Drafter):
             whole = DraftBudget(len(kept), max(map(len, kept)), max(map(max, kept)) + 1)
             # The best places come first, and more rows than are nearly free cost more than they bring.
             self.draft = whole.within(whole.depth, free_rows(target.device) - 1)
-        self._states: dict[int, Tensor] = {}
-        """The "final" hidden state [H] before each slot's pending token, once one was received."""
-
-    def admit(self, slot: int, prompt: Sequence[int]) -> None:
-        self._states.pop(slot, None)
-
-    def fork(self, slot: int, source: int, prompt: Sequence[int]) -> None:
-        self.admit(slot, prompt)
-        if source in self._states:
-            self._states[slot] = self._states[source]
-
-    @property
-    def needs_past(self) -> bool:
-        """False: it needs only the last token's state, which is always fed."""
-        return False
-
-    def feed(self, slot: int, tokens: Sequence[int], taps: Mapping[Tap, Tensor]) -> None:
-        self._receive(slot, taps, -1)
-
-    def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
-        self._receive(slot, out, verdict.path[-1] if verdict.path else 0)
-
-    def release(self, slot: int) -> None:
-        self._states.pop(slot, None)
+        super().__init__()
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         shapes = [fixed(ask.budget.within(self._depth), self._order, ask.draws) for ask in asks]
@@ -82,7 +58,3 @@ class Medusa(Drafter):
         """Return logits [heads, R, V] on the host, from one pass for all slots."""
         states = torch.stack([self._states[slot] for slot in slots])
         return self._heads.logits(self._heads.states(states, heads)).cpu()
-
-    def _receive(self, slot: int, taps: Mapping[Tap, Tensor], row: int) -> None:
-        # A copy: a view would keep the states of the whole pass, or follow a buffer that is used again.
-        self._states[slot] = taps["final"][row].clone()

@@ -104,8 +104,9 @@ class DrafterStack(Drafter):
         empty = [i for i, draft in enumerate(drafts) if not draft.tokens]
         if not empty:
             return
-        made = drafter.propose([replace(_within(asks[i], drafter.draft), sure=sure) for i in empty])
-        for i, draft in zip(empty, made, strict=True):
+        budgets = [asks[i].budget.limited(drafter.draft) for i in empty]
+        own = [replace(asks[i], budget=budget, sure=sure) for i, budget in zip(empty, budgets, strict=True)]
+        for i, draft in zip(empty, drafter.propose(own), strict=True):
             drafts[i] = draft if drafter.free else self._extended(asks[i], draft)
 
     def _extended(self, ask: Ask, draft: Draft) -> Draft:
@@ -145,10 +146,3 @@ def _widest(drafters: Sequence[Drafter]) -> DraftBudget:
     """Return the least budget with room for the draft of any of them."""
     sizes = [drafter.draft for drafter in drafters]
     return DraftBudget(max(s.nodes for s in sizes), max(s.depth for s in sizes), max(s.branch for s in sizes))
-
-
-def _within(ask: Ask, size: DraftBudget) -> Ask:
-    """Return the same ask with a budget of at most `size`."""
-    budget = ask.budget
-    nodes, depth = min(budget.nodes, size.nodes), min(budget.depth, size.depth)
-    return replace(ask, budget=DraftBudget(nodes, depth, min(budget.branch, size.branch)))

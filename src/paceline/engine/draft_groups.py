@@ -86,9 +86,8 @@ def _chosen(controller: Controller, members: Sequence[Request], together: int) -
 
 def _budget(draft: DraftBudget, request: Request, cache: KVCache) -> DraftBudget:
     """Cut a budget to the request's own, and to one token less than may follow: the target adds one itself."""
-    if limit := request.max_draft:
-        nodes, depth = min(draft.nodes, limit.nodes), min(draft.depth, limit.depth)
-        draft = DraftBudget(nodes, depth, min(draft.branch, limit.branch))
+    if request.max_draft:
+        draft = draft.limited(request.max_draft)
     return cache.fit(request.slot, draft.within(request.stream.left - 1))
 
 

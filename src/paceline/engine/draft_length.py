@@ -106,10 +106,11 @@ class _BatchCosts:
     def __init__(self, together: int, sizes: Sequence[DraftBudget]) -> None:
         self.together = together
         self.drafting = Curve(slope=_LEVEL)
-        self.dearer = [Fading(1.0 + _ROW * together * size.nodes) for size in sizes]
+        self.relative = [Fading(1.0 + _ROW * together * size.nodes) for size in sizes]
+        """By size: cost of a pass, that of one without drafts being 1; measured where `seen`."""
         self.seen = [False] * len(sizes)
-        self.tried = [0] * len(sizes)
-        self.tries = [0] * len(sizes)
+        self.tried, self.tries = [0] * len(sizes), [0] * len(sizes)
+        """By size: the round that took it last, and how many have."""
 
 
 class Controller:
@@ -129,8 +130,8 @@ class Controller:
         self._depths = [size.depth for size in self.sizes]
         # Chains of all lengths begin alike and share their acceptance; a smaller tree is accepted less often.
         self._chains = maximum.branch == 1
-        kept = _AcceptanceRates(maximum.depth)
-        self._kept = [kept if self._chains else _AcceptanceRates(size.depth) for size in self.sizes]
+        rates = _AcceptanceRates(maximum.depth)
+        self._rates = [rates if self._chains else _AcceptanceRates(size.depth) for size in self.sizes]
         # A pass that resumes where drafting stopped (early exit) costs less than its rows.
         self._passes = {False: Curve(slope=_ROW), True: Curve(slope=_ROW)}
         self._resumed = False
@@ -140,10 +141,13 @@ class Controller:
         self._own, self._all = Fading(1.0), Fading(1.0)
         self._batch_costs: dict[int, _BatchCosts] = {}
         self._round = self._last_try = self._rest = 0
+        """This round; that of the last try; the last one of a pause, in which nothing is drafted."""
         self._saved = 0.0
+        """Seconds saved up for tries."""
         self.pace = 0.0
         """Tokens per second of all requests of a round, at the size that seems best; 0 until something is measured."""
         self._at, self._behind = len(self.sizes) - 1, 0
+        """Number of the size chosen last, and the tokens that the drafter had not seen then."""
 
     def choose(
         self, together: int = 1, behind: int = 0, ahead: int = 1 << 30, written: int = 0, fresh: int = 0
@@ -185,8 +189,8 @@ class Controller:
 
     def _begin(self, share: float) -> None:
         """Expect of texts that begin, a share of all, what is usual."""
-        for kept in {*self._kept}:
-            kept.forget(share)
+        for rates in {*self._rates}:
+            rates.forget(share)
         if self._written:
             self._length.add(self._written, self._round)
 
@@ -251,13 +255,13 @@ class Controller:
             share = together / len(drafts)
             all_rows = together + share * sum(len(draft.tokens) for draft in drafts)
             plain = self._passes[False].at(together)
-            batch_costs.dearer[at].add(self._passes[resumed].at(all_rows) / plain, self._round)
+            batch_costs.relative[at].add(self._passes[resumed].at(all_rows) / plain, self._round)
             batch_costs.seen[at] = True
             self._resumed = resumed
             self._learn_drafting(batch_costs, share * drafting)
         for budget, verdict in zip(budgets, verdicts, strict=True):
             if verdict.finish is None:
-                self._learn_kept(len(verdict.path), budget.depth)
+                self._learn_acceptance(len(verdict.path), budget.depth)
 
     def _learn_drafting(self, batch_costs: _BatchCosts, seconds: float) -> None:
         """Drafting that had to catch up counts for the cost of that alone."""
@@ -268,12 +272,12 @@ class Controller:
             level = seen.at(depth) if seen.known else 0.0
             self._catch_up.add(max(0.0, seconds - level) / self._behind, self._round)
 
-    def _learn_kept(self, accepted: int, depth: int) -> None:
+    def _learn_acceptance(self, accepted: int, depth: int) -> None:
         if self._chains:
-            self._kept[0].add(accepted, depth, 1.0, self._round)
+            self._rates[0].add(accepted, depth, 1.0, self._round)
             return
-        for other, kept in enumerate(self._kept[1:], 1):
-            kept.add(accepted, depth, 1.0 if other == self._at else _OTHER_SIZE, self._round)
+        for other, rates in enumerate(self._rates[1:], 1):
+            rates.add(accepted, depth, 1.0 if other == self._at else _OTHER_SIZE, self._round)
 
     def _costs_of(self, together: int) -> _BatchCosts:
         # Batch sizes vary under load: nearby ones share their measurements.
@@ -288,18 +292,18 @@ class Controller:
         levels = [drafting.at(depth) for depth in self._depths[1:]] if drafting.known else [0.0] * len(self.sizes)
         first = self._passes[False].at(together)
         costs = [
-            first * dearer.value if seen else passes.at(together * (1 + size.nodes))
-            for dearer, seen, size in zip(batch_costs.dearer[1:], batch_costs.seen[1:], self.sizes[1:], strict=True)
+            first * relative.value if seen else passes.at(together * (1 + size.nodes))
+            for relative, seen, size in zip(batch_costs.relative[1:], batch_costs.seen[1:], self.sizes[1:], strict=True)
         ]
         return [first, *(cost + level for cost, level in zip(costs, levels, strict=False))]
 
     def _tokens(self) -> list[float]:
         """Return the expected tokens of a round, by size."""
         if self._chains:
-            tokens = self._kept[0].tokens(self._round)
+            tokens = self._rates[0].tokens(self._round)
             return [tokens[depth] for depth in self._depths]
         # A larger tree is accepted no less often than a smaller one, whatever chance has shown.
-        return [*accumulate((kept.tokens(self._round)[-1] for kept in self._kept), max)]
+        return [*accumulate((rates.tokens(self._round)[-1] for rates in self._rates), max)]
 
 
 def _sizes(maximum: DraftBudget) -> list[DraftBudget]:

@@ -44,7 +44,10 @@ class PredictedReply:
         """Pair of tokens -> the places after it, ascending."""
         for place, pair in enumerate(pairwise(self._tokens), _PAIR):
             self._places.setdefault(pair, []).append(place)
-        self._at, self._left_at, self._count, self._agreeing = 0, 0, _FIRST, _PAIR
+        self._at, self._left_at = 0, 0
+        """Place of the next token, `length` while the reply says something else; place where it last began to."""
+        self._count, self._agreeing = _FIRST, _PAIR
+        """Tokens of the next draft; tokens that must agree at the next meeting."""
         self._tail: deque[int] = deque(maxlen=_LONGEST)
         self.length, self.accepted = len(self._tokens), 0
 

@@ -25,7 +25,7 @@ class Hit:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Entry:
+class _CachedText:
     """A saved text: its `tokens`, of which the first `prompt` were the prompt, and its request's `adapter`."""
 
     tokens: Tokens
@@ -49,7 +49,7 @@ class PrefixCache:
     def __init__(self, limit: int, seamless: bool = False) -> None:
         """`limit`: bytes. `seamless`: the target's `self_check.seamless`."""
         self._limit, self._seamless = limit, seamless
-        self._entries: list[_Entry] = []
+        self._entries: list[_CachedText] = []
         """In the order of their last use."""
         self.nbytes = self.queries = self.hits = 0
 
@@ -92,7 +92,7 @@ class PrefixCache:
         A failed request must not be stored: its state may not be finite.
         """
         kept = {name: saved for name, saved in (drafters or {}).items() if saved}
-        entry = _Entry(np.array(tokens, np.int64), prompt, target, kept, adapter)
+        entry = _CachedText(np.array(tokens, np.int64), prompt, target, kept, adapter)
         if entry.nbytes > self._limit:
             return  # it would evict all others, and then itself
         for other in list(self._entries):
@@ -113,11 +113,11 @@ class PrefixCache:
         self._entries.clear()
         self.nbytes = 0
 
-    def _drop(self, entry: _Entry) -> None:
+    def _drop(self, entry: _CachedText) -> None:
         self._entries.remove(entry)
         self.nbytes -= entry.nbytes
 
-    def _usable(self, entry: _Entry, common: int, prompt: int, needs: str | None) -> int:
+    def _usable(self, entry: _CachedText, common: int, prompt: int, needs: str | None) -> int:
         """Return the usable length of an entry for a prompt of `prompt` tokens that shares its first `common` tokens.
 
         Token n after the n loaded ones must agree too, since a drafter may have read it beside the hidden states of the
@@ -128,11 +128,11 @@ class PrefixCache:
             parts.append(entry.drafters[needs].length if needs in entry.drafters else 0)
         return self._whole(entry, min(common - 1, prompt - 2, *parts))
 
-    def _most(self, entry: _Entry) -> int:
+    def _most(self, entry: _CachedText) -> int:
         """Return the longest usable length of an entry, for any prompt."""
         return self._whole(entry, min(len(entry.tokens) - 1, entry.target.length))
 
-    def _whole(self, entry: _Entry, length: int) -> int:
+    def _whole(self, entry: _CachedText, length: int) -> int:
         """Cut a length so that no text depends on the cache, bit for bit.
 
         Where every pass leaves the same bits (`self_check.seamless`), any length will do. Elsewhere rows depend on the
@@ -143,7 +143,7 @@ class PrefixCache:
             return max(0, length)
         return max(0, min(length, entry.prompt - 1)) // PREFILL_ROWS * PREFILL_ROWS
 
-    def _covers(self, one: _Entry, other: _Entry) -> bool:
+    def _covers(self, one: _CachedText, other: _CachedText) -> bool:
         """Whether `one` can replace `other`, but for drafters: its text continues the other's, and its saved state
         still reaches back to the other's end and, if the other's does, to its beginning."""
         most, count = self._most(other), len(other.tokens)
@@ -154,7 +154,7 @@ class PrefixCache:
         return all(one.target.most(n, other.prompt) >= other.target.most(n, other.prompt) for n in (1, most))
 
 
-def _merged(entry: _Entry, other: _Entry) -> _Entry:
+def _merged(entry: _CachedText, other: _CachedText) -> _CachedText:
     """Return `entry` with the drafter states of another text that is its prefix or continues it."""
     both = dict(entry.drafters)
     for name, saved in other.drafters.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -16,8 +16,8 @@ from paceline.verify.tree import PREFILL_ROWS
 
 Begin = Callable[[Request | None], Request]
 """Starts a request, given another one with the same prompt that has been prefilled, if there is one."""
-Fits = Callable[[int, int], bool]
-"""(number of texts, tokens of the longest) -> whether there is memory for them."""
+Fits = Callable[[Sequence[int]], bool]
+"""Tokens of each text -> whether there is memory for them."""
 
 _HEADROOM = 256
 """Tokens beyond its own that must fit in memory before a text is admitted."""
@@ -72,13 +72,13 @@ class Scheduler:
         engine: Engine,
         width: int,
         quota: float = inf,
-        fits: Fits = lambda count, longest: True,
+        fits: Fits = lambda lengths: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine, self._width, self._quota, self._fits, self._clock = engine, width, quota, fits, clock
         self.waiting: deque[Task] = deque()
         self.prefilling: Task | None = None
-        # In the order of their slots: the cache fills the place of one that leaves with the last, and so does this.
+        # In the order of their slots: where one leaves, a shared cache moves the last to its place, and so does this.
         self.running: list[Task] = []
         self._limit = width
         """Slots in use at most: fewer than `width` after memory ran out, until a reply ends."""
@@ -183,8 +183,7 @@ class Scheduler:
         running = Counter(one.client for one in self.running)
         # Preempted tasks come first.
         task = min(self.waiting, key=lambda one: (one.request is None, running[one.client]))
-        longest = _HEADROOM + max(one.length for one in (task, *self.running))
-        if self.running and not self._fits(count, longest):
+        if self.running and not self._fits([_HEADROOM + one.length for one in (task, *self.running)]):
             return None
         self.prefilling = task
         self.waiting.remove(task)
@@ -220,7 +219,7 @@ class Scheduler:
     def _make_room(self) -> None:
         """Preempt the latest tasks while the texts do not fit in memory."""
         while len(self.active) > 1:
-            if self._fits(len(self.active), max(task.length for task in self.active)):
+            if self._fits([task.length for task in self.active]):
                 return
             self._preempt(_latest(self.active))
 

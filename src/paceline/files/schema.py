@@ -200,6 +200,42 @@ MIXTURE: Mapping[str, FieldKind] = {
     "decoder_sparse_step": whole(1),
     "mlp_only_layers": listed(whole()) | NULL,
 }
+GROUPED: Mapping[str, FieldKind] = {
+    **_each(_EXPERTS | NULL, "num_experts_per_tok", "n_group", "topk_group"),
+    **_each(whole(0, EXPERTS) | NULL, "n_routed_experts", "n_shared_experts"),
+    **{"moe_intermediate_size": _ROWS, "first_k_dense_replace": whole(0, LAYERS) | NULL, "moe_layer_freq": whole(1)},
+    **{"routed_scaling_factor": _FACTOR, "norm_topk_prob": FLAG | NULL},
+    **{"scoring_func": TEXT, "topk_method": TEXT, "mlp_layer_types": listed(TEXT) | NULL},
+    "use_qk_norm": FLAG,
+}
+"""Experts in groups, and where they are: DeepSeek, GLM-4.5."""
+LATENT: Mapping[str, FieldKind] = {
+    **GROUPED,
+    **_each(whole(1, 2**16), "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"),
+    "qk_rope_head_dim": whole(2, 2**16),
+    **{"q_lora_rank": whole(0, 2**16) | NULL, "rope_interleave": FLAG | NULL},
+}
+LLAMA4: Mapping[str, FieldKind] = {
+    **MIXTURE,
+    "intermediate_size_mlp": _ROWS,
+    "moe_layers": listed(whole()) | NULL,
+    "interleave_moe_layer_step": whole(),
+    "use_qk_norm": FLAG,
+    "no_rope_layers": listed(whole(0, 1)) | NULL,
+    "no_rope_layer_interval": whole(1),
+    "attention_chunk_size": whole(1) | NULL,
+    "attn_temperature_tuning": FLAG | whole(),
+    **{"floor_scale": whole(1), "attn_scale": number(0, 1e3)},
+}
+LAYER_NORM: Mapping[str, FieldKind] = {
+    **_each(_EPS, "layer_norm_eps", "norm_epsilon"),
+    "logit_scale": _FACTOR,
+    "model_max_length": _TOKENS | NULL,
+    "sliding_window_pattern": whole(1),
+    **_each(FLAG | NULL, "use_parallel_residual", "qk_layernorm", "use_qk_norm"),
+    "rotary_pct": _SHARE,
+    "rotary_emb_base": _BASE,
+}
 _HEADS, _WIDTH = whole(1, 4096), whole(1, 4096)
 HYBRID: Mapping[str, FieldKind] = {
     **MIXTURE,
@@ -320,6 +356,11 @@ GGUF_ARCHITECTURE: Mapping[str, FieldKind] = {
     **_each(_TOKENS, "context_length", "rope.scaling.original_context_length"),
     **_each(_SIZE, "embedding_length", "attention.key_length", "attention.value_length", "rope.dimension_count"),
     **_each(_SIZE, "attention.key_length_swa", "rope.dimension_count_swa"),
+    **_each(_SIZE, "attention.key_length_mla", "attention.value_length_mla"),
+    **_each(whole(0, 2**16), "attention.q_lora_rank", "attention.kv_lora_rank"),
+    "attention.temperature_scale": number(0, 1e9),
+    "rope.scaling.yarn_log_multiplier": number(0, 1e6),
+    "expert_gating_func": whole(0, 1000),
     "embedding_length_per_layer_input": whole(0, 2**16),
     "attention.shared_kv_layers": whole(0, LAYERS),
     "feed_forward_length": whole(0, MOST_ROWS) | _PER_LAYER,
@@ -328,13 +369,14 @@ GGUF_ARCHITECTURE: Mapping[str, FieldKind] = {
     "attention.sliding_window": whole(),
     "attention.sliding_window_pattern": whole(1) | listed(FLAG | whole()),
     "pooling_type": whole(),
+    "use_parallel_residual": FLAG,
     **_each(_FACTOR, "attention.scale", "embedding_scale", "residual_scale", "logit_scale"),
     "expert_count": whole(0, EXPERTS),
     "expert_used_count": _EXPERTS,
     **_each(_ROWS, "expert_feed_forward_length", "expert_shared_feed_forward_length"),
     "shortconv.l_cache": whole(1, 64),
-    "nextn_predict_layers": whole(0, LAYERS),
-    **_each(whole(0, EXPERTS), "expert_group_count", "expert_shared_count"),
+    **_each(whole(0, LAYERS), "nextn_predict_layers", "interleave_moe_layer_step"),
+    **_each(whole(0, EXPERTS), "expert_group_count", "expert_group_used_count", "expert_shared_count"),
     **{"leading_dense_block_count": whole(0, LAYERS), "moe_latent_size": whole(0, MOST_ROWS)},
     **{"expert_weights_scale": number(0, 1e9), "expert_weights_norm": FLAG, "rope.scaling.finetuned": FLAG},
     "vocab_size": _ROWS,

@@ -97,7 +97,11 @@ class Replica:
             await gone.wait()
             return {"type": "http.disconnect"}
 
-        task = asyncio.ensure_future(self._served.app(scope, receive, sent.put))
+        async def send(message: Message) -> None:
+            if not gone.is_set():
+                await sent.put(message)
+
+        task = asyncio.ensure_future(self._served.app(scope, receive, send))
         task.add_done_callback(lambda _: None if sent.full() else sent.put_nowait(None))  # a full queue needs no end
         try:
             while not task.done() or not sent.empty():
@@ -111,6 +115,8 @@ class Replica:
             await task
         finally:
             gone.set()
+            while not sent.empty():  # the application may wait for room
+                sent.get_nowait()
             await asyncio.wait([task])
 
 

@@ -26,5 +26,17 @@ ACTIVATIONS: dict[str, Gate] = {
     "gelu_pytorch_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
     "clamped_swiglu": _clamped,
 }
-UNGATED: dict[str, Activation] = {"squared_relu": lambda up: F.relu(up).square()}
+
+
+def _gelu(x: Tensor, approximate: str) -> Tensor:
+    """In float64 on the CPU: torch computes the last elements of a tensor or of a thread's part of it, those that fill
+    no vector, by another function, so that a row's bits would depend on the number of rows."""
+    return F.gelu(x.double() if x.device.type == "cpu" else x, approximate=approximate).to(x.dtype)
+
+
+UNGATED: dict[str, Activation] = {
+    "squared_relu": lambda up: F.relu(up).square(),
+    "gelu": lambda up: _gelu(up, "none"),
+    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), lambda up: _gelu(up, "tanh")),
+}
 """Activations of feed-forward networks without a gate."""

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.errors import AdapterMismatch
 from paceline.kernels.cpu.matrix import LANES, NativeGated
 from paceline.kernels.linear import Gated, Linear, linear
 
@@ -40,6 +41,16 @@ class Factors:
 
     name: str
     factors: Mapping[str, tuple[Tensor, Tensor]]
+
+    def check(self, module: str, shape: tuple[int, ...]) -> None:
+        """Raise `AdapterMismatch` unless this is a change of weights [out, in] of this shape."""
+        a, b = self.factors[module]
+        if (b.shape[0], a.shape[1]) != shape:
+            raise AdapterMismatch(
+                f"the adapter {self.name} changes {module} from {a.shape[1]} to {b.shape[0]} elements, "
+                f"and this model's is from {shape[-1]} to {shape[0]}",
+                "It was trained for another model; load it with that",
+            )
 
 
 @dataclass(frozen=True, slots=True)

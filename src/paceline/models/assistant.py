@@ -13,8 +13,9 @@ from paceline.cache.slab import SlabCache
 from paceline.errors import UnsupportedModel
 from paceline.kernels.linear import linear
 from paceline.models.config import LayerConfig, ModelConfig
-from paceline.models.decoder import Decoder, make_layer, make_norm
+from paceline.models.decoder import Decoder, make_layer
 from paceline.models.heads import AssistantConfig
+from paceline.models.norms import make_norm
 from paceline.models.rope import RotarySet
 from paceline.models.weights import Weights
 

@@ -10,6 +10,7 @@ from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.files.schema import CORRECT
 from paceline.kernels.activations import LIMIT, SLOPE
 from paceline.models.config import Experts, LayerConfig, ModelConfig, RopeConfig
+from paceline.models.layer_types import FULL, SLIDING, read_types
 from paceline.models.rope import read_rope
 
 Raw = Mapping[str, Any]
@@ -23,13 +24,13 @@ def windows_everywhere(raw: Raw, base: ModelConfig) -> ModelConfig:
 def windows_by_type(raw: Raw, base: ModelConfig) -> ModelConfig:
     """Ministral: `layer_types` says which layers slide, by default all if there is a window."""
     window = raw.get("sliding_window")
-    return layered(base, _windows(raw, base, window, lambda i: window is not None))
+    return layered(base, layer_windows(raw, base, window, lambda i: window is not None))
 
 
 def qwen(raw: Raw, base: ModelConfig) -> ModelConfig:
     """Qwen2, and Qwen3 with its norms: the upper layers slide, if any."""
     window, first = raw["sliding_window"] if raw["use_sliding_window"] else None, raw["max_window_layers"]
-    windows = _windows(raw, base, window, lambda i: window is not None and i >= first)
+    windows = layer_windows(raw, base, window, lambda i: window is not None and i >= first)
     return layered(replace(base, qk_norm=base.family == "qwen3"), windows)
 
 
@@ -57,7 +58,7 @@ def gpt_oss(raw: Raw, base: ModelConfig) -> ModelConfig:
         )
     experts = Experts(raw["num_local_experts"], raw["num_experts_per_tok"], base.ffn, True, router="router")
     base = replace(base, experts=experts, activation="clamped_swiglu", sinks=True)
-    windows = _windows(raw, base, raw["sliding_window"], lambda i: i % 2 == 0)
+    windows = layer_windows(raw, base, raw["sliding_window"], lambda i: i % 2 == 0)
     return layered(base, windows, sparse=[True] * base.layers)
 
 
@@ -84,14 +85,14 @@ def smollm3(raw: Raw, base: ModelConfig) -> ModelConfig:
     if len(rotates) < base.layers:
         raise CorruptModel(f"no_rope_layers names {len(rotates)} of {base.layers} layers", CORRECT)
     window = raw.get("sliding_window") if raw["use_sliding_window"] else None
-    windows = _windows(raw, base, window, lambda i: window is not None and not rotates[i])
+    windows = layer_windows(raw, base, window, lambda i: window is not None and not rotates[i])
     return layered(base, windows, [base.rope if rotates[i] else None for i in range(base.layers)])
 
 
 def gemma(raw: Raw, base: ModelConfig, every: int, local: RopeConfig | None = None) -> ModelConfig:
     """Gemma 2 and 3: one layer in `every` sees everything, the others slide; norms before and after each part.
     `local`: the rotary embedding of the layers that slide, if they have another."""
-    windows = _windows(raw, base, raw["sliding_window"], lambda i: (i + 1) % every != 0)
+    windows = layer_windows(raw, base, raw["sliding_window"], lambda i: (i + 1) % every != 0)
     base = replace(
         base,
         sandwich=True,
@@ -107,24 +108,17 @@ def gemma(raw: Raw, base: ModelConfig, every: int, local: RopeConfig | None = No
 
 def gemma3(raw: Raw, base: ModelConfig) -> ModelConfig:
     """Gemma 3: also norms of queries and keys, and another rotary base in the layers that slide."""
-    own = (raw.get("rope_parameters") or {}).get("sliding_attention")
+    own = (raw.get("rope_parameters") or {}).get(SLIDING)
     local = read_rope(own, raw, raw["rope_local_base_freq"], base.head_dim)
     return replace(gemma(raw, base, raw["sliding_window_pattern"], local), qk_norm=True)
 
 
-def _windows(raw: Raw, base: ModelConfig, window: int | None, default: Callable[[int], bool]) -> list[int | None]:
+def layer_windows(raw: Raw, base: ModelConfig, window: int | None, default: Callable[[int], bool]) -> list[int | None]:
     """The window of each layer: by `layer_types`, or if it is missing by `default`."""
-    types = raw.get("layer_types") or [_TYPES[default(i)] for i in range(base.layers)]
-    if unknown := set(types) - set(_TYPES):
-        raise UnsupportedModel(f"layers of type {', '.join(sorted(unknown))} are not supported", "Use another model")
-    if len(types) != base.layers:
-        raise CorruptModel(f"layer_types names {len(types)} of {base.layers} layers", CORRECT)
-    if window is None and _TYPES[True] in types:
+    types = read_types(raw.get("layer_types"), base, (FULL, SLIDING), lambda i: SLIDING if default(i) else FULL)
+    if window is None and SLIDING in types:
         raise CorruptModel("layer_types names layers that slide, and sliding_window no window", CORRECT)
-    return [window if kind == _TYPES[True] else None for kind in types]
-
-
-_TYPES = ("full_attention", "sliding_attention")
+    return [window if kind == SLIDING else None for kind in types]
 
 
 def layered(

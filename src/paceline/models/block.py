@@ -31,9 +31,10 @@ from paceline.cache.layout import NONE
 from paceline.cache.slab import SlabCache
 from paceline.errors import CorruptModel
 from paceline.kernels.linear import linear
-from paceline.models.decoder import make_layer, make_norm
+from paceline.models.decoder import make_layer
 from paceline.models.heads import BlockConfig
 from paceline.models.layers import Attention
+from paceline.models.norms import make_norm
 from paceline.models.output import output_head
 from paceline.models.rope import Rope, rotate
 from paceline.models.stack import LayerStack

@@ -89,7 +89,9 @@ class LayerConfig:
     all). `sparse`: whether the feed-forward part is a mixture of experts. `recurrent`: the layer has a state.
     `attends`: it has attention, beside its state if both. `feeds`: it has a feed-forward part. `kv_heads`, `head_dim`,
     `ffn`: its own sizes, where they are not the model's (0). `source`: the layer whose keys and values it sees, if it
-    has none of its own. `keys_as_values`: values are its keys before norm and rotation.
+    has none of its own. `keys_as_values`: values are its keys before norm and rotation. `chunked`: its window begins at
+    a multiple of its width, so that rows see their own part of the text alone. `temperature`: factors of its queries by
+    position, where these are not encoded. `unit_heads`: query and key heads are normed, without a weight.
     """
 
     rope: RopeConfig | None
@@ -103,6 +105,18 @@ class LayerConfig:
     ffn: int = 0
     source: int | None = None
     keys_as_values: bool = False
+    chunked: bool = False
+    temperature: RopeConfig | None = None
+    unit_heads: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """A row uses experts of `used` of `count` equal groups alone: those whose `best` experts score most together."""
+
+    count: int
+    used: int
+    best: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +126,8 @@ class Experts:
     `block`, `names`, `router`: names in the checkpoint of the block, of an expert's gate, up and down projections, and
     of what chooses among them. `shared`: width of one more expert that every row uses (0: none), named `shared_block`.
     `sigmoid`: a score is the expert's own, not a share of all; `scale`: factor of the weights. `beside`: they add to
-    the result of the dense network (Gemma 4).
+    the result of the dense network (Gemma 4). `groups`: limits what a row chooses among. `weighs_inputs`: what an
+    expert sees has its weight, not its result.
     """
 
     count: int
@@ -127,6 +142,25 @@ class Experts:
     sigmoid: bool = False
     scale: float = 1.0
     beside: bool = False
+    groups: Groups | None = None
+    weighs_inputs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
+
+    Keys and values of all heads are products of one vector of `rank` elements by token; beside it, each key has a part
+    of `rotary` elements that encodes its position, the same for all heads. Query heads have `plain` elements for the
+    former and `rotary` for the latter, value heads `value`. `query_rank`: of the vector that queries are products of
+    (0: they are products of the stream).
+    """
+
+    rank: int
+    query_rank: int
+    plain: int
+    rotary: int
+    value: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +177,10 @@ class ModelConfig:
     `paired`: in the files, the two halves of each rotary pair lie side by side.
     `value_norm`: value heads are normed, without a weight. `layer_scale`: each layer's result has a factor.
     `token_inputs`: size of what each layer gets from a table of its own by the token (0: no such tables).
+    `latent`: keys and values are products of one vector, and the cache holds that: one key head of `head_dim` elements.
+    `layer_norm`: all norms subtract the mean too, and may have biases. `own_head_norms`: those of queries and keys have
+    a weight for each head. `parallel`: attention and feed-forward both see the stream that enters the layer, through
+    `one_norm`, or two. `plain_mlp`: feed-forward networks have no gate.
     """
 
     family: str
@@ -177,6 +215,17 @@ class ModelConfig:
     value_norm: bool = False
     layer_scale: bool = False
     token_inputs: int = 0
+    latent: LatentConfig | None = None
+    layer_norm: bool = False
+    own_head_norms: bool = False
+    parallel: bool = False
+    one_norm: bool = False
+    plain_mlp: bool = False
+
+    @property
+    def mixed(self) -> int:
+        """Outputs of attention."""
+        return self.heads * (self.latent.value if self.latent else self.head_dim)
 
     @property
     def plan(self) -> tuple[LayerConfig, ...]:
@@ -186,13 +235,13 @@ class ModelConfig:
     def cache_bytes(self, tokens: int, itemsize: int = 2) -> int:
         """Bytes of the keys and values of a text of `tokens` tokens, at `itemsize` bytes per element, without states.
 
-        A layer with a window holds no more than its ring. The cache doubles as it grows, so it may hold up to twice
-        this.
+        A layer with a window holds no more than its ring. The cache grows in steps, so it may hold a quarter more (a
+        `SharedSlabCache` twice as much).
         """
         own = [layer for layer in self.plan if layer.attends and layer.source is None]
         held = [min(tokens, ring(layer.window)) if layer.window else tokens for layer in own]
         sizes = [(layer.kv_heads or self.kv_heads) * (layer.head_dim or self.head_dim) for layer in own]
-        return 2 * sum(n * size for n, size in zip(held, sizes, strict=True)) * itemsize
+        return (1 if self.latent else 2) * sum(n * size for n, size in zip(held, sizes, strict=True)) * itemsize
 
     def of(self, layer: LayerConfig) -> ModelConfig:
         """The same with the sizes that this layer has."""

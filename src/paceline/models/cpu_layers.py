@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
 from itertools import accumulate
 from typing import NamedTuple
@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.cache.attention import LayerAttention, SlabPlan, slab_indices
-from paceline.cache.layout import Layout
 from paceline.errors import OutOfMemory
 from paceline.kernels.cpu.build import kernel, library
 from paceline.kernels.cpu.matrix import FLOAT_KINDS, LANES, SMALLER, CMatrix, NativeGated, NativeLinear
 from paceline.kernels.low_rank import Adapted, NativeChanges, base_of
-from paceline.models.layers import Attention, Dense, HeadNorm, Layer, Mixture, WideNorm
+from paceline.models.layers import Attention, Dense, Layer, Mixture, ParallelLayer, SharedMixture
+from paceline.models.norms import HeadNorm, LayerNorm, WideNorm
 from paceline.models.ranks import Ranks, lost
 from paceline.models.rope import Rope
 
@@ -40,11 +40,17 @@ class _Expert(Structure):
     _fields_ = _fields((CMatrix, "gate_up down"))
 
 
+class _Routing(Structure):
+    _fields_ = _fields(
+        (c_int32, "routed used normalised sigmoid groups groups_used group_best shared"), (c_void_p, "bias scales")
+    )
+
+
 class _CLayer(Structure):
     _fields_ = _fields(
         (CMatrix, "qkv out router"),
         (POINTER(_Expert), "experts"),
-        (c_int32, "expert_count used normalised"),
+        (_Routing, "routing"),
         (c_void_p, "before_mix after_mix before_mlp after_mlp query_norm key_norm"),
         (c_float, "eps residual_scale"),
         (c_int32, "hidden ffn activation head_dim view index rotation"),
@@ -54,17 +60,16 @@ class _CLayer(Structure):
 
 
 class _CSlot(Structure):
-    _fields_ = _fields((c_int64, "place length"), (c_int32, "first rows columns"), (c_void_p, "visible depth below"))
+    _fields_ = _fields(
+        (c_void_p, "keys values"),
+        (c_int64, "layer_stride capacity length"),
+        (c_int32, "first rows columns skipped store_count copy_count"),
+        (c_void_p, "stores copies visible depth below"),
+    )
 
 
 class _View(Structure):
-    _fields_ = _fields(
-        (c_void_p, "keys values"),
-        (c_int64, "layer_stride capacity place_rows"),
-        (c_int32, "window store_count copy_count"),
-        (c_void_p, "targets sources copy_sources copy_targets"),
-        (POINTER(_CSlot), "slots"),
-    )
+    _fields_ = _fields((c_int32, "window"), (POINTER(_CSlot), "slots"))
 
 
 class _Rotation(Structure):
@@ -113,12 +118,12 @@ class NativeLayers:
         first: int,
         end: int,
         ropes: Sequence[Rope],
-        plans: Sequence[SlabPlan],
+        plans: Sequence[Sequence[SlabPlan]],
         entry: Tensor | None,
         taps: Sequence[int],
         adapters: Sequence[int] = (),
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """See `stack.LayerStack.run`. `plans`: of the layers' slabs; `taps`: none after the last layer."""
+        """See `stack.LayerStack.run`. `plans`: as of a `SlabPass`; `taps`: none after the last layer."""
         entering, x = x, x.clone(memory_format=torch.contiguous_format)
         inner = [tap for tap in taps if first < tap < end]
         states = x.new_empty(len(inner), *x.shape)
@@ -150,14 +155,13 @@ class NativeLayers:
         norms = [norm.weight if norm else None for norm in (layer.attn_norm, post[0], layer.mlp_norm, post[1])]
         norms += (mix.norm.weight[0], mix.norm.weight[-1]) if isinstance(mix.norm, HeadNorm) else (None, None)
         experts = [_Expert(both.matrix.c, down.matrix.c) for _, both, down in parts.experts]
-        used, normalised = (layer.mlp.used, layer.mlp.normalised) if isinstance(layer.mlp, Mixture) else (1, False)
         gated = parts.experts[0][0]
         products: list[object] = [mix.qkv, layer.out]
         if isinstance(layer.mlp, Dense):
             products += [gated.both, layer.mlp.down]
         return _CLayer(
             *(parts.qkv.matrix.c, parts.out.matrix.c, parts.router.matrix.c if parts.router else CMatrix()),
-            *((_Expert * len(experts))(*experts), len(experts), used, normalised),
+            *((_Expert * len(experts))(*experts), self._routing(parts)),
             *(self._pointer(norm) for norm in norms),
             *(
                 last.eps,
@@ -172,6 +176,17 @@ class NativeLayers:
                 mix.heads, mix.split[1], whole(mix.head_dim), spec.scale, spec.softcap or 0.0, self._pointer(spec.sinks)
             ),
             *map(self._changed, products),
+        )
+
+    def _routing(self, parts: _Parts) -> _Routing:
+        mixture, groups = parts.mixture, parts.mixture and parts.mixture.groups
+        if mixture is None:
+            return _Routing(1, 1)
+        routed = len(mixture.experts)
+        return _Routing(
+            *(routed, mixture.used, mixture.normalised, mixture.sigmoid),
+            *((groups.count, groups.used, groups.best) if groups else (0, 0, 0)),
+            *(len(parts.experts) - routed, self._pointer(mixture.bias), self._pointer(mixture.scales)),
         )
 
     def _changed(self, product: object) -> int | None:
@@ -224,24 +239,30 @@ def runs_natively(layers: Sequence[Layer], dtype: torch.dtype) -> bool:
 
 class _Parts(NamedTuple):
     """Products of a layer, without adapters. `experts`: gate and up, their product, and down, of each; of a dense layer
-    one. `router`: of a mixture."""
+    one, and last the one of a mixture that all rows use. `router`: of a `mixture`."""
 
     qkv: NativeLinear
     out: NativeLinear
     experts: list[tuple[NativeGated, NativeLinear, NativeLinear]]
     router: NativeLinear | None
+    mixture: Mixture | None
 
 
 def _parts(layer: Layer) -> _Parts | None:
     """None if the kernels cannot run the layer."""
     if not isinstance(layer.attention, Attention) or layer.attention.gated or layer.attention.value_norm:
         return None
-    if isinstance(layer.attention.norm, WideNorm) or (isinstance(layer.mlp, Mixture) and layer.mlp.sigmoid):
+    if layer.attention.tempered:
         return None
-    if not isinstance(layer.mlp, (Dense, Mixture)) or layer.token_input or layer.scale is not None:
+    if isinstance(layer.attention.norm, WideNorm) or layer.token_input or layer.scale is not None:
         return None
-    mlp, qkv, out = layer.mlp, base_of(layer.attention.qkv), base_of(layer.out)
-    dense, router = (mlp.experts, mlp.router) if isinstance(mlp, Mixture) else ([mlp], None)
+    if isinstance(layer, ParallelLayer) or isinstance(layer.attn_norm, LayerNorm):
+        return None
+    found, qkv, out = _networks(layer.mlp), base_of(layer.attention.qkv), base_of(layer.out)
+    if found is None:
+        return None
+    mixture, dense = found
+    router = mixture and mixture.router
     experts = []
     for one in dense:
         if not isinstance(one.gate_up, NativeGated):
@@ -254,23 +275,38 @@ def _parts(layer: Layer) -> _Parts | None:
         return None
     if router is not None and not isinstance(router, NativeLinear):
         return None
-    # All experts take the same inputs.
-    alike = len({(both.matrix.c.kind, down.matrix.c.kind) for _, both, down in experts}) == 1
-    return _Parts(qkv, out, experts, router) if alike else None
+    # All experts take the same inputs, and those of mixtures have no adapters.
+    alike = len({(both.matrix.c.kind, down.matrix.c.kind, both.matrix.shape) for _, both, down in experts}) == 1
+    each = zip(dense, experts, strict=True)
+    changed = mixture and any(gated.both is not both or one.down is not down for one, (gated, both, down) in each)
+    return _Parts(qkv, out, experts, router, mixture) if alike and not changed else None
+
+
+def _networks(mlp: object) -> tuple[Mixture | None, Sequence[Dense]] | None:
+    """The mixture that a feed-forward part is or has, and all networks; None if the kernels do not run it."""
+    if isinstance(mlp, Dense):
+        return None, [mlp]
+    shared = [mlp.shared] if isinstance(mlp, SharedMixture) and mlp.share is None else []
+    mixture = mlp.experts if isinstance(mlp, SharedMixture) and shared else mlp
+    if not isinstance(mixture, Mixture) or mixture.weighs_inputs:
+        return None
+    plain = mixture.bias is None and mixture.scales is None and mixture.groups is None
+    return (mixture, [*mixture.experts, *shared]) if plain or mixture.sigmoid else None
 
 
 class _KernelPass:
     """A pass as the kernels see it."""
 
     def __init__(
-        self, plans: Sequence[SlabPlan], ropes: Sequence[Rope], adapters: Sequence[int] = (), rank: int = 0
+        self, plans: Sequence[Sequence[SlabPlan]], ropes: Sequence[Rope], adapters: Sequence[int] = (), rank: int = 0
     ) -> None:
         self._held: list[object] = []
-        rows = plans[0].rows
+        rows = plans[0][0].rows
+        self._firsts = list(accumulate(rows.counts, initial=0))
         self.c = _CPass(
             *(len(rows.slots), sum(rows.counts), rows.tokens.numel(), torch.get_num_threads()),
             self._longs(rows.lines),
-            (_View * len(plans))(*(self._view(plan) for plan in plans)),
+            (_View * len(plans))(*map(self._view, plans)),
             (_Rotation * len(ropes))(*(self._rotation(rope) for rope in ropes)),
             *(self._of_rows(adapters, rows.counts), rank),
         )
@@ -283,23 +319,20 @@ class _KernelPass:
         self._held.append(array := (c_int32 * len(each))(*each))
         return ctypes.addressof(array)
 
-    def _view(self, plan: SlabPlan) -> _View:
-        keys, values = plan.slabs
-        writes = plan.writes
-        counts = plan.rows.counts
-        firsts = accumulate(counts[:-1], initial=0)
-        slots = zip(plan.places, plan.rows.lengths, firsts, counts, plan.layouts, strict=True)
-        return _View(
-            *(keys.data_ptr(), values.data_ptr(), keys.stride(0), keys.shape[3], keys.shape[2] * keys.shape[3]),
-            *(min(plan.window or 0, _WIDEST), len(writes.targets), len(writes.copy_targets)),
-            *(self._longs(x) for x in (writes.targets, writes.sources, writes.copy_sources, writes.copy_targets)),
-            (_CSlot * len(plan.places))(*(self._slot(*slot) for slot in slots)),
-        )
+    def _view(self, plans: Sequence[SlabPlan]) -> _View:
+        slots = [slot for plan in plans for slot in self._slots(plan)]
+        return _View(min(plans[0].window or 0, _WIDEST), (_CSlot * len(slots))(*slots))
 
-    def _slot(self, place: int, length: int, first: int, rows: int, x: Layout) -> _CSlot:
-        self._held.append(x)
-        pointers = (t.data_ptr() for t in (x.visible, x.row_depths, x.column_depths))
-        return _CSlot(place, length, first, rows, len(x.rows), *pointers)
+    def _slots(self, plan: SlabPlan) -> Iterator[_CSlot]:
+        keys, values = plan.slabs
+        layer, each, counts = keys.stride(0), keys.stride(1) * keys.element_size(), plan.rows.counts
+        for i, place, length, x in zip(plan.members, plan.places, plan.lengths, plan.layouts, strict=True):
+            self._held.append(x)
+            yield _CSlot(
+                *(keys.data_ptr() + place * each, values.data_ptr() + place * each, layer, keys.shape[3], length),
+                *(self._firsts[i], counts[i], len(x.rows), 0, len(x.stores), len(x.copies)),
+                *(t.data_ptr() for t in (x.stores, x.copies, x.visible, x.row_depths, x.column_depths)),
+            )
 
     def _rotation(self, rope: Rope) -> _Rotation:
         if rope is None:

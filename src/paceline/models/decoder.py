@@ -17,23 +17,23 @@ from paceline.kernels.cpu.matrix import NativeLinear, softcap_
 from paceline.kernels.linear import Linear, linear
 from paceline.kernels.low_rank import Factors, adapted_pass
 from paceline.models.config import Experts, LayerConfig, ModelConfig
+from paceline.models.latent import make_latent
 from paceline.models.layers import (
     Addend,
     Attention,
     Dense,
     FeedForward,
-    HeadNorm,
     Layer,
     Mixer,
     Mixture,
     MixtureBeside,
-    RMSNorm,
+    ParallelLayer,
     SharedAttention,
     SharedMixture,
     TokenInput,
-    WideNorm,
 )
 from paceline.models.mamba import Parallel, SplitProduct, make_state
+from paceline.models.norms import HeadNorm, Norm, RMSNorm, make_head_norms, make_norm
 from paceline.models.ranks import Ranks
 from paceline.models.stack import LayerStack
 from paceline.models.weights import Weights
@@ -85,14 +85,17 @@ class Decoder:
         self._stack = LayerStack(config, layers, self, ranks=self.ranks, devices=devices)
         self._token_inputs = TokenInputs(config, weights) if config.token_inputs else None
         self.norm = make_norm(config, weights, "model.norm", config.hidden)
-        name, own = "lm_head.weight", None
+        name, own, bias = "lm_head.weight", None, None
+        if "lm_head.bias" in weights:
+            bias = weights.get("lm_head.bias", table[:1])
         if config.tied:
             weights.skip(name)
             name = "model.embed_tokens.weight"
-            if isinstance(self._embed, NativeLinear) and head_tokens is None and not weights.requantises:
+            whole = head_tokens is None and bias is None
+            if isinstance(self._embed, NativeLinear) and whole and not weights.requantises:
                 own = self._embed
         every = slice(None) if head_tokens is None else head_tokens
-        self._head = own or linear(weights.head(name, table)[every])
+        self._head = own or linear(weights.head(name, table)[every], None if bias is None else bias[every])
         weights.finish()
         progress(config.layers, config.layers)
 
@@ -230,7 +233,7 @@ def make_layer(c: ModelConfig, layer: LayerConfig, weights: Weights, prefix: str
     width of the input of attention, if it is not the stream that the layer norms itself."""
     c = c.of(layer)
 
-    def norm(name: str) -> RMSNorm:
+    def norm(name: str) -> Norm:
         return make_norm(c, weights, f"{prefix}{name}_layernorm", c.hidden)
 
     mixer, out = _make_mixer(c, layer, weights, prefix, entry or c.hidden)
@@ -239,11 +242,12 @@ def make_layer(c: ModelConfig, layer: LayerConfig, weights: Weights, prefix: str
         sparse = layer.sparse and c.experts
         mlp = _mixture(c, c.experts, weights, prefix) if sparse and c.experts else make_mlp(c, weights, prefix + "mlp.")
     second = "pre_feedforward" if c.sandwich else "post_attention"
-    return Layer(
+    normed = c.prenorm and not c.one_norm and not isinstance(mlp, MixtureBeside)
+    return (ParallelLayer if c.parallel else Layer)(
         norm("input") if mixer and entry is None and c.prenorm else None,
         mixer,
         out,
-        norm(second if mixer else "input") if mlp and c.prenorm and not isinstance(mlp, MixtureBeside) else None,
+        norm(second if mixer else "input") if mlp and normed else None,
         mlp,
         (norm("post_attention"), norm("post_feedforward")) if c.sandwich else None,
         c.residual_scale,
@@ -267,27 +271,15 @@ def _make_mixer(
     """The mixer of a layer, if it has one, and its output product."""
     attention, state, products = None, None, list[Linear]()
     if spec.attends:
-        attention = make_attention(c, spec, weights, prefix + "self_attn.", width)
-        products.append(weights.linear({prefix + "self_attn.o_proj": c.hidden}, c.heads * c.head_dim))
+        make = make_latent if c.latent else make_attention
+        attention = make(c, spec, weights, prefix + "self_attn.", width)
+        products.append(weights.linear({prefix + "self_attn.o_proj": c.hidden}, c.mixed))
     if spec.recurrent:
         state, name, wide = make_state(c, spec.recurrent, weights, prefix)
         products.append(weights.linear({prefix + name: c.hidden}, wide))
     if isinstance(attention, Attention) and state:
         return Parallel(attention, state), SplitProduct(products[0], products[1], c.heads * c.head_dim)
     return attention or state, products[0] if products else None
-
-
-def make_norm(c: ModelConfig, weights: Weights, name: str, size: int) -> RMSNorm:
-    """Build a norm over `size` elements from `name`.weight."""
-    return RMSNorm(norm_weight(c, weights, name, size), c.norm_eps)
-
-
-def norm_weight(c: ModelConfig, weights: Weights, name: str, size: int) -> Tensor:
-    """The weight [size] of a norm, with the family's shift added."""
-    if not c.norm_shift:
-        return weights.get(name + ".weight", (size,))
-    # bfloat16 would lose most of a weight that is stored as its distance from 1.
-    return weights.get(name + ".weight", (size,), weights.precise) + c.norm_shift
 
 
 def make_attention(
@@ -299,39 +291,40 @@ def make_attention(
         for name in ("k_proj", "v_proj", "k_norm"):  # which checkpoints may hold all the same
             weights.skip(f"{prefix}{name}.weight")
         product = weights.linear({prefix + "q_proj": q}, width)
-        return SharedAttention(product, c.heads, c.head_dim, _head_norm(c, weights, prefix, ("q_norm", "q_norm"), 0))
+        norm = make_head_norms(replace(c, kv_heads=0), weights, prefix, names=("q_norm", "q_norm"))
+        return SharedAttention(product, c.heads, c.head_dim, norm)
     parts = {prefix + "q_proj": 2 * q if c.gated else q, prefix + "k_proj": kv, prefix + "v_proj": kv}
     if layer.keys_as_values:
         del parts[prefix + "v_proj"]
     if prefix + "qkv_proj.weight" in weights:  # Phi-3
         parts = {prefix + "qkv_proj": q + 2 * kv}
-    norm: HeadNorm | WideNorm | None = None
-    if c.wide_norm:
-        q_norm, k_norm = (norm_weight(c, weights, prefix + name, n) for name, n in (("q_norm", q), ("k_norm", kv)))
-        norm = WideNorm(q_norm, k_norm, c.kv_heads, c.norm_eps)
-    else:
-        norm = _head_norm(c, weights, prefix, ("q_norm", "k_norm"), c.kv_heads)
+    within = _unpaired(c, layer) if c.paired else []
+    order = _each_head(c, within) if within else None
+    if prefix + "query_key_value.weight" in weights:  # GPT-NeoX: those of one key head after those of another
+        parts = {prefix + "query_key_value": q + 2 * kv}
+        rows = torch.arange(q + 2 * kv).view(c.kv_heads, -1, c.head_dim)
+        order = torch.cat([part.flatten() for part in (rows[:, :-2], rows[:, -2], rows[:, -1])])
+    norm = make_head_norms(c, weights, prefix, within)
+    if layer.unit_heads:
+        norm = HeadNorm(weights.ones(c.head_dim), weights.ones(c.head_dim), c.heads, c.kv_heads, c.norm_eps)
     sinks = weights.get(prefix + "sinks.weight", (c.heads,), weights.precise) if c.sinks else None
     value_norm = RMSNorm(weights.ones(c.head_dim), c.norm_eps) if c.value_norm else None
-    product = weights.linear(parts, width, _unpaired(c, layer) if c.paired else None)
-    return Attention(product, c.heads, c.kv_heads, c.head_dim, norm, sinks, c.gated, value_norm)
+    product = weights.linear(parts, width, order)
+    tempered = layer.temperature is not None
+    return Attention(product, c.heads, c.kv_heads, c.head_dim, norm, sinks, c.gated, value_norm, tempered)
 
 
-def _unpaired(c: ModelConfig, layer: LayerConfig) -> Tensor:
-    """The order of queries, keys and values in which the first halves of rotary pairs come before the second ones."""
+def _unpaired(c: ModelConfig, layer: LayerConfig) -> list[int]:
+    """The order of a head's elements in which the first halves of rotary pairs come before the second ones."""
     rotated = int(c.head_dim * layer.rope.share) if layer.rope else 0
-    within = [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, c.head_dim)]
+    return [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, c.head_dim)]
+
+
+def _each_head(c: ModelConfig, within: Sequence[int]) -> Tensor:
+    """The order of queries, keys and values in which each head of the first two is in this one."""
     turned, size = c.heads + c.kv_heads, c.head_dim
     order = [head * size + i for head in range(turned) for i in within]
     return torch.tensor([*order, *range(turned * size, (turned + c.kv_heads) * size)])
-
-
-def _head_norm(c: ModelConfig, weights: Weights, prefix: str, names: tuple[str, str], kv_heads: int) -> HeadNorm | None:
-    """`names`: of the norms of queries and keys."""
-    if not c.qk_norm:
-        return None
-    q, k = (norm_weight(c, weights, prefix + name, c.head_dim) for name in names)
-    return HeadNorm(q, k, c.heads, kv_heads, c.norm_eps)
 
 
 def make_mlp(c: ModelConfig, weights: Weights, prefix: str) -> Dense:
@@ -343,8 +336,8 @@ def _dense(c: ModelConfig, weights: Weights, parts: Sequence[str], down: str, ff
     """`parts`: gate and up projection, which may also be one tensor (Phi-3), or the latter be all there is."""
     fused = parts[1].removesuffix("up_proj") + "gate_up_proj"
     out = weights.linear({down: c.hidden}, ffn)
-    if act := UNGATED.get(c.activation):
-        up = weights.linear({parts[1]: ffn}, c.hidden)
+    if c.plain_mlp:
+        act, up = UNGATED[c.activation], weights.linear({parts[1]: ffn}, c.hidden)
         return Dense(lambda x: act(up(x)), out)
     parts = [fused] if fused + ".weight" in weights else parts
     return Dense(weights.gated(parts, (ffn, c.hidden), c.activation), out)
@@ -365,6 +358,8 @@ def _mixture(c: ModelConfig, e: Experts, weights: Weights, prefix: str) -> FeedF
         torch.full((e.count,), e.scale, dtype=weights.precise, device=weights.device) if e.scale != 1.0 else None,
         e.sigmoid,
         weights.get(bias, (e.count,), weights.precise) if bias in weights else None,
+        e.groups,
+        e.weighs_inputs,
     )
     if not e.shared:
         return mixture
@@ -382,7 +377,7 @@ def _mixture_beside(c: ModelConfig, e: Experts, weights: Weights, prefix: str) -
     scales = weights.get(prefix + "router.per_expert_scale", (e.count,), weights.precise)
     judged = weights.get(prefix + "router.scale", (c.hidden,)) * c.hidden**-0.5
 
-    def norm(name: str) -> RMSNorm:
+    def norm(name: str) -> Norm:
         return make_norm(c, weights, f"{prefix}{name}", c.hidden)
 
     return MixtureBeside(

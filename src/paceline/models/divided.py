@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paceline.cache.slab import SavedSlabs, SlabCache
 from paceline.kernels.cpu.matrix import NativeLinear
+from paceline.kernels.low_rank import Factors
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder, Progress
 from paceline.models.lazy import Quantised
@@ -57,22 +58,25 @@ class DividedDecoder(Decoder, Mirrored):
         device: torch.device,
         progress: Progress,
         mirror: Mirror,
+        adapters: Sequence[Factors] = (),
     ) -> None:
-        """See `Decoder`; `tensors`: the whole ones."""
+        """See `Decoder`; `tensors` and `adapters`: the whole ones."""
         self.mirror, self.ranks = mirror, (ranks := mirror.ranks)
-        division = divide(config, tensors, ranks.count)
-        spans = division.tokens()
-        self._sizes, (self._first, self._end) = [end - first for first, end in spans], spans[ranks.rank]
-        part = division.part(ranks.rank)
-        cut: Mapping[str, Tensor] = RankTensors(tensors, division, ranks.rank)
-        if isinstance(tensors, Quantised):
-            cut = tensors.over(cut)
-        super().__init__(part, cut, dtype, device, progress)
-        self.vocab_size = config.vocab_size
-        self.config = replace(part, vocab_size=config.vocab_size)
-        ranks.check_alike((division, dtype, device.type, self._stack.native is None, type(self._head)))
-        ranks.share_memory()
-        mirror.hold(self)
+        with ranks.ended_by_failure():
+            division = divide(config, tensors, ranks.count)
+            spans = division.tokens()
+            self._sizes, (self._first, self._end) = [end - first for first, end in spans], spans[ranks.rank]
+            part = division.part(ranks.rank)
+            own = RankTensors(tensors, division, ranks.rank)
+            cut = tensors.over(own) if isinstance(tensors, Quantised) else own
+            changes = [own.factors(adapter) for adapter in adapters]
+            super().__init__(part, cut, dtype, device, progress, adapters=changes)
+            self.vocab_size = config.vocab_size
+            self.config = replace(part, vocab_size=config.vocab_size)
+            kernels = self._stack.native is None, type(self._head)
+            ranks.check_alike((division, self.adapters, dtype, device.type, *kernels))
+            ranks.share_memory()
+            mirror.hold(self)
 
     @repeated
     def excerpt(self) -> DividedDecoder:

@@ -18,8 +18,9 @@ from torch import Tensor
 from paceline.cache.slab import SlabCache
 from paceline.errors import CorruptModel
 from paceline.kernels.activations import Activation
-from paceline.models.decoder import make_layer, make_norm
+from paceline.models.decoder import make_layer
 from paceline.models.heads import EagleConfig
+from paceline.models.norms import make_norm
 from paceline.models.output import output_head
 from paceline.models.stack import LayerStack
 from paceline.models.weights import Weights
@@ -113,7 +114,7 @@ class _Eagle3Input:
 class _Eagle1Input:
     """Input of EAGLE-1 and 2: embedding and hidden state are fused before a Llama layer without an input norm. The
     hidden state is the target's last one after its norm (transformers' `hidden_states[-1]`, the tap "final"). An MTP
-    layer norms both, and has an input norm."""
+    layer norms both, and has an input norm; MiMo's sees the last state before the target's norm."""
 
     def __init__(self, config: EagleConfig, weights: Weights) -> None:
         c = config.layer
@@ -122,6 +123,7 @@ class _Eagle1Input:
         name = _LAYER + "input_layernorm"
         normed = config.built_in or name + ".weight" in weights
         self._norm = make_norm(c, weights, name, c.hidden) if normed else None
+        self._turned = config.hidden_first
         self._norms = [
             make_norm(c, weights, f"pre_fc_norm_{part}", c.hidden)
             for part in ("embedding", "hidden")
@@ -135,7 +137,7 @@ class _Eagle1Input:
         both = [embedded, hidden]
         if self._norms:
             both = [norm(x) for norm, x in zip(self._norms, both, strict=True)]
-        x = self._fc(torch.cat(both, -1))
+        x = self._fc(torch.cat(both[::-1] if self._turned else both, -1))
         return (x if self._norm is None else self._norm(x)), x
 
 

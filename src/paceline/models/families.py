@@ -19,8 +19,12 @@ from paceline.files.schema import (
     GEMMA,
     GEMMA4,
     GRANITE,
+    GROUPED,
     HYBRID,
+    LATENT,
+    LAYER_NORM,
     LAYERS,
+    LLAMA4,
     MAMBA,
     MIXTURE,
     MOST_ROWS,
@@ -31,7 +35,7 @@ from paceline.files.schema import (
     check,
 )
 from paceline.kernels.activations import ACTIVATIONS, LIMIT, SLOPE, UNGATED
-from paceline.models import gemma4
+from paceline.models import gemma4, mixtures
 from paceline.models.attending import (
     gemma,
     gemma1,
@@ -46,7 +50,10 @@ from paceline.models.attending import (
     windows_everywhere,
 )
 from paceline.models.config import MatrixConfig, ModelConfig, RopeConfig
+from paceline.models.deepseek import DEEPSEEK, deepseek
 from paceline.models.hybrids import LFM2, LFM2_EXPERTS, NEXT, NEXT_EXPERTS, TEXT_PARTS, lfm2, qwen3_next
+from paceline.models.layer_normed import LAYER_NORMED
+from paceline.models.layer_types import SLIDING
 from paceline.models.mamba_hybrids import MAMBA_FAMILIES
 from paceline.models.refusals import refuse_other_kinds
 from paceline.models.rope import read_rope
@@ -84,6 +91,7 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family(windows_everywhere, {"sliding_window": 4096}),
     "ministral": Family(windows_by_type, {"sliding_window": None, "layer_types": None}),
     "qwen2": Family(qwen, _QWEN, QWEN),
+    "mimo": Family(qwen, _QWEN, QWEN),
     "qwen3": Family(qwen, _QWEN | {"head_dim": 128}, QWEN),
     "phi3": Family(
         windows_everywhere,
@@ -168,6 +176,10 @@ FAMILIES: dict[str, Family] = {
         MIXTURE,
     ),
     **{name: Family(*parts) for name, parts in VARIANTS.items()},
+    **{name: Family(deepseek, defaults, LATENT) for name, defaults in DEEPSEEK.items()},
+    **{name: Family(*parts, LAYER_NORM) for name, parts in LAYER_NORMED.items()},
+    "llama4_text": Family(mixtures.llama4, mixtures.LLAMA4, LLAMA4),
+    "glm4_moe": Family(mixtures.glm4_moe, mixtures.GLM4_MOE, GROUPED),
     "lfm2": Family(lfm2, LFM2, SHORT_CONV),
     "lfm2_moe": Family(lfm2, LFM2 | LFM2_EXPERTS, {**SHORT_CONV, **MIXTURE}),
     **{name: Family(*parts, MAMBA) for name, parts in MAMBA_FAMILIES.items()},
@@ -220,7 +232,7 @@ def ties_head(raw: Raw) -> bool:
 def _common(raw: Raw) -> ModelConfig:
     """The part of the config that all families share."""
     heads = raw["num_attention_heads"]
-    head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
+    head_dim = raw.get("qk_rope_head_dim") or raw.get("head_dim") or raw["hidden_size"] // heads
     rope = _rope(raw, head_dim)
     return ModelConfig(
         family=raw["model_type"],
@@ -252,7 +264,7 @@ def _rope(raw: Raw, head_dim: int) -> RopeConfig:
     """From either `rope_theta` + `rope_scaling` or transformers 5's `rope_parameters`, by layer type or not."""
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if raw["model_type"] == "gemma4_text":
-        scaling = scaling.get(gemma4.SLIDING) or {}
+        scaling = scaling.get(SLIDING) or {}
     if raw["model_type"] in ("gemma3_text", "olmo3"):
         scaling = scaling.get("full_attention", {} if "sliding_attention" in scaling else scaling) or {}
     if raw["model_type"] in TEXT_PARTS.values():
@@ -276,8 +288,9 @@ def _check(c: ModelConfig) -> None:
     """Raise for contradictions between fields."""
     if c.experts and c.experts.used > c.experts.count:
         raise CorruptModel(f"{c.experts.used} of {c.experts.count} experts cannot be used", CORRECT)
-    if c.activation not in {*ACTIVATIONS, *UNGATED}:
-        raise UnsupportedModel(f"activation {c.activation!r} is not known", f"Known: {', '.join(ACTIVATIONS)}")
+    known = UNGATED if c.plain_mlp else ACTIVATIONS
+    if c.activation not in known:
+        raise UnsupportedModel(f"activation {c.activation!r} is not known", f"Known: {', '.join(known)}")
     if c.heads % c.kv_heads or c.head_dim < 2 or c.head_dim % 2:
         raise CorruptModel(f"{c.heads} heads of size {c.head_dim} over {c.kv_heads} key heads do not fit", CORRECT)
     for one in {layer.recurrent for layer in c.plan if layer.recurrent}:

@@ -9,11 +9,11 @@ from typing import Any
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.files.schema import CORRECT, GEMMA4_LAYER, OBJECT, check, check_value
 from paceline.models.config import Experts, LayerConfig, ModelConfig, RopeConfig
+from paceline.models.layer_types import FULL, SLIDING, read_types
 from paceline.models.rope import read_rope
 
 Raw = Mapping[str, Any]
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 ROPES: dict[str, dict[str, Any]] = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
     SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
@@ -65,10 +65,8 @@ def gemma4(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 
 def _layers(raw: Raw, base: ModelConfig) -> tuple[LayerConfig, ...]:
-    types = raw["layer_types"] or [FULL if (i + 1) % 6 == 0 else SLIDING for i in range(base.layers)]
-    types = [*types[:-1], FULL]  # as transformers forces it
-    if len(types) != base.layers or {*types} - {FULL, SLIDING}:
-        raise CorruptModel(f"layer_types must name {base.layers} layers, each {FULL} or {SLIDING}", CORRECT)
+    types = read_types(raw["layer_types"], base, (FULL, SLIDING), lambda i: FULL if (i + 1) % 6 == 0 else SLIDING)
+    types[-1] = FULL  # as transformers forces it
     own = base.layers - raw["num_kv_shared_layers"]
     # A model without any keys of its own is an assistant, which sees another's (`assistant.py`).
     if own and not {*types[own:]} <= {*types[: max(0, own)]}:

@@ -22,7 +22,7 @@ Tensors travel under one set of names, those of the `speculators` layout:
              markov_head.markov_w2.weight [draft_vocab or vocab, R] and optional confidence_head.proj.{weight,bias}
     assistant (Gemma 4) model.* as in its target, without keys and values; pre_projection.weight [H, 2 target H]
              (embedding, then hidden), post_projection.weight [target H, H]; the head is the embedding
-    exit     (early exit) norm.weight [H] and optional proj.{down,up}.weight: the adapter between layer E and the head
+    exit     (early exit) norm.weight [H] and optional proj.{down,up}.weight: a projection from layer E to the head
 
 Any projection may have a bias beside its weight.
 """
@@ -42,16 +42,17 @@ from paceline.types import Tap
 @dataclass(frozen=True, slots=True)
 class EagleConfig:
     """EAGLE-3, or EAGLE-1/2 where `version` is 1 (arXiv 2503.01840, 2401.15077, 2406.16858). If it is `built_in`, also
-    of version 1, it is the target's multi-token-prediction layer (Qwen3-Next, Qwen3.5; arXiv 2412.19437).
+    of version 1, it is the target's multi-token-prediction layer (DeepSeek-V3, arXiv 2412.19437; Qwen3-Next, Qwen3.5).
 
     `layer`: the decoder layer or layers, with the target's vocabulary; only the first sees the embedding. Its
     `context_length` is that of the file (2048 in many published ones) and not a limit: the target's counts. `taps`: its
     input taps, in order; () in a file that leaves them to the target, and `head_fit.fits` then fills them in.
     `norm_before_residual`: the residual stream of the first layer is the normed hidden state. `fc_norm`: each tap is
     normed by itself before `fc`. `norm_before_fc`: their concatenation is. `norm_output`: the normed output is fed back
-    to the next step, not the raw one. `head_tokens`: cut the output head over the whole vocabulary to these tokens,
-    ascending; not in the file. `mask_token`: of P-EAGLE, which drafts all tokens of a chain in one pass: what stands
-    for those that are not known yet.
+    to the next step, not the raw one. `hidden_first`: `fc` takes the hidden state before the embedding (MiMo).
+    `head_tokens`: cut the output head over the whole vocabulary to these tokens, ascending; not in the file.
+    `mask_token`: of P-EAGLE, which drafts all tokens of a chain in one pass: what stands for those that are not known
+    yet.
     """
 
     layer: ModelConfig
@@ -64,6 +65,7 @@ class EagleConfig:
     fc_norm: bool = False
     norm_output: bool = False
     built_in: bool = False
+    hidden_first: bool = False
     mask_token: int | None = None
     head_tokens: Tensor | None = field(default=None, compare=False)
 
@@ -121,7 +123,7 @@ class BlockConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExitConfig:
-    """Early exit after `layers` of the target's layers. `rank`: of the residual adapter before the head; 0: none."""
+    """Early exit after `layers` of the target's layers. `rank`: of the residual projection before the head; 0: none."""
 
     hidden: int
     layers: int

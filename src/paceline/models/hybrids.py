@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from paceline.errors import CorruptModel
-from paceline.files.schema import CORRECT
 from paceline.models.config import DeltaNetConfig, Experts, LayerConfig, ModelConfig, ShortConvConfig
+from paceline.models.layer_types import FULL, read_types
 
 Raw = Mapping[str, Any]
 
@@ -45,9 +44,7 @@ def qwen3_next(raw: Raw, base: ModelConfig) -> ModelConfig:
         raw["linear_heads_tiled"],
     )
     every = raw["full_attention_interval"]
-    types = raw.get("layer_types") or [_HYBRID[(i + 1) % every != 0] for i in range(base.layers)]
-    if len(types) != base.layers or set(types) - {*_HYBRID}:
-        raise CorruptModel(f"layer_types must name {base.layers} layers, each {' or '.join(_HYBRID)}", CORRECT)
+    types = read_types(raw.get("layer_types"), base, (FULL, _LINEAR), lambda i: _LINEAR if (i + 1) % every else FULL)
     experts, sparse = None, [False] * base.layers
     if base.family in ("qwen3_next", "qwen3_5_moe_text"):
         experts = Experts(
@@ -61,14 +58,14 @@ def qwen3_next(raw: Raw, base: ModelConfig) -> ModelConfig:
         sparse = [i not in dense and (i + 1) % raw["decoder_sparse_step"] == 0 for i in range(base.layers)]
     layers = [
         LayerConfig(None, sparse=one, recurrent=recurrent, attends=False)
-        if kind == _HYBRID[True]
+        if kind == _LINEAR
         else LayerConfig(base.rope, sparse=one)
         for kind, one in zip(types, sparse, strict=True)
     ]
     return replace(base, special=tuple(layers), experts=experts, qk_norm=True, gated=True, norm_shift=1.0)
 
 
-_HYBRID = ("full_attention", "linear_attention")
+_LINEAR = "linear_attention"
 
 
 LFM2: dict[str, Any] = {
@@ -95,9 +92,12 @@ LFM2_EXPERTS: dict[str, Any] = {
 def lfm2(raw: Raw, base: ModelConfig) -> ModelConfig:
     """LFM2: short convolutions, and attention in some layers. LFM2-MoE: experts too, but in the first layers."""
     attends = raw.get("full_attn_idxs")
-    names = raw.get("layer_types") or [_SHORT[attends is not None and i not in attends] for i in range(base.layers)]
-    if len(names) != base.layers or set(names) - {*_SHORT}:
-        raise CorruptModel(f"layer_types must name {base.layers} layers, each {' or '.join(_SHORT)}", CORRECT)
+    types = read_types(
+        raw.get("layer_types"),
+        base,
+        (FULL, _CONV),
+        lambda i: FULL if attends is None or i in attends else _CONV,
+    )
     recurrent = ShortConvConfig(base.hidden, raw["conv_L_cache"])
     experts, dense = None, base.layers
     if base.family == "lfm2_moe":
@@ -108,9 +108,9 @@ def lfm2(raw: Raw, base: ModelConfig) -> ModelConfig:
         experts = replace(experts, scale=raw["routed_scaling_factor"])
     layers = [
         LayerConfig(None, sparse=i >= dense, recurrent=recurrent, attends=False)
-        if name == _SHORT[True]
+        if kind == _CONV
         else LayerConfig(base.rope, sparse=i >= dense)
-        for i, name in enumerate(names)
+        for i, kind in enumerate(types)
     ]
     ffn = raw.get("block_ff_dim") or base.ffn
     if raw["block_auto_adjust_ff_dim"]:
@@ -120,10 +120,11 @@ def lfm2(raw: Raw, base: ModelConfig) -> ModelConfig:
     return replace(base, special=tuple(layers), ffn=ffn, norm_eps=raw["norm_eps"], qk_norm=True, experts=experts)
 
 
-_SHORT = ("full_attention", "conv")
+_CONV = "conv"
 
 TEXT_PARTS = {
     "gemma4": "gemma4_text",
+    "llama4": "llama4_text",
     "qwen3_vl": "qwen3_vl_text",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",

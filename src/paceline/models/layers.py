@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.kernels.activations import Activation, Gate
-from paceline.kernels.cpu.build import library
-from paceline.kernels.cpu.matrix import NativeNorm
 from paceline.kernels.linear import Linear
+from paceline.models.config import Groups
+from paceline.models.norms import HeadNorms, Norm
 from paceline.models.ranks import Summed
 from paceline.models.rope import Rope, rotate
 from paceline.protocols import Pass, SharedPass
@@ -24,56 +23,6 @@ def sigmoid(x: Tensor) -> Tensor:
     """The logistic function, rounded from float64: torch computes the last elements of a float32 tensor, those that
     fill no vector, by another function, so that a row's bits would depend on the number of rows."""
     return x.double().sigmoid().to(x.dtype)
-
-
-class RMSNorm:
-    """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019)."""
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        """`weight`: in the dtype of x, or a wider one, which then rounds only once (Gemma)."""
-        self.weight, self.eps = weight, eps
-        # Not by `cat`, which imports torch's compiler where shapes alone are checked: two seconds.
-        self._doubled = weight.new_zeros(2 * len(weight))
-        self._doubled[: len(weight)] = weight
-        self._native: NativeNorm | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.bfloat16 and x.device.type == "cpu" and library() is not None:
-            self._native = self._native or NativeNorm(self.weight, self.eps)
-            return self._native(x)
-        if x.device.type != "cpu":
-            return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps).to(x.dtype)
-        # On the CPU rms_norm is eight kernels and layer_norm one, and [x, -x] has mean 0 and variance mean(x^2).
-        doubled = torch.cat([x, -x], -1)
-        return F.layer_norm(doubled, self._doubled.shape, self._doubled, None, self.eps)[..., : x.shape[-1]]
-
-
-class HeadNorm:
-    """RMS norm of each query and key head by itself (Qwen3, Gemma 3): one norm for all, then the weights of each."""
-
-    def __init__(self, q: Tensor, k: Tensor, heads: int, kv_heads: int, eps: float) -> None:
-        """`q`, `k` [D]: the weights of all query heads and of all key heads."""
-        self.weight = q.new_empty(heads + kv_heads, len(q))
-        self.weight[:heads], self.weight[heads:] = q, k
-        self._norm = RMSNorm(torch.ones_like(q), eps)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [B, T, n, D]: queries and keys, or the keys alone."""
-        return (self._norm(x) * self.weight[-x.shape[2] :]).to(x.dtype)
-
-
-class WideNorm:
-    """RMS norms over all query heads together and over all key heads together (OLMo 2)."""
-
-    def __init__(self, q: Tensor, k: Tensor, kv_heads: int, eps: float) -> None:
-        """`q` [heads * D], `k` [kv_heads * D]: the weights."""
-        self._q, self._k, self._kv_heads = RMSNorm(q, eps), RMSNorm(k, eps), kv_heads
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [B, T, n, D]: queries and keys, or the keys alone."""
-        q, k = x[:, :, : -self._kv_heads], x[:, :, -self._kv_heads :]
-        keys = self._k(k.flatten(2)).view_as(k)
-        return torch.cat([self._q(q.flatten(2)).view_as(q), keys], 2) if q.shape[2] else keys
 
 
 class Addend(Protocol):
@@ -109,16 +58,18 @@ class Attention(Mixer):
         heads: int,
         kv_heads: int,
         head_dim: int,
-        norm: HeadNorm | WideNorm | None = None,
+        norm: HeadNorms | None = None,
         sinks: Tensor | None = None,
         gated: bool = False,
-        value_norm: RMSNorm | None = None,
+        value_norm: Norm | None = None,
+        tempered: bool = False,
     ) -> None:
         """`qkv`: values may be missing where they are the keys before norm and rotation. `sinks` [heads]: see
-        `cache.attention.LayerAttention`, of which they are a part."""
+        `cache.attention.LayerAttention`, of which they are a part. `tempered`: rotary factors are of queries alone, by
+        which they are multiplied (Llama 4)."""
         self.qkv, self.norm, self.sinks, self.gated, self.value_norm = qkv, norm, sinks, gated, value_norm
         self.split = (heads + kv_heads, kv_heads)
-        self.heads, self.head_dim = heads, head_dim
+        self.heads, self.head_dim, self.tempered = heads, head_dim, tempered
 
     def mix(self, x: Tensor, layer: int, rope: Rope, attention: Pass) -> Tensor:
         """Attend. Returns [B, T, heads * D], before the output product. `rope`: None where the layer encodes no
@@ -133,7 +84,9 @@ class Attention(Mixer):
             v = self.value_norm(v)
         if self.norm is not None:
             qk = self.norm(qk)
-        if rope is not None:
+        if rope is not None and self.tempered:
+            qk = torch.cat([rotate(qk[:, :, : self.heads], *rope), qk[:, :, self.heads :]], 2)
+        elif rope is not None:
             qk = rotate(qk, *rope)
         mixed = attention.attend(layer, qk[:, :, : self.heads], qk[:, :, self.heads :], v)
         return mixed if gate is None else mixed * sigmoid(gate)
@@ -144,7 +97,7 @@ class SharedAttention(Mixer):
 
     sinks: Tensor | None = None
 
-    def __init__(self, q: Linear, heads: int, head_dim: int, norm: HeadNorm | None) -> None:
+    def __init__(self, q: Linear, heads: int, head_dim: int, norm: HeadNorms | None) -> None:
         self._q, self._shape, self._norm = q, (heads, head_dim), norm
 
     def mix(self, x: Tensor, layer: int, rope: Rope, attention: SharedPass) -> Tensor:
@@ -170,8 +123,8 @@ class Dense:
 
 
 class Mixture:
-    """Top-k experts by softmax (Shazeer et al. 2017; Mixtral, Qwen3) or sigmoid (DeepSeek-V3, LFM2): a router sends
-    each row through a few of many feed-forward networks.
+    """Top-k experts by softmax (Shazeer et al. 2017; Mixtral, Qwen3) or sigmoid (DeepSeek-V3, LFM2), perhaps of the
+    best groups alone (DeepSeek-V2 and V3): a router sends each row through a few of many feed-forward networks.
 
     A row's bits do not depend on other rows: ties go to the expert of lower number, an expert's product has at least
     `MIN_ROWS` rows, and a row's experts are summed in the order of their numbers, as in transformers, but in float32
@@ -188,11 +141,14 @@ class Mixture:
         scales: Tensor | None = None,
         sigmoid: bool = False,
         bias: Tensor | None = None,
+        groups: Groups | None = None,
+        weighs_inputs: bool = False,
     ) -> None:
         """`scales` [experts]: factors of their results. `sigmoid`: scores are by sigmoid. `bias` [experts]: added to
-        the scores that are compared, not to the weights."""
-        self.router, self.experts, self.scales = router, experts, scales
-        self.used, self.normalised, self.sigmoid, self._bias = used, normalised, sigmoid, bias
+        the scores that are compared, not to the weights. `weighs_inputs`: of the experts, not results (Llama 4)."""
+        self.router, self.experts, self.scales, self.groups = router, experts, scales, groups
+        self.used, self.normalised, self.sigmoid, self.bias = used, normalised, sigmoid, bias
+        self.weighs_inputs = weighs_inputs
 
     def __call__(self, x: Tensor, judged: Tensor | None = None) -> Tensor:
         """`judged` [..., H]: what the router sees, if not x."""
@@ -202,8 +158,11 @@ class Mixture:
         for number in chosen.unique().tolist():
             here, rank = (chosen == number).nonzero(as_tuple=True)
             padded = torch.cat([here, here[:1].expand(max(0, MIN_ROWS - len(here)))])
-            out = self.experts[number](rows[padded])[: len(here)]
-            total.index_add_(0, here, out * weights[here, rank, None])
+            weight, given = weights[here, rank, None], rows[padded]
+            if self.weighs_inputs:
+                given[: len(here)] = (given[: len(here)] * weight).to(x.dtype)
+            out = self.experts[number](given)[: len(here)].to(total.dtype)
+            total.index_add_(0, here, out if self.weighs_inputs else out * weight)
         return total.to(x.dtype).view_as(x)
 
     def onto(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -212,25 +171,38 @@ class Mixture:
 
     def _route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and experts of each row, both [N, used]."""
-        scores = self.router.precise(rows)
-        scores = sigmoid(scores) if self.sigmoid else scores.softmax(-1)
-        compared = scores if self._bias is None else scores + self._bias
+        logits = self.router.precise(rows)
+        scores = sigmoid(logits) if self.sigmoid else logits.softmax(-1)
+        # Llama 4's choose by logits, of which many have a score that rounds to 1.
+        compared = logits if self.weighs_inputs else scores
+        compared = compared if self.bias is None else compared + self.bias
+        if self.groups:
+            compared = _limited(compared, self.groups)
         chosen = compared.sort(dim=-1, descending=True, stable=True)[1][:, : self.used]
         weights = scores.gather(1, chosen)
         weights = weights / weights.sum(-1, keepdim=True) if self.normalised else weights
         return weights if self.scales is None else weights * self.scales[chosen], chosen
 
 
+def _limited(scores: Tensor, groups: Groups) -> Tensor:
+    """Scores [N, experts] where those of a row's other groups are -inf. Of equal groups the first is taken."""
+    each = scores.unflatten(-1, (groups.count, -1))
+    together = each.sort(-1, descending=True)[0][..., : groups.best].sum(-1)
+    others = together.sort(dim=-1, descending=True, stable=True)[1][:, groups.used :, None]
+    limited: Tensor = each.scatter(1, others.expand(-1, -1, each.shape[-1]), -torch.inf).flatten(1)
+    return limited
+
+
 class SharedMixture:
     """Experts beside one that every row uses (Granite 4), by a share that may be the row's own (Qwen3-Next)."""
 
     def __init__(self, experts: Mixture, shared: Dense, share: Linear | None) -> None:
-        self._experts, self._shared, self._share = experts, shared, share
+        self.experts, self.shared, self.share = experts, shared, share
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._share is None:
-            return self._shared.onto(x, self._experts(x))
-        return self._experts(x) + (sigmoid(self._share.precise(x)) * self._shared(x)).to(x.dtype)
+        if self.share is None:
+            return self.shared.onto(x, self.experts(x))
+        return self.experts(x) + (sigmoid(self.share.precise(x)) * self.shared(x)).to(x.dtype)
 
     def onto(self, x: Tensor, residual: Tensor) -> Tensor:
         """residual + self(x)."""
@@ -244,8 +216,8 @@ class MixtureBeside:
         self,
         dense: Dense,
         experts: Mixture,
-        before: tuple[RMSNorm, RMSNorm, RMSNorm],
-        after: tuple[RMSNorm, RMSNorm],
+        before: tuple[Norm, Norm, Norm],
+        after: tuple[Norm, Norm],
     ) -> None:
         """`before`: norms of what the dense network, the experts and their router see. `after`: of the results of the
         first two."""
@@ -267,7 +239,7 @@ FeedForward = Dense | Mixture | SharedMixture | MixtureBeside
 class TokenInput:
     """What a layer adds by the token itself (Gemma 4's per-layer embeddings)."""
 
-    def __init__(self, gate: Linear, activation: Gate, out: Linear, norm: RMSNorm) -> None:
+    def __init__(self, gate: Linear, activation: Gate, out: Linear, norm: Norm) -> None:
         self._gate, self._activation, self._out, self._norm = gate, activation, out, norm
 
     def __call__(self, x: Tensor, given: Tensor) -> Tensor:
@@ -285,12 +257,12 @@ class Layer:
 
     def __init__(
         self,
-        attn_norm: RMSNorm | None,
+        attn_norm: Norm | None,
         attention: Mixer | None,
         out: Addend | None,
-        mlp_norm: RMSNorm | None,
+        mlp_norm: Norm | None,
         mlp: FeedForward | None,
-        post: tuple[RMSNorm, RMSNorm] | None = None,
+        post: tuple[Norm, Norm] | None = None,
         residual_scale: float = 1.0,
         token_input: TokenInput | None = None,
         scale: Tensor | None = None,
@@ -323,9 +295,32 @@ class Layer:
             x = self.token_input(x, given)
         return x if self.scale is None else x * self.scale
 
-    def _plus(self, x: Tensor, part: Addend, y: Tensor, norm: RMSNorm | None) -> Tensor:
+    def _plus(self, x: Tensor, part: Addend, y: Tensor, norm: Norm | None) -> Tensor:
         """The stream x and what a part makes of y."""
         if norm is None and self.residual_scale == 1.0:
             return part.onto(y, x)
         y = part(y) if norm is None else norm(part(y))
         return x + (y if self.residual_scale == 1.0 else y * self.residual_scale)
+
+
+class ParallelLayer(Layer):
+    """A decoder layer whose attention and feed-forward part both see the stream that enters it (GPT-J, Wang and
+    Komatsuzaki 2021), through one norm unless there is an `mlp_norm`."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        layer: int,
+        rope: Rope,
+        attention: Pass,
+        entry: Tensor | None = None,
+        given: Tensor | None = None,
+    ) -> Tensor:
+        """See `Layer`, of which these have neither `post` norms nor inputs by the token."""
+        assert self.attn_norm
+        assert self.attention
+        assert self.out
+        assert self.mlp
+        normed = self.attn_norm(x)
+        mixed = self.attention.mix(normed, layer, rope, attention)
+        return self.mlp.onto(normed if self.mlp_norm is None else self.mlp_norm(x), self.out.onto(mixed, x))

@@ -103,8 +103,9 @@ class Renamed(LazyTensors):
         return shape_of(self._tensors, self._names[name])
 
 
-_SENSES = tuple(
-    f"model.{part}" for part in ("visual.", "vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
+_SENSES = (
+    *(f"model.{part}" for part in ("visual.", "vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")),
+    *("vision_model.", "multi_modal_projector."),
 )
 """Beginnings of the names of tensors that see and hear."""
 
@@ -120,9 +121,9 @@ class LanguageTensors(LazyTensors):
     """The language model's tensors of a checkpoint that may also see (Qwen3.5), under the names of one that reads text
     alone, and each expert by itself where the file stacks all of a layer."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
-        """`names`: as of `renamed`."""
-        self._tensors = tensors
+    def __init__(self, tensors: Mapping[str, Tensor], names: Mapping[str, str], turned: bool = False) -> None:
+        """`names`: as of `renamed`. `turned`: stacks are [experts, in, out]."""
+        self._tensors, self._turned = tensors, turned
         self._names = self._sources = dict[str, tuple[str, int, slice]]()
         for source in tensors:
             if source.startswith(_SENSES):
@@ -132,7 +133,8 @@ class LanguageTensors(LazyTensors):
             if part not in ("gate_up_proj", "down_proj"):
                 self._names[name] = source, -1, whole
                 continue
-            count, out, _ = shape_of(tensors, source)
+            count, *sizes = shape_of(tensors, source)
+            out = sizes[turned]
             half = slice(out // 2), slice(out // 2, out)
             parts = [("gate_proj", half[0]), ("up_proj", half[1])] if part == "gate_up_proj" else [(part, whole)]
             for one in range(count):
@@ -140,7 +142,9 @@ class LanguageTensors(LazyTensors):
 
     def __getitem__(self, name: str) -> Tensor:
         source, expert, rows = self._sources[name]
-        return self._tensors[source] if expert < 0 else self._tensors[source][expert, rows]
+        if expert < 0:
+            return self._tensors[source]
+        return self._tensors[source][expert, :, rows].T if self._turned else self._tensors[source][expert, rows]
 
     def stored(self, name: str) -> Stored | None:
         source, expert, _ = self._sources[name]
@@ -152,7 +156,10 @@ class LanguageTensors(LazyTensors):
     def shape(self, name: str) -> tuple[int, ...]:
         source, expert, rows = self._sources[name]
         shape = shape_of(self._tensors, source)
-        return shape if expert < 0 else (len(range(*rows.indices(shape[1]))), shape[2])
+        if expert < 0:
+            return shape
+        out, width = shape[1:] if not self._turned else shape[:0:-1]
+        return len(range(*rows.indices(out))), width
 
 
 class Outlines(Renamed):

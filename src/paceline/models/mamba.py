@@ -9,7 +9,8 @@ from torch import Tensor
 from paceline.cache.state import Tensors
 from paceline.kernels.linear import Linear
 from paceline.models.config import Mamba2Config, ModelConfig, RecurrentConfig
-from paceline.models.layers import Addend, Attention, RMSNorm, sigmoid
+from paceline.models.layers import Addend, Attention, sigmoid
+from paceline.models.norms import RMSNorm
 from paceline.models.recurrent import (
     Convolution,
     MatrixState,

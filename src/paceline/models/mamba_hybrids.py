@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from paceline.errors import CorruptModel, UnsupportedModel
-from paceline.files.schema import CORRECT, MOST_ROWS
+from paceline.errors import UnsupportedModel
+from paceline.files.schema import MOST_ROWS
 from paceline.models.attending import granite
 from paceline.models.config import Experts, LayerConfig, Mamba2Config, ModelConfig
+from paceline.models.layer_types import read_types
 
 Raw = Mapping[str, Any]
 Multiplier = Sequence[tuple[int, float]]
@@ -28,9 +29,9 @@ def _mamba2(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 def _granite_hybrid(raw: Raw, base: ModelConfig) -> ModelConfig:
     """Granite 4: Granite with states in most layers, and experts beside the feed-forward part if there are any."""
-    types = raw["layer_types"] or ["mamba"] * base.layers
+    types = read_types(raw["layer_types"], base, _ATTENTION + _MAMBA, lambda _: "mamba")
     rope = base.rope if raw["position_embedding_type"] == "rope" else None
-    attends = [one in _ATTENTION for one in _known(types, base, _ATTENTION + _MAMBA)]
+    attends = [one in _ATTENTION for one in types]
     count, experts = raw["num_local_experts"], None
     if count:
         experts = Experts(count, raw["num_experts_per_tok"], base.ffn, True, "block_sparse_moe", router="router.layer")
@@ -93,7 +94,9 @@ def multipliers(raw: Raw) -> dict[str, Multiplier]:
 
 def _nemotron_h(raw: Raw, base: ModelConfig) -> ModelConfig:
     """Nemotron-H: each layer is a state, attention without positions, a feed-forward part, or experts."""
-    types = raw["layers_block_type"] or [_PATTERN.get(x, x) for x in raw["hybrid_override_pattern"] or ""]
+    key = "layers_block_type" if raw["layers_block_type"] else "hybrid_override_pattern"
+    given = raw["layers_block_type"] or [_PATTERN.get(x, x) for x in raw["hybrid_override_pattern"] or ""]
+    types = read_types(given, base, (*_ATTENTION, *_MAMBA, "mlp", "moe"), key=key)
     if raw["mlp_hidden_act"] != "relu2" or raw["moe_latent_size"] or raw["n_group"] != 1:
         raise UnsupportedModel(
             "a nemotron_h model with latent or grouped experts, or an activation other than relu2, is not supported",
@@ -109,22 +112,18 @@ def _nemotron_h(raw: Raw, base: ModelConfig) -> ModelConfig:
         experts = replace(experts, shared=shared, shared_block="mlp.shared_experts", sigmoid=True)
         experts = replace(experts, scale=raw["routed_scaling_factor"])
     layers = []
-    for kind in _known(types, base, (*_ATTENTION, *_MAMBA, "mlp", "moe")):
+    for kind in types:
         feeds = kind in ("mlp", "moe")
         recurrent = state if kind in _MAMBA else None
         layers.append(LayerConfig(None, None, kind == "moe", recurrent, attends=kind in _ATTENTION, feeds=feeds))
     eps = raw["layer_norm_epsilon"]
-    return replace(base, special=tuple(layers), norm_eps=eps, experts=experts, activation="squared_relu")
+    return replace(
+        base, special=tuple(layers), norm_eps=eps, experts=experts, activation="squared_relu", plain_mlp=True
+    )
 
 
 _ATTENTION, _MAMBA = ("attention", "full_attention"), ("mamba", "linear_attention")
 _PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
-
-
-def _known(types: Sequence[str], base: ModelConfig, known: Sequence[str]) -> Sequence[str]:
-    if len(types) != base.layers or {*types} - {*known}:
-        raise CorruptModel(f"layer_types must name {base.layers} layers, each {' or '.join(known)}", CORRECT)
-    return types
 
 
 def _prefixed(raw: Raw, base: ModelConfig) -> tuple[int, int, int, int, int]:

@@ -51,7 +51,7 @@ class Ranks:
             raise InvalidOption("these processes share a model already", "Load each model in processes of its own")
         with _lost_named():
             dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=_PASS)
-            self._messages = dist.new_group(backend="gloo", timeout=_IDLE)
+            self._messages: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=_IDLE)
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         self.exchange: Exchange | None = None
         """Memory that all ranks share, where all are on one machine."""
@@ -65,8 +65,20 @@ class Ranks:
         torch.cuda.set_device(own)
         return own
 
+    @contextmanager
+    def ended_by_failure(self) -> Iterator[None]:
+        """Context of work that all ranks do: if it fails at this one, the others need not wait for it."""
+        try:
+            yield
+        except BaseException:
+            self.leave()
+            raise
+
     def leave(self) -> None:
-        """End the group: the other ranks' next sum or message fails."""
+        """End the group: the other ranks' sum or message, which they may wait in, fails."""
+        if self.exchange:
+            kernel("paceline_leave", c_void_p)(addressof(self.exchange))
+        self._messages = None  # while anything holds a group, its connections stay open
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -75,7 +87,8 @@ class Ranks:
         """Context that the other ranks enter when rank 0 has left it."""
         if self.rank:
             self._wait()
-        yield
+        with self.ended_by_failure():
+            yield
         if not self.rank:
             self._wait()
 

@@ -15,7 +15,8 @@ from paceline.cache.state import Recurrence, Tensors, Tree
 from paceline.kernels.cpu.delta import apply_delta, runs_delta, scan_delta
 from paceline.kernels.linear import Linear
 from paceline.models.config import DeltaNetConfig, MatrixConfig, ModelConfig, RecurrentConfig, ShortConvConfig
-from paceline.models.layers import Mixer, RMSNorm, sigmoid
+from paceline.models.layers import Mixer, sigmoid
+from paceline.models.norms import RMSNorm
 from paceline.models.rope import Rope
 from paceline.models.weights import Weights
 from paceline.protocols import RecurrentPass

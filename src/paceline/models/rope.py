@@ -54,8 +54,13 @@ class Rotary:
         return table
 
     def _make(self, span: int, length: int) -> Tensor:
+        positions = torch.arange(length, dtype=torch.float32)
+        if self.config.kind == "temperature":  # of queries alone: a rotation by nothing, and longer
+            (_, floor), (_, scale) = self.config.scaling
+            longer = 1 + scale * ((positions + 1) / floor).floor().double().log1p().float()
+            return torch.stack([longer, torch.zeros(length)])[..., None].repeat(1, 1, self._head_dim).to(self._empty)
         inverse = inverse_frequencies(self.config, self._head_dim, span)
-        angles = (torch.arange(length, dtype=torch.float32)[:, None] * inverse).double()
+        angles = (positions[:, None] * inverse).double()
         cos, sin = angles.cos().float(), angles.sin().float()
         factors = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)])
         return (factors * dict(self.config.scaling).get("attention_factor", 1.0)).to(self._empty)

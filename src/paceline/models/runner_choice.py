@@ -1,4 +1,4 @@
-"""The runner of a model's layers: the CPU kernels, or torch and why."""
+"""What multiplies a model's matrices: the CPU kernels, or torch and why."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import torch
 
 from paceline.kernels.cpu.build import built_for, library, obstacle
 from paceline.kernels.cpu.matrix import FLOAT_KINDS
-from paceline.kernels.quantize import Mode
-from paceline.models.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +21,10 @@ class Runner:
     remedy: str = ""
 
 
-def runner_of(config: ModelConfig, device: torch.device, dtype: torch.dtype, quantize: Mode | None = None) -> Runner:
-    """The runner of such a model's layers on this machine. Compiles the kernels if they are needed and missing."""
+def runner_of(device: torch.device, dtype: torch.dtype) -> Runner:
+    """What multiplies matrices on this device, with activations of this dtype. Compiles the kernels if they are needed
+    and missing. They run whole layers of most models; of the others torch runs the rest (`cpu_layers.runs_natively`).
+    """
     if device.type != "cpu":
         return Runner(f"torch, on {device.type}")
     kind = str(dtype).removeprefix("torch.")

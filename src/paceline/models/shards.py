@@ -16,12 +16,13 @@ from torch import Tensor
 from paceline.errors import UnsupportedModel
 from paceline.kernels.cpu.build import library
 from paceline.kernels.cpu.matrix import block_elements
+from paceline.kernels.low_rank import Factors
 from paceline.kernels.quantize import GROUP, Codes
 from paceline.kernels.stored import Stored
 from paceline.models.config import Experts, ModelConfig
 from paceline.models.lazy import Renamed, codes_of, kind_of, shape_of, stored_of
 
-_HEADS = ("q_proj", "k_proj", "v_proj", "sinks")
+_HEADS = ("q_proj", "k_proj", "v_proj", "query_key_value", "sinks")
 _TOKENS = ("embed_tokens", "lm_head")
 
 
@@ -110,6 +111,18 @@ class RankTensors(Renamed):
             return tensor if self._rank == 0 else torch.zeros_like(tensor)
         return tensor[:, columns]
 
+    def factors(self, adapter: Factors) -> Factors:
+        """This rank's part of an adapter: where rows of W are cut those of B, where columns are those of A. Raises
+        `AdapterMismatch`."""
+        return Factors(adapter.name, {module: self._part(adapter, module) for module in adapter.factors})
+
+    def _part(self, adapter: Factors, module: str) -> tuple[Tensor, Tensor]:
+        (a, b), name = adapter.factors[module], module + ".weight"
+        rows, columns = self._cut(name) if name in self._tensors else (None, None)
+        if rows is not None or columns is not None:
+            adapter.check(module, shape_of(self._tensors, name))  # of the whole: a part may fit by chance
+        return a if columns is None else a[:, columns], b if rows is None else b[rows]
+
     def codes(self, name: str) -> Codes | None:
         codes, (rows, columns) = codes_of(self._tensors, name), self._cut(name)
         if codes is None or columns is None:
@@ -158,7 +171,7 @@ def _width(config: ModelConfig, experts: Experts | None, name: str) -> int:
     """Width of the feed-forward network that a tensor is of."""
     if experts and ".experts." in name:
         return experts.ffn
-    return experts.shared if experts and ".shared_expert." in name else config.ffn
+    return experts.shared if experts and f".{experts.shared_block}." in name else config.ffn
 
 
 def _rows(sizes: list[int], parts: list[tuple[int, int]]) -> slice | Tensor:

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from paceline.cache.attention import LayerAttention, SlabPass, slab_indices
+from paceline.cache.shared import SharedSlabCache
 from paceline.cache.slab import SlabCache
 from paceline.cache.state import StateCache
 from paceline.kernels.cpu.matrix import LANES
 from paceline.kernels.low_rank import adapted_pass
 from paceline.models.config import LayerConfig, ModelConfig
 from paceline.models.cpu_layers import NativeLayers, runs_natively, whole
+from paceline.models.latent import LatentAttention
 from paceline.models.layers import Attention, Layer, SharedAttention
 from paceline.models.mamba import Parallel
 from paceline.models.ranks import Ranks, Summed
@@ -22,6 +24,8 @@ from paceline.models.recurrent import RecurrentMixer
 from paceline.models.rope import Rope, RotarySet
 from paceline.protocols import Pass, TargetWithHead
 from paceline.types import Tap
+
+_Attending = Attention | SharedAttention | LatentAttention
 
 
 class LayerStack:
@@ -40,7 +44,7 @@ class LayerStack:
         all see each other; () for none. `ranks`: those that have the other parts of each layer. `devices`: of the
         layers; () for the host's."""
         plan, self._device = config.plan, host.device
-        native = runs_natively(layers, host.dtype)
+        native = _natively(layers, plan, host.dtype)
         runs = [(device, len([*same])) for device, same in groupby(devices or [host.device] * len(plan))]
         numbers = [number for number, (_, count) in enumerate(runs) for _ in range(count)]
         self._attentions = [
@@ -50,7 +54,8 @@ class LayerStack:
         mixers = [layer.attention for layer in layers]
         self._recurrences = {i: mixer.recurrence for i, mixer in enumerate(mixers) if isinstance(mixer, RecurrentMixer)}
         precise = torch.promote_types(host.dtype, torch.float32)
-        ropes = [(layer.rope, layer.head_dim or config.head_dim) for layer in plan]
+        rotary = config.latent.rotary if config.latent else config.head_dim
+        ropes = [(layer.rope or layer.temperature, layer.head_dim or rotary) for layer in plan]
         self.ropes = RotarySet(ropes, precise, host.device)
         self._parts = list[_PlacedLayers]()
         indices = slab_indices(self._attentions)
@@ -59,7 +64,8 @@ class LayerStack:
             self._parts.append(_PlacedLayers(first, layers[first : first + count], device, self.ropes.index, indices))
         for placed in self._parts:
             # Torch's attention reads heads without padding, and all parts have one cache.
-            if native or (config.head_dim % LANES == 0 and runs_natively(placed.layers, host.dtype)):
+            own = plan[placed.first : placed.end]
+            if native or (config.head_dim % LANES == 0 and _natively(placed.layers, own, host.dtype)):
                 placed.take(self._attentions, ranks)
         if ranks and not native:
             for layer in layers:  # of which all attend and feed, see `Division`
@@ -88,7 +94,7 @@ class LayerStack:
     def _attention(
         config: ModelConfig,
         spec: LayerConfig,
-        mixer: Attention | SharedAttention,
+        mixer: _Attending,
         mutual: bool,
         native: bool,
         part: int,
@@ -98,12 +104,15 @@ class LayerStack:
         scale = config.query_scale or own.head_dim**-0.5
         sizes = own.kv_heads, whole(own.head_dim) if native else own.head_dim
         heads = sizes if spec.kv_heads or spec.head_dim else None
-        return LayerAttention(scale, spec.window, config.softcap, mutual, mixer.sinks, heads, spec.source, part)
+        seen, held = (spec.window, config.softcap, mutual), (config.latent is not None, spec.chunked)
+        return LayerAttention(scale, *seen, mixer.sinks, heads, spec.source, part, *held)
 
     def new_cache(self, kind: type[SlabCache] = SlabCache) -> SlabCache:
         """A cache for these layers, as long as the host's context: of this kind unless there are recurrent ones."""
         if self._recurrences:
             return StateCache(self._recurrences, self._attentions, *self._cache_sizes, self.ropes.spans)
+        if kind is SlabCache and any(device.type != "cpu" for device in self.devices):
+            kind = SharedSlabCache  # each call of a kernel costs more there than the columns of some longer slot
         return kind(self._attentions, *self._cache_sizes, self.ropes.spans, self.devices)
 
     def run(
@@ -190,7 +199,12 @@ class _PlacedLayers:
         return x, states
 
 
-def _attending(layer: Layer) -> Attention | SharedAttention | None:
+def _natively(layers: Sequence[Layer], plan: Sequence[LayerConfig], dtype: torch.dtype) -> bool:
+    """Whether the CPU kernels can run these layers, whose windows move with each position."""
+    return not any(spec.chunked for spec in plan) and runs_natively(layers, dtype)
+
+
+def _attending(layer: Layer) -> _Attending | None:
     """The attention of a layer, if it has any."""
     mixer = layer.attention.attention if isinstance(layer.attention, Parallel) else layer.attention
-    return mixer if isinstance(mixer, (Attention, SharedAttention)) else None
+    return mixer if isinstance(mixer, _Attending) else None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paceline.kernels.quantize import Codes
 from paceline.kernels.stored import Stored
+from paceline.models.deepseek import DEEPSEEK, mtp_names
 from paceline.models.lazy import LanguageTensors, Renamed, renamed
 from paceline.models.mamba_hybrids import Multiplier, multipliers
 
@@ -42,15 +43,46 @@ _MIXERS = {
     **{f".mixer.{x}.": f".mlp.{x}." for x in ("up_proj", "down_proj", "experts", "gate", "shared_experts")},
     ".mixer.": ".mamba.",
 }
+_DEEPSEEK = {".mlp.gate.e_score_correction_bias": ".mlp.expert_bias"}
+_NEOX = {
+    "gpt_neox.": "model.",
+    "embed_out.": "lm_head.",
+    "model.embed_in.": "model.embed_tokens.",
+    "model.final_layer_norm.": "model.norm.",
+    ".attention.": ".self_attn.",
+    ".self_attn.dense.": ".self_attn.o_proj.",
+    ".dense_h_to_4h.": ".up_proj.",
+    ".dense_4h_to_h.": ".down_proj.",
+}
+_PHI = {
+    "model.final_layernorm.": "model.norm.",
+    ".self_attn.dense.": ".self_attn.o_proj.",
+    **{f".{x}_layernorm.": f".{x}_norm." for x in "qk"},
+    ".mlp.fc1.": ".mlp.up_proj.",
+    ".mlp.fc2.": ".mlp.down_proj.",
+}
 _NAMES: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(("gemma4_text", "qwen3_vl_text", "qwen3_5_text", "qwen3_5_moe_text"), _LANGUAGE),
     **dict.fromkeys(("lfm2", "lfm2_moe"), _LFM2),
     **dict.fromkeys(("bamba", "falcon_h1"), _BAMBA),
     **dict.fromkeys(("mamba2", "nemotron_h"), _MIXERS),
+    **dict.fromkeys((*DEEPSEEK, "glm4_moe"), _DEEPSEEK),
+    "gpt_neox": _NEOX,
+    "phi": _PHI,
+    "stablelm": {f".{x}_layernorm.norms.": f".{x}_norm." for x in "qk"},
+    "starcoder2": {".mlp.c_fc.": ".mlp.up_proj.", ".mlp.c_proj.": ".mlp.down_proj."},
     "glm4": {
         ".post_attention_layernorm.": ".pre_feedforward_layernorm.",
         ".post_self_attn_layernorm.": ".post_attention_layernorm.",
         ".post_mlp_layernorm.": ".post_feedforward_layernorm.",
+    },
+    "llama4_text": {"language_model.": "", ".feed_forward.": ".mlp."},
+    "mimo": {
+        "model.mtp_layers.": "mtp.layers.",
+        "mtp.layers.0.token_layernorm.": "mtp.pre_fc_norm_embedding.",
+        "mtp.layers.0.hidden_layernorm.": "mtp.pre_fc_norm_hidden.",
+        "mtp.layers.0.input_proj.": "mtp.fc.",
+        "mtp.layers.0.final_layernorm.": "mtp.norm.",
     },
     "granitemoehybrid": {
         ".block_sparse_moe.input_linear.weight": ".block_sparse_moe.experts.gate_up_proj",
@@ -64,15 +96,18 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
 
 def translated(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """The tensors as the decoder takes them. `config`: the checkpoint's."""
-    kind = config.get("model_type", "")
-    if names := _NAMES.get(kind):
-        tensors = LanguageTensors(tensors, names)
-    return Scaled(tensors, multipliers(config)) if kind == "falcon_h1" else tensors
+    if names := _names(config):
+        tensors = LanguageTensors(tensors, names, turned=config.get("model_type") == "llama4_text")
+    return Scaled(tensors, multipliers(config)) if config.get("model_type") == "falcon_h1" else tensors
+
+
+def _names(config: Mapping[str, Any]) -> Mapping[str, str]:
+    return {**mtp_names(config), **_NAMES.get(config.get("model_type", ""), {})}
 
 
 def module_name(config: Mapping[str, Any], module: str) -> str:
     """The name that the decoder has for a module of a model with this config."""
-    return renamed(module + ".", _NAMES.get(config.get("model_type", ""), {})).removesuffix(".")
+    return renamed(module + ".", _names(config)).removesuffix(".")
 
 
 def unlike_file(config: Mapping[str, Any], module: str) -> str | None:

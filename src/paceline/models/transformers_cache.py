@@ -83,6 +83,8 @@ class SlotCache(SlotTable):
     rejected row is simply overwritten.
     """
 
+    rectangle = True
+
     def __init__(self, trees: bool) -> None:
         """`trees`: whether the model can verify more than a chain."""
         super().__init__()

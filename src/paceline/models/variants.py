@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from paceline.errors import CorruptModel
-from paceline.files.schema import CORRECT, NULL, FieldKind, whole
-from paceline.models.attending import layered
+from paceline.files.schema import NULL, FieldKind, whole
+from paceline.models.attending import layer_windows, layered
 from paceline.models.config import ModelConfig, RopeConfig
+from paceline.models.layer_types import SLIDING
 from paceline.models.rope import read_rope
 
 Raw = Mapping[str, Any]
-
-_FULL, _SLIDES = "full_attention", "sliding_attention"
 
 
 def _olmo(raw: Raw, base: ModelConfig) -> ModelConfig:
@@ -24,9 +22,9 @@ def _olmo(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 def _olmo3(raw: Raw, base: ModelConfig) -> ModelConfig:
     """OLMo 3: also windows, in three layers of four; positions are not stretched there."""
-    own = (raw.get("rope_parameters") or {}).get(_SLIDES)
+    own = (raw.get("rope_parameters") or {}).get(SLIDING)
     local = read_rope(own, raw, raw.get("rope_theta", base.rope.theta), base.head_dim)
-    return _olmo(raw, _sliding(raw, base, 4, local, base.rope))
+    return _olmo(raw, sliding(raw, base, 4, local, base.rope))
 
 
 def _exaone4(raw: Raw, base: ModelConfig) -> ModelConfig:
@@ -37,7 +35,7 @@ def _exaone4(raw: Raw, base: ModelConfig) -> ModelConfig:
     # A config without a window may hold the default of one.
     if raw["sliding_window"] is None or not every:
         return base
-    return _sliding(raw, base, every, base.rope, None)
+    return sliding(raw, base, every, base.rope, None)
 
 
 def _glm4(raw: Raw, base: ModelConfig) -> ModelConfig:
@@ -45,19 +43,11 @@ def _glm4(raw: Raw, base: ModelConfig) -> ModelConfig:
     return replace(base, paired=True, sandwich=True)
 
 
-def _sliding(raw: Raw, base: ModelConfig, every: int, near: RopeConfig | None, far: RopeConfig | None) -> ModelConfig:
+def sliding(raw: Raw, base: ModelConfig, every: int, near: RopeConfig | None, far: RopeConfig | None) -> ModelConfig:
     """With windows by `layer_types`, or in all layers but each `every`-th. `near`, `far`: the rotary embeddings of
     layers with and without a window."""
-    types: Sequence[str] = raw.get("layer_types") or [
-        _SLIDES if every and (i + 1) % every else _FULL for i in range(base.layers)
-    ]
-    if len(types) != base.layers or {*types} - {_FULL, _SLIDES}:
-        raise CorruptModel(f"layer_types must name {base.layers} layers, each {_FULL} or {_SLIDES}", CORRECT)
-    window = raw["sliding_window"]
-    if window is None and _SLIDES in types:
-        raise CorruptModel("layer_types names layers that slide, and sliding_window no window", CORRECT)
-    slides = [kind == _SLIDES for kind in types]
-    return layered(base, [window if one else None for one in slides], [near if one else far for one in slides])
+    windows = layer_windows(raw, base, raw["sliding_window"], lambda i: (i + 1) % every != 0)
+    return layered(base, windows, [near if window else far for window in windows])
 
 
 _GLM = {"head_dim": 128, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-07}

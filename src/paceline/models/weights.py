@@ -51,7 +51,8 @@ class Weights:
         self._left = {
             name
             for name in tensors
-            if not name.endswith(("rotary_emb.inv_freq", "masked_bias")) and not name.startswith("mtp.")
+            if not name.endswith(("rotary_emb.inv_freq", "masked_bias", "self_attn.bias"))
+            and not name.startswith("mtp.")
         }
 
     def at(self, device: torch.device) -> Weights:
@@ -137,16 +138,8 @@ class Weights:
     def _change(self, adapter: Factors, parts: Mapping[str, int], width: int) -> LowRank | None:
         """What an adapter changes of a product of these projections. Rows choose experts, so theirs are left."""
         found = {name: adapter.factors.get(name) for name in parts if ".experts." not in name}
-        for name, factors in found.items():
-            if factors is None:
-                continue
-            a, b = factors
-            if (a.shape[1], b.shape[0]) != (width, parts[name]):
-                raise AdapterMismatch(
-                    f"the adapter {adapter.name} changes {name} from {a.shape[1]} to {b.shape[0]} elements, "
-                    f"and this model's is from {width} to {parts[name]}",
-                    "It was trained for another model; load it with that",
-                )
+        for name in (name for name, factors in found.items() if factors):
+            adapter.check(name, (parts[name], width))
             self._changes.discard((adapter.name, name))
         moved = [factors and (factors[0].to(self.device), factors[1].to(self.device)) for factors in found.values()]
         return LowRank.stacked(moved, list(parts.values()))

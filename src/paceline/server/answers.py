@@ -118,14 +118,14 @@ class RunningRequest:
     def _count_first(self, reply: RunningReply) -> None:
         if reply.first is None:
             reply.first, handle = time.perf_counter() - reply.submitted, reply.handle
-            self.model.metrics.observe_first(handle.queued, reply.first, len(reply.job.tokens), handle.stats.cached)
+            self.model.metrics.observe_first(handle.queued, reply.first, reply.job.prompt_tokens, handle.stats.cached)
 
     def usage(self) -> Usage:
         """Counts so far."""
         first_samples = [reply for reply in self.replies if reply.job.sample == 0]  # samples share their prompt
         began = min((reply.submitted for reply in self.replies), default=time.perf_counter())
         return Usage(
-            prompt=sum(len(reply.job.tokens) for reply in first_samples),
+            prompt=sum(reply.job.prompt_tokens for reply in first_samples),
             written=sum(reply.tokens for reply in self.replies),
             stats=[reply.handle.stats for reply in self.replies],
             cached=sum(reply.handle.stats.cached for reply in first_samples),

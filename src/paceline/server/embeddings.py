@@ -36,13 +36,13 @@ class EmbeddingJobs:
     @property
     def num_tokens(self) -> int:
         """Tokens of all texts."""
-        return sum(len(job.tokens) - 1 for job in self.jobs)
+        return sum(job.prompt_tokens for job in self.jobs)
 
     def vectors(self) -> list[list[float]]:
         """Return the vectors, once all jobs are over. Raises `ServerStopping` if the server stopped before, and
         `ApiError` 400 for more dimensions than there are."""
         for job, states in zip(self.jobs, self.states, strict=True):
-            if states.count < len(job.tokens) - 1:
+            if states.count < job.prompt_tokens:
                 raise ServerStopping
         found = [states.vector(self.size) for states in self.states]
         _check_size(self.size, len(found[0]))
@@ -65,7 +65,8 @@ def prepare(model: LoadedModel, settings: Settings, body: EmbeddingsRequest | Ol
         tokens = _tokens(llm, settings, text, param, cut)
         states.append(PooledStates())
         # A prompt's last token is left to the first round, and there is none: so one more.
-        jobs.append(ReplyJob([*tokens, tokens[-1]], sampling, speculation=OFF, scores=states[-1], prompt_only=True))
+        padded = [*tokens, tokens[-1]]
+        jobs.append(ReplyJob(padded, sampling, speculation=OFF, scores=states[-1], prompt_only=True, padding=1))
     packed = isinstance(body, EmbeddingsRequest) and body.encoding_format == "base64"
     return EmbeddingJobs(jobs, states, body.dimensions, packed)
 

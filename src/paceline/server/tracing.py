@@ -58,7 +58,7 @@ class SpanTracer(Tracer):
             "gen_ai.request.temperature": job.sampling.temperature,
             "gen_ai.request.top_p": job.sampling.top_p,
             "gen_ai.request.max_tokens": job.sampling.max_new_tokens,
-            "gen_ai.usage.input_tokens": len(job.tokens),
+            "gen_ai.usage.input_tokens": job.prompt_tokens,
             "gen_ai.usage.output_tokens": tokens,
             "gen_ai.response.finish_reasons": (outcome,),
             "paceline.speculation.rounds": reply.stats.rounds,

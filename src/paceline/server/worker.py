@@ -10,11 +10,12 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
 
+from paceline.cache.slots import SlotTable
 from paceline.cache.state import held
 from paceline.engine.detokenizer import Chunk
 from paceline.engine.draft_policy import Speculation
@@ -51,7 +52,7 @@ class WorkerLimits:
     """Capacity of a worker.
 
     `slots`: replies that share rounds. `queue`: replies that wait. `cache_positions`: positions of keys and values,
-    slots times the longest text. `state_positions`: those that take as much memory as one state of a text; 0 for models
+    of all texts together. `state_positions`: those that take as much memory as one state of a text; 0 for models
     without. `prefill_quota`: prompt tokens fed between two rounds. `prefix_bytes`: size of the
     prefix cache.
     """
@@ -72,7 +73,7 @@ class ReplyJob:
     `speculation`: None for the server's default. `timeout`: seconds from now. `group`: equal for jobs that share a
     prompt. `client`: waiting clients get slots in turn. `scores`: collects log-probabilities or states of it.
     `prompt_only`: the generated tokens are not returned. `adapter`: the name of one. `keep_alive`: an object to hold
-    until the reply begins.
+    until the reply begins. `padding`: tokens at the end of `tokens` that are not the client's.
     """
 
     tokens: Sequence[int]
@@ -86,6 +87,12 @@ class ReplyJob:
     prompt_only: bool = False
     adapter: str | None = None
     keep_alive: object = None
+    padding: int = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt as the client sent it."""
+        return len(self.tokens) - self.padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +182,9 @@ class Worker:
         self.default = default or llm.engine.policies.default
         if self.limits.prefix_bytes:
             llm.engine.remember(self.limits.prefix_bytes)
+        cache = llm.engine.cache
+        rectangle = isinstance(cache, SlotTable) and cache.rectangle
+        self._positions = partial(_positions, self.limits.state_positions, rectangle)
         self._scheduler = self._new_scheduler()
         self._inbox: deque[Task] = deque()
         self._replies: dict[Task, ReplyHandle] = {}
@@ -202,8 +212,7 @@ class Worker:
     def load(self) -> Load:
         """The load at this moment."""
         active = self._scheduler.active
-        longest = max((task.length for task in active), default=0)
-        positions = _positions(len(active), longest, self.limits.state_positions)
+        positions = self._positions([task.length for task in active])
         waiting = max(0, len(self._replies) - len(active))
         return Load(len(active), waiting, min(1.0, positions / self.limits.cache_positions))
 
@@ -301,7 +310,7 @@ class Worker:
 
     def _new_scheduler(self) -> Scheduler:
         # Without a reference to this worker: a cycle would keep its model in memory until the next collection.
-        fits = partial(_fits, self.limits.cache_positions, self.limits.state_positions)
+        fits = partial(_fits, self.limits.cache_positions, self._positions)
         return Scheduler(self.llm.engine, self.limits.slots, self.limits.prefill_quota, fits)
 
 
@@ -309,16 +318,18 @@ def _drafted(task: Task) -> int:
     return task.request.stats.drafted if task.request else 0
 
 
-def _fits(room: int, state: float, count: int, longest: int) -> bool:
-    return _positions(count, longest, state) <= room
+def _fits(room: int, positions: Callable[[Sequence[int]], int], lengths: Sequence[int]) -> bool:
+    return positions(lengths) <= room
 
 
-def _positions(count: int, longest: int, state: float) -> int:
-    """Positions of a cache: as many for each text as for the longest, and the number of texts grows by doubling. To
-    them come each text's states, of which one is as large as `state` positions."""
-    if not count:
+def _positions(state: float, rectangle: bool, lengths: Sequence[int]) -> int:
+    """Positions of a cache that holds texts of these lengths. In a `rectangle` there are as many for each text as for
+    the longest, and the number of texts grows by doubling. To them come each text's states, of which one is as large as
+    `state` positions."""
+    if not lengths:
         return 0
-    return (longest << (count - 1).bit_length()) + math.ceil(count * held(longest) * state)
+    positions = max(lengths) << (len(lengths) - 1).bit_length() if rectangle else sum(lengths)
+    return positions + math.ceil(sum(map(held, lengths)) * state)
 
 
 def trim_memory() -> None:

@@ -87,12 +87,17 @@ def run(
 
 
 def run_together(
-    engine: Engine, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling], *, eos: Sequence[int] = ()
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    samplings: Sequence[Sampling],
+    *,
+    eos: Sequence[int] = (),
+    adapters: Sequence[int] = (),
 ) -> list[tuple[list[int], FinishReason | None, Stats]]:
-    """Decode several prompts in shared passes. Returns for each what `run` returns."""
-    tasks = [
-        Task(partial(start, engine, prompt, sampling, eos)) for prompt, sampling in zip(prompts, samplings, strict=True)
-    ]
+    """Decode several prompts in shared passes. Returns for each what `run` returns. `adapters`: of each prompt (see
+    `KVCache.acquire`); () for none."""
+    each = zip(prompts, samplings, adapters or [0] * len(prompts), strict=True)
+    tasks = [Task(partial(start, engine, prompt, how, eos, adapter=number)) for prompt, how, number in each]
     for _ in Batch(engine, tasks, len(tasks)):
         pass
     requests = [task.request for task in tasks if task.request]
@@ -100,10 +105,15 @@ def run_together(
 
 
 def start(
-    engine: Engine, prompt: Sequence[int], sampling: Sampling, eos: Sequence[int], source: Request | None
+    engine: Engine,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    eos: Sequence[int],
+    source: Request | None,
+    adapter: int = 0,
 ) -> Request:
     """Start a request, or a fork of `source`."""
     sampler = sampling.sampler(vocabulary=Vocabulary(engine.target.vocab_size, eos))
     room = engine.target.context_length - len(prompt)
     stream = TextStream(sampling, eos, lambda ids: "".join(map(chr, ids)), room)
-    return engine.start(prompt, sampler, stream, Stats(sampler.noise.seed, "rounding"), source)
+    return engine.start(prompt, sampler, stream, Stats(sampler.noise.seed, "rounding"), source, adapter=adapter)

@@ -45,6 +45,11 @@ _LLAMA3 = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1,3}}|{_TAIL}"
 _QWEN2 = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}|{_TAIL}"
 _SEED = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_KIMI_UPPER, _KIMI_LOWER = (rf"{letters[:-1]}&&[^\p{{Han}}]]" for letters in (_UPPER, _LOWER))
+_KIMI = (
+    rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}]?(?:{_KIMI_UPPER}*{_KIMI_LOWER}+|{_KIMI_UPPER}+{_KIMI_LOWER}*){_CONTRACTIONS}?"
+    rf"|\p{{N}}{{1,3}}|{_TAIL}"
+)
 
 
 def _cased(after: str, digits: str) -> str:
@@ -80,9 +85,11 @@ _SPLITTERS: dict[str, Splitter] = {
     "gpt-2 phi-2 trillion": Splitter(gpt2=True),
     "olmo mpt": Splitter(gpt2=True, nfc=True),
     "llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0": Splitter((_LLAMA3,), whole=True, bos=True),
-    "smaug-bpe dbrx": Splitter((_LLAMA3,)),
+    "smaug-bpe dbrx chatglm-bpe": Splitter((_LLAMA3,)),
+    "glm4 glm5": Splitter((_LLAMA3,), whole=True),
+    "kimi-k2": Splitter((_KIMI,), whole=True),
     "qwen2": Splitter((_QWEN2,), nfc=True),
-    "megrez deepseek-r1-qwen": Splitter((_QWEN2,)),
+    "megrez deepseek-r1-qwen stablelm2": Splitter((_QWEN2,)),
     "seed-coder": Splitter((_SEED,)),
     "tekken": Splitter((_cased("", r"\p{N}"),), whole=True, bos=True),
     "gpt-4o llama4": Splitter((_cased(f"{_CONTRACTIONS}?", r"\p{N}{1,3}"),)),

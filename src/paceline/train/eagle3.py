@@ -116,7 +116,7 @@ class Head(nn.Module):
         return outputs
 
 
-class Eagle3(Recipe):
+class Eagle3Recipe(Recipe):
     """Recipe of an EAGLE-3 head, whose output head over the draft vocabulary is trained too."""
 
     config: EagleConfig

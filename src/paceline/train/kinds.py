@@ -16,7 +16,7 @@ from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, MedusaCo
 from paceline.train.answers import AnswerPlan
 from paceline.train.block import BlockRecipe
 from paceline.train.block import default_taps as spread_taps
-from paceline.train.eagle3 import Eagle3, default_taps
+from paceline.train.eagle3 import Eagle3Recipe, default_taps
 from paceline.train.loop import TrainPlan
 from paceline.train.pointwise import EarlyExitRecipe, MedusaRecipe
 from paceline.train.recipe import Recipe
@@ -35,8 +35,8 @@ class TrainJob:
 
     `vocabulary`: how many tokens the drafter knows, all for None. `steps`: length of the drafts that it is trained for.
     `taps`: layers that it reads, and `ffn`: width of its feed-forward part (EAGLE-3, block). `layers`: of the target
-    before an early exit, of a block drafter, or of each Medusa head. `rank`: of the adapter at an early exit. Of these,
-    None means the kind's default.
+    before an early exit, of a block drafter, or of each Medusa head. `rank`: of the projection at an early exit. Of
+    these, None means the kind's default.
     """
 
     target: str
@@ -101,7 +101,7 @@ def recipe_for(llm: LLM, job: TrainJob, vocabulary: Tensor) -> Recipe:
     """Return the recipe for this target. `vocabulary`: the tokens to draft from, ascending."""
     target, config = native(llm), config_for(llm, job, len(vocabulary))
     if isinstance(config, EagleConfig):
-        return Eagle3(config, target, vocabulary, job.steps)
+        return Eagle3Recipe(config, target, vocabulary, job.steps)
     if isinstance(config, MedusaConfig):
         return MedusaRecipe(config, target, vocabulary)
     if isinstance(config, BlockConfig):
@@ -127,7 +127,7 @@ def one_layer(c: ModelConfig, ffn: int, layers: int = 1) -> ModelConfig:
         layers=layers,
         heads=c.heads,
         kv_heads=c.kv_heads,
-        head_dim=c.head_dim,
+        head_dim=c.latent.plain + c.latent.rotary if c.latent else c.head_dim,
         ffn=ffn,
         context_length=c.context_length,
         norm_eps=c.norm_eps,

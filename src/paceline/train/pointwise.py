@@ -112,8 +112,8 @@ class MedusaRecipe(Recipe):
             tally.add(F.linear(head(states[real]), rows))
 
 
-class ExitAdapter(nn.Module):
-    """Residual adapter x + up(down(x)), then a norm; parameters named as in `models/heads.py`."""
+class ExitProjection(nn.Module):
+    """Residual projection x + up(down(x)), then a norm; parameters named as in `models/heads.py`."""
 
     def __init__(self, config: ExitConfig, eps: float) -> None:
         super().__init__()
@@ -132,8 +132,8 @@ class ExitAdapter(nn.Module):
 
 
 class EarlyExitRecipe(Recipe):
-    """Recipe of an early exit: an adapter between the target's layer E and its output head (Kangaroo, arXiv 2404.18911;
-    the "tuned lens" of arXiv 2303.08112).
+    """Recipe of an early exit: a projection between the target's layer E and its output head (the adapter of Kangaroo,
+    arXiv 2404.18911; the "tuned lens" of arXiv 2303.08112).
 
     Drafting runs the target's own first layers on every drafted token, so there is one step to learn: the whole
     target's distribution after a token, from the residual stream that leaves layer E there. The later steps of a draft
@@ -141,14 +141,14 @@ class EarlyExitRecipe(Recipe):
     """
 
     config: ExitConfig
-    module: ExitAdapter
+    module: ExitProjection
     decay = 1.0
 
     def __init__(
         self, config: ExitConfig, target: EmbeddingAndHead, vocabulary: Tensor, steps: int, eps: float
     ) -> None:
         """`eps`: of the norm."""
-        super().__init__(config, ExitAdapter(config, eps), target, vocabulary, steps)
+        super().__init__(config, ExitProjection(config, eps), target, vocabulary, steps)
         self.start_at_unit_logits(self.module.norm)
 
     def draft(self, batch: DocumentBatch, places: DraftPlaces, tally: GuessTally) -> None:

@@ -1,5 +1,5 @@
-// Attention of a pass's rows over the slab cache (cache/slab.py). A row's sums run over the columns it sees in the order
-// of their positions; columns that it does not see weigh 0, which changes no bit.
+// Attention of a pass's rows over the slots of a cache (cache/slab.py). A row's sums run over the columns it sees in the
+// order of their positions; columns that it does not see weigh 0, which changes no bit.
 #pragma once
 
 #include <algorithm>
@@ -10,24 +10,27 @@
 
 namespace paceline {
 
-// The rows of one slot, from row `first` of the pass on, and what they see: the committed prefix, then `columns` written
-// by this pass and earlier ones.
+// A column of a slot, counted from its `length`, and what it gets.
+struct Write {
+    int32_t column, source;
+};
+
+// The rows of one slot, from row `first` of the pass on, and what they see in its memory [layers, kv_heads, capacity, D]:
+// the committed prefix, then `columns` written by this pass and earlier ones.
 struct Slot {
-    int64_t place, length;
+    void *keys, *values;
+    int64_t layer_stride, capacity, length;  // elements; positions; tokens
     int32_t first, rows, columns;
+    int32_t skipped;  // rows before `first`, which another piece of the slot has
+    int32_t store_count, copy_count;
+    const Write *stores, *copies;  // columns that get a row of the slot, after others have got copies of columns
     const uint8_t* visible;        // [rows, columns]
     const int32_t *depth, *below;  // of each row, and of each column's row: positions beyond `length`
 };
 
-// One slab [layers, places, kv_heads, capacity, D], and where a pass writes and reads in it.
+// The slots of a pass, in layers with one kind of attention.
 struct View {
-    void *keys, *values;
-    int64_t layer_stride, capacity, place_rows;  // elements; positions; slab rows of a place, for all its key heads
-    int32_t window;                  // 0: none
-    int32_t store_count, copy_count;
-    // Slab rows (of the first key head): `targets` get the pass's rows `sources`, after `copy_targets` have got
-    // `copy_sources`.
-    const int64_t *targets, *sources, *copy_sources, *copy_targets;
+    int32_t window;  // 0: none
     const Slot* slots;
 
     // Upper bound of the columns that a row of the slot sees.
@@ -60,14 +63,17 @@ inline void rotate(float* head, const Rotation& turn, int64_t line) {
     }
 }
 
-// Stores one key head of a pass, keys or values: x [rows of all slots, D], `stride` elements apart.
+// Stores one key head of a slot's rows, `to` its keys or values: x [rows of all slots, D], `stride` elements apart.
 template <class Number>
-void write_head(const View& view, void* to, int layer, const Heads& h, int head, const Number* x, int64_t stride) {
-    Number* slab = static_cast<Number*>(to) + layer * view.layer_stride + head * view.capacity * h.size;
-    for (int i = 0; i < view.copy_count; i++)
-        std::copy_n(slab + view.copy_sources[i] * h.size, h.size, slab + view.copy_targets[i] * h.size);
-    for (int i = 0; i < view.store_count; i++)
-        std::copy_n(x + view.sources[i] * stride, h.size, slab + view.targets[i] * h.size);
+void write_head(const Slot& slot, void* to, int layer, const Heads& h, int head, const Number* x, int64_t stride) {
+    Number* strip = static_cast<Number*>(to) + layer * slot.layer_stride + head * slot.capacity * h.size;
+    auto line = [&](int column) { return strip + (slot.length + column) % slot.capacity * h.size; };
+    if (!slot.skipped)
+        for (const Write* w = slot.copies; w < slot.copies + slot.copy_count; w++) std::copy_n(line(w->source), h.size, line(w->column));
+    for (const Write* w = slot.stores; w < slot.stores + slot.store_count; w++) {
+        const int row = w->source - slot.skipped;
+        if (row >= 0 && row < slot.rows) std::copy_n(x + (slot.first + row) * stride, h.size, line(w->column));
+    }
 }
 
 // Up to 16 queries of one slot that share a key head: query i is of row (first + i) / group. Columns are taken 16 at a
@@ -104,13 +110,13 @@ class Attention {
             seen_by_[i] = seen_.data() + (row - first / h.group()) * (blocks_ - masked_) * LANES;
             mixed_[i] = mixed + (int64_t(row) * h.query + head) * h.size;
         }
-        const int64_t base = layer * view.layer_stride + (slot.place * h.kv + kv_head) * view.capacity * h.size;
-        for (int from = 0; from < count; from += SCORED) score<SCORED>(static_cast<const Number*>(view.keys) + base, h, from, std::min(SCORED, count - from));
+        const int64_t base = layer * slot.layer_stride + kv_head * slot.capacity * h.size;
+        for (int from = 0; from < count; from += SCORED) score<SCORED>(static_cast<const Number*>(slot.keys) + base, h, from, std::min(SCORED, count - from));
         for (int i = 0; i < count; i++) {
             const float sink = h.sinks ? h.sinks[kv_head * h.group() + (first + i) % h.group()] : -INFINITY;
             softmax_weights(i, (h.softcap > 0 ? 1.0f : h.scale) * LOG2_E, sink * LOG2_E);
         }
-        mix(static_cast<const Number*>(view.values) + base, h.size);
+        mix(static_cast<const Number*>(slot.values) + base, h.size);
     }
 
    private:
@@ -144,7 +150,7 @@ class Attention {
             for (int c = slot.columns - 1; c >= last; c--)
                 if (slot.visible[int64_t(row) * slot.columns + c]) last = c + 1;
         const int64_t before = slot.length - begin;
-        line_ = begin % view.capacity, capacity_ = view.capacity, columns_ = before + last;
+        line_ = begin % slot.capacity, capacity_ = slot.capacity, columns_ = before + last;
         blocks_ = (columns_ + LANES - 1) / LANES, width_ = (blocks_ | 1) * LANES;
         masked_ = view.window && edge + *depths.second > begin ? 0 : before / LANES;
         const int64_t skipped = masked_ * LANES, size = (blocks_ - masked_) * LANES;
@@ -160,7 +166,7 @@ class Attention {
         }
     }
 
-    // Index of a column's row in the slab; the last column stands in for those beyond it.
+    // Index of a column's row in the slot's memory; the last column stands in for those beyond it.
     int64_t line(int64_t column) const {
         const int64_t at = line_ + std::min(column, columns_ - 1);
         return at < capacity_ ? at : at - capacity_;

@@ -37,7 +37,10 @@ struct Exchange {
     // Lets the others notice when this process ends. All join before the first sum.
     void join() const { box(rank).process.store(process()); }
 
-    // Adds what the other ranks have to x [n]; false if one has ended.
+    // Tells the others, who may wait for this process, that it takes part in no more sums.
+    void leave() const { box(rank).process.store(LEFT); }
+
+    // Adds what the other ranks have to x [n]; false if one has ended or left.
     bool sum(float* x, int64_t n) const {
         for (int64_t at = 0; at < n; at += ROOM)
             if (!message(x + at, std::min(ROOM, n - at))) return false;
@@ -78,16 +81,17 @@ struct Exchange {
         return true;
     }
 
-    static constexpr int64_t SPINS = 20000, YIELDS = 200;
+    static constexpr int64_t SPINS = 20000, YIELDS = 200, LEFT = -1;
 
 #if defined(__linux__)
     static int64_t process() { return getpid(); }
 
-    // False if the other process is no more.
+    // False if the other process is no more, or has left.
     static bool rest(const Box& of, int64_t tries) {
         const timespec pause{0, 20000};
         nanosleep(&pause, nullptr);
         const int64_t other = of.process.load();
+        if (other == LEFT) return false;
         return tries % 1024 || !other || kill(pid_t(other), 0) == 0 || errno != ESRCH;
     }
 #else

@@ -9,28 +9,73 @@
 
 namespace paceline {
 
-// A row's choice among `count` experts: those of the `used` highest scores, of equal ones the lower number, ascending; and
-// their parts in the result by softmax, which sum to 1 if `normalised`. `scores` has room for whole lanes. They are not
-// rounded to the model's dtype, where near-ties become ties.
-inline void choose(float* scores, int count, int used, bool normalised, int32_t* chosen, float* parts) {
-    for (int i = count; i % LANES; i++) scores[i] = -INFINITY;
-    Floats tops = all(-INFINITY), totals{};
-    for (int i = 0; i < count; i += LANES) {
-        const Floats x = load<Floats>(scores + i);
-        tops = select(x > tops, x, tops);
+// How rows choose `used` of `routed` experts: by softmax, or by sigmoid, where there may be groups that they choose among
+// (0: none), a bias of the scores that are compared, and factors of the results. `shared`: there is one more expert, after
+// the others, that all rows use.
+struct Routing {
+    int32_t routed, used, normalised, sigmoid, groups, groups_used, group_best, shared;
+    const float *bias, *scales;  // [routed], or null
+
+    int count() const { return routed + shared; }
+    int each() const { return used + shared; }
+    int width() const { return (routed + LANES - 1) / LANES * LANES; }
+};
+
+// Whether entry i is among the `most` highest of `count` numbers, of equal ones the first. No number is higher than one that
+// is not a number, so that there are always so many.
+inline bool among(const float* x, int count, int i, int most) {
+    int better = 0;
+    for (int j = 0; j < count; j++) better += (x[j] > x[i]) | ((x[j] == x[i]) & (j < i));
+    return better < most;
+}
+
+// Closes the groups that a row does not use: all but those whose `group_best` highest scores sum to the most. `totals`: room
+// for a number of each group.
+inline void limit(float* scores, float* totals, const Routing& r) {
+    const int size = r.routed / std::max(1, r.groups);
+    for (int group = 0; group < r.groups; group++) {
+        const float* own = scores + group * size;
+        totals[group] = 0;
+        for (int i = 0; i < size; i++)
+            if (among(own, size, i, r.group_best)) totals[group] += own[i];
     }
-    const float top = largest(tops);
-    for (int i = 0; i < count; i += LANES) totals += exponential(load<Floats>(scores + i) - top);
-    float total = sum(totals), own = 0;
-    for (int i = 0, found = 0; i < count && found < used; i++) {
-        int better = 0;  // no number is better than one that is not a number, so that `used` are always found
-        for (int j = 0; j < count; j++) better += (scores[j] > scores[i]) | ((scores[j] == scores[i]) & (j < i));
-        if (better >= used) continue;
-        parts[found] = exponential(all(scores[i] - top))[0];
+    for (int group = 0; group < r.groups; group++)
+        if (!among(totals, r.groups, group, r.groups_used)) std::fill_n(scores + group * size, size, -INFINITY);
+}
+
+// A row's choice: the experts of the highest scores, ascending, and their parts in the result, which sum to 1 if `normalised`,
+// before their factors. `scores` has room for three times the `width`. They are not rounded to the model's dtype, where
+// near-ties become ties.
+inline void choose(float* scores, const Routing& r, int32_t* chosen, float* parts) {
+    const int count = r.routed, width = r.width();
+    for (int i = count; i < width; i++) scores[i] = -INFINITY;
+    float *compared = scores, top = 0, total = 1, own = 0;
+    if (r.sigmoid) {
+        compared += width;
+        for (int i = 0; i < width; i += LANES) {
+            const Floats score = 1.0f / (exponential(-load<Floats>(scores + i)) + 1.0f);
+            store(scores + i, score), store(compared + i, score);
+        }
+        for (int i = 0; r.bias && i < count; i++) compared[i] += r.bias[i];
+        limit(compared, compared + width, r);
+    } else {
+        Floats tops = all(-INFINITY), totals{};
+        for (int i = 0; i < width; i += LANES) {
+            const Floats x = load<Floats>(scores + i);
+            tops = select(x > tops, x, tops);
+        }
+        top = largest(tops);
+        for (int i = 0; i < width; i += LANES) totals += exponential(load<Floats>(scores + i) - top);
+        total = sum(totals);
+    }
+    for (int i = 0, found = 0; i < count && found < r.used; i++) {
+        if (!among(compared, count, i, r.used)) continue;
+        parts[found] = r.sigmoid ? scores[i] : exponential(all(scores[i] - top))[0];
         own += parts[found];
         chosen[found++] = i;
     }
-    for (int i = 0; i < used; i++) parts[i] /= normalised ? own : total;
+    for (int i = 0; i < r.used; i++) parts[i] = parts[i] / (r.normalised ? own : total) * (r.scales ? r.scales[chosen[i]] : 1.0f);
+    if (r.shared) chosen[r.used] = count, parts[r.used] = 1.0f;
 }
 
 // Rows by expert. An entry is a row that has chosen an expert; those of one expert follow each other.

@@ -30,44 +30,28 @@ class Group {
         parts_.resize(views), views_.resize(views);
         for (int v = 0; v < views; v++) {
             views_[v] = all.views[v];
-            parts_[v].assign(views_[v], all.slots, from, to);
-            pass.slots = int(parts_[v].slots.size());
+            cut(parts_[v], views_[v], all.slots, from, to);
+            pass.slots = int(parts_[v].size());
         }
         pass.views = views_.data();
     }
 
    private:
-    // The group's part of a view.
-    struct ViewPart {
-        std::vector<Slot> slots;
-        std::vector<int64_t> targets, sources, copy_sources, copy_targets;
-
-        void assign(View& view, int count, int from, int to) {
-            slots.clear(), targets.clear(), sources.clear(), copy_sources.clear(), copy_targets.clear();
-            for (const Slot* s = view.slots; s < view.slots + count; s++) {
-                const int first = std::max(from, s->first), end = std::min(to, s->first + s->rows);
-                if (first < end) take(view, *s, first - s->first, end - first, first - from);
-            }
-            for (int i = 0; i < view.store_count; i++)
-                if (view.sources[i] >= from && view.sources[i] < to)
-                    targets.push_back(view.targets[i]), sources.push_back(view.sources[i] - from);
-            view.slots = slots.data();
-            view.store_count = int(targets.size()), view.targets = targets.data(), view.sources = sources.data();
-            view.copy_count = int(copy_sources.size());
-            view.copy_sources = copy_sources.data(), view.copy_targets = copy_targets.data();
+    // Leaves of a view's `count` slots the rows `from` to `to` - 1, which the group numbers from 0.
+    static void cut(std::vector<Slot>& part, View& view, int count, int from, int to) {
+        part.clear();
+        for (const Slot* s = view.slots; s < view.slots + count; s++) {
+            const int first = std::max(from, s->first), end = std::min(to, s->first + s->rows), skip = first - s->first;
+            if (first >= end) continue;
+            part.push_back(*s);
+            Slot& slot = part.back();
+            slot.first = first - from, slot.rows = end - first, slot.skipped = skip;
+            slot.visible += int64_t(skip) * slot.columns, slot.depth += skip;
         }
+        view.slots = part.data();
+    }
 
-        // `rows` rows of a slot after its first `skip`; they become rows `at` and following of the group.
-        void take(const View& view, Slot slot, int skip, int rows, int at) {
-            for (int i = 0; i < view.copy_count && !skip; i++)
-                if (view.copy_sources[i] / view.place_rows == slot.place)
-                    copy_sources.push_back(view.copy_sources[i]), copy_targets.push_back(view.copy_targets[i]);
-            slot.first = at, slot.rows = rows, slot.visible += int64_t(skip) * slot.columns, slot.depth += skip;
-            slots.push_back(slot);
-        }
-    };
-
-    std::vector<ViewPart> parts_;
+    std::vector<std::vector<Slot>> parts_;  // of each view
     std::vector<View> views_;
 };
 

@@ -23,16 +23,16 @@ struct Expert {
 struct Layer {
     Matrix qkv, out, router;  // router: of a mixture
     const Expert* experts;    // of the same kinds and sizes; one, if this is no mixture
-    int32_t expert_count, used, normalised;
+    Routing routing;          // of a mixture
     // Weights of norms, or null. `after`: norms of what attention and feed-forward add to the stream.
     const float *before_mix, *after_mix, *before_mlp, *after_mlp, *query_norm, *key_norm;
     float eps, residual_scale;  // of what attention and feed-forward add to the stream
     int32_t hidden, ffn, activation, head_dim;
-    int32_t view, index, rotation;  // of the pass's views and rotations; `index`: which layer of the slab
+    int32_t view, index, rotation;  // of the pass's views and rotations; `index`: which layer of the view's
     Heads heads;  // of `head_dim` elements, padded to whole lanes
     const LowRank *on_qkv, *on_out, *on_gate_up, *on_down;  // of each adapter, or null: no adapter changes the product
 
-    bool mixture() const { return expert_count > 1; }
+    bool mixture() const { return routing.count() > 1; }
     int queries() const { return heads.query * heads.size; }
     int all_heads() const { return queries() + 2 * heads.kv * heads.size; }
 };
@@ -131,13 +131,13 @@ struct Scratch {
         const int rows = pass.rows;
         grow(stream, rows, whole(l.hidden)), grow(entry, rows, whole(width)), grow(added, rows, whole(l.hidden));
         grow(qkv, rows, l.all_heads()), grow(heads, rows, l.all_heads() * int(sizeof(typename Element::Number))), grow(mixed, rows, l.queries());
-        grow(inner, rows * l.used, whole(l.ffn));
+        grow(inner, rows * l.routing.each(), whole(l.ffn));
         if (pass.adapters) grow(shrunk, rows, pass.rank);
         to_mix.reserve(rows, l.qkv), to_out.reserve(rows, l.out);
-        to_mlp.reserve(rows, l.experts->gate_up), to_down.reserve(rows * l.used, l.experts->down);
-        routes.reserve(l.expert_count, size_t(rows) * l.used);
+        to_mlp.reserve(rows, l.experts->gate_up), to_down.reserve(rows * l.routing.each(), l.experts->down);
+        routes.reserve(l.routing.count(), size_t(rows) * l.routing.each());
         if (!l.mixture()) return;
-        grow(scores, rows, whole(l.expert_count)), grow(parts, rows, l.used), grow(chosen, rows, l.used);
+        grow(scores, rows, 3 * l.routing.width()), grow(parts, rows, l.routing.each()), grow(chosen, rows, l.routing.each());
         to_route.reserve(rows, l.router);
     }
 };
@@ -264,11 +264,12 @@ class LayerTask {
             if (head < first_value) rotate(x, pass.rotations[l.rotation], pass.indices[row]);
             narrow_row<Element>(&heads[int64_t(row) * all_heads + at], x, size);
         }
-        const View& view = pass.views[l.view];
-        if (head >= first_value)
-            write_head(view, view.values, l.index, l.heads, head - first_value, &heads[at], all_heads);
-        else if (head >= l.heads.query)
-            write_head(view, view.keys, l.index, l.heads, head - l.heads.query, &heads[at], all_heads);
+        if (head < l.heads.query) return;
+        const bool value = head >= first_value;
+        const int kv_head = head - (value ? first_value : l.heads.query);
+        const Slot* slots = pass.views[l.view].slots;
+        for (const Slot* slot = slots; slot < slots + pass.slots; slot++)
+            write_head(*slot, value ? slot->values : slot->keys, l.index, l.heads, kv_head, &heads[at], all_heads);
     }
 
     // All queries of all key heads, in pieces of equal cost: later rows see more.
@@ -314,13 +315,13 @@ class LayerTask {
     // The experts of each row.
     void route() {
         if (l.mixture()) {
-            const int width = whole(l.expert_count);
+            const int width = 3 * l.routing.width(), each = l.routing.each();
             multiply(l.router, s.to_route, s.scores.data(), width, nullptr);
             each_row([&](int row, ThreadScratch&) {
-                choose(&s.scores[int64_t(row) * width], l.expert_count, l.used, l.normalised, &s.chosen[row * l.used], &s.parts[row * l.used]);
+                choose(&s.scores[int64_t(row) * width], l.routing, &s.chosen[row * each], &s.parts[row * each]);
             });
         }
-        s.routes.assign(l.expert_count, rows, l.used, l.mixture() ? s.chosen.data() : nullptr, s.parts.data());
+        s.routes.assign(l.routing.count(), rows, l.routing.each(), l.mixture() ? s.chosen.data() : nullptr, s.parts.data());
     }
 
     void feed_forward() {

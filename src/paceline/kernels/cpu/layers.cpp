@@ -147,7 +147,7 @@ EXPORTED const char* paceline_built_for() {
 
 // Runs the pass's rows of x [room, hidden] through `count` layers, in place. `entry` [room, width]: input of the first
 // attention; null: the normed stream. `states` [taps, room, hidden] gets the stream after `taps[i]` layers (ascending,
-// each of 1 to count - 1). All of these and the slabs are of one type: `element` is that of its weights (`Kind`).
+// each of 1 to count - 1). All of these and the cache are of one type: `element` is that of its weights (`Kind`).
 // Returns 1 if out of memory, 2 if `reduce` failed.
 EXPORTED int paceline_layers(const Layer* layers, int count, const Pass* pass, int element, void* x, const void* entry,
                              int width, const int32_t* taps, int tap_count, void* states) {
@@ -172,7 +172,10 @@ EXPORTED int64_t paceline_exchange_bytes(int ranks) { return Exchange::bytes(ran
 // See `Exchange::join`.
 EXPORTED void paceline_join(const void* exchange) { static_cast<const Exchange*>(exchange)->join(); }
 
-// Adds the other ranks' numbers to x [n]; 1 if one of them has ended.
+// See `Exchange::leave`.
+EXPORTED void paceline_leave(const void* exchange) { static_cast<const Exchange*>(exchange)->leave(); }
+
+// Adds the other ranks' numbers to x [n]; 1 if one of them has ended or left.
 EXPORTED int32_t paceline_sum(const void* exchange, float* x, int64_t n) {
     return static_cast<const Exchange*>(exchange)->sum(x, n) ? 0 : 1;
 }

@@ -147,42 +147,51 @@ constexpr int four_at(int rows, int r, int q) {
 
 // What the offset of the values adds to a group's sum, for a part of the outputs.
 template <class F>
-inline IntPart excess(const GroupScales<F>& scales, int part, int32_t steps, int32_t halves) {
+[[gnu::always_inline]] inline IntPart excess(const GroupScales<F>& scales, int part, int32_t steps, int32_t halves) {
     if constexpr (F::OFFSET == 0 || (F::OFFSET == 128 && !EXCESS)) return IntPart{};
     if constexpr (F::SPAN == GROUP) return IntPart{} + F::OFFSET * steps;
     return F::OFFSET * weighted(paired(scales.first.part[part], scales.second.part[part]), (ShortPart)(IntPart{} + halves));
 }
 
-// The sums of a group's values times the codes of ROWS rows, for a part of the outputs; spans times their integers.
-template <class F, int ROWS>
-inline void dot(const uint8_t* p, const GroupScales<F>& scales, int part, const int8_t* codes, IntPart* totals) {
+// The sums of a group's values times the codes of ROWS rows, for COLUMNS parts of the outputs; spans times their integers.
+template <class F, int ROWS, int COLUMNS>
+[[gnu::always_inline]] inline void dot(const uint8_t* p, const GroupScales<F>& scales, int part, const int8_t* codes,
+                                       IntPart (&totals)[ROWS][COLUMNS]) {
     constexpr bool SMALL = F::VALUE_BITS < 8;
     constexpr int STEP = fours_at_once(F::VALUE_BITS, F::SPAN);
 #pragma GCC unroll 4
     for (int from = 0; from < GROUP / 4; from += STEP) {
-        Dots<SMALL> dots[ROWS];
+        Dots<SMALL> dots[ROWS][COLUMNS];
 #pragma GCC unroll 8
         for (int q = from; q < from + STEP; q++) {
             read_here<ROWS>();
-            const Weights<SMALL> w(F::four(p, q, part));
+            Weights<SMALL> w[COLUMNS];
+#pragma GCC unroll 2
+            for (int c = 0; c < COLUMNS; c++) w[c] = Weights<SMALL>(F::four(p, q, part + c));
 #pragma GCC unroll 8
-            for (int r = 0; r < ROWS; r++) dots[r].add(w, codes, four_at(ROWS, r, q));
+            for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+                for (int c = 0; c < COLUMNS; c++) dots[r][c].add(w[c], codes, four_at(ROWS, r, q));
         }
-        for (int r = 0; r < ROWS; r++) {
-            IntPart sum;
-            if constexpr (F::SPAN == GROUP)
-                sum = dots[r].total();
-            else
-                sum = dots[r].total((4 * from < F::SPAN ? scales.first : scales.second).part[part]);
-            totals[r] = from ? totals[r] + sum : sum;
-        }
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+            for (int c = 0; c < COLUMNS; c++) {
+                IntPart sum;
+                if constexpr (F::SPAN == GROUP)
+                    sum = dots[r][c].total();
+                else
+                    sum = dots[r][c].total((4 * from < F::SPAN ? scales.first : scales.second).part[part + c]);
+                totals[r][c] = from ? totals[r][c] + sum : sum;
+            }
     }
 }
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-// The same, two rows at a time; a last row without a second one is both.
+// The same for one part, two rows at a time; a last row without a second one is both.
 template <class F, int ROWS>
-inline void dot_of_pairs(const uint8_t* p, const GroupScales<F>& scales, int part, const int8_t* codes, IntPart* totals) {
+[[gnu::always_inline]] inline void dot_of_pairs(const uint8_t* p, const GroupScales<F>& scales, int part, const int8_t* codes,
+                                                IntPart (&totals)[ROWS][1]) {
     constexpr int PAIRS = (ROWS + 1) / 2, STEP = F::SPAN / 4;
     auto values = [&](int q) { return Weights<(F::VALUE_BITS < 8)>(F::four(p, q, part)).codes; };
 #pragma GCC unroll 2
@@ -202,7 +211,7 @@ inline void dot_of_pairs(const uint8_t* p, const GroupScales<F>& scales, int par
         for (int r = 0; r < ROWS; r++) {
             IntPart sum = r % 2 ? dots[r / 2].second() : dots[r / 2].first();
             if constexpr (F::SPAN < GROUP) sum *= (from ? scales.second : scales.first).part[part];
-            totals[r] = from ? totals[r] + sum : sum;
+            totals[r][0] = from ? totals[r][0] + sum : sum;
         }
     }
 }
@@ -216,31 +225,35 @@ template <class F, int ROWS>
     const float *row_scales = &x.scale[at], *row_totals = &x.total[at];
     const int32_t *steps = &x.steps[at], *halves = &x.halves[at];
     Floats sums[ROWS] = {};  // not `out`, which might alias the weights for all the compiler knows
+    // Parts of the outputs at a time, so that their sums of all rows fit into the registers.
+    constexpr int COLUMNS = ROWS * 2 <= SUMS_TOGETHER && PARTS > 1 ? 2 : 1;
     for (int g = 0, groups = m.in / GROUP; g < groups; g++, p += F::BYTES) {
         if (F::HEADER && g % (F::UNIT / GROUP) == 0) header = p, p += F::HEADER;
         for (int line = 0; line < F::BYTES; line += 64) __builtin_prefetch(p + AHEAD + line, 0, 0);
         const GroupScales<F> scales(header, p + F::CODES);
-        // A part of the outputs at a time, so that the sums of 8 rows fit into 16 registers.
-        for (int part = 0; part < PARTS; part++) {
-            IntPart totals[ROWS];
+        for (int part = 0; part < PARTS; part += COLUMNS) {
+            IntPart totals[ROWS][COLUMNS];
 #if defined(__ARM_FEATURE_MATMUL_INT8)
             if constexpr (ROWS > 1)
                 dot_of_pairs<F, ROWS>(p, scales, part, codes, totals);
             else
 #endif
-                dot<F, ROWS>(p, scales, part, codes, totals);
-            for (int r = 0; r < ROWS; r++) {
-                FloatPart& sum = sums[r].part[part];
-                const IntPart own = totals[r] - excess(scales, part, steps[r], halves[r]);
-                sum = fma(__builtin_convertvector(own, FloatPart) * row_scales[r], scales.scale.part[part], sum);
-                if constexpr (F::FLOORS && F::SPAN == GROUP)
-                    sum = fma(all(row_totals[r]).part[0], scales.floor.part[part], sum);
-                if constexpr (F::FLOORS && F::SPAN < GROUP) {
-                    const IntPart floor = weighted(paired(scales.first_floor.part[part], scales.second_floor.part[part]),
-                                                   (ShortPart)(IntPart{} + halves[r]));
-                    sum = fma(__builtin_convertvector(floor, FloatPart) * row_scales[r], scales.floor.part[part], sum);
+                dot<F, ROWS, COLUMNS>(p, scales, part, codes, totals);
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+                for (int c = 0; c < COLUMNS; c++) {
+                    FloatPart& sum = sums[r].part[part + c];
+                    const IntPart own = totals[r][c] - excess(scales, part + c, steps[r], halves[r]);
+                    sum = fma(__builtin_convertvector(own, FloatPart) * row_scales[r], scales.scale.part[part + c], sum);
+                    if constexpr (F::FLOORS && F::SPAN == GROUP)
+                        sum = fma(all(row_totals[r]).part[0], scales.floor.part[part + c], sum);
+                    if constexpr (F::FLOORS && F::SPAN < GROUP) {
+                        const ShortPart pair = paired(scales.first_floor.part[part + c], scales.second_floor.part[part + c]);
+                        const IntPart floor = weighted(pair, (ShortPart)(IntPart{} + halves[r]));
+                        sum = fma(__builtin_convertvector(floor, FloatPart) * row_scales[r], scales.floor.part[part + c], sum);
+                    }
                 }
-            }
         }
         codes += ROWS * GROUP, row_scales += ROWS, row_totals += ROWS, steps += ROWS, halves += ROWS;
     }

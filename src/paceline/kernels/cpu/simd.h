@@ -149,12 +149,20 @@ constexpr int32_t EXCESS = 128;
 constexpr int32_t EXCESS = 0;
 #endif
 
+// Sums of codes that fit into the registers beside weights and a row's codes, if two parts of the outputs share the latter.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int SUMS_TOGETHER = 1;
+#else
+constexpr int SUMS_TOGETHER = 8;
+#endif
+
 // A register of weight codes, prepared for the codes of many rows.
 template <bool SMALL>
 struct Weights {
     BytePart codes;  // without the excess
     BytePart sizes;  // their absolute values, for sets that multiply unsigned by signed bytes and saturate at 16 bits
 
+    Weights() = default;
     explicit Weights(BytePart own) : codes(SMALL || EXCESS ? own : own ^ 128), sizes(codes) {
 #if defined(__AVX512BW__)
         if (!SMALL && !EXCESS) sizes = (BytePart)_mm512_abs_epi8((__m512i)codes);

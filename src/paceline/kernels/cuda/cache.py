@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.cache.attention import BLOCK, LayerAttention
-from paceline.cache.slab import SlabCache
+from paceline.cache.attention import BLOCK, LayerAttention, passed_by
+from paceline.cache.shared import SharedSlabCache
 from paceline.kernels.cuda.table import RowTable
 from paceline.types import DraftBudget, Forward, Rows
 
@@ -21,8 +21,8 @@ Replay = Callable[[], Forward]
 """Runs a recorded pass over the present contents of its table."""
 
 
-class DeviceCache(SlabCache):
-    """A `SlabCache` whose passes read lengths and places from the device, so that one graph serves all lengths.
+class DeviceCache(SharedSlabCache):
+    """A `SharedSlabCache` whose passes read lengths and places from the device, so that one graph serves all lengths.
 
     `graphs`: graphs recorded by `DeviceDecoder`, by size of pass; `passes`: passes of each size so far. Graphs hold
     addresses: memory is kept until the cache itself is dropped, and graphs are forgotten when a slab moves.
@@ -32,7 +32,7 @@ class DeviceCache(SlabCache):
     """A graph lasts until its slab grows, so slabs begin larger than on a CPU."""
 
     def __init__(self, *args: Any) -> None:
-        """See `SlabCache`."""
+        """See `SharedSlabCache`."""
         super().__init__(*args)
         self.graphs: dict[Hashable, tuple[RowTable, Replay]] = {}
         self.passes: Counter[Hashable] = Counter()
@@ -86,7 +86,7 @@ class DevicePass:
     def __init__(self, cache: DeviceCache, table: RowTable, prompt: tuple[int, int] | None) -> None:
         """See `DeviceCache.over`."""
         self._table, self._prompt = table, prompt
-        slabs = [(*slab.tensors, _targets(slab.tensors[0], table)) for slab in cache.slabs]
+        slabs = [(slab.tensors[0], slab.tensors[-1], _targets(slab.tensors[0], table)) for slab in cache.slabs]
         self._layers = [
             (slabs[slab][0][index], slabs[slab][1][index], slabs[slab][2], layer)
             for layer, (slab, index) in zip(cache._layers, cache._indices, strict=True)
@@ -128,7 +128,9 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, table: RowTable, spec: Layer
     q [B, T, heads, D]; keys and values [places, kv_heads, capacity, D], one layer of a slab with position p in column
     p % capacity. Returns [B, T, heads * D]. On CUDA by a kernel, elsewhere by plain products.
     """
-    if q.device.type != "cuda" or spec.sinks is not None:  # which the kernel does not know
+    if (
+        q.device.type != "cuda" or spec.sinks is not None or spec.single or spec.chunked
+    ):  # which the kernel does not know
         return reference(q, keys, values, table, spec)
     from paceline.kernels.cuda.kernels import tree_attention
 
@@ -144,7 +146,7 @@ def reference(q: Tensor, keys: Tensor, values: Tensor, table: RowTable, spec: La
     scores = q.to(wide).transpose(1, 2) @ k.transpose(2, 3) * spec.scale
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    unseen = ~visible(table, keys.shape[2], spec.window)[:, None]
+    unseen = ~visible(table, keys.shape[2], spec.window, spec.chunked)[:, None]
     scores = scores.masked_fill(unseen, -math.inf)
     if spec.sinks is not None:
         scores = torch.cat([scores, spec.sinks.to(wide).view(1, heads, 1, 1).expand(b, heads, t, 1)], -1)
@@ -152,11 +154,11 @@ def reference(q: Tensor, keys: Tensor, values: Tensor, table: RowTable, spec: La
     return mixed.transpose(1, 2).reshape(b, t, -1).to(q.dtype)
 
 
-def visible(table: RowTable, capacity: int, window: int | None) -> Tensor:
+def visible(table: RowTable, capacity: int, window: int | None, chunked: bool = False) -> Tensor:
     """Bool [B, T, capacity]: the columns that each row sees."""
     lengths, deep, paths = table.lengths.long(), table.depths.long(), table.paths.long()
     here = (lengths[:, None] + deep)[..., None]
-    nearest = here - window if window else torch.full_like(here, -1)
+    nearest = passed_by(here, window, chunked) if window else torch.full_like(here, -1)
     last = lengths[:, None] - 1
     # The prefix position held by a column: the last one before `length` that falls on it.
     prefix = (last - (last - torch.arange(capacity, device=lengths.device)) % capacity)[:, None]
@@ -177,7 +179,7 @@ def _attend_prompt(q: Tensor, keys: Tensor, values: Tensor, place: int, length: 
     here = torch.arange(length, length + t, device=q.device)[:, None]
     seen = column <= here
     if spec.window:
-        seen &= column > here - spec.window
+        seen &= column > passed_by(here, spec.window, spec.chunked)
     k, v = (x[place].index_select(1, column % x.shape[2])[None] for x in (keys, values))
     mixed = F.scaled_dot_product_attention(
         q.transpose(1, 2), k, v, seen, scale=spec.scale, enable_gqa=heads != keys.shape[1]

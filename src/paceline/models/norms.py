@@ -1,0 +1,146 @@
+"""Norms of the stream, and of query and key heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.kernels.cpu.build import library
+from paceline.kernels.cpu.matrix import NativeNorm
+from paceline.models.config import ModelConfig
+from paceline.models.weights import Weights
+
+
+class RMSNorm:
+    """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019)."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        """`weight`: in the dtype of x, or a wider one, which then rounds only once (Gemma)."""
+        self.weight, self.eps = weight, eps
+        # Not by `cat`, which imports torch's compiler where shapes alone are checked: two seconds.
+        self._doubled = weight.new_zeros(2 * len(weight))
+        self._doubled[: len(weight)] = weight
+        self._native: NativeNorm | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.bfloat16 and x.device.type == "cpu" and library() is not None:
+            self._native = self._native or NativeNorm(self.weight, self.eps)
+            return self._native(x)
+        if x.device.type != "cpu":
+            return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps).to(x.dtype)
+        # On the CPU rms_norm is eight kernels and layer_norm one, and [x, -x] has mean 0 and variance mean(x^2).
+        doubled = torch.cat([x, -x], -1)
+        return F.layer_norm(doubled, self._doubled.shape, self._doubled, None, self.eps)[..., : x.shape[-1]]
+
+
+class LayerNorm:
+    """(x - mean) / deviation * weight + bias over the last dimension (Ba, Kiros and Hinton 2016)."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float) -> None:
+        self.weight, self.bias, self.eps = weight, bias, eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+Norm = RMSNorm | LayerNorm
+
+
+class HeadNorm:
+    """RMS norm of each query and key head by itself (Qwen3, Gemma 3): one norm for all, then the weights of each."""
+
+    def __init__(self, q: Tensor, k: Tensor, heads: int, kv_heads: int, eps: float) -> None:
+        """`q`, `k` [D]: the weights of all query heads and of all key heads."""
+        self.weight = q.new_empty(heads + kv_heads, len(q))
+        self.weight[:heads], self.weight[heads:] = q, k
+        self._norm = RMSNorm(torch.ones_like(q), eps)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [B, T, n, D]: queries and keys, or the keys alone."""
+        return (self._norm(x) * self.weight[-x.shape[2] :]).to(x.dtype)
+
+
+class WideNorm:
+    """RMS norms over all query heads together and over all key heads together (OLMo 2)."""
+
+    def __init__(self, q: Tensor, k: Tensor, kv_heads: int, eps: float) -> None:
+        """`q` [heads * D], `k` [kv_heads * D]: the weights."""
+        self._q, self._k, self._kv_heads = RMSNorm(q, eps), RMSNorm(k, eps), kv_heads
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [B, T, n, D]: queries and keys, or the keys alone."""
+        q, k = x[:, :, : -self._kv_heads], x[:, :, -self._kv_heads :]
+        keys = self._k(k.flatten(2)).view_as(k)
+        return torch.cat([self._q(q.flatten(2)).view_as(q), keys], 2) if q.shape[2] else keys
+
+
+class HeadLayerNorm:
+    """Layer norm of each query and key head by itself (Command R+, StableLM, Phi)."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float) -> None:
+        """`weight`, `bias` [heads + kv_heads, D]: of each head, in float32 or wider."""
+        self._weight, self._bias, self._eps = weight, bias, eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [B, T, n, D]: queries and keys, or the keys alone."""
+        n, size = x.shape[2:]
+        y = F.layer_norm(x.to(self._weight.dtype), (size,), eps=self._eps) * self._weight[-n:]
+        return (y if self._bias is None else y + self._bias[-n:]).to(x.dtype)
+
+
+HeadNorms = HeadNorm | WideNorm | HeadLayerNorm
+
+
+def make_norm(c: ModelConfig, weights: Weights, name: str, size: int) -> Norm:
+    """Build a norm over `size` elements from `name`.weight, and `name`.bias if it is a layer norm that has one."""
+    if not c.layer_norm:
+        return RMSNorm(norm_weight(c, weights, name, size), c.norm_eps)
+    bias = weights.get(name + ".bias", (size,)) if name + ".bias" in weights else None
+    return LayerNorm(weights.get(name + ".weight", (size,)), bias, c.norm_eps)
+
+
+def norm_weight(c: ModelConfig, weights: Weights, name: str, size: int) -> Tensor:
+    """The weight [size] of a norm, with the family's shift added."""
+    if not c.norm_shift:
+        return weights.get(name + ".weight", (size,))
+    # bfloat16 would lose most of a weight that is stored as its distance from 1.
+    return weights.get(name + ".weight", (size,), weights.precise) + c.norm_shift
+
+
+def make_head_norms(
+    c: ModelConfig,
+    weights: Weights,
+    prefix: str,
+    order: Sequence[int] = (),
+    names: tuple[str, str] = ("q_norm", "k_norm"),
+) -> HeadNorms | None:
+    """Build the norms of queries and keys, if there are any. `order`: of the elements of each head; () as stored."""
+    if not c.qk_norm:
+        return None
+    if c.layer_norm:
+        return _head_layer_norm(c, weights, prefix, order)
+    if not c.wide_norm:
+        q, k = (norm_weight(c, weights, prefix + name, c.head_dim) for name in names)
+        return HeadNorm(q, k, c.heads, c.kv_heads, c.norm_eps)
+    sizes = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    q, k = (norm_weight(c, weights, prefix + name, size) for name, size in zip(names, sizes, strict=True))
+    return WideNorm(q, k, c.kv_heads, c.norm_eps)
+
+
+def _head_layer_norm(c: ModelConfig, weights: Weights, prefix: str, order: Sequence[int]) -> HeadLayerNorm:
+    def table(kind: str) -> Tensor:
+        rows = torch.empty(c.heads + c.kv_heads, c.head_dim, dtype=weights.precise, device=weights.device)
+        for name, part in ((f"{prefix}q_norm", rows[: c.heads]), (f"{prefix}k_norm", rows[c.heads :])):
+            if f"{name}.0.{kind}" in weights:  # StableLM has them one by one
+                for i, row in enumerate(part):
+                    row.copy_(weights.get(f"{name}.{i}.{kind}", (c.head_dim,), weights.precise))
+            else:
+                shape = (len(part), c.head_dim) if c.own_head_norms else (c.head_dim,)
+                part.copy_(weights.get(f"{name}.{kind}", shape, weights.precise))
+        return rows[:, list(order)] if order else rows
+
+    bias = table("bias") if f"{prefix}q_norm.bias" in weights else None
+    return HeadLayerNorm(table("weight"), bias, c.norm_eps)

@@ -1,0 +1,108 @@
+"""Mixtures that score experts by themselves, from GGUF files laid out as llama.cpp's converter does it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.checkpoints.gguf import open_gguf
+from paceline.checkpoints.head_files import open_head
+from paceline.models.decoder import Decoder
+from paceline.models.families import read_config
+from tests.checkpoints.test_gguf_architectures import rope_tensors
+from tests.gguf_writing import finish
+from tests.models.test_families import assert_close, expected, feed, models, text
+from tests.mtp_reference import Reference
+
+CASES = {"glm4.5": "glm4moe", "glm4.5 without groups": "glm4moe", "llama4 as published": "llama4"}
+
+
+def write(path: Path, arch: str, theirs: Any, later: Mapping[str, Tensor]) -> None:
+    """`later`: the layer that predicts later tokens, by the names of the family's files; empty for none."""
+    c, writer = theirs.config, gguf.GGUFWriter(path, arch)
+    writer.add_block_count(c.num_hidden_layers + bool(later))
+    writer.add_context_length(c.max_position_embeddings)
+    writer.add_embedding_length(c.hidden_size)
+    writer.add_head_count(c.num_attention_heads)
+    writer.add_head_count_kv(c.num_key_value_heads)
+    writer.add_key_length(c.head_dim)
+    writer.add_value_length(c.head_dim)
+    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    writer.add_rope_freq_base(c.rope_parameters["rope_theta"])
+    writer.add_expert_used_count(c.num_experts_per_tok)
+    (_llama4 if arch == "llama4" else _glm4_moe)(writer, c)
+    if later:
+        writer.add_nextn_predict_layers(1)
+    number = {name: one for one, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
+    table = gguf.get_tensor_name_map(number, c.num_hidden_layers + 1)
+    for name, tensor in {**theirs.state_dict(), **later}.items():
+        for part, x in split(name, tensor, arch == "llama4").items():
+            stored = table.get_name(part, (".weight", ".bias"))
+            assert stored, part
+            writer.add_tensor(stored, x.detach().float().contiguous().numpy())
+    for name, x in rope_tensors(c):
+        writer.add_tensor(name, x.numpy())
+    finish(writer)
+
+
+def _llama4(writer: gguf.GGUFWriter, c: Any) -> None:
+    writer.add_feed_forward_length(c.intermediate_size_mlp)
+    writer.add_expert_feed_forward_length(c.intermediate_size)
+    writer.add_rope_dimension_count(c.head_dim)
+    writer.add_expert_count(c.num_local_experts)
+    writer.add_interleave_moe_layer_step(c.interleave_moe_layer_step)
+
+
+def _glm4_moe(writer: gguf.GGUFWriter, c: Any) -> None:
+    writer.add_feed_forward_length(c.intermediate_size)
+    writer.add_expert_feed_forward_length(c.moe_intermediate_size)
+    writer.add_rope_dimension_count(c.head_dim // 2)
+    writer.add_expert_count(c.n_routed_experts)
+    writer.add_expert_shared_count(c.n_shared_experts)
+    writer.add_leading_dense_block_count(c.first_k_dense_replace)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_weights_scale(c.routed_scaling_factor)
+    writer.add_expert_weights_norm(c.norm_topk_prob)
+    if c.n_group > 1:
+        writer.add_expert_group_count(c.n_group)
+        writer.add_expert_group_used_count(c.topk_group)
+
+
+def split(name: str, tensor: Tensor, turned: bool) -> dict[str, Tensor]:
+    """By the names that the converter looks up. `turned`: stacks are [experts, in, out]."""
+    block, _, part = name.rpartition(".")
+    tensor = tensor.transpose(1, 2) if turned and tensor.ndim == 3 else tensor
+    if part == "gate_up_proj":
+        gate, up = tensor.chunk(2, 1)
+        return {f"{block}.gate_proj.weight": gate, f"{block}.up_proj.weight": up}
+    if part == "down_proj":
+        return {f"{name}.weight": tensor}
+    return {name.replace("correction_bias", "correction.bias"): tensor}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
+    theirs, _ = models(case)
+    write(tmp_path / "m.gguf", CASES[case], theirs, {})
+    config, tensors, _ = open_gguf(tmp_path / "m.gguf")
+    ours = Decoder(read_config(config), tensors, torch.float64, torch.device("cpu"))
+    cache, tokens = ours.new_cache(), text(70)
+    assert_close(feed(ours, cache, cache.acquire(), tokens), expected(theirs, tokens))
+
+
+def test_the_layer_that_predicts_later_tokens_is_that_of_the_safetensors(tmp_path: Path) -> None:
+    truth = Reference("glm4.5")
+    truth.save(tmp_path / "folder")
+    write(tmp_path / "m.gguf", "glm4moe", truth.model, truth.tensors(stacked=True))
+    folder, file = open_head(tmp_path / "folder"), open_head(tmp_path / "m.gguf")
+    assert file.config.layer.plan == folder.config.layer.plan
+    assert file.config.layer.experts == folder.config.layer.experts
+    assert {*file.tensors} == {*folder.tensors}
+    for name in folder.tensors:
+        torch.testing.assert_close(file.tensors[name].double(), folder.tensors[name].double(), msg=name)

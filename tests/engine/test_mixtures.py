@@ -1,0 +1,84 @@
+"""GLM-4.5 and Llama 4, over the borders of its chunks: the same text with drafters, in batches, after roll-backs."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from paceline.drafters.base import Drafter
+from paceline.drafters.model import DraftModel
+from paceline.drafters.ngram import NGram
+from paceline.engine.engine import Engine
+from paceline.engine.self_check import guarantee
+from paceline.kernels.cpu.build import library
+from paceline.models.decoder import Decoder
+from paceline.sampling.parameters import Sampling
+from paceline.session import Session
+from paceline.testing import run, run_together
+from paceline.types import Draft, DraftBudget
+from tests.models.test_families import models, text
+
+CASES = {"glm4.5": "glm4.5 without groups", "llama4, sliding": "llama4"}
+"""Target -> a model that drafts for it."""
+CHAIN, TREE = DraftBudget.chain(4), DraftBudget(8, 4, 3)
+SAMPLINGS = [Sampling(max_new_tokens=24), Sampling(max_new_tokens=24, temperature=0.9, seed=3)]
+PROMPTS = [text(40), text(70)[31:]]
+
+
+@cache
+def plain(target: Decoder) -> list[list[int]]:
+    return [run(target, prompt, sampling)[0] for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True)]
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_text_does_not_depend_on_the_drafter(case: str, shape: DraftBudget) -> None:
+    target, other = models(case)[1], models(CASES[case])[1]
+    itself = DraftModel(target, 101)
+    drafters: list[Drafter] = [NGram(), DraftModel(other, 101), itself]
+    for drafter in drafters:
+        replies = run_together(Engine(target, drafter, shape), PROMPTS, SAMPLINGS)
+        assert [reply[0] for reply in replies] == plain(target)
+        if drafter is itself and shape is CHAIN:
+            assert all(stats.acceptance == 1.0 for _, _, stats in replies)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_prompts_begin_where_earlier_texts_were_the_same(case: str) -> None:
+    target = models(case)[1]
+    engine = Engine(target, NGram(), CHAIN)
+    engine.remember(1 << 26)
+    short = Sampling(max_new_tokens=8, temperature=0.7, seed=1)
+    run(target, text(400), short, engine=engine)
+    prompt = text(400)[:300] + PROMPTS[1]
+    reply, _, stats = run(target, prompt, short, engine=engine)
+    assert stats.cached >= 256
+    assert reply == run(target, prompt, short)[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sessions_roll_back_to_any_token(case: str) -> None:
+    target, tokens = models(case)[1], text(60)
+    session = Session(target, (), lambda *a, **b: [], lambda ids: "")
+    session.observe(tokens)
+    session.logits_after([1, 2, 3])
+    session.observe([1, 2, 9])
+    for length in (61, 41, 20, 3):
+        session.rollback_to(length)
+        session.observe([5])
+        again = Session(target, (), lambda *a, **b: [], lambda ids: "")
+        again.observe([*(*tokens, 1, 2, 9)[:length], 5])
+        tree = Draft((4, 5, 6), (0, 0, 1))
+        torch.testing.assert_close(session.tree_logits(tree), again.tree_logits(tree))
+
+
+@pytest.mark.skipif(library() is None, reason="no bfloat16 products that keep bits")
+@pytest.mark.parametrize("case", CASES)
+def test_bfloat16_keeps_bits(case: str) -> None:
+    target = models(case, torch.bfloat16)[1]
+    assert guarantee(target) == "bits"
+    for shape in (CHAIN, TREE):
+        replies = run_together(Engine(target, DraftModel(models(CASES[case])[1], 101), shape), PROMPTS, SAMPLINGS)
+        assert [reply[0] for reply in replies] == plain(target)

@@ -1,0 +1,152 @@
+"""Families with layer norms, most of them with attention and feed-forward side by side: texts, batches, roll-backs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+
+import pytest
+import torch
+
+from paceline.drafters.base import Drafter
+from paceline.drafters.early_exit import EarlyExit
+from paceline.drafters.model import DraftModel
+from paceline.drafters.ngram import NGram
+from paceline.drafters.suffix import Suffix
+from paceline.engine.engine import Engine
+from paceline.engine.self_check import guarantee
+from paceline.errors import CorruptModel, UnsupportedModel
+from paceline.kernels.activations import UNGATED
+from paceline.kernels.cpu.build import library
+from paceline.models.decoder import Decoder
+from paceline.models.families import read_config
+from paceline.models.heads import ExitConfig
+from paceline.models.layers import Layer, ParallelLayer
+from paceline.models.lazy import Outlines
+from paceline.models.tensor_names import translated
+from paceline.sampling.parameters import Sampling
+from paceline.testing import Oracle, check_target, run, run_together
+from paceline.types import DraftBudget
+from tests.models.test_families import SIZES, VOCAB, assert_close, expected, feed, models, text
+
+CASES = (
+    *("cohere, norms of heads", "cohere2, sliding", "starcoder2", "stablelm, parallel", "phi"),
+    *("gpt-neox", "gpt-neox, one after the other"),
+)
+CHAIN, TREE = DraftBudget.chain(4), DraftBudget(8, 4, 3)
+DRAFTERS: dict[str, tuple[Callable[[Decoder], Drafter], DraftBudget]] = {
+    "ngram": (lambda target: NGram(), CHAIN),
+    "suffix": (lambda target: Suffix(), TREE),
+    "itself": (lambda target: DraftModel(target, VOCAB), CHAIN),
+    "another": (lambda target: DraftModel(models("qwen3")[1], VOCAB), TREE),
+    "early exit": (lambda target: EarlyExit(ExitConfig(target.config.hidden, 2), {}, target, threshold=0.0), TREE),
+}
+
+
+@pytest.mark.skipif(library() is None, reason="no bfloat16 products that keep bits")
+@pytest.mark.parametrize("case", CASES)
+def test_the_text_is_the_same_with_drafters_and_in_batches(case: str) -> None:
+    """Bit for bit in bfloat16."""
+    target = models(case, torch.bfloat16)[1]
+    assert guarantee(target) == "bits"
+    prompts = [text(34), text(9) * 2, text(34), text(50)]
+    ways = [Sampling(max_new_tokens=20, temperature=t, seed=3) for t in (0.0, 0.0, 0.8, 0.8)]
+    alone = [run(target, prompt, how)[0] for prompt, how in zip(prompts, ways, strict=True)]
+    for make, budget in DRAFTERS.values():
+        replies = run_together(Engine(target, make(target), budget), prompts, ways)
+        assert [tokens for tokens, _, _ in replies] == alone
+        assert sum(stats.drafted for _, _, stats in replies)
+
+
+def test_they_keep_the_contract_of_targets() -> None:
+    """Trees, chunks, ragged passes, roll-back, forks and saved slots."""
+    check_target(lambda: models("cohere2, sliding")[1], tolerance=2e-5, taps=(1, "final"))
+
+
+def test_a_layer_whose_parts_follow_each_other_would_be_noticed() -> None:
+    theirs, ours = models("cohere2, sliding")
+    wrong, tokens = copy(ours), text(20)
+    wrong._stack = copy(ours._stack)
+    wrong._stack._parts = [copy(part) for part in ours._stack._parts]
+    for part in wrong._stack._parts:
+        part.layers = [copy(layer) for layer in part.layers]
+        for layer in part.layers:
+            assert isinstance(layer, ParallelLayer)
+            layer.__class__, layer.mlp_norm = Layer, layer.attn_norm  # type: ignore[assignment]
+    cache = wrong.new_cache()
+    logits = feed(wrong, cache, cache.acquire(), tokens)
+    with pytest.raises(AssertionError):
+        assert_close(logits, expected(theirs, tokens))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_float32_is_within_a_millionth_of_transformers(case: str) -> None:
+    tokens, ours = text(60), models(case, torch.float32)[1]
+    cache = ours.new_cache()
+    logits, truth = feed(ours, cache, cache.acquire(), tokens), expected(models(case)[0], tokens)
+    assert float((logits - truth).norm() / truth.norm()) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_pytorch_tanh"])
+def test_an_activation_gives_a_row_the_same_bits_beside_others(name: str) -> None:
+    x = torch.randn(64, 83, generator=torch.Generator().manual_seed(0)).mul(2)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        whole = UNGATED[name](x.to(dtype))
+        for count in (1, 2, 5, 17):
+            assert torch.equal(UNGATED[name](x[3 : 3 + count].to(dtype)), whole[3 : 3 + count])
+
+
+def raw(kind: str, **changes: object) -> dict[str, object]:
+    return {"model_type": kind, **SIZES, **changes}
+
+
+def test_older_configs_name_the_same_things() -> None:
+    """Those on the hub, from before transformers 5."""
+    neox = read_config(raw("gpt_neox", rotary_pct=0.5, rotary_emb_base=20000, use_parallel_residual=True))
+    assert (neox.rope.share, neox.rope.theta, neox.kv_heads) == (0.5, 20000.0, 6)
+    assert read_config(raw("stablelm", partial_rotary_factor=0.5)).rope.share == 0.5
+    assert read_config(raw("stablelm")).rope.share == 0.25
+    cohere2 = read_config(raw("cohere2", sliding_window=16, sliding_window_pattern=2, logit_scale=0.25, rotary_pct=1.0))
+    assert [layer.window for layer in cohere2.plan] == [16, None] * 2
+    assert [layer.rope is None for layer in cohere2.plan] == [False, True] * 2
+    assert cohere2.logits_divisor == 4.0
+    assert read_config(raw("cohere", model_max_length=131072, use_qk_norm=None)).context_length == 131072
+
+
+def test_an_activation_without_a_gate_must_be_known() -> None:
+    with pytest.raises(UnsupportedModel, match="activation 'silu' is not known"):
+        read_config(raw("phi", hidden_act="silu"))
+
+
+def test_a_wrong_draft_is_rolled_back_past_the_window() -> None:
+    """A drafter that is mostly wrong, over more tokens than the ring of the sliding layers holds."""
+    target, prompt, how = models("cohere2, sliding")[1], text(600), Sampling(max_new_tokens=60)
+    plain = run(target, prompt, how)[0]
+    for budget in (DraftBudget.chain(6), DraftBudget(12, 4, 3)):
+        tokens, _, stats = run(target, prompt, how, Oracle([*prompt, *plain], 0.3, VOCAB), budget)
+        assert tokens == plain
+        assert 0 < stats.accepted < stats.drafted
+
+
+def test_older_files_of_gpt_neox_are_read() -> None:
+    """Their output head has another name, and they hold masks, which are no weights."""
+    theirs, ours = models("gpt-neox")
+    tensors = {name.replace("lm_head", "embed_out"): x for name, x in theirs.state_dict().items()}
+    for i in range(ours.layers):
+        layer = f"gpt_neox.layers.{i}.attention."
+        tensors |= {layer + "bias": torch.ones(1, 1, 8, 8).bool(), layer + "masked_bias": torch.tensor(-1e9)}
+        tensors[layer + "rotary_emb.inv_freq"] = torch.ones(6)
+    again = Decoder(ours.config, translated({"model_type": "gpt_neox"}, tensors), torch.float64, ours.device)
+    caches, tokens = (again.new_cache(), ours.new_cache()), text(20)
+    first, second = (feed(one, c, c.acquire(), tokens) for one, c in zip((again, ours), caches, strict=True))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("case", ["cohere, norms of heads", "stablelm, parallel", "phi", "gpt-neox"])
+def test_names_and_shapes_are_checked_before_weights_are_read(case: str) -> None:
+    theirs, ours = models(case)
+    tensors = translated({"model_type": ours.config.family}, {**theirs.state_dict()})
+    Decoder(ours.config, Outlines(tensors), torch.float32, torch.device("meta"))
+    less = {name: tensors[name] for name in tensors if not name.endswith("layers.1.self_attn.o_proj.weight")}
+    with pytest.raises(CorruptModel, match=r"lacks model.layers.1.self_attn.o_proj.weight"):
+        Decoder(ours.config, Outlines(less), torch.float32, torch.device("meta"))
