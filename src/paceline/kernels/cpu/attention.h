@@ -188,7 +188,7 @@ class Attention {
 
     // `count` queries from `from` on.
     template <int N>
-    [[gnu::noinline]] void score(const Number* keys, const Heads& h, int from, int count) {
+    [[gnu::noinline, gnu::flatten]] void score(const Number* keys, const Heads& h, int from, int count) {
         if constexpr (N > 1)
             if (count < N) return score<N - 1>(keys, h, from, count);
         for (int i = from; i < from + N; i++) top_[i] = all(-INFINITY);
@@ -225,7 +225,7 @@ class Attention {
     }
 
     // Softmax weights. They are summed as multiples of 2^-23, so that the total does not depend on where gaps lie.
-    void softmax_weights(int query, float factor, float sink) {
+    [[gnu::noinline, gnu::flatten]] void softmax_weights(int query, float factor, float sink) {
         constexpr int64_t EXACT = 64;  // blocks whose sums fit 32 bits
         const float top = std::max(largest(top_[query]) * factor, sink);
         const float* scores = &scores_[query * width_];
@@ -263,7 +263,7 @@ class Attention {
     }
 
     template <int Q, int N>
-    [[gnu::noinline]] void gather(const Number* values, int size, int from, int to, int d) const {
+    [[gnu::noinline, gnu::flatten]] void gather(const Number* values, int size, int from, int to, int d) const {
         if constexpr (Q > 1)
             if (to - from < Q) return gather<Q - 1, N>(values, size, from, to, d);
         Floats sums[Q][N] = {};

@@ -45,7 +45,7 @@ struct Format {
     static size_t block_bytes(int in) { return size_t(in) / GROUP * BYTES + size_t(in) / UNIT * HEADER; }
 
     // Part of 16 outputs' four codes `q`, as values.
-    [[gnu::always_inline]] static BytePart four(const uint8_t* codes, int q, int part) {
+    static BytePart four(const uint8_t* codes, int q, int part) {
         auto at = [&](int i) { return read<BytePart>(codes + 64 * i + part * REGISTER); };
         BytePart low = at(LOW == 8 ? q : LOW == 4 ? q % 4 : q / 4);
         if constexpr (LOW == 4) low = (q < 4 ? low : (BytePart)((ShortPart)low >> 4)) & 15;
@@ -57,7 +57,7 @@ struct Format {
     }
 
    private:
-    [[gnu::always_inline]] static BytePart moved(BytePart x, int up) {
+    static BytePart moved(BytePart x, int up) {
         return (BytePart)(up > 0 ? (ShortPart)x << up : (ShortPart)x >> -up);  // what crosses bytes is masked
     }
 };
@@ -96,7 +96,7 @@ struct GroupScales {
     Floats scale, floor;
     Ints first, second, first_floor, second_floor;
 
-    [[gnu::always_inline]] GroupScales(const uint8_t* header, const uint8_t* at) {
+    GroupScales(const uint8_t* header, const uint8_t* at) {
         const half* halves = reinterpret_cast<const half*>(F::IN_UNITS ? header : at);
         if constexpr (F::SCALES == POWERS) {
             const Ints e = from_bytes(at);

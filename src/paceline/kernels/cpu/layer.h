@@ -53,7 +53,7 @@ struct Pass {
 constexpr int whole(int size) { return (size + LANES - 1) / LANES * LANES; }
 
 template <class Element>
-void widen_row(float* to, const typename Element::Number* from, int size) {
+[[gnu::flatten]] void widen_row(float* to, const typename Element::Number* from, int size) {
     for (int i = 0; i < size; i += LANES) {
         typename Element::Number part[LANES] = {};
         std::copy_n(from + i, std::min(LANES, size - i), part);
@@ -62,7 +62,7 @@ void widen_row(float* to, const typename Element::Number* from, int size) {
 }
 
 template <class Element>
-void narrow_row(typename Element::Number* to, const float* from, int size) {
+[[gnu::flatten]] void narrow_row(typename Element::Number* to, const float* from, int size) {
     for (int i = 0; i < size; i += LANES) {
         typename Element::Number part[LANES];
         Element::narrow(part, load<Floats>(from + i));
@@ -82,14 +82,14 @@ inline Floats activate(int kind, const Floats& x) {
 }
 
 // activations.py: from gate and up to their product.
-inline Floats gated(int kind, const Floats& gate, const Floats& up) {
+[[gnu::flatten]] inline Floats gated(int kind, const Floats& gate, const Floats& up) {
     if (kind != CLAMPED) return activate(kind, gate) * up;
     const Floats limit = all(7.0f), low = select(gate > limit, limit, gate);
     const Floats bounded = select(up > limit, limit, select(up < -limit, -limit, up));
     return (bounded + 1.0f) * (low / (1.0f + exponential(-1.702f * low)));
 }
 
-inline void normed(float* to, const float* x, const float* weight, int size, float eps) {
+[[gnu::flatten]] inline void normed(float* to, const float* x, const float* weight, int size, float eps) {
     Floats squares{};
     for (int i = 0; i < size; i += LANES) squares = fma(load<Floats>(x + i), load<Floats>(x + i), squares);
     const float scale = 1.0f / std::sqrt(sum(squares) / float(size) + eps);
@@ -378,7 +378,7 @@ class LayerTask {
     }
 
     // Adds to the stream. `last`: at a layer's end the stream is rounded, wherever a run of layers ends.
-    void add(int row, const float* norm, bool last) {
+    [[gnu::flatten]] void add(int row, const float* norm, bool last) {
         float *to = stream(row), *y = added(row);
         if (norm) normed(y, y, norm, l.hidden, l.eps);
         for (int i = 0; i < hidden; i += LANES) {

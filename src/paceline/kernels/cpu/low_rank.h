@@ -20,7 +20,7 @@ struct LowRank {
 
     // to [rank] = A x, of `size` elements (whole lanes).
     template <class Element>
-    void shrink(float* to, const float* x, int size) const {
+    [[gnu::flatten]] void shrink(float* to, const float* x, int size) const {
         for (int j = 0; j < rank; j += 4) {
             const auto* row = static_cast<const typename Element::Number*>(a) + int64_t(j) * size;
             Floats sums[4] = {};
@@ -34,7 +34,7 @@ struct LowRank {
 
     // y + B u for the 16 outputs from `at` on.
     template <class Element>
-    Floats grow(Floats y, const float* u, int at) const {
+    [[gnu::flatten]] Floats grow(Floats y, const float* u, int at) const {
         const LowRankBlock& block = blocks[at / LANES];
         const auto* b = static_cast<const typename Element::Number*>(block.b);
         Floats sums[4] = {y};  // so that one product need not wait for the last

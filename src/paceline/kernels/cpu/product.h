@@ -24,6 +24,11 @@ struct Matrix {
 
 inline int blocks_of(const Matrix& m) { return (m.out + LANES - 1) / LANES; }
 
+// Sums of a group's codes, and of its halves': of the first two of each four, and of the last two in the high 16 bits.
+struct PairSums {
+    int32_t whole, first, second;
+};
+
 // Left operands of products: rows of bfloat16, or of 8 bits with a scale per group; as wide as the matrix.
 //
 // The rows of a product are a span of these, in tiles of up to 8. The rows of a tile alternate: by the numbers that are
@@ -35,6 +40,7 @@ struct Inputs {
     std::vector<float> scale, total;  // of groups; total: of a group, scaled
     std::vector<int32_t> steps;       // the sum of a group's codes, unscaled
     std::vector<int32_t> halves;      // the same of its two halves, 16 bits each
+    std::vector<PairSums> pairs;      // if PAIRED_SUMS
 
     void reserve(int rows, const Matrix& m) {
         size_t size = size_t(rows) * m.in;
@@ -45,10 +51,11 @@ struct Inputs {
         total.resize(scale.size());
         steps.resize(scale.size());
         halves.resize(scale.size());
+        if (PAIRED_SUMS) pairs.resize(scale.size());
     }
 
     // Sets elements from..to of row `row` of a span, of `size` (whole vectors of 16); `from` is the beginning of a group.
-    void set(Span rows, int row, const Matrix& m, const float* x, int size, int from, int to) {
+    [[gnu::noinline, gnu::flatten]] void set(Span rows, int row, const Matrix& m, const float* x, int size, int from, int to) {
         const Place place(rows, row, m);
         for (int k = from; k < to; k += GROUP) {
             const Floats a = load<Floats>(x + k), b = k + LANES < size ? load<Floats>(x + k + LANES) : Floats{};
@@ -84,6 +91,7 @@ struct Inputs {
                 const size_t i = to.group(k), j = from.group(k);
                 part(std::integral_constant<int, 4 * FOURS_TOGETHER>(), codes, x.codes);
                 scale[i] = x.scale[j], total[i] = x.total[j], steps[i] = x.steps[j], halves[i] = x.halves[j];
+                if (PAIRED_SUMS) pairs[i] = x.pairs[j];
             }
         }
     }
@@ -132,11 +140,19 @@ struct Inputs {
         store(to + LANES, convert<Lanes<int8_t>>(q));
         const int32_t first = sum(p), second = sum(q);
         steps[group] = first + second;
-        halves[group] = (first & 0xffff) | second * 65536;
+        halves[group] = both(first, second);
+        if (PAIRED_SUMS) {
+            const Ints early = load<Ints>(EARLY);  // the first two of each four
+            const int32_t a = sum(p & early), b = sum(q & early);
+            pairs[group] = {both(a + b, first + second - a - b), both(a, first - a), both(b, second - b)};
+        }
         scale[group] = top / 127.0f + broken;
         total[group] = scale[group] * float(steps[group]);
     }
 
+    static constexpr int32_t EARLY[LANES] = {-1, -1, 0, 0, -1, -1, 0, 0, -1, -1, 0, 0, -1, -1, 0, 0};
+
+    static int32_t both(int32_t low, int32_t high) { return (low & 0xffff) | high * 65536; }
     static Ints nearest(const Floats& x) { return convert<Ints>(x + 12582912.0f - 12582912.0f); }
 };
 
@@ -145,38 +161,82 @@ constexpr int four_at(int rows, int r, int q) {
     return (q / FOURS_TOGETHER * rows + r) * FOURS_TOGETHER + q % FOURS_TOGETHER;
 }
 
-// What the offset of the values adds to a group's sum, for a part of the outputs.
+// The codes of a tile's rows and what belongs to them, from a group on.
+struct TileGroup {
+    const int8_t* codes;
+    const float *scale, *total;
+    const int32_t *steps, *halves;
+    const PairSums* pairs;
+
+    TileGroup(const Inputs& x, size_t at)
+        : codes(&x.codes[at * GROUP]), scale(&x.scale[at]), total(&x.total[at]), steps(&x.steps[at]), halves(&x.halves[at]),
+          pairs(x.pairs.data() + (PAIRED_SUMS ? at : 0)) {}
+
+    void pass(int rows) { codes += rows * GROUP, scale += rows, total += rows, steps += rows, halves += rows, pairs += rows; }
+};
+
+// Whether the values' offset is subtracted from sums of 16 bits: they then fit for a whole span, though without it they wrap around.
 template <class F>
-[[gnu::always_inline]] inline IntPart excess(const GroupScales<F>& scales, int part, int32_t steps, int32_t halves) {
-    if constexpr (F::OFFSET == 0 || (F::OFFSET == 128 && !EXCESS)) return IntPart{};
+constexpr bool centred() {
+    constexpr bool is = PAIRED_SUMS && F::OFFSET > 0 && F::VALUE_BITS < 8;
+    static_assert(!is || F::SPAN / 2 * F::OFFSET * 127 < 1 << 15, "");  // no value is further from 0
+    return is;
+}
+
+// What else the offset adds to a group's sum, for a part of the outputs.
+template <class F>
+inline IntPart excess(const GroupScales<F>& scales, int part, int32_t steps, int32_t halves) {
+    if constexpr (F::OFFSET == 0 || centred<F>() || (F::OFFSET == 128 && !EXCESS)) return IntPart{};
     if constexpr (F::SPAN == GROUP) return IntPart{} + F::OFFSET * steps;
     return F::OFFSET * weighted(paired(scales.first.part[part], scales.second.part[part]), (ShortPart)(IntPart{} + halves));
 }
 
-// The sums of a group's values times the codes of ROWS rows, for COLUMNS parts of the outputs; spans times their integers.
-template <class F, int ROWS, int COLUMNS>
-[[gnu::always_inline]] inline void dot(const uint8_t* p, const GroupScales<F>& scales, int part, const int8_t* codes,
-                                       IntPart (&totals)[ROWS][COLUMNS]) {
+// How a tile of ROWS rows is taken through a group: COUNT rows from FIRST on, for COLUMNS parts of the outputs.
+template <class F, int ROWS_, int FIRST_ = 0>
+struct Piece {
+    static constexpr int ROWS = ROWS_, FIRST = FIRST_, COLUMNS = PARTS_TOGETHER;
+    static constexpr int COUNT = FIRST ? ROWS - FIRST : ROWS <= ROWS_TOGETHER ? ROWS : (ROWS + 1) / 2;
+    static constexpr bool LAST = FIRST + COUNT == ROWS;
+    // Values that take many operations are made once for all rows.
+    static constexpr bool KEPT = COUNT < ROWS && (F::BITS > F::LOW || F::BITS < 4 || F::TABLE != nullptr) && F::VALUE_BITS < 8;
+    using Values = BytePart[KEPT ? GROUP / 4 : 1][COLUMNS];
+    using Totals = IntPart[COUNT][COLUMNS];
+};
+
+// The sums of a group's values times the rows' codes; spans times their integers.
+template <class F, class P>
+inline void dot(const uint8_t* p, const GroupScales<F>& scales, int part, const TileGroup& x, typename P::Values& values,
+                typename P::Totals& totals) {
     constexpr bool SMALL = F::VALUE_BITS < 8;
-    constexpr int STEP = fours_at_once(F::VALUE_BITS, F::SPAN);
+    constexpr int STEP = centred<F>() ? F::SPAN / 4 : fours_at_once(F::VALUE_BITS, F::SPAN);
 #pragma GCC unroll 4
     for (int from = 0; from < GROUP / 4; from += STEP) {
-        Dots<SMALL> dots[ROWS][COLUMNS];
+        Dots<SMALL> dots[P::COUNT][P::COLUMNS];
 #pragma GCC unroll 8
         for (int q = from; q < from + STEP; q++) {
-            read_here<ROWS>();
-            Weights<SMALL> w[COLUMNS];
+            read_here<P::ROWS>();
+            Weights<SMALL> w[P::COLUMNS];
 #pragma GCC unroll 2
-            for (int c = 0; c < COLUMNS; c++) w[c] = Weights<SMALL>(F::four(p, q, part + c));
+            for (int c = 0; c < P::COLUMNS; c++) {
+                const BytePart own = P::KEPT && P::FIRST ? values[q % 8][c] : F::four(p, q, part + c);
+                if (P::KEPT && !P::FIRST) values[q % 8][c] = own;
+                w[c] = Weights<SMALL>(own);
+            }
 #pragma GCC unroll 8
-            for (int r = 0; r < ROWS; r++)
+            for (int r = 0; r < P::COUNT; r++)
 #pragma GCC unroll 2
-                for (int c = 0; c < COLUMNS; c++) dots[r][c].add(w[c], codes, four_at(ROWS, r, q));
+                for (int c = 0; c < P::COLUMNS; c++) dots[r][c].add(w[c], x.codes, four_at(P::ROWS, P::FIRST + r, q));
         }
 #pragma GCC unroll 8
-        for (int r = 0; r < ROWS; r++)
+        for (int r = 0; r < P::COUNT; r++) {
+            [[maybe_unused]] ShortPart offset;
+            if constexpr (centred<F>()) {
+                const PairSums& own = x.pairs[P::FIRST + r];
+                offset = (ShortPart)(IntPart{} + (F::SPAN == GROUP ? own.whole : from ? own.second : own.first)) * int16_t(F::OFFSET);
+            }
 #pragma GCC unroll 2
-            for (int c = 0; c < COLUMNS; c++) {
+            for (int c = 0; c < P::COLUMNS; c++) {
+                if constexpr (centred<F>()) dots[r][c].subtract(offset);
                 IntPart sum;
                 if constexpr (F::SPAN == GROUP)
                     sum = dots[r][c].total();
@@ -184,14 +244,15 @@ template <class F, int ROWS, int COLUMNS>
                     sum = dots[r][c].total((4 * from < F::SPAN ? scales.first : scales.second).part[part + c]);
                 totals[r][c] = from ? totals[r][c] + sum : sum;
             }
+        }
     }
 }
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 // The same for one part, two rows at a time; a last row without a second one is both.
 template <class F, int ROWS>
-[[gnu::always_inline]] inline void dot_of_pairs(const uint8_t* p, const GroupScales<F>& scales, int part, const int8_t* codes,
-                                                IntPart (&totals)[ROWS][1]) {
+inline void dot_of_pairs(const uint8_t* p, const GroupScales<F>& scales, int part, const int8_t* codes,
+                         IntPart (&totals)[ROWS][1]) {
     constexpr int PAIRS = (ROWS + 1) / 2, STEP = F::SPAN / 4;
     auto values = [&](int q) { return Weights<(F::VALUE_BITS < 8)>(F::four(p, q, part)).codes; };
 #pragma GCC unroll 2
@@ -217,45 +278,48 @@ template <class F, int ROWS>
 }
 #endif
 
+// What a group adds to the sums of a tile of P::ROWS rows, for some parts of the outputs.
+template <class F, class P>
+inline void add_group(const uint8_t* p, const GroupScales<F>& scales, int part, const TileGroup& x, typename P::Values& values, Floats* sums) {
+    typename P::Totals totals;
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    if constexpr (P::ROWS > 1)
+        dot_of_pairs<F, P::ROWS>(p, scales, part, x.codes, totals);
+    else
+#endif
+        dot<F, P>(p, scales, part, x, values, totals);
+#pragma GCC unroll 8
+    for (int i = 0; i < P::COUNT; i++)
+#pragma GCC unroll 2
+        for (int c = part; c < part + P::COLUMNS; c++) {
+            const int r = P::FIRST + i;
+            FloatPart& sum = sums[r].part[c];
+            const IntPart own = totals[i][c - part] - excess(scales, c, x.steps[r], x.halves[r]);
+            sum = fma(__builtin_convertvector(own, FloatPart) * x.scale[r], scales.scale.part[c], sum);
+            if constexpr (F::FLOORS && F::SPAN == GROUP) sum = fma(all(x.total[r]).part[0], scales.floor.part[c], sum);
+            if constexpr (F::FLOORS && F::SPAN < GROUP) {
+                const ShortPart pair = paired(scales.first_floor.part[c], scales.second_floor.part[c]);
+                const IntPart floor = weighted(pair, (ShortPart)(IntPart{} + x.halves[r]));
+                sum = fma(__builtin_convertvector(floor, FloatPart) * x.scale[r], scales.floor.part[c], sum);
+            }
+        }
+    if constexpr (!P::LAST) add_group<F, Piece<F, P::ROWS, P::COUNT>>(p, scales, part, x, values, sums);
+}
+
 // `at`: groups of the inputs before the tile of these rows.
 template <class F, int ROWS>
-[[gnu::noinline]] void coded_block(const Matrix& m, int block, const Inputs& x, size_t at, Floats* out) {
+[[gnu::noinline, gnu::flatten]] void coded_block(const Matrix& m, int block, const Inputs& x, size_t at, Floats* out) {
     const uint8_t *p = m.weights + block * F::block_bytes(m.in), *header = p;
-    const int8_t* codes = &x.codes[at * GROUP];
-    const float *row_scales = &x.scale[at], *row_totals = &x.total[at];
-    const int32_t *steps = &x.steps[at], *halves = &x.halves[at];
+    TileGroup own(x, at);
     Floats sums[ROWS] = {};  // not `out`, which might alias the weights for all the compiler knows
-    // Parts of the outputs at a time, so that their sums of all rows fit into the registers.
-    constexpr int COLUMNS = ROWS * 2 <= SUMS_TOGETHER && PARTS > 1 ? 2 : 1;
-    for (int g = 0, groups = m.in / GROUP; g < groups; g++, p += F::BYTES) {
+    for (int g = 0, groups = m.in / GROUP; g < groups; g++, p += F::BYTES, own.pass(ROWS)) {
         if (F::HEADER && g % (F::UNIT / GROUP) == 0) header = p, p += F::HEADER;
         for (int line = 0; line < F::BYTES; line += 64) __builtin_prefetch(p + AHEAD + line, 0, 0);
         const GroupScales<F> scales(header, p + F::CODES);
-        for (int part = 0; part < PARTS; part += COLUMNS) {
-            IntPart totals[ROWS][COLUMNS];
-#if defined(__ARM_FEATURE_MATMUL_INT8)
-            if constexpr (ROWS > 1)
-                dot_of_pairs<F, ROWS>(p, scales, part, codes, totals);
-            else
-#endif
-                dot<F, ROWS, COLUMNS>(p, scales, part, codes, totals);
-#pragma GCC unroll 8
-            for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 2
-                for (int c = 0; c < COLUMNS; c++) {
-                    FloatPart& sum = sums[r].part[part + c];
-                    const IntPart own = totals[r][c] - excess(scales, part + c, steps[r], halves[r]);
-                    sum = fma(__builtin_convertvector(own, FloatPart) * row_scales[r], scales.scale.part[part + c], sum);
-                    if constexpr (F::FLOORS && F::SPAN == GROUP)
-                        sum = fma(all(row_totals[r]).part[0], scales.floor.part[part + c], sum);
-                    if constexpr (F::FLOORS && F::SPAN < GROUP) {
-                        const ShortPart pair = paired(scales.first_floor.part[part + c], scales.second_floor.part[part + c]);
-                        const IntPart floor = weighted(pair, (ShortPart)(IntPart{} + halves[r]));
-                        sum = fma(__builtin_convertvector(floor, FloatPart) * row_scales[r], scales.floor.part[part + c], sum);
-                    }
-                }
+        for (int part = 0; part < PARTS; part += PARTS_TOGETHER) {
+            typename Piece<F, ROWS>::Values values;
+            add_group<F, Piece<F, ROWS>>(p, scales, part, own, values, sums);
         }
-        codes += ROWS * GROUP, row_scales += ROWS, row_totals += ROWS, steps += ROWS, halves += ROWS;
     }
     std::copy(sums, sums + ROWS, out);
 }
@@ -273,7 +337,7 @@ inline auto pairs_at(const uint8_t* p) {
 
 // ROWS rows of a tile of `height`, from row `lane` of it on.
 template <int KIND, int ROWS>
-[[gnu::noinline]] void wide_block(const Matrix& m, int block, const Inputs& x, size_t at, int height, int lane, Floats* out) {
+[[gnu::noinline, gnu::flatten]] void wide_block(const Matrix& m, int block, const Inputs& x, size_t at, int height, int lane, Floats* out) {
     using Both = std::conditional_t<KIND == WIDE, Pairs, WidePairs>;
     constexpr int BYTES = KIND == FULL ? 128 : 64;
     const uint8_t* p = m.weights + size_t(block) * (m.in / 2) * BYTES;

@@ -149,11 +149,19 @@ constexpr int32_t EXCESS = 128;
 constexpr int32_t EXCESS = 0;
 #endif
 
-// Sums of codes that fit into the registers beside weights and a row's codes, if two parts of the outputs share the latter.
+// Rows, and registers of outputs, that are taken at a time: their sums fit into the registers beside weights and a row's
+// codes, which are read once for all these outputs.
 #if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int SUMS_TOGETHER = 1;
+constexpr int ROWS_TOGETHER = 8, PARTS_TOGETHER = 1;
 #else
-constexpr int SUMS_TOGETHER = 8;
+constexpr int ROWS_TOGETHER = 6, PARTS_TOGETHER = 2;
+#endif
+
+// Whether `Dots` has sums of 16 bits for small codes, one of the first two of each four and one of the last two.
+#if defined(PACELINE_VNNI) || defined(__aarch64__)
+constexpr bool PAIRED_SUMS = false;
+#else
+constexpr bool PAIRED_SUMS = true;
 #endif
 
 // A register of weight codes, prepared for the codes of many rows.
@@ -285,7 +293,12 @@ class Dots {
 #endif
     }
 
+    // From each of the sums of 16 bits.
+    void subtract(ShortPart x) { sums_ = (IntPart)((Wrapping)sums_ - (Wrapping)x); }
+
    private:
+    typedef uint16_t Wrapping __attribute__((vector_size(REGISTER)));
+
     IntPart sums_{};  // where `pairs` come of the instructions and are small, these are twice as many sums of 16 bits
 
 #if defined(PACELINE_VNNI) && defined(__AVX512VNNI__)
@@ -322,10 +335,10 @@ class Dots {
     }
 #endif
 
-    // Adds sums of two products.
+    // Adds sums of two products; those of small codes may wrap around.
     template <class Pairs>
     void add(Pairs pairs) {
-        sums_ = SMALL ? (IntPart)((ShortPart)sums_ + (ShortPart)pairs)
+        sums_ = SMALL ? (IntPart)((Wrapping)sums_ + (Wrapping)pairs)
                       : sums_ + weighted((ShortPart)pairs, ShortPart{} + 1);
         keep(sums_);
     }
