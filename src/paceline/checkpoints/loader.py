@@ -114,9 +114,8 @@ def load_model(
         factors = [read_factors(name, one, checkpoint.config, **fetch) for name, one in (adapters or {}).items()]
     mode = weights_held(config, checkpoint.tensors, quantize, dtype, where, drafts=head_tokens is not None)
     tensors = Quantised(checkpoint.tensors, mode, requantise=head_tokens is not None) if mode else checkpoint.tensors
-    kept = None
-    if head_tokens and config and where.type == "cpu":
-        kept = head_tokens(checkpoint.tokenizer, config.vocab_size)
+    chooses = head_tokens if where.type == "cpu" else None
+    kept = chooses(checkpoint.tokenizer, config.vocab_size) if chooses and config else None
     too_large = memory_named(f"{reference} does not fit on {where} in {kind}", "Use a smaller dtype or model")
     with too_large, progress_bar(f"loading {reference}", progress) as advance:
         if config is None:
