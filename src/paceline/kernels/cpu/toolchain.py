@@ -15,10 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent
-_SOURCES = (
-    *("vectors.h", "simd.h", "functions.h", "elements.h", "pool.h", "formats.h", "product.h", "pack.h", "floats.h"),
-    *("attention.h", "experts.h", "layer.h", "groups.h", "noise.h", "delta.h", "layers.cpp"),
-)
+_SOURCES = sorted(path for path in _FOLDER.iterdir() if path.suffix in (".h", ".cpp"))
 # No contraction: which products and sums become one rounding must not differ between the copies of a template.
 _FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fvisibility=hidden", "-shared", "-w")
 # On Windows, GCC keeps vectors of 32 and 64 bytes at addresses that are not multiples of that (GCC bug 54412).
@@ -80,5 +77,5 @@ def packaged_name(instructions: InstructionSet) -> str:
 
 def fingerprint(*parts: object) -> str:
     """Hash of the sources and of what else a library depends on."""
-    content = [(_FOLDER / name).read_bytes() for name in _SOURCES]
+    content = [path.read_bytes() for path in _SOURCES]
     return sha256(b"".join([*content, repr(parts).encode()])).hexdigest()[:16]
