@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -11,8 +12,9 @@ from paceline.drafters.stack import DrafterStack, DrafterWrapper
 from paceline.drafters.suffix import Suffix
 from paceline.engine.engine import Engine
 from paceline.sampling.parameters import Sampling
-from paceline.testing import Oracle, run, tiny_target
-from paceline.types import Draft
+from paceline.sampling.sampler import Prefix
+from paceline.testing import Oracle, run, run_together, tiny_target
+from paceline.types import Draft, DraftBudget
 
 PROMPT = [1, 2, 3]
 
@@ -81,6 +83,47 @@ def test_lookups_go_on_where_a_learned_drafter_does_not_pay() -> None:
     assert 0.4 < dear < 0.7, "half of the text is looked up, at full length"
     assert idle.asked < slow.asked / 4
     assert lookup.asked > 100
+
+
+def test_a_text_that_lookups_write_does_not_keep_the_learned_drafter_from_another() -> None:
+    """Two requests in one batch: lookups know all of the first, so that nobody reads its prompt, and nothing else."""
+    clock, target = Clock(), tiny_target()
+    texts = [[*prompt, *run(tiny_target(), prompt, Sampling(max_new_tokens=150))[0]] for prompt in ([5] * 60, PROMPT)]
+
+    class First(Slow):
+        def __init__(self) -> None:
+            super().__init__(Oracle(texts[0], 1.0, 37), clock, 0.0)
+            self.free = True
+
+        def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+            return [d if a.token_ids[0] == 5 else Draft() for a, d in zip(asks, super().propose(asks), strict=True)]
+
+    slow = Slow(Oracle(texts[1], 1.0, 37), clock, 0.1)
+    honest = target.forward
+
+    def forward(*args: object) -> object:
+        clock.now += 1.0
+        return honest(*args)  # type: ignore[arg-type]
+
+    target.forward = forward  # type: ignore[method-assign, assignment]
+    engine = Engine(target, DrafterStack([First(), slow]), timer=clock)
+    sampling = Sampling(max_new_tokens=150)
+    for _ in range(3):
+        replies = run_together(engine, [[5] * 60, PROMPT], [sampling] * 2)
+    for text, start, (tokens, _, stats) in zip(texts, (60, 3), replies, strict=True):
+        assert tokens == text[start:]
+        assert stats.rounds < 60
+    controller = next(iter(engine.policies)).controllers[1]
+    assert controller._behind < 60, "the prompt that it is not asked to read"
+
+
+def test_a_stack_within_a_stack_drafts_with_all_its_parts() -> None:
+    inner = DrafterStack([Suffix(), Oracle([1, 2, 3, 4, 5], 1.0, 37)])
+    stack = DrafterStack([Suffix(), inner])
+    stack.admit(0, [1, 2])
+    ask = Ask(0, Prefix([1, 2], (), 2), DraftBudget.chain(2), Sampling().sampler())
+    for stage in (None, 1):
+        assert stack.propose([replace(ask, stage=stage)])[0].tokens == (3, 4)
 
 
 def test_stages_are_runs_of_one_kind_and_reach_through_wrappers() -> None:

@@ -219,14 +219,19 @@ void functions() {
     std::vector<int64_t> found(scores.size());
     found.resize(paceline_candidates(scores.data(), nullptr, 5000, 0x1234567890abcdef, 6, 22.87f, found.data()));
     report("candidates", found);
-    for (int used : {1, 2, 4}) {
-        std::vector<int32_t> chosen(used);
-        std::vector<float> parts(used), ties(48);
-        for (int i = 0; i < 40; i++) ties[i] = float(i * 7 % 11);
-        choose(ties.data(), 40, used, used > 1, chosen.data(), parts.data());
-        report("experts " + std::to_string(used), chosen);
-        report("parts of experts " + std::to_string(used), parts);
-    }
+    for (int used : {1, 2, 4})
+        for (bool scored : {false, true}) {
+            const auto bias = numbers(40, 12);
+            const Routing routing = scored ? Routing{40, used, used > 1, 1, 5, 2, 2, 1, bias.data(), bias.data()}
+                                           : Routing{40, used, used > 1, 0, 0, 0, 0, 0, nullptr, nullptr};
+            std::vector<int32_t> chosen(routing.each());
+            std::vector<float> parts(routing.each()), ties(3 * routing.width());
+            for (int i = 0; i < 40; i++) ties[i] = float(i * 7 % 11);
+            choose(ties.data(), routing, chosen.data(), parts.data());
+            const std::string name = "experts " + std::to_string(used) + (scored ? " by sigmoid, of groups" : "");
+            report(name, chosen);
+            report("parts of " + name, parts);
+        }
 }
 
 // --- layers, with attention -----------------------------------------------------------------------------------------
@@ -238,14 +243,16 @@ struct Model {
     int head_dim, window, experts;
     float softcap;
     bool norms;
+    int shared;  // 1: the last of the experts is every row's, and the others are chosen by sigmoid
 };
 
 const Model MODELS[] = {
-    {"llama", SILU, 64, 0, 1, 0, false},
-    {"gemma", GELU_TANH, 64, 24, 1, 20, true},
-    {"odd heads", GELU, 40, 0, 1, 0, false},
-    {"mixture", SILU, 64, 0, 4, 0, true},
-    {"gpt-oss", CLAMPED, 64, 24, 1, 0, false},  // with sinks
+    {"llama", SILU, 64, 0, 1, 0, false, 0},
+    {"gemma", GELU_TANH, 64, 24, 1, 20, true, 0},
+    {"odd heads", GELU, 40, 0, 1, 0, false, 0},
+    {"mixture", SILU, 64, 0, 4, 0, true, 0},
+    {"mixture by sigmoid", SILU, 64, 0, 5, 0, true, 1},
+    {"gpt-oss", CLAMPED, 64, 24, 1, 0, false, 0},  // with sinks
 };
 
 constexpr int HIDDEN = 256, FFN = 256, QUERY = 4, KV = 2, CAPACITY = 256;
@@ -257,7 +264,7 @@ class Text {
    public:
     Text(const Model& model, const Source& codes, int kind, const Source& head)
         : size_(whole(model.head_dim)), mix_(QUERY * model.head_dim), qkv_(codes, kind, (QUERY + 2 * KV) * model.head_dim, HIDDEN, 20),
-          out_(mix_ % 256 && head.elements == 256 ? Q8_SOURCE : head, kind, HIDDEN, mix_, 21), router_(F32_SOURCE, FULL, model.experts, HIDDEN, 22, 1),
+          out_(mix_ % 256 && head.elements == 256 ? Q8_SOURCE : head, kind, HIDDEN, mix_, 21), router_(F32_SOURCE, FULL, model.experts - model.shared, HIDDEN, 22, 1),
           norm_(numbers(HIDDEN, 23)), rotation_(numbers(2 * CAPACITY * model.head_dim, 24)),
           keys_(KV * CAPACITY * size_), values_(keys_.size()) {
         for (float& w : norm_) w += 1;
@@ -266,8 +273,10 @@ class Text {
             experts_.push_back({gate_up_.back().matrix, down_.back().matrix});
         }
         const float* inner = model.norms ? norm_.data() : nullptr;
-        layer_ = {qkv_.matrix, out_.matrix, router_.matrix, experts_.data(), model.experts, model.experts > 1 ? 2 : 1, 1,
-                  norm_.data(), inner, norm_.data(), inner, inner, inner,
+        const int groups = 2 * model.shared;
+        const Routing routing{model.experts - model.shared, model.experts > 1 ? 2 : 1, 1, model.shared, groups, groups / 2, 1,
+                              model.shared, nullptr, nullptr};
+        layer_ = {qkv_.matrix, out_.matrix, router_.matrix, experts_.data(), routing, norm_.data(), inner, norm_.data(), inner, inner, inner,
                   1e-6f, 1.0f, HIDDEN, FFN, model.activation, model.head_dim, 0, 0, 0,
                   {QUERY, KV, size_, 0.125f, model.softcap, model.activation == CLAMPED ? norm_.data() : nullptr}};
         view_.window = model.window;

@@ -22,7 +22,8 @@ class Ask:
     to be accepted is not worth drafting. `pace`: tokens per second that the requests of this round get together, as
     measured: what drafting for a second longer must bring. 0 where that is unknown, or must not matter. `sure`: the
     least probability of a first token that is worth a draft, since another drafter stands by. `stage`: which of
-    `Drafter.stages` is asked, the same for all asks of a call; None: all of them, in order.
+    `Drafter.stages` is asked, the same for all asks of a call; None: all of them, in order. `room`: the most that
+    lookups may lengthen a draft to (`Drafter.extend`); None: `budget`.
     """
 
     slot: int
@@ -33,6 +34,7 @@ class Ask:
     pace: float = 0.0
     sure: float = 0.0
     stage: int | None = None
+    room: DraftBudget | None = None
 
     @property
     def token_ids(self) -> Sequence[int]:

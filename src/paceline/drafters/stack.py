@@ -105,7 +105,7 @@ class DrafterStack(Drafter):
         if not empty:
             return
         budgets = [asks[i].budget.limited(drafter.draft) for i in empty]
-        own = [replace(asks[i], budget=budget, sure=sure) for i, budget in zip(empty, budgets, strict=True)]
+        own = [replace(asks[i], budget=budget, sure=sure, stage=None) for i, budget in zip(empty, budgets, strict=True)]
         for i, draft in zip(empty, drafter.propose(own), strict=True):
             drafts[i] = draft if drafter.free else self._extended(asks[i], draft)
 
@@ -114,7 +114,7 @@ class DrafterStack(Drafter):
         if not draft.tokens or ask.draws or draft.parents != (*range(len(draft.tokens)),):
             return draft
         for drafter in self._drafters:
-            draft = drafter.extend(ask, draft) if drafter.free else draft
+            draft = drafter.extend(replace(ask, budget=ask.room or ask.budget), draft) if drafter.free else draft
         return draft
 
     def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from paceline.drafters.stack import SURE
 from paceline.engine.draft_length import Controller
@@ -18,7 +17,7 @@ from paceline.types import Draft, DraftBudget, Tap, Verdict
 class PolicyGroup:
     """Requests of one round that share a stage of a drafter. `indices`: their places in the round. `controller`: None
     where drafts must not depend on measurements. `stage`, `price`, `pace`, `sure`: see `Ask`. `seconds`: of drafting.
-    `left`: requests for which another stage has drafted.
+    `left`: requests that another stage has drafted for. `rooms`: see `Ask.room`.
     """
 
     policy: DraftPolicy
@@ -31,17 +30,18 @@ class PolicyGroup:
     sure: float = 0.0
     seconds: float = 0.0
     left: list[int] = field(default_factory=list)
+    rooms: list[DraftBudget] = field(default_factory=list)
 
     @property
     def drafts(self) -> bool:
         """Whether anything is to be drafted."""
         return any(budget.nodes for budget in self.budgets)
 
-    def leave(self, indices: Container[int]) -> None:
-        """Leave these requests to others."""
+    def leave(self, indices: Sequence[int]) -> None:
+        """Leave these requests to a later stage."""
         self.left += [i for i in self.indices if i in indices]
         kept = [(i, budget) for i, budget in zip(self.indices, self.budgets, strict=True) if i not in indices]
-        self.indices, self.budgets = [i for i, _ in kept], [budget for _, budget in kept]
+        self.indices, self.budgets, self.rooms = [i for i, _ in kept], [budget for _, budget in kept], []
 
 
 def taps(requests: Sequence[Request]) -> tuple[Tap, ...]:
@@ -49,32 +49,41 @@ def taps(requests: Sequence[Request]) -> tuple[Tap, ...]:
     return tuple(dict.fromkeys(tap for r in requests if r.policy for tap in r.policy.drafter.taps))
 
 
-def group(requests: Sequence[Request], drafts: Sequence[Draft], cache: KVCache) -> list[PolicyGroup]:
-    """Group requests by drafter and stage, in the order of stages, and choose their budgets. Those with a draft
-    already, or without a drafter, are left out."""
+def stages(requests: Sequence[Request], drafts: Sequence[Draft], cache: KVCache) -> Iterator[PolicyGroup]:
+    """Yield a group for each drafter and stage, with budgets. `drafts`: those known already; the caller fills in each
+    group's before it takes the next. Requests with a draft, or without a drafter, are left out."""
     by_policy: dict[DraftPolicy, list[int]] = {}
     for i, (request, draft) in enumerate(zip(requests, drafts, strict=True)):
         if request.policy and not draft.tokens:
             by_policy.setdefault(request.policy, []).append(i)
-    return [made for policy, indices in by_policy.items() for made in _stages(policy, indices, requests, cache)]
+    for policy, indices in by_policy.items():
+        # Under the other rules than match a text depends on what is drafted, and must depend on nothing that was
+        # measured: a round with such a request keeps to the drafter's own size.
+        if not policy.controllers or any(requests[i].sampler.rule != "match" for i in indices):
+            yield PolicyGroup(policy, indices, [_budget(policy.draft, requests[i], cache) for i in indices])
+        else:
+            yield from _stages(policy, indices, requests, drafts, cache)
 
 
-def _stages(policy: DraftPolicy, indices: list[int], requests: Sequence[Request], cache: KVCache) -> list[PolicyGroup]:
-    """Return a group for each stage of a drafter, all of the same requests."""
-    members = [requests[i] for i in indices]
-    # Under the other rules than match a text depends on what is drafted, and must depend on nothing that was measured:
-    # a round with such a request keeps to the drafter's own size.
-    if not policy.controllers or any(r.sampler.rule != "match" for r in members):
-        return [PolicyGroup(policy, indices, [_budget(policy.draft, r, cache) for r in members])]
-    groups: list[PolicyGroup] = []
+def _stages(
+    policy: DraftPolicy, indices: list[int], requests: Sequence[Request], drafts: Sequence[Draft], cache: KVCache
+) -> Iterator[PolicyGroup]:
+    """Yield a group for each stage of a drafter, of the requests that no earlier one has drafted for, if any."""
+    earlier: list[PolicyGroup] = []
     for stage, controller in enumerate(policy.controllers):
-        draft = _chosen(controller, members, len(requests))
-        budgets = [_budget(draft, r, cache) for r in members]
-        price = controller.price(len(requests))
-        groups.append(PolicyGroup(policy, list(indices), budgets, controller, stage, price, controller.pace))
-    for group, later in pairwise(groups):
-        group.sure = SURE if later.drafts else 0.0
-    return groups
+        left = [i for i in indices if drafts[i].tokens]
+        members = [requests[i] for i in indices if i not in left]
+        draft = _chosen(controller, members, len(requests)) if members else DraftBudget.chain(0)
+        budgets, rooms = ([_budget(size, r, cache) for r in members] for size in (draft, policy.draft))
+        group = PolicyGroup(policy, [i for i in indices if i not in left], budgets, controller, stage)
+        group.left, group.rooms = left, rooms
+        group.price, group.pace = controller.price(len(requests)), controller.pace
+        group.sure = SURE if any(later.drafting for later in policy.controllers[stage + 1 :]) else 0.0
+        if group.drafts:
+            for other in earlier:
+                other.leave(group.indices)
+        earlier.append(group)
+        yield group
 
 
 def _chosen(controller: Controller, members: Sequence[Request], together: int) -> DraftBudget:
@@ -95,9 +104,13 @@ def learn(
     groups: Sequence[PolicyGroup], drafts: Sequence[Draft], verdicts: Sequence[Verdict], verifying: float
 ) -> None:
     """Report a round's outcome to the controllers. `verifying`: seconds."""
-    rows = sum(1 + len(draft.tokens) for draft in drafts)
+    rows, resumed = sum(1 + len(draft.tokens) for draft in drafts), any(draft.carried for draft in drafts)
     for group in groups:
         if group.controller:
             made, kept = [drafts[i] for i in group.indices], [verdicts[i] for i in group.indices]
             others = sum(len(verdicts[i].tokens) for i in group.left)
-            group.controller.learn(group.budgets, made, kept, group.seconds, verifying, len(drafts), rows, others)
+            group.controller.share(sum(len(verdict.tokens) for verdict in kept), others)
+            if not group.indices:
+                continue
+            told = group.seconds, verifying, len(drafts), rows, resumed
+            group.controller.learn(group.budgets, made, kept, *told)

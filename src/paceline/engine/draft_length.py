@@ -137,7 +137,7 @@ class Controller:
         self._resumed = False
         self._catch_up = Fading(0.0)
         self._length, self._written = Fading(_AHEAD), 0
-        # Tokens per round: of the rounds that were this controller's, counted in all, and of every round.
+        # Tokens of a round: of the requests that it chose for, and of all.
         self._own, self._all = Fading(1.0), Fading(1.0)
         self._batch_costs: dict[int, _BatchCosts] = {}
         self._round = self._last_try = self._rest = 0
@@ -170,8 +170,8 @@ class Controller:
         # Drafting must also pay for catching up: within the tokens that are left, or at once in a try. A reply that has
         # gone on for long is expected to go on for as long again.
         debt, likely = self._catch_up.value * behind, max(self._length.value - written, written, _LEAST_AHEAD)
-        ahead = int(min(ahead, likely) * min(1.0, self._own.value / self._all.value))
-        times = [ahead * s / t + debt for s, t in zip(seconds, tokens, strict=True)]
+        tokens_left = min(ahead, likely) * min(1.0, self._own.value / self._all.value)
+        times = [tokens_left * s / t + debt for s, t in zip(seconds, tokens, strict=True)]
         times[0] -= debt
         best = times.index(min(times))
         pace = seconds[best] / tokens[best]
@@ -220,6 +220,16 @@ class Controller:
         self._last_try = self._round
         return found
 
+    @property
+    def drafting(self) -> bool:
+        """Whether anything was to be drafted in the last round that it chose for."""
+        return self._at > 0
+
+    def share(self, own: int, others: int) -> None:
+        """Note the tokens of a round's requests: of those that it chose for, and of those that another stage did."""
+        self._own.add(own, self._round)
+        self._all.add(own + others, self._round)
+
     def learn(
         self,
         budgets: Sequence[DraftBudget],
@@ -229,22 +239,18 @@ class Controller:
         verifying: float,
         together: int,
         rows: int,
-        others: int = 0,
+        resumed: bool = False,
     ) -> None:
         """Learn from the outcome of the size chosen last, for the requests that it applied to.
 
         `budgets`: the part of the size that each could use. `drafting`, `verifying`: seconds of drafting and of the
-        rest. `together`, `rows`: requests and rows of the whole round. `others`: tokens of requests for which another
-        stage has drafted; costs are taken to grow from the rest to all requests in proportion.
+        rest. `together`, `rows`: requests and rows of the whole round. `resumed`: whether the pass began where
+        drafting had stopped. Costs are taken to grow in proportion from the requests of `drafts` to all of them.
         """
         self._saved += (_SHARE if self._round > _EARLY else _EARLY_SHARE) * (drafting + verifying)
-        own = sum(len(verdict.tokens) for verdict in verdicts)
-        self._own.add(own, self._round)
-        self._all.add(own + others, self._round)
         if self._round < self._rest:
             return
         at, batch_costs = self._at, self._costs_of(together)
-        resumed = any(draft.carried for draft in drafts)
         self._passes[resumed].add(rows, verifying, self._round)
         if not self._catch_up.value and self._passes[False].known and not self.free:
             self._catch_up = Fading(_TOKEN * self._passes[False].at(1))

@@ -57,10 +57,11 @@ class DraftPolicy:
             )
         for draft, ask in zip(drafts, asks, strict=True):
             check(draft)
-            if len(draft.tokens) > ask.budget.nodes or any(not 0 <= t < vocab_size for t in draft.tokens):
+            most = (ask.room or ask.budget).nodes
+            if len(draft.tokens) > most or any(not 0 <= t < vocab_size for t in draft.tokens):
                 raise InvalidOption(
                     f"{type(self.drafter).__name__} drafted {len(draft.tokens)} tokens {draft.tokens}",
-                    f"At most {ask.budget.nodes} were asked for, with ids below {vocab_size}",
+                    f"At most {most} were asked for, with ids below {vocab_size}",
                 )
         return drafts
 

@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property, wraps
+from itertools import zip_longest
 from threading import RLock
 from typing import Any, TypeVar
 
 from paceline.drafters.base import Ask, Drafter
 from paceline.engine.detokenizer import Chunk, TextStream, Trimmed
-from paceline.engine.draft_groups import PolicyGroup, group, learn, taps
+from paceline.engine.draft_groups import PolicyGroup, learn, stages, taps
 from paceline.engine.draft_policy import DraftPolicies, Speculation
 from paceline.engine.prefix_cache import PrefixCache
 from paceline.engine.request import Request
@@ -200,8 +201,7 @@ class Engine:
         """
         clock = Clock(self._timer)
         drafts = [self._known(request) for request in requests]
-        groups = group(requests, drafts, self.cache)
-        self._draft(requests, groups, drafts)
+        groups = self._draft(requests, drafts)
         clock.lap("draft")
         rows = self._rows(requests, drafts)
         out = self._forward(rows, Want("all", taps=taps(requests)))
@@ -272,28 +272,27 @@ class Engine:
             return Draft.chain(forced)
         return request.prediction.propose(room.depth)
 
-    def _draft(self, requests: Sequence[Request], groups: Sequence[PolicyGroup], drafts: list[Draft]) -> None:
-        """Fill in the drafts of each group. A later stage takes the requests over that an earlier one left empty."""
-        for at, members in enumerate(groups):
-            members.leave([i for i in members.indices if drafts[i].tokens])
-            if not members.drafts:
-                continue
-            for earlier in groups[:at]:
-                earlier.leave(members.indices)
-            began = self._timer()
-            made = members.policy.propose(self._asks(requests, members), self.target.vocab_size)
-            members.seconds = self._timer() - began
-            for i, draft in zip(members.indices, made, strict=True):
-                drafts[i] = draft
+    def _draft(self, requests: Sequence[Request], drafts: list[Draft]) -> list[PolicyGroup]:
+        """Fill in the drafts, stage by stage. Returns the groups that were asked."""
+        groups = []
+        for members in stages(requests, drafts, self.cache):
+            groups.append(members)
+            if members.drafts:
+                began = self._timer()
+                made = members.policy.propose(self._asks(requests, members), self.target.vocab_size)
+                members.seconds = self._timer() - began
+                for i, draft in zip(members.indices, made, strict=True):
+                    drafts[i] = draft
+        return groups
 
     @staticmethod
     def _asks(requests: Sequence[Request], members: PolicyGroup) -> list[Ask]:
         asks = []
-        for i, budget in zip(members.indices, members.budgets, strict=True):
+        for i, budget, room in zip_longest(members.indices, members.budgets, members.rooms):
             request = requests[i]
             if not (members.controller and members.controller.free):
                 request.num_seen_tokens = len(request.token_ids)
-            limits = members.price, members.pace, members.sure, members.stage
+            limits = members.price, members.pace, members.sure, members.stage, room
             asks.append(Ask(request.slot, request.prefix, budget, request.sampler, *limits))
         return asks
 
