@@ -46,6 +46,7 @@ def test_the_text_does_not_depend_on_the_drafter(shape: DraftBudget, tmp_path: P
     for drafter in drafters:
         replies = run_together(Engine(V3, drafter, shape), PROMPTS, SAMPLINGS)
         assert [reply[0] for reply in replies] == plain()
+        assert sum(stats.drafted for _, _, stats in replies) > 0
         if drafter is itself and shape is CHAIN:
             assert all(stats.acceptance == 1.0 for _, _, stats in replies)
 

@@ -41,6 +41,7 @@ def test_the_text_does_not_depend_on_the_drafter(case: str, shape: DraftBudget) 
     for drafter in drafters:
         replies = run_together(Engine(target, drafter, shape), PROMPTS, SAMPLINGS)
         assert [reply[0] for reply in replies] == plain(target)
+        assert sum(stats.drafted for _, _, stats in replies) > 0
         if drafter is itself and shape is CHAIN:
             assert all(stats.acceptance == 1.0 for _, _, stats in replies)
 

@@ -109,9 +109,12 @@ def test_extreme_codes_do_not_saturate(kind: str) -> None:
             blocks[:, 0] = 120
         rows = blocks.view(16, -1)
         weight = torch.from_numpy(gguf.dequantize(rows.numpy(), number(kind)))
-        ours = NativeLinear(Stored.of(rows, int(number(kind)), 256), None)
-        for x in (torch.ones(3, 256), -torch.ones(3, 256)):
-            assert near(ours.precise(x), weight, x)
+        for name in available():
+            with using(SETS[name]):
+                ours = NativeLinear(Stored.of(rows, int(number(kind)), 256), None)
+                for height in range(1, 9):
+                    for x in (torch.ones(height, 256), -torch.ones(height, 256)):
+                        assert near(ours.precise(x), weight, x), (name, height)
 
 
 def test_stacked_types_keep_their_own_bits() -> None:

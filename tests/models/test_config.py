@@ -103,7 +103,7 @@ def raw(family: str, **changes: Any) -> dict[str, Any]:
         (raw("deepseek_v2", num_experts_per_tok=6, norm_topk_prob=True), "norm_topk_prob"),
         (raw("deepseek_v2", num_experts_per_tok=6, topk_method="noaux_tc"), "softmax and noaux_tc"),
         (raw("deepseek_v3", scoring_func="softmax"), "softmax and noaux_tc"),
-        (raw("deepseek_v3", moe_layer_freq=2), "in every 2. layer"),
+        (raw("deepseek_v3", moe_layer_freq=2), "moe_layer_freq of 2"),
     ],
 )
 def test_what_would_be_computed_wrongly_is_refused(config: dict[str, Any], said: str) -> None:

@@ -159,13 +159,13 @@ def _experts(meta: Metadata) -> Config:
     """The experts of DeepSeek and GLM-4.5, as the former's configs name them."""
     return {
         "n_routed_experts": meta.get("expert_count", 0),
-        "num_experts_per_tok": meta.get("expert_used_count"),
+        "num_experts_per_tok": meta["expert_used_count"] if meta.get("expert_count", 0) else None,
         "n_shared_experts": meta.get("expert_shared_count", 0),
         "moe_intermediate_size": meta.get("expert_feed_forward_length"),
         "norm_topk_prob": meta.get("expert_weights_norm", False),
         "routed_scaling_factor": meta.get("expert_weights_scale", 0.0) or 1.0,
         "n_group": meta.get("expert_group_count", 0) or 1,
-        "topk_group": meta.get("expert_group_used_count", 0) or 1,
+        "topk_group": meta["expert_group_used_count"] if meta.get("expert_group_count", 0) > 1 else 1,
     }
 
 

@@ -160,7 +160,7 @@ def check_divisible(reference: str, config: ModelConfig | None, exact: bool, ran
         or config.token_inputs
     ):
         raise UnsupportedModel(
-            f"{reference} has recurrent layers, or layers of several sizes, which are not divided",
+            f"{reference} has recurrent layers, layers of several sizes, or chunked attention, which are not divided",
             "Use one process and device",
         )
     if ranks and config.latent:
@@ -169,8 +169,9 @@ def check_divisible(reference: str, config: ModelConfig | None, exact: bool, ran
             "Use one process; a device map places whole layers",
         )
     if ranks and config.qk_norm and (config.wide_norm or config.own_head_norms):
+        how = "over all heads" if config.wide_norm else "with a weight for each head"
         raise UnsupportedModel(
-            f"{reference} norms queries and keys over all heads, or each head by a weight of its own",
+            f"{reference} norms queries and keys {how}",
             "Use one process; a device map places whole layers",
         )
 

@@ -54,7 +54,9 @@ def deepseek(raw: Raw, base: ModelConfig) -> ModelConfig:
     experts = read_experts(raw) if raw["n_routed_experts"] else None
     dense = min(base.layers, (raw["first_k_dense_replace"] or 0) if experts else base.layers)
     kinds = raw["mlp_layer_types"] or [_KINDS[False]] * dense + [_KINDS[True]] * (base.layers - dense)
-    if len(kinds) != base.layers or {*kinds} - {*_KINDS} or (_KINDS[True] in kinds and not experts):
+    if _KINDS[True] in kinds and not experts:
+        raise CorruptModel("mlp_layer_types names sparse layers, and n_routed_experts is 0", CORRECT)
+    if len(kinds) != base.layers or {*kinds} - {*_KINDS}:
         raise CorruptModel(f"mlp_layer_types must name {base.layers} layers, each {' or '.join(_KINDS)}", CORRECT)
     return replace(
         base,
@@ -79,9 +81,9 @@ def read_experts(raw: Raw) -> Experts:
     scoring, method = "sigmoid" if sigmoid else "softmax", raw["topk_method"]
     if raw["scoring_func"] != scoring or method not in _METHODS[scoring] or raw["moe_layer_freq"] != 1:
         raise UnsupportedModel(
-            f"a {raw['model_type']} model with experts by {raw['scoring_func']} and {method}, in every "
-            f"{raw['moe_layer_freq']}. layer, is not supported",
-            f"The published ones have {scoring} and {' or '.join(_METHODS[scoring])}, in every layer",
+            f"a {raw['model_type']} model with experts by {raw['scoring_func']} and {method} and a moe_layer_freq of "
+            f"{raw['moe_layer_freq']} is not supported",
+            f"The published ones have {scoring} and {' or '.join(_METHODS[scoring])}, and a moe_layer_freq of 1",
         )
     if not sigmoid and raw["norm_topk_prob"]:  # DeepSeek's code, transformers and llama.cpp scale them differently
         raise UnsupportedModel("a deepseek_v2 model with norm_topk_prob is not supported", "The published ones do not")

@@ -1,7 +1,7 @@
 """The decoder families, read from Hugging Face configs (GGUF metadata is translated to them).
 
-To add one: an entry in `FAMILIES`, what its keys mean in `attending.py`, `hybrids.py` or `mamba_hybrids.py`, and in
-`decoder.py` any part that no other family has.
+To add one: an entry in `FAMILIES`, what its keys mean in `attending.py`, `variants.py`, `layer_normed.py`,
+`mixtures.py`, `deepseek.py`, `hybrids.py` or `mamba_hybrids.py`, and in `decoder.py` any part that no other family has.
 """
 
 from __future__ import annotations
@@ -232,7 +232,8 @@ def ties_head(raw: Raw) -> bool:
 def _common(raw: Raw) -> ModelConfig:
     """The part of the config that all families share."""
     heads = raw["num_attention_heads"]
-    head_dim = raw.get("qk_rope_head_dim") or raw.get("head_dim") or raw["hidden_size"] // heads
+    rotary = raw["qk_rope_head_dim"] if raw["model_type"] in DEEPSEEK else None
+    head_dim = rotary or raw.get("head_dim") or raw["hidden_size"] // heads
     rope = _rope(raw, head_dim)
     return ModelConfig(
         family=raw["model_type"],

@@ -16,11 +16,14 @@ Raw = Mapping[str, Any]
 
 
 def _cohere(raw: Raw, base: ModelConfig) -> ModelConfig:
-    """Command R: a factor of the logits, rotary pairs side by side, and in the largest norms of queries and keys."""
+    """Command R. The older models are trained for longer texts than `max_position_embeddings`."""
+    return _command(raw, replace(base, context_length=max(base.context_length, raw["model_max_length"] or 0)))
+
+
+def _command(raw: Raw, base: ModelConfig) -> ModelConfig:
+    """A factor of the logits, rotary pairs side by side, and in the largest norms of queries and keys."""
     return replace(
         _parallel(raw, base),
-        # The older models are trained for longer texts than `max_position_embeddings`.
-        context_length=max(base.context_length, raw["model_max_length"] or 0),
         logits_divisor=1 / raw["logit_scale"],
         paired=True,
         qk_norm=bool(raw["use_qk_norm"]),
@@ -30,7 +33,7 @@ def _cohere(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 def _cohere2(raw: Raw, base: ModelConfig) -> ModelConfig:
     """Command R7B and A: windows in three layers of four, and positions only there."""
-    return _cohere(raw, sliding(raw, base, raw["sliding_window_pattern"], base.rope, None))
+    return _command(raw, sliding(raw, base, raw["sliding_window_pattern"], base.rope, None))
 
 
 def _starcoder2(raw: Raw, base: ModelConfig) -> ModelConfig:

@@ -8,6 +8,8 @@ from copy import copy
 import torch
 from torch import Tensor
 
+from paceline.errors import CorruptModel
+from paceline.files.schema import EXPERTS
 from paceline.kernels.quantize import Codes, Mode
 from paceline.kernels.stored import FLOATS, Stored
 
@@ -133,8 +135,11 @@ class LanguageTensors(LazyTensors):
             if part not in ("gate_up_proj", "down_proj"):
                 self._names[name] = source, -1, whole
                 continue
-            count, *sizes = shape_of(tensors, source)
-            out = sizes[turned]
+            shape = shape_of(tensors, source)
+            if len(shape) != 3 or not 0 < shape[0] <= EXPERTS:
+                what = f"{source} is {list(shape)}, no stack of up to {EXPERTS} experts"
+                raise CorruptModel(what, "Fetch the file again")
+            count, out = shape[0], shape[1 + turned]
             half = slice(out // 2), slice(out // 2, out)
             parts = [("gate_proj", half[0]), ("up_proj", half[1])] if part == "gate_up_proj" else [(part, whole)]
             for one in range(count):

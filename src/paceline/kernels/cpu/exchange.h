@@ -76,7 +76,7 @@ struct Exchange {
             if (tries < SPINS + YIELDS)
                 std::this_thread::yield();
             else if (!rest(of, tries))
-                return false;
+                return of.written.load(std::memory_order_acquire) >= count;  // it may have written before it left
         }
         return true;
     }
