@@ -6,13 +6,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.checkpoints.head_write import write_head
 from paceline.drafters.block import Block
+from paceline.drafters.factory import make_drafter
 from paceline.drafters.growth import Growth
 from paceline.drafters.markov import Blocks
 from paceline.engine.engine import Engine
@@ -25,7 +28,9 @@ from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Ranked
 from paceline.testing import check_drafter, run, run_together, tiny_target
 from paceline.types import Draft, DraftBudget
+from tests.checkpoints.test_head_names import loaded
 from tests.drafters.test_block import norm, taps_of, turned
+from tests.random_heads import DFLASH2, head_of
 from tests.tiny_heads import TINY_BLOCK, block_tensors
 from tests.toys import ask_for
 
@@ -180,6 +185,15 @@ def test_on_the_cpu_kernels_the_text_is_the_same_too(mode: Mode | None) -> None:
     tokens, _, stats = run(target, PROMPT, sampling, drafter, DraftBudget.chain(4))
     assert stats.drafted
     assert tokens == run(target, PROMPT, sampling)[0]
+
+
+def test_a_folder_in_its_authors_layout_is_a_drafter_by_name(tmp_path: Path) -> None:
+    target = loaded()
+    drafter = make_drafter(f"head:{write_head(tmp_path / 'head', head_of(DFLASH2))}", target, lambda name: target)
+    sampling = Sampling(max_new_tokens=12, temperature=0.0)
+    tokens, _, stats = run(target.target, PROMPT, sampling, drafter, DraftBudget.chain(3))
+    assert stats.drafted > 12, "about three tokens a round"
+    assert tokens == run(target.target, PROMPT, sampling)[0]
 
 
 def test_heads_that_are_incomplete_are_refused() -> None:
