@@ -35,7 +35,7 @@ from paceline.cache.layout import NONE
 from paceline.cache.slab import SlabCache
 from paceline.errors import CorruptModel
 from paceline.kernels.linear import linear
-from paceline.models.convolved import Convolution, ConvolvedLayer
+from paceline.models.convolved import BlockConvolution, ConvolvedLayer
 from paceline.models.decoder import make_layer
 from paceline.models.heads import BlockConfig
 from paceline.models.layers import Attention, Layer
@@ -126,7 +126,7 @@ class BlockNetwork:
 
 def _convolved(config: BlockConfig, layer: Layer, weights: Weights, name: str) -> ConvolvedLayer:
     sizes = config.layer.hidden, config.conv, config.conv_group
-    attention, mlp = (Convolution(weights, f"{name}{part}_conv.", *sizes) for part in ("attention", "mlp"))
+    attention, mlp = (BlockConvolution(weights, f"{name}{part}_conv.", *sizes) for part in ("attention", "mlp"))
     return ConvolvedLayer(layer, attention, mlp)
 
 

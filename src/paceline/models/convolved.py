@@ -12,7 +12,7 @@ from paceline.models.weights import Weights
 from paceline.protocols import Pass
 
 
-class Convolution:
+class BlockConvolution:
     """Two depthwise convolutions along a block, one before a part of a layer and one after it.
 
     A row's kernels are `base_kernel` [2, taps, H] and, added to all channels of a group, a product of the normed row
@@ -44,10 +44,10 @@ class Convolution:
 
 
 class ConvolvedLayer(Layer):
-    """A pre-norm layer of attention and a feed-forward part, each within a `Convolution`. Every slot of x is a whole
-    block."""
+    """A pre-norm layer of attention and a feed-forward part, each within a `BlockConvolution`. Every slot of x is a
+    whole block."""
 
-    def __init__(self, layer: Layer, attention: Convolution, mlp: Convolution) -> None:
+    def __init__(self, layer: Layer, attention: BlockConvolution, mlp: BlockConvolution) -> None:
         super().__init__(layer.attn_norm, layer.attention, layer.out, layer.mlp_norm, None)
         self.mlp = layer.mlp
         self._around_attention, self._around_mlp = attention, mlp
