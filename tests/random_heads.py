@@ -40,6 +40,7 @@ WINDOWED = replace(BLOCK, layer=replace(QWEN, special=_PLAN), causal=(True, Fals
 MUTUAL = replace(WINDOWED, causal=())
 REDUCED = replace(BLOCK, draft_vocab=16, from_anchor=True)
 DSPARK = replace(BLOCK, markov=8, confidence=40, from_anchor=True)
+DFLASH2 = replace(BLOCK, conv=2, conv_group=16, selector=8, candidates=16)
 EXIT = ExitConfig(32, 3, 4)
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from paceline.checkpoints.head_check import shapes_of
 from paceline.models.config import LayerConfig, ModelConfig
 from paceline.models.heads import BlockConfig, EagleConfig, MedusaConfig
 from paceline.protocols import Target
@@ -119,6 +120,8 @@ def block_tensors(config: BlockConfig = TINY_BLOCK, seed: int = 0) -> dict[str, 
         parts |= {"confidence_head.proj": (1, config.confidence)} if config.confidence else {}
         layers |= {name + ".weight": torch.randn(shape, generator=draw) for name, shape in parts.items()}
     norms = {name + ".weight": 1 + 0.2 * torch.randn(size, generator=draw) for name, size in shapes.items()}
+    own = {name: shape for name, shape in shapes_of(config)[0].items() if "_conv." in name or "selector" in name}
+    layers |= {name: torch.randn(shape, generator=draw) * 0.4 for name, shape in own.items()}
     return layers | norms | {"fc.weight": fc}
 
 

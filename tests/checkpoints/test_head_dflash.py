@@ -14,7 +14,7 @@ from paceline.checkpoints.head_files import open_head
 from paceline.checkpoints.head_write import write_head
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.models.heads import BlockConfig
-from tests.random_heads import BLOCK, DSPARK, MUTUAL, QWEN3, REDUCED, WINDOWED, folder_of, head_of, speculators
+from tests.random_heads import BLOCK, DFLASH2, DSPARK, MUTUAL, QWEN3, REDUCED, WINDOWED, folder_of, head_of, speculators
 
 
 def test_dflash_names_the_layers_whose_output_it_takes(tmp_path: Path) -> None:
@@ -167,3 +167,67 @@ def test_dspark_of_speculators(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "b", config, tensors)
     with pytest.raises(CorruptModel, match=r"lacks markov_head\.markov_w2\.weight"):
         open_head(folder)
+
+
+CONVOLVED = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 16}
+
+
+def dflash2(own: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    config = QWEN3 | {"architectures": ["DFlash2DraftModel"], "num_target_layers": 8, "is_causal": False, **keys}
+    return config | {"dflash_config": {"block_size": 4, "mask_token_id": 63, "target_layer_ids": [1, 4]} | own}
+
+
+def test_dflash_2_as_its_authors_spell_it(tmp_path: Path) -> None:
+    """z-lab's config.json has the block's size within `dflash_config`, too; others list all of it beside the layers."""
+    tensors = dict(head_of(DFLASH2).tensors)
+    for i, config in enumerate([dflash2(CONVOLVED), dflash2({}, **CONVOLVED)]):
+        read = open_head(folder_of(tmp_path / str(i), config, tensors))
+        assert (read.layout, read.target_layers, read.config) == ("reference", 8, DFLASH2)
+        assert {*read.tensors} == {*tensors}
+    config = dflash2(CONVOLVED) | {key: value for key, value in SLIDING.items() if key not in QWEN3}
+    windowed = replace(MUTUAL, conv=2, conv_group=16, selector=8, candidates=16)
+    assert open_head(folder_of(tmp_path / "windowed", config, tensors)).config == windowed
+    folder = write_head(tmp_path / "written", head_of(DFLASH2))
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["DFlash2DraftModel"]
+    assert open_head(folder).config == DFLASH2
+
+
+@pytest.mark.parametrize(("key", "cause"), [(key, f"lacks {key}") for key in CONVOLVED])
+def test_dflash_2_without_one_of_its_sizes_is_refused(key: str, cause: str, tmp_path: Path) -> None:
+    own = {name: value for name, value in CONVOLVED.items() if name != key}
+    with pytest.raises(CorruptModel, match=cause):
+        open_head(folder_of(tmp_path / "a", dflash2(own), dict(head_of(DFLASH2).tensors)))
+
+
+@pytest.mark.parametrize(
+    ("own", "cause"),
+    [
+        ({"conv_kernel_size": 5}, "convolves 5 entries of a block of 4"),
+        ({"conv_group_size": 12}, "groups of 12 of 32 channels"),
+        ({"selector_top_k": 65}, "selects from 65 of 64 tokens"),
+        ({"selector_rank": 9}, r"candidate_selector\..* of the head"),
+        ({"conv_group_size": 8}, r"layers\.0\.attention_conv\.kernel_projection\.weight of the head"),
+    ],
+)
+def test_sizes_of_dflash_2_that_contradict_each_other_are_refused(
+    own: dict[str, Any], cause: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CorruptModel, match=cause):
+        open_head(folder_of(tmp_path / "a", dflash2(CONVOLVED | own), dict(head_of(DFLASH2).tensors)))
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"attention_mode": "mla"},
+        {"input_embedding_scale": 2.0},
+        {"output_multiplier": 0.5},
+        {"final_logit_softcapping": 30.0},
+        {"sample_from_anchor": True},
+        {"markov_rank": 8, "sample_from_anchor": False},
+    ],
+)
+def test_what_paceline_does_not_run_of_dflash_2_is_refused_by_name(own: dict[str, Any], tmp_path: Path) -> None:
+    name = next(iter(own))
+    with pytest.raises(UnsupportedModel, match=f"with {name}, which"):
+        open_head(folder_of(tmp_path / "a", dflash2(CONVOLVED | own), dict(head_of(DFLASH2).tensors)))

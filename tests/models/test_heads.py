@@ -147,7 +147,7 @@ def test_speculators_names_a_default_of_taps_none(tmp_path: Path) -> None:
     ("config", "name"),
     [
         (speculators("mtp"), "MTP"),
-        ({"architectures": ["DFlash2DraftModel"], "dflash_config": {}}, "DFlash2"),
+        (speculators("dflash2"), "DFlash 2 head in the layout of speculators"),
         (speculators("medusa9"), "type 'medusa9'"),
     ],
 )

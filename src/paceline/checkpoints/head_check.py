@@ -80,7 +80,23 @@ def _block(c: BlockConfig) -> tuple[Shapes, Shapes]:
     if c.confidence:
         needed["confidence_head.proj.weight"] = (1, c.confidence)
         allowed["confidence_head.proj.bias"] = (1,)
-    return needed, allowed
+    return needed | _dflash2(c), allowed
+
+
+def _dflash2(c: BlockConfig) -> Shapes:
+    """Return what only DFlash 2 has."""
+    h, found = c.layer.hidden, Shapes()
+    for i in range(c.layer.layers if c.conv else 0):
+        for part in ("attention", "mlp"):
+            name = f"layers.{i}.{part}_conv."
+            found[name + "base_kernel"] = (2, c.conv, h)
+            found[name + "kernel_projection.weight"] = (2 * c.conv * (h // c.conv_group), h)
+    if c.selector:
+        found |= {
+            f"candidate_selector.{x}_codebook": (c.layer.vocab_size, c.selector) for x in ("predecessor", "successor")
+        }
+        found["candidate_selector.hidden_projection.weight"] = (c.selector, h)
+    return found
 
 
 def _exit(c: ExitConfig) -> tuple[Shapes, Shapes]:
@@ -144,9 +160,22 @@ def _check_config(where: Path, config: TrainableConfig) -> None:
                     f"the tree of the head {where} has the path {list(path)}; paths must be lists of ranks >= 0",
                     "Correct its paths, or leave them out",
                 )
-    if isinstance(config, BlockConfig) and len(config.causal) not in (0, config.layer.layers):
-        cause = f"the head {where} marks {len(config.causal)} of {config.layer.layers} layers causal or not"
-        raise CorruptModel(cause, _AGAIN)
+    if isinstance(config, BlockConfig):
+        _check_block(where, config)
+
+
+def _check_block(where: Path, c: BlockConfig) -> None:
+    wrong = {
+        f"marks {len(c.causal)} of {c.layer.layers} layers causal or not": len(c.causal) not in (0, c.layer.layers),
+        f"convolves {c.conv} entries of a block of {c.size}": c.conv > c.size,
+        f"convolves groups of {c.conv_group} of {c.layer.hidden} channels": c.conv
+        and (not c.conv_group or c.layer.hidden % c.conv_group),
+        f"selects from {c.candidates} of {c.layer.vocab_size} tokens": c.selector
+        and not 0 < c.candidates <= c.layer.vocab_size,
+    }
+    for cause, found in wrong.items():
+        if found:
+            raise CorruptModel(f"the head {where} {cause}", _AGAIN)
 
 
 def _check_tensor(where: Path, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Reading of block drafters: DFlash and DSpark, in their authors' layouts and that of `speculators`.
+"""Reading of block drafters: DFlash 1 and 2 and DSpark, in their authors' layouts and that of `speculators`.
 
 DFlash names the layer whose *output* it taps, which is one less than the layer that the stream enters.
 """
@@ -6,6 +6,7 @@ DFlash names the layer whose *output* it taps, which is one less than the layer 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from paceline.checkpoints.head_folder import Found, HeadFolder, Raw, Tensors
 from paceline.errors import UnsupportedModel
@@ -14,8 +15,16 @@ from paceline.models.families import read_config
 from paceline.models.heads import BlockConfig
 from paceline.types import Tap
 
-_NESTED = ("mask_token_id", "target_layer_ids", "markov_rank", "markov_head_type", "sample_from_anchor")
-"""Fields of DSpark that may stand beside those of the layers."""
+DFLASH2 = {
+    "conv": "conv_kernel_size",
+    "conv_group": "conv_group_size",
+    "selector": "selector_rank",
+    "candidates": "selector_top_k",
+}
+"""Fields of `BlockConfig` that DFlash 2 has, all of them -> their names in its config."""
+_DSPARK = ("mask_token_id", "target_layer_ids", "markov_rank", "markov_head_type", "sample_from_anchor")
+_NESTED = (*_DSPARK, *DFLASH2.values())
+"""Fields of DSpark and DFlash 2 that may stand beside those of the layers."""
 
 
 def read_dflash(folder: HeadFolder) -> Found:
@@ -37,7 +46,32 @@ def read_dflash(folder: HeadFolder) -> Found:
             f"{folder.path} does not say which token its first entry predicts", "Set sample_from_anchor in config.json"
         )
     config = _block(folder, layer, taps, {"sample_from_anchor": anchored, **nested}, causal)
+    if _is_dflash2(raw) or any(nested.get(key) for key in DFLASH2.values()):
+        config = _dflash2(folder, config, nested)
     return "reference", config, _without_copies(folder, config)
+
+
+def _is_dflash2(raw: Raw) -> bool:
+    """Return whether a config names the architecture DFlash 2."""
+    return "dflash2" in " ".join(map(str, raw.get("architectures") or [])).lower()
+
+
+def _dflash2(folder: HeadFolder, config: BlockConfig, nested: Raw) -> BlockConfig:
+    stated = {**folder.raw, **nested}
+    others = {
+        "input_embedding_scale": stated.get("input_embedding_scale") not in (None, 1),
+        "output_multiplier": stated.get("output_multiplier") not in (None, 1),
+        "final_logit_softcapping": stated.get("final_logit_softcapping"),
+        "markov_rank": config.markov,
+        "sample_from_anchor": config.from_anchor,
+        "draft_vocab_size": config.draft_vocab,
+    }
+    if used := [name for name, present in others.items() if present]:
+        raise UnsupportedModel(
+            f"{folder.path} is a DFlash 2 head with {', '.join(used)}, which Paceline does not run", "Use one without"
+        )
+    numbers: Any = {field: folder.number(key, nested) for field, key in DFLASH2.items()}
+    return replace(config, **numbers)
 
 
 def read_speculators_dflash(folder: HeadFolder) -> Found:
@@ -65,9 +99,10 @@ def _refuse_dflash(folder: HeadFolder, raw: Raw, sliding: bool) -> None:
         "attention_value_scale": raw.get("attention_value_scale") not in (None, 1),
         "is_neox_style": raw.get("is_neox_style") is False,
         "use_aux_hidden_state": raw.get("use_aux_hidden_state") is False,
-        "projector_type": raw.get("projector_type") not in (None, "dflash", "dspark"),
+        "projector_type": raw.get("projector_type") not in (None, "dflash", "dspark", "dflash2"),
         "markov_head_type": raw.get("markov_head_type") not in (None, "vanilla"),
         "dspark_backbone_conv_enabled": raw.get("dspark_backbone_conv_enabled"),
+        "attention_mode": raw.get("attention_mode") not in (None, "gqa"),
         "shift_label": raw.get("shift_label"),
         "mask_embedding.pt": (folder.path / "mask_embedding.pt").exists(),
     }

@@ -35,8 +35,6 @@ from paceline.types import Tap
 
 _AGAIN = "Fetch the head again"
 _MEDUSA_FILE = "medusa_lm_head"
-_FOREIGN = {"mtp": "MTP", "dflash2": "DFlash2"}
-"""Kinds of drafters that Paceline does not run."""
 
 EAGLE_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Settings of EAGLE-3 that have the same names in files and in `EagleConfig`."""
@@ -137,12 +135,14 @@ def _reader(path: Path, raw: Raw) -> Callable[[HeadFolder], Found] | None:
     """Return the reader of this layout, or None where this is no head. Raises `UnsupportedModel` for foreign kinds."""
     names = " ".join(map(str, raw.get("architectures") or [])).lower()
     kind = str(raw.get("speculators_model_type") or "")
-    for foreign, name in _FOREIGN.items():
-        if kind == foreign or foreign in names:
-            raise UnsupportedModel(
-                f"{path} holds a {name} head, which Paceline does not run",
-                "Use an EAGLE-3, DFlash, DSpark or Medusa head",
-            )
+    if kind == "mtp" or "mtp" in names:
+        raise UnsupportedModel(
+            f"{path} holds an MTP head, which Paceline does not run", "Use an EAGLE-3, DFlash, DSpark or Medusa head"
+        )
+    if kind == "dflash2":
+        raise UnsupportedModel(
+            f"{path} holds a DFlash 2 head in the layout of speculators", "Use one in its authors' layout (z-lab)"
+        )
     if kind:
         if kind not in _SPECULATORS:
             raise UnsupportedModel(

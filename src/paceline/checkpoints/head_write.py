@@ -22,6 +22,7 @@ from torch import Tensor
 
 from paceline.checkpoints import head_codes
 from paceline.checkpoints.head_check import check_tensors
+from paceline.checkpoints.head_dflash import DFLASH2
 from paceline.checkpoints.head_files import EAGLE_FLAGS, complete, holds_head
 from paceline.errors import CannotWrite, InvalidOption
 from paceline.models.config import ModelConfig
@@ -202,8 +203,9 @@ def _dflash(head: HeadFile, c: BlockConfig, tensors: Tensors) -> Raw:
     default, causal = _causal(c)
     _refuse({"this choice of causal layers": causal != default and len(set(causal)) > 1})
     dflash: Raw = {"mask_token_id": c.mask_token, "target_layer_ids": [tap - 1 for tap in c.taps if tap != "final"]}
+    dflash |= {name: getattr(c, field) for field, name in DFLASH2.items() if c.selector}
     return _block_fields(c, tensors) | {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": ["DFlash2DraftModel" if c.selector else "DFlashDraftModel"],
         "block_size": c.size,
         "dflash_config": dflash if causal == default else dflash | {"causal": causal[0]},
         "num_target_layers": head.target_layers,
@@ -214,6 +216,7 @@ def _speculators_dflash(head: HeadFile, c: BlockConfig, tensors: Tensors) -> Raw
     """See vllm-project/speculators, `models/dflash/config.py` and `models/dspark/config.py`."""
     default, causal = _causal(c)
     _refuse({"this choice of causal layers": causal != default and any(causal)})
+    _refuse({"a path selector in the layout of speculators": c.selector})
     kind, architecture = ("dspark", "DSparkSpeculator") if c.markov else ("dflash", "DFlashSpeculator")
     markov: Raw = {
         "markov_rank": c.markov,

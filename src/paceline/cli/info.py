@@ -278,7 +278,7 @@ def _head_sizes(head: HeadFile) -> dict[str, Any]:
         vocab, layers = c.layer.vocab_size, c.layer.layers
         sizes = {"hidden": c.layer.hidden, "vocab_size": vocab, "draft_vocab": c.draft_vocab or vocab}
         own = {"layers": layers, "block_size": c.size, "mask_token": c.mask_token}
-        return sizes | own | {"markov_rank": c.markov, "confidence_head": c.confidence > 0}
+        return sizes | own | {"markov_rank": c.markov, "confidence_head": c.confidence > 0, "selector_rank": c.selector}
     return {"hidden": c.hidden, "layers": c.layers, "rank": c.rank}
 
 
@@ -287,6 +287,8 @@ def _head_rows(f: dict[str, Any]) -> list[tuple[str, str]]:
     if f.get("markov_rank"):
         title = f"DSpark (block), Markov head of rank {f['markov_rank']}"
         title += ", confidence head" if f["confidence_head"] else ""
+    elif f.get("selector_rank"):
+        title = f"DFlash 2 (block), path selector of rank {f['selector_rank']}"
     taps = ", ".join(map(str, f["taps"])) if f["taps"] else "2, L // 2, L - 3 (EAGLE-3's default)"
     layers = f", of {f['target_layers']} layers" if f["target_layers"] else ""
     rows = [

@@ -1,4 +1,4 @@
-"""A block drafter (DFlash, DSpark): one pass drafts several tokens at once. See `models/block.py`."""
+"""A block drafter (DFlash 1 and 2, DSpark): one pass drafts several tokens at once. See `models/block.py`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Block(StateDrafter[CachedSlot]):
     @torch.inference_mode()
     def _drafts(self, asks: Sequence[Ask], budgets: Sequence[DraftBudget]) -> list[Draft]:
         network, states = self._network, self._read(asks, max(budget.depth for budget in budgets))
-        if self._config.markov:
+        if self._config.markov or self._config.selector:
             return Blocks(network, asks, states).drafts(asks, budgets)
         guesses = zip(asks, budgets, network.logits(states), strict=True)
         return [independent(ask, budget, guess, network.subset) for ask, budget, guess in guesses]

@@ -1,4 +1,4 @@
-"""Trees from a block drafter whose next token hangs on the one before it (DSpark)."""
+"""Trees from a block drafter whose next token hangs on the one before it (DSpark, DFlash 2)."""
 
 from __future__ import annotations
 
@@ -45,10 +45,9 @@ class Blocks:
         slot, nodes, first = growth.ask.slot, growth.nodes, growth.chosen[0]
         depth = 0 if first == ROOT else nodes.depths[first]
         tokens = [growth.ask.last if node == ROOT else nodes.tokens[node] for node in growth.chosen]
-        bias, sure = self._network.follow(tokens, self._states[slot][depth])
+        logits, sure = self._network.follow(tokens, self._states[slot][depth], self._logits[slot][depth])
         self._sure[slot] = [] if sure is None else sure.clamp(_LEAST).tolist()
-        logits: Tensor = self._logits[slot][depth]
-        return logits + bias
+        return logits
 
     def _rank(self, growth: Growth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
         ranked = growth.ask.rank(logits, paths, count, self._network.subset)

@@ -332,6 +332,7 @@ HEAD: Mapping[str, FieldKind] = {
     "layers": whole(0, LAYERS),
     "rank": whole(0, 2**20),
     "markov_rank": whole(0, 2**20) | NULL,
+    **_each(whole(1, 2**20) | NULL, "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
     "paths": listed(listed(whole())),
     **_each(TEXT | NULL, "target", "name_or_path", "base_model_name_or_path"),
 }

@@ -16,6 +16,10 @@ vLLM `qwen3_dflash.py`; SpecForge `dflash_family_model.py`):
 - **Markov head** (DSpark; DeepSpec, speculators `models/dspark/`). The logits of an entry have W2 W1[t] added, t being
   the token before the one that it predicts: the pending one, then drafted ones. A confidence head tells from the
   entry's state, after `norm`, and from W1[t] how likely the best token is accepted.
+- **DFlash 2** (inco.ai/blog/dflash2; vLLM `qwen3_dflash2.py`, SpecForge `dflash2.py`). `models/convolved.py` is around
+  each part of its layers. Its path selector keeps the best `selector_top_k` tokens of an entry by its logits U, and
+  scores token b after token a with U(b) + <A(a) * H(h), B(b)>: A and B are rows of the codebooks, H(h) the
+  `hidden_projection` of the entry's state after `norm`.
 - **Embedding and head** are the target's (speculators may store some rows of the head, with their tokens in `d2t`);
   `norm` comes before the head.
 """
@@ -31,9 +35,10 @@ from paceline.cache.layout import NONE
 from paceline.cache.slab import SlabCache
 from paceline.errors import CorruptModel
 from paceline.kernels.linear import linear
+from paceline.models.convolved import BlockConvolution, ConvolvedLayer
 from paceline.models.decoder import make_layer
 from paceline.models.heads import BlockConfig
-from paceline.models.layers import Attention
+from paceline.models.layers import Attention, Layer
 from paceline.models.norms import make_norm
 from paceline.models.output import output_head
 from paceline.models.rope import Rope, rotate
@@ -58,12 +63,14 @@ class BlockNetwork:
         # Keys and values of the context for all layers in one product.
         self._keys_values = weights.linear(parts, c.hidden)
         layers = [make_layer(c, layer, weights, name) for layer, name in zip(c.plan, names, strict=True)]
+        if config.conv:
+            layers = [_convolved(config, layer, weights, name) for layer, name in zip(layers, names, strict=True)]
         self._head_norms = [layer.attention.norm for layer in layers if isinstance(layer.attention, Attention)]
         self._stack = LayerStack(c, layers, host, [not late for late in config.causal or (False,) * c.layers])
         self._norm = make_norm(c, weights, "norm", c.hidden)
         self.subset, self.logits = output_head(weights, host, config.draft_vocab or host.vocab_size, c.hidden)
         """The tokens of the logits' columns (None: all of the target's), and logits [..., C] of a draft's states."""
-        self._markov = _Markov(config, weights, host.vocab_size) if config.markov else None
+        self._follow = _follower(config, weights, host.vocab_size)
         weights.finish()
 
     def new_cache(self) -> SlabCache:
@@ -95,11 +102,12 @@ class BlockNetwork:
         return self._norm(x)
 
     @torch.inference_mode()
-    def follow(self, tokens: Sequence[int], state: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Of an entry with this input of `logits` [H], for each token that may come before the one that it predicts:
-        what to add to its logits [n, C], and the probability [n] that its best token is accepted, if a head tells."""
-        assert self._markov is not None
-        return self._markov(torch.tensor(tokens, device=self._device), state)
+    def follow(self, tokens: Sequence[int], state: Tensor, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Of an entry with this input of `logits` [H] and these logits [C], for each token that may come before the
+        one that it predicts: logits [n, C], and the probability [n] that its best token is accepted, if a head
+        tells."""
+        assert self._follow is not None
+        return self._follow(torch.tensor(tokens, device=self._device), state, logits)
 
     def _begin(
         self, cache: SlabCache, slots: Sequence[int], first: Sequence[int], count: int
@@ -116,6 +124,36 @@ class BlockNetwork:
         return rows, cache.begin(rows), ropes
 
 
+def _convolved(config: BlockConfig, layer: Layer, weights: Weights, name: str) -> ConvolvedLayer:
+    sizes = config.layer.hidden, config.conv, config.conv_group
+    attention, mlp = (BlockConvolution(weights, f"{name}{part}_conv.", *sizes) for part in ("attention", "mlp"))
+    return ConvolvedLayer(layer, attention, mlp)
+
+
+def _follower(config: BlockConfig, weights: Weights, vocab: int) -> _Markov | _Selector | None:
+    if config.selector:
+        return _Selector(config, weights, vocab)
+    return _Markov(config, weights, vocab) if config.markov else None
+
+
+class _Selector:
+    """DFlash 2's path selector."""
+
+    def __init__(self, config: BlockConfig, weights: Weights, vocab: int) -> None:
+        rank, name = config.selector, "candidate_selector."
+        self._before = weights.get(name + "predecessor_codebook", (vocab, rank))
+        self._after = weights.get(name + "successor_codebook", (vocab, rank))
+        self._project = weights.linear({name + "hidden_projection": rank}, config.layer.hidden).precise
+        self._count = config.candidates
+
+    def __call__(self, tokens: Tensor, state: Tensor, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        best, ids = logits.topk(self._count)
+        before = self._before[tokens].to(best.dtype) * self._project(state[None]).to(best.dtype)
+        scores = best + before @ self._after[ids].to(best.dtype).T
+        none = logits.new_full((len(tokens), len(logits)), -torch.inf)
+        return none.index_copy_(1, ids, scores), None
+
+
 class _Markov:
     """DSpark's Markov head, and its confidence head if there is one."""
 
@@ -130,11 +168,11 @@ class _Markov:
         self._sure = weights.get(name + "weight", (1, config.confidence))[0] if config.confidence else None
         self._bias = weights.get(name + "bias", (1,)) if name + "bias" in weights else 0.0
 
-    def __call__(self, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, tokens: Tensor, state: Tensor, logits: Tensor) -> tuple[Tensor, Tensor | None]:
         before = self._before[tokens]
-        bias = self._after(before)
+        logits = logits + self._after(before)
         if self._sure is None:
-            return bias, None
+            return logits, None
         states = state.expand(len(tokens), -1)
         known = torch.cat([states, before], -1) if self._wide else states
-        return bias, (known @ self._sure + self._bias).float().sigmoid()
+        return logits, (known @ self._sure + self._bias).float().sigmoid()

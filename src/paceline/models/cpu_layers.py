@@ -17,7 +17,7 @@ from paceline.errors import OutOfMemory
 from paceline.kernels.cpu.build import kernel, library
 from paceline.kernels.cpu.matrix import FLOAT_KINDS, LANES, SMALLER, CMatrix, NativeGated, NativeLinear
 from paceline.kernels.low_rank import Adapted, NativeChanges, base_of
-from paceline.models.layers import Attention, Dense, Layer, Mixture, ParallelLayer, SharedMixture
+from paceline.models.layers import Attention, Dense, Layer, Mixture, SharedMixture
 from paceline.models.norms import HeadNorm, LayerNorm, WideNorm
 from paceline.models.ranks import Ranks, lost
 from paceline.models.rope import Rope
@@ -256,7 +256,7 @@ def _parts(layer: Layer) -> _Parts | None:
         return None
     if isinstance(layer.attention.norm, WideNorm) or layer.token_input or layer.scale is not None:
         return None
-    if isinstance(layer, ParallelLayer) or isinstance(layer.attn_norm, LayerNorm):
+    if type(layer) is not Layer or isinstance(layer.attn_norm, LayerNorm):
         return None
     found, qkv, out = _networks(layer.mlp), base_of(layer.attention.qkv), base_of(layer.out)
     if found is None:

@@ -19,7 +19,10 @@ Tensors travel under one set of names, those of the `speculators` layout:
     block    (DFlash) fc.weight [H, taps * target H], hidden_norm.weight, layers.{i}.* as in Qwen3, norm.weight;
              the embedding is the target's, and the head too unless there is an lm_head.weight [draft_vocab, H] with
              its d2t (and t2d), as in eagle3; DSpark adds markov_head.markov_w1.weight [vocab, R],
-             markov_head.markov_w2.weight [draft_vocab or vocab, R] and optional confidence_head.proj.{weight,bias}
+             markov_head.markov_w2.weight [draft_vocab or vocab, R] and optional confidence_head.proj.{weight,bias};
+             DFlash 2 adds layers.{i}.{attention,mlp}_conv.base_kernel [2, taps, H] and .kernel_projection.weight
+             [2 * taps * H / group, H], candidate_selector.{predecessor,successor}_codebook [vocab, R] and
+             candidate_selector.hidden_projection.weight [R, H]
     assistant (Gemma 4) model.* as in its target, without keys and values; pre_projection.weight [H, 2 target H]
              (embedding, then hidden), post_projection.weight [target H, H]; the head is the embedding
     exit     (early exit) norm.weight [H] and optional proj.{down,up}.weight: a projection from layer E to the head
@@ -93,7 +96,8 @@ class MedusaConfig:
 
 @dataclass(frozen=True, slots=True)
 class BlockConfig:
-    """DFlash (arXiv 2602.06036) or DSpark: one pass over the pending token and `size` - 1 mask tokens drafts a block.
+    """DFlash 1 (arXiv 2602.06036) or 2, or DSpark: one pass over the pending token and `size` - 1 mask tokens drafts a
+    block.
 
     `layer`: its layers, with the target's hidden size and vocabulary; windows and rotary embedding by layer (`plan`).
     `causal`: for each layer whether a block's entry sees only earlier entries of the block; () for none. Layers with a
@@ -103,6 +107,10 @@ class BlockConfig:
     with an `lm_head` of its own; 0 means all, by the target's head. `markov`: rank of DSpark's correction of the logits
     by the token before (0: none). `confidence`: inputs of DSpark's confidence head: the state of an entry and, unless
     it is as wide as that alone, W1's row of the token before (0: no such head).
+
+    DFlash 2 has these and no reduced vocabulary, each 0 in others. `conv`: entries that the kernels of its convolutions
+    span, the newest first. `conv_group`: channels that share what a row adds to its kernels. `selector`: rank of its
+    path selector, which chooses among the best `candidates` tokens of each entry.
     """
 
     layer: ModelConfig
@@ -114,6 +122,10 @@ class BlockConfig:
     draft_vocab: int = 0
     markov: int = 0
     confidence: int = 0
+    conv: int = 0
+    conv_group: int = 0
+    selector: int = 0
+    candidates: int = 0
 
     @property
     def depth(self) -> int:

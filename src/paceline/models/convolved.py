@@ -1,0 +1,74 @@
+"""Decoder layers between convolutions whose kernels come from what they convolve (DFlash 2)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.models.layers import Layer
+from paceline.models.rope import Rope
+from paceline.models.weights import Weights
+from paceline.protocols import Pass
+
+
+class BlockConvolution:
+    """Two depthwise convolutions along a block, one before a part of a layer and one after it.
+
+    A row's kernels are `base_kernel` [2, taps, H] and, added to all channels of a group, a product of the normed row
+    that enters the first of them: rows of `kernel_projection` are by side, tap and group. What lies before the block
+    is zero.
+    """
+
+    def __init__(self, weights: Weights, prefix: str, hidden: int, taps: int, group: int) -> None:
+        """`group`: channels that share what is added. Raises `CorruptModel` as `Weights`."""
+        self._base = weights.get(prefix + "base_kernel", (2, taps, hidden))
+        self._product = weights.linear({prefix + "kernel_projection": 2 * taps * (hidden // group)}, hidden)
+        self._shape, self._group = (2, taps, hidden // group), group
+
+    def before(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """From blocks [B, size, H] what the part sees, and what `after` needs."""
+        added = self._product(x).unflatten(-1, self._shape)
+        return self._convolve(x, added, 0), added
+
+    def after(self, x: Tensor, added: Tensor) -> Tensor:
+        """What the part's results [B, size, H] add to the stream."""
+        return self._convolve(x, added, 1)
+
+    def _convolve(self, x: Tensor, added: Tensor, side: int) -> Tensor:
+        count, total = x.shape[1], torch.zeros_like(x)
+        for tap, base in enumerate(self._base[side]):
+            kernel = base.unflatten(0, (-1, self._group)) + added[:, :, side, tap, :, None]
+            total += kernel.flatten(2) * F.pad(x, (0, 0, tap, 0))[:, :count]
+        return total
+
+
+class ConvolvedLayer(Layer):
+    """A pre-norm layer of attention and a feed-forward part, each within a `BlockConvolution`. Every slot of x is a
+    whole block."""
+
+    def __init__(self, layer: Layer, attention: BlockConvolution, mlp: BlockConvolution) -> None:
+        super().__init__(layer.attn_norm, layer.attention, layer.out, layer.mlp_norm, None)
+        self.mlp = layer.mlp
+        self._around_attention, self._around_mlp = attention, mlp
+
+    def __call__(
+        self,
+        x: Tensor,
+        layer: int,
+        rope: Rope,
+        attention: Pass,
+        entry: Tensor | None = None,
+        given: Tensor | None = None,
+    ) -> Tensor:
+        """See `Layer`, of which these have neither `post` norms nor inputs by the token."""
+        assert self.attn_norm
+        assert self.attention
+        assert self.out
+        assert self.mlp_norm
+        assert self.mlp
+        seen, added = self._around_attention.before(self.attn_norm(x))
+        mixed = self.out(self.attention.mix(seen, layer, rope, attention))
+        x = x + self._around_attention.after(mixed, added)
+        seen, added = self._around_mlp.before(self.mlp_norm(x))
+        return x + self._around_mlp.after(self.mlp(seen), added)
