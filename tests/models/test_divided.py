@@ -58,7 +58,7 @@ def test_two_processes_write_what_one_writes(shared_memory: bool) -> None:
     first, second = run_ranks(shared_memory=shared_memory)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     found = json.loads(first.stdout)
-    assert len(found) == 9
+    assert len(found) == 10
     for name, model in found.items():
         assert model["shared"] == (shared_memory and library() is not None and sys.platform == "linux")
         exact = "float64" in name or name in ("joined projections", "side by side")

@@ -29,7 +29,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         calls.append(exact)
         return toy_model()
 
-    monkeypatch.setattr("paceline.llm.load_model", load_model)
+    monkeypatch.setattr("paceline.checkpoints.targets.load_model", load_model)
     return calls
 
 
