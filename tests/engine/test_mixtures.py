@@ -1,4 +1,4 @@
-"""GLM-4.5 and Llama 4, over the borders of its chunks: the same text with drafters, in batches, after roll-backs."""
+"""GLM-4.5, DeepSeek V3 and Llama 4 (over the borders of chunks): the same text with drafters, batches, roll-backs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.testing import run, run_together
 from paceline.types import Draft, DraftBudget
 from tests.models.test_families import models, text
 
-CASES = {"glm4.5": "glm4.5 without groups", "llama4, sliding": "llama4"}
+CASES = {"glm4.5": "glm4.5 without groups", "llama4, sliding": "llama4", "deepseek v3": "deepseek v2"}
 """Target -> a model that drafts for it."""
 CHAIN, TREE = DraftBudget.chain(4), DraftBudget(8, 4, 3)
 SAMPLINGS = [Sampling(max_new_tokens=24), Sampling(max_new_tokens=24, temperature=0.9, seed=3)]

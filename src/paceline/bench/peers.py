@@ -215,7 +215,7 @@ def openvino(setup: PeerSetup) -> PeerAnswer:
 
 
 class _TransformersStreamer:
-    """What transformers calls with each token; it puts the prompt before the tokens."""
+    """Receives the prompt, then each new token, from transformers."""
 
     def __init__(self, timer: FirstTokenTimer) -> None:
         self._timer, self._prompt = timer, True

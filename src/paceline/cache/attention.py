@@ -72,7 +72,7 @@ def slab_indices(layers: Sequence[LayerAttention | None]) -> list[tuple[int, int
 
 
 class SlabPlan:
-    """Where the rows of some slots of a pass are written in a slab, and what each of them sees there."""
+    """The slab columns that rows of some of a pass's slots are written to, and those that each row attends to."""
 
     def __init__(
         self,

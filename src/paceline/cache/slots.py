@@ -16,7 +16,7 @@ class SlotTable(ABC):
     """Base class of the KV caches: slots with their lengths, over storage that the subclass owns."""
 
     rectangle = False
-    """Whether every slot takes as much memory as the longest, and their number grows by doubling."""
+    """Whether all slots are allocated at the length of the longest, and their number doubles when it grows."""
 
     def __init__(self) -> None:
         self.lengths: list[int] = []

@@ -118,7 +118,7 @@ def _neox(meta: Metadata, config: Config) -> Config:
 
 
 def _has(meta: Metadata, part: str) -> bool:
-    """Whether the layers have this part."""
+    """Whether the first layer has a weight of this name."""
     return f"blk.0.{part}.weight" in meta.file.tensors
 
 
@@ -170,7 +170,7 @@ def _experts(meta: Metadata) -> Config:
 
 
 def _glm4_moe(meta: Metadata, config: Config) -> Config:
-    # Of a file with the last layer alone, there is no first.
+    # Not by the first layer: a file may hold the MTP layer alone.
     normed = any(name.endswith(".attn_q_norm.weight") for name in meta.file.tensors)
     dense = meta.get("leading_dense_block_count", 0)
     own = {"model_type": "glm4_moe", "use_qk_norm": normed, "first_k_dense_replace": dense}

@@ -71,12 +71,13 @@ def _stages(
     """Yield a group for each stage of a drafter, of the requests that no earlier one has drafted for, if any."""
     earlier: list[PolicyGroup] = []
     for stage, controller in enumerate(policy.controllers):
-        left = [i for i in indices if drafts[i].tokens]
-        members = [requests[i] for i in indices if i not in left]
+        own = [i for i in indices if not drafts[i].tokens]
+        members = [requests[i] for i in own]
         draft = _chosen(controller, members, len(requests)) if members else DraftBudget.chain(0)
-        budgets, rooms = ([_budget(size, r, cache) for r in members] for size in (draft, policy.draft))
-        group = PolicyGroup(policy, [i for i in indices if i not in left], budgets, controller, stage)
-        group.left, group.rooms = left, rooms
+        group = PolicyGroup(policy, own, [_budget(draft, r, cache) for r in members], controller, stage)
+        group.left = [i for i in indices if drafts[i].tokens]
+        if len(policy.controllers) > 1 and not controller.free:  # lookups lengthen chains of the others alone
+            group.rooms = [_budget(policy.draft, r, cache) for r in members]
         group.price, group.pace = controller.price(len(requests)), controller.pace
         group.sure = SURE if any(later.drafting for later in policy.controllers[stage + 1 :]) else 0.0
         if group.drafts:

@@ -32,7 +32,7 @@ class BlockConvolution:
         return self._convolve(x, added, 0), added
 
     def after(self, x: Tensor, added: Tensor) -> Tensor:
-        """What the part's results [B, size, H] add to the stream."""
+        """Convolve the part's output [B, size, H] before it is added to the stream."""
         return self._convolve(x, added, 1)
 
     def _convolve(self, x: Tensor, added: Tensor, side: int) -> Tensor:
@@ -62,13 +62,10 @@ class ConvolvedLayer(Layer):
         given: Tensor | None = None,
     ) -> Tensor:
         """See `Layer`, of which these have neither `post` norms nor inputs by the token."""
-        assert self.attn_norm
-        assert self.attention
-        assert self.out
         assert self.mlp_norm
-        assert self.mlp
-        seen, added = self._around_attention.before(self.attn_norm(x))
-        mixed = self.out(self.attention.mix(seen, layer, rope, attention))
+        norm, mixer, out, mlp = self._parts()
+        seen, added = self._around_attention.before(norm(x))
+        mixed = out(mixer.mix(seen, layer, rope, attention))
         x = x + self._around_attention.after(mixed, added)
         seen, added = self._around_mlp.before(self.mlp_norm(x))
-        return x + self._around_mlp.after(self.mlp(seen), added)
+        return x + self._around_mlp.after(mlp(seen), added)

@@ -72,7 +72,7 @@ def deepseek(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 _KINDS = ("dense", "sparse")
 _METHODS = {"softmax": ("greedy", "group_limited_greedy"), "sigmoid": ("noaux_tc",)}
-"""How scores are made -> how experts are chosen by them."""
+"""Scoring function -> the ways to select experts that it supports."""
 
 
 def read_experts(raw: Raw) -> Experts:

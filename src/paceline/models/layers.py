@@ -295,6 +295,14 @@ class Layer:
             x = self.token_input(x, given)
         return x if self.scale is None else x * self.scale
 
+    def _parts(self) -> tuple[Norm, Mixer, Addend, FeedForward | Summed]:
+        """The norm of attention's input, attention, its output product and feed-forward, of a layer that has all."""
+        assert self.attn_norm
+        assert self.attention
+        assert self.out
+        assert self.mlp
+        return self.attn_norm, self.attention, self.out, self.mlp
+
     def _plus(self, x: Tensor, part: Addend, y: Tensor, norm: Norm | None) -> Tensor:
         """The stream x and what a part makes of y."""
         if norm is None and self.residual_scale == 1.0:
@@ -317,10 +325,7 @@ class ParallelLayer(Layer):
         given: Tensor | None = None,
     ) -> Tensor:
         """See `Layer`, of which these have neither `post` norms nor inputs by the token."""
-        assert self.attn_norm
-        assert self.attention
-        assert self.out
-        assert self.mlp
-        normed = self.attn_norm(x)
-        mixed = self.attention.mix(normed, layer, rope, attention)
-        return self.mlp.onto(normed if self.mlp_norm is None else self.mlp_norm(x), self.out.onto(mixed, x))
+        norm, mixer, out, mlp = self._parts()
+        normed = norm(x)
+        mixed = mixer.mix(normed, layer, rope, attention)
+        return mlp.onto(normed if self.mlp_norm is None else self.mlp_norm(x), out.onto(mixed, x))

@@ -1,4 +1,4 @@
-"""What multiplies a model's matrices: the CPU kernels, or torch and why."""
+"""Whether the CPU kernels or torch compute a model's matrix products, and why."""
 
 from __future__ import annotations
 
