@@ -36,7 +36,7 @@ def main() -> None:
     if not isinstance(target, Decoder) or not target._stack.native:
         raise SystemExit("error: this machine runs the model through torch, whose parts cannot be told apart here")
     source = provenance(model=args.model, quantize=args.quantize, prefix=args.prefix)
-    products = [product for layer in target._stack._layers for product in _products(layer)]
+    products = [product for part in target._stack._parts for layer in part.layers for product in _products(layer)]
     weights = sum(product.matrix.nbytes for product in [*products, target._head])
     bandwidth = read_bandwidth(target.device)
     lines = {rows: _line(target, products, rows, args) for rows in ROWS}
