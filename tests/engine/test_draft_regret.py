@@ -47,21 +47,42 @@ class Machine:
         while written < length:
             size = self._controller.choose(1, unread, length - written, written, int(not written))
             budget = size.within(min(size.depth, length - written - 1))
-            kept = 0
-            while kept < budget.depth and self._dice.random() < right:
-                kept += 1
-            drafting = self._prices.level * budget.depth + (self._prices.token * unread if budget.depth else 0.0)
-            verifying = 1.0 + self._prices.row * budget.nodes
-            self._learn(budget, kept, drafting, verifying, length - written)
-            unread, written = kept + 1 + (0 if budget.depth else unread), written + kept + 1
+            drafted, kept = self._draft(budget, right)
+            drafting = self._prices.level * drafted + (self._prices.token * unread if drafted else 0.0)
+            verifying = 1.0 + self._prices.row * drafted
+            self._learn(budget, drafted, kept, drafting, verifying, length - written)
+            unread, written = kept + 1 + (0 if drafted else unread), written + kept + 1
             seconds += drafting + verifying
         return (prompt * _PREFILL + length) / seconds
 
-    def _learn(self, budget: DraftBudget, kept: int, drafting: float, verifying: float, left: int) -> None:
+    def _draft(self, budget: DraftBudget, right: float) -> tuple[int, int]:
+        """Return the tokens drafted and accepted."""
+        kept = 0
+        while kept < budget.depth and self._dice.random() < right:
+            kept += 1
+        return budget.depth, kept
+
+    def _learn(
+        self, budget: DraftBudget, drafted: int, kept: int, drafting: float, verifying: float, left: int
+    ) -> None:
         verdict = Verdict(tuple(range(1, kept + 1)), (0,) * (kept + 1), "length" if kept + 1 >= left else None)
         noise = [1 + 0.05 * self._dice.random() + 2.0 * (self._dice.random() < 0.02) for _ in range(2)]
         seconds = drafting * noise[0] * _PLAIN, verifying * noise[1] * _PLAIN
-        self._controller.learn([budget], [Draft.chain((0,) * budget.nodes)], [verdict], *seconds, 1, 1 + budget.nodes)
+        self._controller.learn([budget], [Draft.chain((0,) * drafted)], [verdict], *seconds, 1, 1 + drafted)
+
+
+class Knowing(Machine):
+    """Replies by a drafter that knows which of its tokens are likely, and ends a chain where the next does not pay."""
+
+    def _draft(self, budget: DraftBudget, right: float) -> tuple[int, int]:
+        """`right`: the share of tokens that are nearly certain; the others are accepted once in three times."""
+        least = self._controller.price(1) + self._controller.pace * self._prices.level * _PLAIN
+        odds, drafted, kept = 1.0, 0, 0
+        while drafted < budget.depth and (not drafted or odds >= least):
+            chance = 0.97 if self._dice.random() < right else 0.35
+            kept += int(kept == drafted and self._dice.random() < chance)
+            odds, drafted = odds * chance, drafted + 1
+        return drafted, kept
 
 
 def best(prices: Prices, prompt: int, length: int, right: float) -> float:
@@ -101,6 +122,18 @@ def test_each_text_is_judged_by_itself(name: str) -> None:
         hostile += speeds[5::2]
     assert fmean(good) > 1 + 0.5 * (best(DRAFTERS[name], 60, 96, 0.85) - 1)
     assert fmean(hostile) > 0.93
+
+
+def test_long_chains_of_one_text_do_not_make_those_of_another_look_dear() -> None:
+    """A chain ends early in a text that is hard to guess: what long ones cost elsewhere says nothing here."""
+    easy, hard = [], []
+    for seed in range(4):
+        machine = Knowing(DRAFTERS["draft model"], seed)
+        speeds = [machine.speed(60, 96, (0.98, 0.6)[turn % 2]) for turn in range(16)]
+        easy += speeds[4::2]
+        hard += speeds[5::2]
+    assert fmean(easy) > 1.55
+    assert fmean(hard) > 1.19
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

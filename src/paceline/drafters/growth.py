@@ -232,7 +232,7 @@ class Growing(Drafter):
 
     def _pays(self, growths: Sequence[Growth]) -> bool:
         """Return whether a level more is worth its time, for all these trees together."""
-        gain = _NEXT * sum(growth.nodes.promise(growth.chosen) for growth in growths)
+        gain = sum(_NEXT * growth.nodes.promise(growth.chosen) - growth.ask.price for growth in growths)
         return gain >= growths[0].ask.pace * (self._level_seconds or 0.0)
 
 

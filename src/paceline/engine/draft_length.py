@@ -15,7 +15,8 @@ _STEP = 16
 _HISTORY = 500.0
 """Rounds over which a drafter's usual acceptance is averaged."""
 _PRIOR = 0.6
-"""Prior acceptance of a drafted token."""
+"""Prior acceptance of a drafted token. That a token is drafted at all, where there is room, is certain before it is
+measured."""
 _PRIOR_WEIGHT = 5.0
 """Rounds that the prior weighs in the usual acceptance."""
 _FAITH = 1.5
@@ -43,43 +44,44 @@ _LATE = 32
 """Tokens of catching up from which on drafting is visibly slower."""
 
 
-class _AcceptanceRates:
-    """Acceptance of drafts of one size: of the rounds accepted to depth d, the share accepted to d + 1.
+class _Depths:
+    """How deep rounds get: of those that came to depth d, the share that came to d + 1.
 
     Estimated from recent rounds, then from all of this drafter's, then, at a depth that was hardly ever reached, from
     the depth above.
     """
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, prior: float) -> None:
         self._reached, self._kept, self._rounds, self._usual = ([0.0] * depth for _ in range(4))
+        self._prior = prior
         # The weight of a new round grows, instead of all older ones being scaled down.
         self._unit, self._round = 1.0, 0
-        self._expected: list[float] = []
+        self._chances: list[float] = []
         self._paused = 0
 
-    def tokens(self, round: int) -> list[float]:
-        """Return the expected tokens of a round by depth (0, 1, ...), the target's own token included."""
+    def chances(self, round: int) -> list[float]:
+        """Return the chance that a round comes to depth 0, 1, ..."""
         paused = (round - self._round) // _STEP
-        if not self._expected or paused != self._paused:
-            self._expected, self._paused = self._expect(max(1e-9, _PAUSED ** (_STEP * paused))), paused
-        return self._expected
+        if not self._chances or paused != self._paused:
+            self._chances, self._paused = self._expect(max(1e-9, _PAUSED ** (_STEP * paused))), paused
+        return self._chances
 
-    def add(self, accepted: int, depth: int, weight: float, round: int) -> None:
-        """Count a draft of this depth of which `accepted` tokens were accepted."""
+    def add(self, came: int, depth: int, weight: float, round: int) -> None:
+        """Count a round that came to depth `came`, of the `depth` that it could come to."""
         self._age(_MEMORY**weight * _PAUSED ** max(0, round - self._round - 1))
         self._round = round
-        for d in range(min(depth, accepted + 1, len(self._kept))):
-            hit = float(d < accepted)
+        for d in range(min(depth, came + 1, len(self._kept))):
+            hit = float(d < came)
             self._reached[d] += weight * self._unit
             self._kept[d] += weight * self._unit * hit
             self._rounds[d] = min(self._rounds[d] + weight, _HISTORY)
             self._usual[d] += weight * (hit - self._usual[d]) / self._rounds[d]
-        self._expected = []
+        self._chances = []
 
     def forget(self, share: float) -> None:
         """Let recent rounds count less by this share, that of texts which have just begun."""
         self._age(1.0 - share)
-        self._expected = []
+        self._chances = []
 
     def _age(self, fade: float) -> None:
         self._unit /= max(fade, 1e-9)
@@ -88,27 +90,28 @@ class _AcceptanceRates:
             self._unit = 1.0
 
     def _expect(self, fade: float) -> list[float]:
-        total, chance, share, faith = 1.0, 1.0, _PRIOR, _FAITH * self._unit / fade
-        found = [total]
+        chance, share, faith = 1.0, self._prior, _FAITH * self._unit / fade
+        found = [chance]
         for reached, kept, rounds, usual in zip(self._reached, self._kept, self._rounds, self._usual, strict=True):
             share = (rounds * usual + _PRIOR_WEIGHT * share) / (rounds + _PRIOR_WEIGHT)
             chance *= (kept + faith * share) / (reached + faith)
-            total += chance
-            found.append(total)
+            found.append(chance)
         return found
 
 
 class _BatchCosts:
-    """Costs at one batch size: seconds of drafting by depth, and by draft size the cost of a pass relative to one
-    without drafts. Not by mean rows: a mean of many empty drafts and a few long ones hides the cost of the long
-    ones."""
+    """Costs at one batch size: seconds of drafting by depth, and the cost of a pass relative to one without drafts, by
+    the length of a chain or the size of a tree. Not by mean rows: a mean of many empty drafts and a few long ones hides
+    the cost of the long ones."""
 
     def __init__(self, together: int, sizes: Sequence[DraftBudget]) -> None:
         self.together = together
         self.drafting = Curve(slope=_LEVEL)
-        self.relative = [Fading(1.0 + _ROW * together * size.nodes) for size in sizes]
-        """By size: cost of a pass, that of one without drafts being 1; measured where `seen`."""
-        self.seen = [False] * len(sizes)
+        chains = sizes[-1].branch == 1
+        nodes = range(sizes[-1].nodes + 1) if chains else [size.nodes for size in sizes]
+        self.relative = [Fading(1.0 + _ROW * together * n) for n in nodes]
+        """Cost of a pass, that of one without drafts being 1; measured where `seen`."""
+        self.seen = [False] * len(nodes)
         self.tried, self.tries = [0] * len(sizes), [0] * len(sizes)
         """By size: the round that took it last, and how many have."""
 
@@ -130,8 +133,10 @@ class Controller:
         self._depths = [size.depth for size in self.sizes]
         # Chains of all lengths begin alike and share their acceptance; a smaller tree is accepted less often.
         self._chains = maximum.branch == 1
-        rates = _AcceptanceRates(maximum.depth)
-        self._rates = [rates if self._chains else _AcceptanceRates(size.depth) for size in self.sizes]
+        rates = _Depths(maximum.depth, _PRIOR)
+        self._rates = [rates if self._chains else _Depths(size.depth, _PRIOR) for size in self.sizes]
+        # Chains end early where the text is hard to guess: their cost goes with the text, as their acceptance does.
+        self._drafted = _Depths(maximum.depth, 1.0)
         # A pass that resumes where drafting stopped (early exit) costs less than its rows.
         self._passes = {False: Curve(slope=_ROW), True: Curve(slope=_ROW)}
         self._resumed = False
@@ -189,8 +194,8 @@ class Controller:
 
     def _begin(self, share: float) -> None:
         """Expect of texts that begin, a share of all, what is usual."""
-        for rates in {*self._rates}:
-            rates.forget(share)
+        for depths in {*self._rates, self._drafted}:
+            depths.forget(share)
         if self._written:
             self._length.add(self._written, self._round)
 
@@ -261,17 +266,21 @@ class Controller:
             share = together / len(drafts)
             all_rows = together + share * sum(len(draft.tokens) for draft in drafts)
             plain = self._passes[False].at(together)
-            batch_costs.relative[at].add(self._passes[resumed].at(all_rows) / plain, self._round)
-            batch_costs.seen[at] = True
+            mean, longest = round(all_rows / together) - 1, max(len(draft.tokens) for draft in drafts)
+            depth = self._depths[at]
+            place, level = (min(mean, depth), min(longest, depth)) if self._chains else (at, depth)
+            batch_costs.relative[place].add(self._passes[resumed].at(all_rows) / plain, self._round)
+            batch_costs.seen[place] = True
             self._resumed = resumed
-            self._learn_drafting(batch_costs, share * drafting)
-        for budget, verdict in zip(budgets, verdicts, strict=True):
+            self._learn_drafting(batch_costs, max(1, level), share * drafting)
+        for budget, draft, verdict in zip(budgets, drafts, verdicts, strict=True):
             if verdict.finish is None:
                 self._learn_acceptance(len(verdict.path), budget.depth)
+                self._drafted.add(min(len(draft.tokens), budget.depth), budget.depth, 1.0, self._round)
 
-    def _learn_drafting(self, batch_costs: _BatchCosts, seconds: float) -> None:
+    def _learn_drafting(self, batch_costs: _BatchCosts, depth: int, seconds: float) -> None:
         """Drafting that had to catch up counts for the cost of that alone."""
-        seen, depth = batch_costs.drafting, self.sizes[self._at].depth
+        seen = batch_costs.drafting
         if self._behind < _LATE * batch_costs.together:
             seen.add(depth, seconds, self._round)
         else:
@@ -295,21 +304,33 @@ class Controller:
     def _seconds(self, batch_costs: _BatchCosts, together: int) -> list[float]:
         """Return the expected seconds of a round, by size."""
         passes, drafting = self._passes[self._resumed], batch_costs.drafting
-        levels = [drafting.at(depth) for depth in self._depths[1:]] if drafting.known else [0.0] * len(self.sizes)
         first = self._passes[False].at(together)
-        costs = [
-            first * relative.value if seen else passes.at(together * (1 + size.nodes))
-            for relative, seen, size in zip(batch_costs.relative[1:], batch_costs.seen[1:], self.sizes[1:], strict=True)
+        nodes, depths = [size.nodes for size in self.sizes], self._depths
+        if self._chains:
+            nodes = depths = [*range(depths[-1] + 1)]
+        costs = [first] + [
+            (first * relative.value if seen else passes.at(together * (1 + count)))
+            + (drafting.at(depth) if drafting.known else 0.0)
+            for relative, seen, count, depth in zip(
+                batch_costs.relative[1:], batch_costs.seen[1:], nodes[1:], depths[1:], strict=True
+            )
         ]
-        return [first, *(cost + level for cost, level in zip(costs, levels, strict=False))]
+        return self._of_chains(costs) if self._chains else costs
+
+    def _of_chains(self, costs: Sequence[float]) -> list[float]:
+        """Return the expected seconds of a round by size, of chains that end where it does not pay to go on. `costs`:
+        of each length."""
+        chances = self._drafted.chances(self._round)
+        ended = [0.0, *accumulate((a - b) * cost for a, b, cost in zip(chances, chances[1:], costs, strict=False))]
+        return [costs[0], *(ended[depth] + chances[depth] * costs[depth] for depth in self._depths[1:])]
 
     def _tokens(self) -> list[float]:
         """Return the expected tokens of a round, by size."""
         if self._chains:
-            tokens = self._rates[0].tokens(self._round)
+            tokens = [*accumulate(self._rates[0].chances(self._round))]
             return [tokens[depth] for depth in self._depths]
         # A larger tree is accepted no less often than a smaller one, whatever chance has shown.
-        return [*accumulate((rates.tokens(self._round)[-1] for rates in self._rates), max)]
+        return [*accumulate((sum(rates.chances(self._round)) for rates in self._rates), max)]
 
 
 def _sizes(maximum: DraftBudget) -> list[DraftBudget]:
