@@ -134,3 +134,27 @@ def test_stages_are_runs_of_one_kind_and_reach_through_wrappers() -> None:
     assert DrafterStack([Suffix(), Suffix()]).stages == (Stage(Suffix.draft, True),)
     with pytest.raises(IndexError):
         stack.propose([Ask(0, None, stack.draft, None, stage=2)])  # type: ignore[arg-type]
+
+
+class Watched(DrafterWrapper):
+    """Notes how much of the reply was there when it was asked."""
+
+    def __init__(self, inner: Drafter, free: bool) -> None:
+        super().__init__(inner)
+        self.free, self.asked = free, set[int]()
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        self.asked |= {ask.position + 1 - len(PROMPT) for ask in asks}
+        return super().propose(asks)
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_the_first_token_waits_for_lookups_alone(free: bool) -> None:
+    """A learned drafter would read the prompt before it."""
+    target, sampling = tiny_target(), Sampling(max_new_tokens=30)
+    plain = run(target, PROMPT, sampling)[0]
+    drafter = Watched(Oracle([*PROMPT, *plain], 1.0, 37), free)
+    engine = Engine(target, drafter)
+    for _ in range(3):
+        assert run(target, PROMPT, sampling, engine=engine)[0] == plain
+    assert (min(drafter.asked) == 0) == free

@@ -71,7 +71,8 @@ def _stages(
     """Yield a group for each stage of a drafter, of the requests that no earlier one has drafted for, if any."""
     earlier: list[PolicyGroup] = []
     for stage, controller in enumerate(policy.controllers):
-        own = [i for i in indices if not drafts[i].tokens]
+        # The first token waits for no drafter that must read the prompt first.
+        own = [i for i in indices if not drafts[i].tokens and (controller.free or requests[i].stats.rounds)]
         members = [requests[i] for i in own]
         draft = _chosen(controller, members, len(requests)) if members else DraftBudget.chain(0)
         group = PolicyGroup(policy, own, [_budget(draft, r, cache) for r in members], controller, stage)
@@ -91,7 +92,8 @@ def _chosen(controller: Controller, members: Sequence[Request], together: int) -
     behind = 0 if controller.free else sum(len(r.token_ids) - r.num_seen_tokens for r in members)
     written = [len(r.token_ids) - r.num_prompt_tokens for r in members]
     left = max(r.stream.left for r in members)
-    return controller.choose(together, behind, left, max(written), written.count(0))
+    fresh = sum(r.stats.rounds == (0 if controller.free else 1) for r in members)
+    return controller.choose(together, behind, left, max(written), fresh)
 
 
 def _budget(draft: DraftBudget, request: Request, cache: KVCache) -> DraftBudget:
@@ -109,8 +111,9 @@ def learn(
     for group in groups:
         if group.controller:
             made, kept = [drafts[i] for i in group.indices], [verdicts[i] for i in group.indices]
-            others = sum(len(verdicts[i].tokens) for i in group.left)
-            group.controller.share(sum(len(verdict.tokens) for verdict in kept), others)
+            if group.indices or group.left:
+                others = sum(len(verdicts[i].tokens) for i in group.left)
+                group.controller.share(sum(len(verdict.tokens) for verdict in kept), others)
             if not group.indices:
                 continue
             told = group.seconds, verifying, len(drafts), rows, resumed
