@@ -181,7 +181,8 @@ def read_rope(scaling: Raw | None, raw: Raw, theta: float, head_dim: int) -> Rop
         raise CorruptModel(f"rope scaling {kind!r} lacks {', '.join(absent)}", CORRECT)
     if unknown := [key for key in given if key not in (*needed, *known, *_HARMLESS)]:
         raise UnsupportedModel(f"rope scaling {kind!r} with {', '.join(unknown)} is not known", "Use another model")
-    share = float(given.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0)
+    share = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    share = 1.0 if share is None else float(share)
     if kind == "proportional":
         given["partial_rotary_factor"], share = share, 1.0
     rotated = int(head_dim * share)
