@@ -85,9 +85,8 @@ class Decoder:
         self._stack = LayerStack(config, layers, self, ranks=self.ranks, devices=devices)
         self._token_inputs = TokenInputs(config, weights) if config.token_inputs else None
         self.norm = make_norm(config, weights, "model.norm", config.hidden)
-        name, own, bias = "lm_head.weight", None, None
-        if "lm_head.bias" in weights:
-            bias = weights.get("lm_head.bias", table[:1])
+        name, own = "lm_head.weight", None
+        self._bias = bias = weights.get("lm_head.bias", table[:1]) if "lm_head.bias" in weights else None
         if config.tied:
             weights.skip(name)
             name = "model.embed_tokens.weight"
@@ -201,6 +200,10 @@ class Decoder:
     def head(self) -> Tensor:
         """See `protocols.EmbeddingAndHead`."""
         return self._head.weight().to(self.dtype)
+
+    def shaped(self, products: Tensor, tokens: Tensor) -> Tensor:
+        """See `protocols.EmbeddingAndHead`."""
+        return self._shaped(products if self._bias is None else products.add_(self._bias[tokens]))
 
 
 def _rows(table: Tensor | NativeLinear, tokens: Tensor, dtype: torch.dtype) -> Tensor:
