@@ -86,11 +86,10 @@ class RotarySet:
         """Spans of all kinds for a prompt's length. Keys of two prompts mix only if they agree."""
         return tuple(span_of(rotary.config, prompt) for rotary in self._rotaries if rotary)
 
-    def reserve(self, highest: int) -> None:
-        """Make the tables of factors for positions up to `highest`, as trained, so that they never move."""
-        for rotary in self._rotaries:
-            if rotary:
-                rotary.table(0, highest)
+    def reserve(self, highest: int) -> int:
+        """Make the tables of factors for positions up to `highest`, as trained. Returns their positions in all, which
+        grow whenever a table moves."""
+        return sum(rotary.table(0, highest).shape[1] for rotary in self._rotaries if rotary)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
