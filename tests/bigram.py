@@ -78,3 +78,6 @@ class Bigram:
 
     def head(self) -> Tensor:
         return self.table.T
+
+    def shaped(self, products: Tensor, tokens: Tensor) -> Tensor:
+        return products

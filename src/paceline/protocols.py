@@ -195,6 +195,10 @@ class EmbeddingAndHead(Protocol):
     def head(self) -> Tensor:
         """The matrix [V, H] of the output head: a drafter is trained towards it."""
 
+    def shaped(self, products: Tensor, tokens: Tensor) -> Tensor:
+        """From products [..., C] of states with the rows of `head` of these tokens [C] to their logits, in place: with
+        any bias, factor and bound."""
+
 
 @runtime_checkable
 class TargetWithHead(Target, EmbeddingAndHead, Protocol):

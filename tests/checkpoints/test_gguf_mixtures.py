@@ -21,6 +21,7 @@ from tests.models.test_families import assert_close, expected, feed, models, tex
 from tests.mtp_reference import Reference
 
 CASES = {"glm4.5": "glm4moe", "glm4.5 without groups": "glm4moe", "llama4 as published": "llama4"}
+CASES["llama4 without experts"] = "llama4"
 
 
 def write(path: Path, arch: str, theirs: Any, later: Mapping[str, Tensor]) -> None:
@@ -57,6 +58,8 @@ def _llama4(writer: gguf.GGUFWriter, c: Any) -> None:
     writer.add_rope_dimension_count(c.head_dim)
     writer.add_expert_count(c.num_local_experts)
     writer.add_interleave_moe_layer_step(c.interleave_moe_layer_step)
+    if not c.num_local_experts:
+        writer.add_sliding_window(0)
 
 
 def _glm4_moe(writer: gguf.GGUFWriter, c: Any) -> None:

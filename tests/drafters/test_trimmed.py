@@ -74,6 +74,19 @@ def test_an_eagle_head_over_all_tokens_can_be_cut(changes: dict[str, int]) -> No
     torch.testing.assert_close(cut._net.logits(states), whole._net.logits(states)[:, KEPT])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [{"logits_divisor": 16.0}, {"final_softcap": 0.5}, {}], ids=["factor", "bound", "-"])
+def test_a_borrowed_head_has_the_targets_bias_factor_and_bound(shape: dict[str, float], dtype: torch.dtype) -> None:
+    theirs = replace(TINY, **shape)  # type: ignore[arg-type]
+    draw = torch.Generator().manual_seed(1)
+    bias, states = (torch.randn(n, generator=draw, dtype=torch.float64) for n in ((37,), (2, 3, TINY.hidden)))
+    target = Decoder(theirs, {**random_tensors(theirs), "lm_head.bias": bias}, dtype, CPU)
+    config, x = eagle_config(version=1, head_tokens=KEPT), states.to(dtype)
+    truth = target.logits(x)[..., KEPT]
+    error = (Eagle(config, eagle_tensors(config), target)._net.logits(x) - truth).norm() / truth.norm()
+    assert error < (1e-9 if dtype == torch.float64 else 0.25), "a head that was cut has 4 bits"
+
+
 def test_a_head_with_tokens_of_its_own_keeps_them() -> None:
     config = eagle_config()
     tensors, target = eagle_tensors(config), tiny_target()

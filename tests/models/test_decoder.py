@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from paceline.errors import CorruptModel, UnsupportedModel
-from paceline.models.decoder import Decoder
+from paceline.models.decoder import Decoder, make_attention
 from paceline.models.families import read_config
+from paceline.models.weights import Weights
 from paceline.testing import TINY, random_tensors, tiny_target
 from paceline.types import Want
 from paceline.verify.tree import pack_prefix
@@ -136,3 +139,14 @@ def test_missing_extra_and_misshapen_tensors_are_named() -> None:
     with pytest.raises(CorruptModel, match=r"\(32, 31\)"):
         build(tensors | {"model.layers.0.self_attn.q_proj.weight": torch.ones(32, 31)})
     build(tensors | {"model.rotary_emb.inv_freq": torch.ones(4)})
+
+
+def test_the_order_of_a_million_rotary_rows_is_no_list() -> None:
+    wide = replace(TINY, heads=1024, kv_heads=1024, head_dim=1024, paired=True)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptModel, match="lacks x"):
+            make_attention(wide, wide.plan[0], Weights({}, torch.float32, torch.device("cpu")), "x.", wide.hidden)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()

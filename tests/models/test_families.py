@@ -181,6 +181,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0},
         },
     ),
+    "llama4 without experts": (
+        "Llama4Text",
+        {
+            **{**LLAMA4, **dict.fromkeys(("num_local_experts", "num_experts_per_tok", "interleave_moe_layer_step"), 0)},
+            **{"moe_layers": [], "no_rope_layers": [1] * 4, "layer_types": ["full_attention"] * 4},
+        },
+    ),
     "llama4, dense": ("Llama4Text", {**LLAMA4, "moe_layers": [], "use_qk_norm": False, "attn_scale": 0.5}),
     "ernie4.5": ("Ernie4_5", {"head_dim": 16, "use_bias": True}),
     "deepseek v2": ("DeepseekV2", {**LATENT, "topk_method": "greedy"}),

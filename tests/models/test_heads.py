@@ -43,6 +43,7 @@ CROSSED = replace(WINDOWED, causal=(False, True))
 BROAD = replace(QWEN, special=(LayerConfig(QWEN.rope, window=7), LayerConfig(QWEN.rope, window=9)))
 TURNED = replace(QWEN, special=(LayerConfig(None), LayerConfig(QWEN.rope)))
 MAPPED = replace(MEDUSA, draft_vocab=20)
+LLAMA4 = LLAMA | {"model_type": "llama4_text"}
 
 WRITTEN: list[tuple[HeadConfig, str]] = [
     *((config, "speculators") for config in (EAGLE3, FLAGGED, NORMED, NARROW, FULL, LONG, replace(EAGLE3, taps=()))),
@@ -113,6 +114,8 @@ def test_specforge_numbers_the_layers_whose_output_it_takes(prefix: str, tmp_pat
     config = LLAMA | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 16, "fc_norm": True}
     config |= {"norm_output": True, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}}
     config |= {"sliding_window": None, "use_sliding_window": False, "max_window_layers": 48}
+    # The layer is Llama's all the same.
+    config |= {"model_type": "llama4_text", "attention_chunk_size": 8192, "no_rope_layers": [1]}
     tensors = {prefix + name: tensor for name, tensor in midlayer(head_of(EAGLE3)).items()}
     read = open_head(folder_of(tmp_path / "a", config, tensors))
     assert (read.layout, read.config) == ("sglang", EAGLE3)
@@ -149,6 +152,8 @@ def test_speculators_names_a_default_of_taps_none(tmp_path: Path) -> None:
         (speculators("mtp"), "MTP"),
         (speculators("dflash2"), "DFlash 2 head in the layout of speculators"),
         (speculators("medusa9"), "type 'medusa9'"),
+        (speculators("eagle3", transformer_layer_config=LLAMA4), "layers of llama4_text"),
+        (LLAMA4 | {"architectures": ["EagleLlama4ForCausalLM"]}, "layers of llama4_text"),
     ],
 )
 def test_kinds_that_nobody_runs_are_refused_by_name(config: dict[str, Any], name: str, tmp_path: Path) -> None:

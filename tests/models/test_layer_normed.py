@@ -113,6 +113,23 @@ def test_older_configs_name_the_same_things() -> None:
     assert read_config(raw("cohere", model_max_length=131072, use_qk_norm=None)).context_length == 131072
 
 
+def test_a_rotary_share_of_nothing_is_refused_and_null_is_no_share() -> None:
+    for config in (
+        raw("gpt_neox", rotary_pct=0),
+        raw("gpt_neox", partial_rotary_factor=0.0, rotary_pct=0.5),
+        raw("gpt_neox", rope_parameters={"rope_type": "default", "partial_rotary_factor": 0}),
+        raw("stablelm", partial_rotary_factor=0),
+        raw("glm4", partial_rotary_factor=0.0),
+    ):
+        with pytest.raises(CorruptModel, match="does not fit 0 rotated dimensions"):
+            read_config(config)
+    with pytest.raises(CorruptModel, match="rotary_pct must be"):
+        read_config(raw("gpt_neox", rotary_pct=None))
+    nulls = raw("gpt_neox", partial_rotary_factor=None, rope_parameters={"partial_rotary_factor": None})
+    assert read_config(nulls).rope.share == 0.25
+    assert read_config(raw("glm4", partial_rotary_factor=None)).rope.share == 1.0  # as in transformers
+
+
 def test_an_activation_without_a_gate_must_be_known() -> None:
     with pytest.raises(UnsupportedModel, match="activation 'silu' is not known"):
         read_config(raw("phi", hidden_act="silu"))

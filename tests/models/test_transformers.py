@@ -445,6 +445,12 @@ def test_without_the_extra_the_error_says_what_to_install(folder: Path, monkeypa
         paceline.load(folder)
 
 
+def test_a_part_of_a_head_has_its_bias() -> None:
+    target, tokens = adapter("GPT-J"), torch.tensor([3, 8, 36])
+    x = torch.randn(2, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(target.shaped(x @ target.head()[tokens].T, tokens), target.logits(x)[:, tokens])
+
+
 @pytest.mark.parametrize("name", ["GPT-2", "Gemma 2, every other layer a window", "Bloom", "GPT-J"])
 def test_texts_that_begin_alike_begin_with_what_was_saved(name: str) -> None:
     target = adapter(name)

@@ -163,11 +163,23 @@ def test_every_splitter_keeps_the_text(pre: str) -> None:
         ("command-r", ["I", "'ll", " pay", " ", "1", "2", "3", "4", "5", "€", "  ", " NOW", "'", "VE", "\n\n"]),
         ("falcon", ["I", "'", "ll", " pay", " ", "123", "45", "€", "  ", " NOW", "'", "VE", "\n\n"]),
         ("tekken", ["I", "'ll", " pay", " ", "1", "2", "3", "4", "5", "€", "  ", " NOW", "'VE", "\n\n"]),
+        ("lfm2", ["I", "'ll", " pay", " ", "123", "45", "€", "  ", " NOW", "'VE", "\n\n"]),
+        ("falcon-h1", ["I", "'ll", " pay", " ", "123", "45", "€", "  ", " NOW", "'VE", "\n\n"]),
+        ("exaone4", ["I", "'ll", " pay", " 12345", "€", "  ", " NOW", "'", "VE", "\n\n"]),
+        ("qwen35", ["I", "'ll", " pay", " ", "1", "2", "3", "4", "5", "€", "  ", " NOW", "'VE", "\n\n"]),
+        ("tiny_aya", ["I'll", " pay", " ", "12", "345", "€", "  ", " NOW'VE", "\n\n"]),
+        ("youtu", ["I'll", " pay", " ", "1", "2", "3", "4", "5", "€", "  ", " NOW'VE", "\n\n"]),
     ],
 )
 def test_splitters(pre: str, expected: list[str]) -> None:
     tokenizer = Tokenizer.from_gguf(byte_level(pre=pre))
     assert pieces(tokenizer, "I'll pay 12345€   NOW'VE\n\n") == expected
+
+
+def test_qwen35_keeps_marks_in_words() -> None:
+    text = "x\u0301y हिन्दी"
+    assert pieces(Tokenizer.from_gguf(byte_level(pre="qwen35")), text) == ["x\u0301y", " हिन्दी"]
+    assert len(pieces(Tokenizer.from_gguf(byte_level(pre="qwen2")), text)) > 2
 
 
 def test_kimi_cuts_between_scripts() -> None:

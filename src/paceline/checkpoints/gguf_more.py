@@ -182,16 +182,17 @@ _MAVERICK = 128
 
 
 def _llama4(meta: Metadata, config: Config) -> Config:
-    """Llama 4, of which the metadata names neither chunks nor temperatures: all models have the same."""
+    """Llama 4, of which the metadata names neither chunks nor temperatures: all models have the same. Small ones
+    (MobileLLM-R1) have no experts."""
     whole = meta.get("attention.sliding_window") == 0
-    count = meta["expert_count"]
+    count = meta.get("expert_count", 0)
     return {
         "model_type": "llama4_text",
-        "intermediate_size": meta["expert_feed_forward_length"],
+        "intermediate_size": meta["expert_feed_forward_length"] if count else config["intermediate_size"],
         "intermediate_size_mlp": config["intermediate_size"],
         "num_local_experts": count,
-        "num_experts_per_tok": meta["expert_used_count"],
-        "interleave_moe_layer_step": meta["interleave_moe_layer_step"],
+        "num_experts_per_tok": meta["expert_used_count"] if count else 0,
+        "interleave_moe_layer_step": meta["interleave_moe_layer_step"] if count else 0,
         "use_qk_norm": count != _MAVERICK,
         "no_rope_layers": [1] * config["num_hidden_layers"] if whole else None,
         "layer_types": ["full_attention"] * config["num_hidden_layers"] if whole else None,

@@ -202,13 +202,15 @@ def _read_eagle(folder: HeadFolder) -> Found:
     """Read the layout of the reference, SGLang and SpecForge: EAGLE-3, or 1 and 2, which have no `hidden_norm`."""
     raw = folder.raw
     tensors = _eagle_tensors(folder)
-    # The reference's layer is Llama's whatever model_type says, and it ignores windows.
-    ignored = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
-    layer = _eagle_layers(folder, {k: v for k, v in raw.items() if k not in ignored} | {"model_type": "llama"})
+    sglang = "LlamaForCausalLMEagle3" in (raw.get("architectures") or [])
+    # The reference's layer is Llama's whatever model_type says (vLLM's of Llama 4 is not), and it ignores windows.
+    ignored = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types", *_CHUNKS)
+    kind = _LLAMA4 if raw.get("model_type") == _LLAMA4 and not sglang else "llama"
+    layer = _eagle_layers(folder, {k: v for k, v in raw.items() if k not in ignored} | {"model_type": kind})
     if "layers.0.hidden_norm.weight" not in tensors and "draft_vocab_size" not in raw:
         tensors.pop("lm_head.weight", None)  # some files repeat the target's
         return "reference", EagleConfig(layer, ("final",), layer.hidden, layer.vocab_size, version=1), tensors
-    layout = "sglang" if "LlamaForCausalLMEagle3" in (raw.get("architectures") or []) else "reference"
+    layout = "sglang" if sglang else "reference"
     nested = raw.get("eagle_config") or {}
     if nested.get("use_aux_hidden_state") is False:
         raise UnsupportedModel(
@@ -233,7 +235,12 @@ def _eagle3(folder: HeadFolder, layer: ModelConfig, taps: tuple[Tap, ...]) -> Ea
     )
 
 
+_LLAMA4, _CHUNKS = "llama4_text", ("attention_chunk_size", "no_rope_layers")
+
+
 def _eagle_layers(folder: HeadFolder, raw: Raw) -> ModelConfig:
+    if raw.get("model_type") == _LLAMA4:
+        raise UnsupportedModel(f"{folder.path} is an EAGLE head with layers of {_LLAMA4}", "Use one with Llama's")
     config = read_config({"model_type": "qwen3", "num_hidden_layers": 1, **raw})
     if any(layer.window for layer in config.plan) or config.layer_norm:
         raise UnsupportedModel(f"{folder.path} is an EAGLE head with sliding windows or layer norms", "Use another")

@@ -217,6 +217,7 @@ LATENT: Mapping[str, FieldKind] = {
 }
 LLAMA4: Mapping[str, FieldKind] = {
     **MIXTURE,
+    **_each(whole(0, EXPERTS), "num_local_experts", "num_experts_per_tok"),
     "intermediate_size_mlp": _ROWS,
     "moe_layers": listed(whole()) | NULL,
     "interleave_moe_layer_step": whole(),

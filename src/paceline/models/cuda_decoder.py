@@ -24,6 +24,10 @@ ROWS = (4, 8, 16, 32, 64, 128)
 PATIENCE = 2
 """Passes of one size before it gets a graph: recording one costs as much as several of them."""
 
+FIRST = 1 << 15
+"""Positions with rotary factors from the start. Graphs hold addresses: where later positions make the tables grow, new
+graphs are recorded."""
+
 Capture = Callable[[Replay], Replay]
 """From a function over tensors with fixed addresses to one that does the same to their later contents."""
 
@@ -61,11 +65,11 @@ class DeviceDecoder(Decoder):
         with products(FixedTile) if exact else nullcontext():
             super().__init__(*args)
         config = self.config
-        # A table that grows would leave its old address to the graphs; factors that follow the prompt have many tables.
+        # Factors that follow the prompt have many tables.
         fixed = all(layer.rope is None or layer.rope.kind not in ("dynamic", "longrope") for layer in config.plan)
         self._capture = capture if fixed else None
         if self._capture:
-            self._stack.ropes.reserve(config.context_length + BLOCK)
+            self._stack.ropes.reserve(min(config.context_length, FIRST) + BLOCK)
 
     @torch.inference_mode()
     def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
@@ -74,7 +78,8 @@ class DeviceDecoder(Decoder):
         if self._capture is None or size is None or not isinstance(cache, DeviceCache):
             return super().forward(rows, cache, want)
         places = cache.places(rows, size[1])
-        graph = self._graph(cache, size, want)
+        reach = self._stack.ropes.reserve(max(rows.lengths) + size[1])
+        graph = self._graph(cache, size, want, reach)
         if graph is None:
             return super().forward(rows, cache, want)
         table, replay = graph
@@ -84,8 +89,11 @@ class DeviceDecoder(Decoder):
         b, t = rows.tokens.shape
         return Forward(out.logits[:b, :t].clone(), {tap: x[:b, :t].clone() for tap, x in out.taps.items()})
 
-    def _graph(self, cache: DeviceCache, size: tuple[int, int], want: Want) -> tuple[RowTable, Replay] | None:
-        key = (size, want.taps)
+    def _graph(
+        self, cache: DeviceCache, size: tuple[int, int], want: Want, reach: int
+    ) -> tuple[RowTable, Replay] | None:
+        """`reach`: of the tables of rotary factors, see `RotarySet.reserve`."""
+        key = (size, want.taps, reach)
         cache.passes[key] += 1
         if key not in cache.graphs and cache.passes[key] > PATIENCE and self._capture:
             table = RowTable(*size, size[1], self.device)
@@ -95,7 +103,7 @@ class DeviceDecoder(Decoder):
     @torch.inference_mode()
     def _run_table(self, table: RowTable, cache: DeviceCache, want: Want) -> Forward:
         """A pass over the contents of the table at the time it runs. What `Rows` says on the host is not read, except
-        for the highest position, on which no table of rotary factors depends any more."""
+        for the highest position, which the tables of rotary factors reach already."""
         zeros = (0,) * table.slots
         rows = Rows(table.tokens, table.positions(), zeros, zeros, ((),) * table.slots, zeros)
         return self._run(rows, 0, self.embed(rows.tokens), cache.over(table), zeros, want)

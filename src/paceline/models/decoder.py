@@ -85,9 +85,8 @@ class Decoder:
         self._stack = LayerStack(config, layers, self, ranks=self.ranks, devices=devices)
         self._token_inputs = TokenInputs(config, weights) if config.token_inputs else None
         self.norm = make_norm(config, weights, "model.norm", config.hidden)
-        name, own, bias = "lm_head.weight", None, None
-        if "lm_head.bias" in weights:
-            bias = weights.get("lm_head.bias", table[:1])
+        name, own = "lm_head.weight", None
+        self._bias = bias = weights.get("lm_head.bias", table[:1]) if "lm_head.bias" in weights else None
         if config.tied:
             weights.skip(name)
             name = "model.embed_tokens.weight"
@@ -202,6 +201,10 @@ class Decoder:
         """See `protocols.EmbeddingAndHead`."""
         return self._head.weight().to(self.dtype)
 
+    def shaped(self, products: Tensor, tokens: Tensor) -> Tensor:
+        """See `protocols.EmbeddingAndHead`."""
+        return self._shaped(products if self._bias is None else products.add_(self._bias[tokens]))
+
 
 def _rows(table: Tensor | NativeLinear, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     """The rows [..., *] of an embedding."""
@@ -298,8 +301,8 @@ def make_attention(
         del parts[prefix + "v_proj"]
     if prefix + "qkv_proj.weight" in weights:  # Phi-3
         parts = {prefix + "qkv_proj": q + 2 * kv}
-    within = _unpaired(c, layer) if c.paired else []
-    order = _each_head(c, within) if within else None
+    within = _unpaired(c, layer) if c.paired else None
+    order = None if within is None else _each_head(c, within)
     if prefix + "query_key_value.weight" in weights:  # GPT-NeoX: those of one key head after those of another
         parts = {prefix + "query_key_value": q + 2 * kv}
         rows = torch.arange(q + 2 * kv).view(c.kv_heads, -1, c.head_dim)
@@ -314,17 +317,18 @@ def make_attention(
     return Attention(product, c.heads, c.kv_heads, c.head_dim, norm, sinks, c.gated, value_norm, tempered)
 
 
-def _unpaired(c: ModelConfig, layer: LayerConfig) -> list[int]:
+def _unpaired(c: ModelConfig, layer: LayerConfig) -> Tensor:
     """The order of a head's elements in which the first halves of rotary pairs come before the second ones."""
-    rotated = int(c.head_dim * layer.rope.share) if layer.rope else 0
-    return [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, c.head_dim)]
+    rotated, order = int(c.head_dim * layer.rope.share) if layer.rope else 0, torch.arange(c.head_dim)
+    order[:rotated] = order[:rotated].view(-1, 2).T.flatten()
+    return order
 
 
-def _each_head(c: ModelConfig, within: Sequence[int]) -> Tensor:
+def _each_head(c: ModelConfig, within: Tensor) -> Tensor:
     """The order of queries, keys and values in which each head of the first two is in this one."""
-    turned, size = c.heads + c.kv_heads, c.head_dim
-    order = [head * size + i for head in range(turned) for i in within]
-    return torch.tensor([*order, *range(turned * size, (turned + c.kv_heads) * size)])
+    rows = torch.arange((c.heads + 2 * c.kv_heads) * c.head_dim).view(-1, c.head_dim)
+    rows[: -c.kv_heads] = rows[: -c.kv_heads, within]
+    return rows.flatten()
 
 
 def make_mlp(c: ModelConfig, weights: Weights, prefix: str) -> Dense:

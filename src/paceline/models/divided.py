@@ -71,6 +71,8 @@ class DividedDecoder(Decoder, Mirrored):
             cut = tensors.over(own) if isinstance(tensors, Quantised) else own
             changes = [own.factors(adapter) for adapter in adapters]
             super().__init__(part, cut, dtype, device, progress, adapters=changes)
+            if self._bias is not None:
+                self._bias = self._gathered(self._bias)
             self.vocab_size = config.vocab_size
             self.config = replace(part, vocab_size=config.vocab_size)
             kernels = self._stack.native is None, type(self._head)

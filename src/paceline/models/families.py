@@ -287,7 +287,7 @@ def _context(raw: Raw, rope: RopeConfig) -> int:
 
 def _check(c: ModelConfig) -> None:
     """Raise for contradictions between fields."""
-    if c.experts and c.experts.used > c.experts.count:
+    if c.experts and not 0 < c.experts.used <= c.experts.count:
         raise CorruptModel(f"{c.experts.used} of {c.experts.count} experts cannot be used", CORRECT)
     known = UNGATED if c.plain_mlp else ACTIVATIONS
     if c.activation not in known:

@@ -56,7 +56,8 @@ def _phi(raw: Raw, base: ModelConfig) -> ModelConfig:
 def _neox(raw: Raw, base: ModelConfig) -> ModelConfig:
     """GPT-NeoX and Pythia: side by side, but each through a norm of its own."""
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling")
-    own = {**raw, "partial_rotary_factor": raw["partial_rotary_factor"] or raw["rotary_pct"]}
+    share = raw["rotary_pct"] if raw["partial_rotary_factor"] is None else raw["partial_rotary_factor"]
+    own = {**raw, "partial_rotary_factor": share}
     base = replace(base, rope=read_rope(scaling, own, raw["rotary_emb_base"], base.head_dim))
     base = replace(base, kv_heads=base.heads, plain_mlp=True)
     return replace(_parallel(raw, base, parallel=bool(raw["use_parallel_residual"])), one_norm=False)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -114,10 +112,11 @@ def make_head_norms(
     c: ModelConfig,
     weights: Weights,
     prefix: str,
-    order: Sequence[int] = (),
+    order: Tensor | None = None,
     names: tuple[str, str] = ("q_norm", "k_norm"),
 ) -> HeadNorms | None:
-    """Build the norms of queries and keys, if there are any. `order`: of the elements of each head; () as stored."""
+    """Build the norms of queries and keys, if there are any. `order`: of the elements of each head; None: as
+    stored."""
     if not c.qk_norm:
         return None
     if c.layer_norm:
@@ -130,7 +129,7 @@ def make_head_norms(
     return WideNorm(q, k, c.kv_heads, c.norm_eps)
 
 
-def _head_layer_norm(c: ModelConfig, weights: Weights, prefix: str, order: Sequence[int]) -> HeadLayerNorm:
+def _head_layer_norm(c: ModelConfig, weights: Weights, prefix: str, order: Tensor | None) -> HeadLayerNorm:
     def table(kind: str) -> Tensor:
         rows = torch.empty(c.heads + c.kv_heads, c.head_dim, dtype=weights.precise, device=weights.device)
         for name, part in ((f"{prefix}q_norm", rows[: c.heads]), (f"{prefix}k_norm", rows[c.heads :])):
@@ -140,7 +139,7 @@ def _head_layer_norm(c: ModelConfig, weights: Weights, prefix: str, order: Seque
             else:
                 shape = (len(part), c.head_dim) if c.own_head_norms else (c.head_dim,)
                 part.copy_(weights.get(f"{name}.{kind}", shape, weights.precise))
-        return rows[:, list(order)] if order else rows
+        return rows if order is None else rows[:, order]
 
     bias = table("bias") if f"{prefix}q_norm.bias" in weights else None
     return HeadLayerNorm(table("weight"), bias, c.norm_eps)

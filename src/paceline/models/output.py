@@ -41,14 +41,15 @@ def output_head(
     # Ascending, so that ties go to the lowest id; without a map, rows beyond the vocabulary are padding.
     order = ids.argsort()[: host.vocab_size] if kept is None else kept
     ids = ids[order]
+    subset = None if len(ids) == host.vocab_size else Subset(ids, host.vocab_size)
     if _HEAD in weights:
-        weight = weights.head(_HEAD, (count, hidden))[order.to(weights.device)]
-    else:
-        weight = weights.borrowed(_borrowed(host, hidden, ids), cut=kept is not None)
-    return None if len(ids) == host.vocab_size else Subset(ids, host.vocab_size), linear(weight).precise
+        return subset, linear(weights.head(_HEAD, (count, hidden))[order.to(weights.device)]).precise
+    product = linear(weights.borrowed(_rows(host, hidden, ids), cut=kept is not None))
+    shaped, places = host.shaped, ids.to(host.device)
+    return subset, lambda x: shaped(product.precise(x), places)
 
 
-def _borrowed(host: TargetWithHead, hidden: int, ids: Tensor) -> Tensor:
+def _rows(host: TargetWithHead, hidden: int, ids: Tensor) -> Tensor:
     """The target's rows of these tokens."""
     head = host.head()
     if head.shape[1] != hidden:

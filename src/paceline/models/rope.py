@@ -86,11 +86,10 @@ class RotarySet:
         """Spans of all kinds for a prompt's length. Keys of two prompts mix only if they agree."""
         return tuple(span_of(rotary.config, prompt) for rotary in self._rotaries if rotary)
 
-    def reserve(self, highest: int) -> None:
-        """Make the tables of factors for positions up to `highest`, as trained, so that they never move."""
-        for rotary in self._rotaries:
-            if rotary:
-                rotary.table(0, highest)
+    def reserve(self, highest: int) -> int:
+        """Make the tables of factors for positions up to `highest`, as trained. Returns their positions in all, which
+        grow whenever a table moves."""
+        return sum(rotary.table(0, highest).shape[1] for rotary in self._rotaries if rotary)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -181,7 +180,8 @@ def read_rope(scaling: Raw | None, raw: Raw, theta: float, head_dim: int) -> Rop
         raise CorruptModel(f"rope scaling {kind!r} lacks {', '.join(absent)}", CORRECT)
     if unknown := [key for key in given if key not in (*needed, *known, *_HARMLESS)]:
         raise UnsupportedModel(f"rope scaling {kind!r} with {', '.join(unknown)} is not known", "Use another model")
-    share = float(given.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0)
+    share = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    share = 1.0 if share is None else float(share)
     if kind == "proportional":
         given["partial_rotary_factor"], share = share, 1.0
     rotated = int(head_dim * share)

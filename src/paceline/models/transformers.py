@@ -137,6 +137,11 @@ class CausalLM:
         weight: Tensor = self.model.get_output_embeddings().weight
         return weight.detach()
 
+    def shaped(self, products: Tensor, tokens: Tensor) -> Tensor:
+        """See `protocols.EmbeddingAndHead`. As in `logits`, only a bias counts."""
+        bias: Tensor | None = self.model.get_output_embeddings().bias
+        return products if bias is None else products.add_(bias.detach()[tokens])
+
     @torch.inference_mode()
     def _plain(self, tokens: list[int]) -> Tensor:
         """Logits [T, V] of a whole text in one pass, by the model alone."""

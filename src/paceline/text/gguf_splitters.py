@@ -43,6 +43,11 @@ _TAIL = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _LLAMA3 = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1,3}}|{_TAIL}"
 _QWEN2 = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}|{_TAIL}"
+# As before, with marks as parts of words.
+_QWEN35 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
+)
 _SEED = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _KIMI_UPPER, _KIMI_LOWER = (rf"{letters[:-1]}&&[^\p{{Han}}]]" for letters in (_UPPER, _LOWER))
@@ -59,6 +64,10 @@ def _cased(after: str, digits: str) -> str:
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 
 
+_GPT4O = _cased(f"{_CONTRACTIONS}?", r"\p{N}{1,3}")
+_YOUTU = (
+    "[\uac00-\ud7a3\u3131-\u318e]+|[！…“”‘’—：；，\u3001-\u303f\ufe30-\ufe4f]+|[\u3105-\u312f]+|[一-龥\u3040-ゟ゠-ヿ]+"
+)
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CJK = "[一-\u9fa5\u0800-一\uac00-\ud7ff]+"
 _DEEPSEEK3 = (
@@ -80,24 +89,28 @@ _CASED = (
 )
 
 _SPLITTERS: dict[str, Splitter] = {
-    "smollm starcoder refact minerva-7b": Splitter(digits=True, gpt2=True),
+    "smollm starcoder refact minerva-7b exaone": Splitter(digits=True, gpt2=True),
     "command-r": Splitter(digits=True, gpt2=True, nfc=True),
-    "gpt-2 phi-2 trillion": Splitter(gpt2=True),
+    "gpt-2 phi-2 trillion exaone4 a.x-4.0 gigachat granite-docling mellum": Splitter(gpt2=True),
     "olmo mpt": Splitter(gpt2=True, nfc=True),
-    "llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0": Splitter((_LLAMA3,), whole=True, bos=True),
+    "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2": Splitter((_LLAMA3,), whole=True, bos=True),
     "smaug-bpe dbrx chatglm-bpe": Splitter((_LLAMA3,)),
     "glm4 glm5": Splitter((_LLAMA3,), whole=True),
+    "minicpm5": Splitter((r"\p{N}{1,3}", _LLAMA3), whole=True),
     "kimi-k2": Splitter((_KIMI,), whole=True),
     "qwen2": Splitter((_QWEN2,), nfc=True),
-    "megrez deepseek-r1-qwen stablelm2": Splitter((_QWEN2,)),
+    "qwen35": Splitter((_QWEN35,), nfc=True),
+    "megrez deepseek-r1-qwen stablelm2 hunyuan kormo": Splitter((_QWEN2,)),
     "seed-coder": Splitter((_SEED,)),
     "tekken": Splitter((_cased("", r"\p{N}"),), whole=True, bos=True),
-    "gpt-4o llama4": Splitter((_cased(f"{_CONTRACTIONS}?", r"\p{N}{1,3}"),)),
+    "gpt-4o llama4 kanana2": Splitter((_GPT4O,)),
+    "tiny_aya": Splitter((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O)),
+    "youtu": Splitter((_YOUTU, _cased(f"{_CONTRACTIONS}?", r"\p{N}")), whole=True),
     "deepseek-llm": Splitter(
         ("[\r\n]", rf"\s?[{_CASED}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _CJK), digits=True
     ),
     "deepseek-coder": Splitter(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK), digits=True),
-    "deepseek-v3": Splitter((r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+", _DEEPSEEK3)),
+    "deepseek-v3 hunyuan-dense joyai-llm": Splitter((r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+", _DEEPSEEK3)),
     "viking": Splitter((r" ?[^(\s|.,!?…。，、।۔،)]+",), digits=True),
     "falcon": Splitter((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
     # llama.cpp's choice for files from before the field existed.

@@ -93,7 +93,7 @@ def test_a_recorded_pass_gives_the_very_logits_of_one_that_is_not(config: ModelC
                 cache.commit(rows, [(1,), *[None] * (len(taken) - 1)])
             assert torch.equal(outs[0].logits, outs[1].logits)
             assert torch.equal(outs[0].taps[1], outs[1].taps[1])
-    assert {size for size, _ in caches[0].graphs} == {(1, 4), (1, 8), (2, 4), (2, 8)}
+    assert {size for size, *_ in caches[0].graphs} == {(1, 4), (1, 8), (2, 4), (2, 8)}
     assert not caches[1].graphs
 
 
@@ -120,6 +120,29 @@ def test_what_left_a_graph_outlasts_its_next_run() -> None:
         outs = [target.forward(x, cache, Want(taps=(1,))) for x in rows]
         found.append(torch.stack([torch.cat([out.logits[0, 0], out.taps[1][0, 0]]) for out in outs]))
         assert bool(cache.graphs) == (capture is tape)
+    assert torch.equal(*found)
+
+
+def test_rotary_factors_are_made_as_texts_need_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for a context of millions; and graphs from before a table grew are not run again."""
+    monkeypatch.setattr("paceline.models.cuda_decoder.FIRST", 1)
+    config, found = replace(TINY, context_length=2**22), []
+    for capture in (tape, None):
+        target = device_target(capture, torch.float32, config)
+        assert target._stack.ropes.reserve(0) < 1024
+        cache = target.new_cache()
+        slot, outs = cache.acquire(), []
+        for start in range(0, 490, 98):
+            rows = pack_prefix([1 + n % 30 for n in range(start, start + 98)], slot, start, CPU)
+            target.forward(rows, cache, Want("none"))
+            cache.commit(rows, [range(1, 98)])
+        for turn in range(40):
+            rows = pack([turn % 30], [Draft.chain((3, 4))], [slot], [cache.lengths[slot]], CPU)
+            outs.append(target.forward(rows, cache, Want()).logits)
+            cache.commit(rows, [()])
+        found.append(torch.cat(outs))
+        assert cache.lengths[slot] > 512
+        assert len({reach for *_, reach in cache.graphs}) == 2 * (capture is tape)
     assert torch.equal(*found)
 
 
