@@ -106,6 +106,13 @@ class Draft:
     rejection and block. Children of a row without an entry are a point-mass set: chosen, not drawn."""
     carried: Carried | None = field(default=None, compare=False)
     """Work that verification need not repeat."""
+    lengthened: int = field(default=0, compare=False)
+    """Tokens at the end of a chain that lookups added (`Drafter.extend`)."""
+
+    @property
+    def own(self) -> int:
+        """Tokens that its drafter proposed itself."""
+        return len(self.tokens) - self.lengthened
 
     @staticmethod
     def chain(tokens: tuple[int, ...] | list[int]) -> Draft:

@@ -8,12 +8,17 @@ from dataclasses import replace
 import pytest
 
 from paceline.drafters.base import Ask, Drafter, Stage
-from paceline.drafters.stack import DrafterStack, DrafterWrapper
+from paceline.drafters.stack import SURE, DrafterStack, DrafterWrapper
 from paceline.drafters.suffix import Suffix
+from paceline.engine.draft_length import Controller
 from paceline.engine.engine import Engine
+from paceline.engine.request import Request
+from paceline.engine.results import Batch
+from paceline.engine.scheduler import Task
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Prefix
 from paceline.testing import Oracle, run, run_together, tiny_target
+from paceline.testing.tiny import start
 from paceline.types import Draft, DraftBudget
 
 PROMPT = [1, 2, 3]
@@ -110,8 +115,8 @@ def test_a_text_that_lookups_write_does_not_keep_the_learned_drafter_from_anothe
     sampling = Sampling(max_new_tokens=150)
     for _ in range(3):
         replies = run_together(engine, [[5] * 60, PROMPT], [sampling] * 2)
-    for text, start, (tokens, _, stats) in zip(texts, (60, 3), replies, strict=True):
-        assert tokens == text[start:]
+    for text, length, (tokens, _, stats) in zip(texts, (60, 3), replies, strict=True):
+        assert tokens == text[length:]
         assert stats.rounds < 60
     controller = next(iter(engine.policies)).controllers[1]
     assert controller._behind < 60, "the prompt that it is not asked to read"
@@ -129,32 +134,69 @@ def test_a_stack_within_a_stack_drafts_with_all_its_parts() -> None:
 def test_stages_are_runs_of_one_kind_and_reach_through_wrappers() -> None:
     model = Oracle([1], 1.0, 37)
     stack = DrafterStack([Suffix(), model])
-    assert stack.stages == (Stage(Suffix.draft, True), Stage(model.draft, False))
+    assert stack.stages == (Stage(Suffix.draft, True, True), Stage(model.draft, False, True))
     assert DrafterWrapper(stack).stages == stack.stages
-    assert DrafterStack([Suffix(), Suffix()]).stages == (Stage(Suffix.draft, True),)
+    assert DrafterStack([Suffix(), Suffix()]).stages == (Stage(Suffix.draft, True, True),)
     with pytest.raises(IndexError):
         stack.propose([Ask(0, None, stack.draft, None, stage=2)])  # type: ignore[arg-type]
 
 
 class Watched(DrafterWrapper):
-    """Notes how much of the reply was there when it was asked."""
+    """Notes how much of the reply was there when it was asked, and how sure it had to be then."""
 
-    def __init__(self, inner: Drafter, free: bool) -> None:
+    def __init__(self, inner: Drafter, free: bool, reads_prompt: bool = True) -> None:
         super().__init__(inner)
-        self.free, self.asked = free, set[int]()
+        self.free, self.reads_prompt, self.asked = free, reads_prompt, dict[int, set[float]]()
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        self.asked |= {ask.position + 1 - len(PROMPT) for ask in asks}
+        for ask in asks:
+            self.asked.setdefault(ask.position + 1 - len(PROMPT), set()).add(ask.sure)
         return super().propose(asks)
 
 
-@pytest.mark.parametrize("free", [False, True])
-def test_the_first_token_waits_for_lookups_alone(free: bool) -> None:
-    """A learned drafter would read the prompt before it."""
+@pytest.mark.parametrize(("free", "reads_prompt"), [(False, True), (False, False), (True, True)])
+@pytest.mark.parametrize("remembers", [False, True])
+def test_the_first_token_waits_for_no_drafter_that_reads_the_prompt(
+    free: bool, reads_prompt: bool, remembers: bool
+) -> None:
     target, sampling = tiny_target(), Sampling(max_new_tokens=30)
     plain = run(target, PROMPT, sampling)[0]
-    drafter = Watched(Oracle([*PROMPT, *plain], 1.0, 37), free)
+    drafter = Watched(Oracle([*PROMPT, *plain], 1.0, 37), free, reads_prompt)
     engine = Engine(target, drafter)
-    for _ in range(3):
-        assert run(target, PROMPT, sampling, engine=engine)[0] == plain
-    assert (min(drafter.asked) == 0) == free
+    if remembers:
+        engine.remember(1 << 20)
+    for length in (30, 30, 2, 1):
+        assert run(target, PROMPT, replace(sampling, max_new_tokens=length), engine=engine)[0] == plain[:length]
+    assert (min(drafter.asked) == 0) == (free or not reads_prompt)
+
+
+def test_lookups_hold_back_only_for_a_drafter_that_is_asked() -> None:
+    """In the first round nobody else drafts, however much the model did in the reply before."""
+    target, sampling = tiny_target(), Sampling(max_new_tokens=40)
+    plain = run(target, PROMPT, sampling)[0]
+    lookup = Watched(Oracle([0], 1.0, 37), free=True)
+    engine = Engine(target, DrafterStack([lookup, Oracle([*PROMPT, *plain], 1.0, 37)]))
+    for _ in range(4):
+        run(target, PROMPT, sampling, engine=engine)
+    assert lookup.asked.pop(0) == {0.0}
+    assert any(SURE in sures for sures in lookup.asked.values())
+
+
+def test_each_stage_notes_once_that_a_text_begins() -> None:
+    """Where other tokens are known, or lookups draft, a stage begins later."""
+    target, sampling = tiny_target(), Sampling(max_new_tokens=40)
+    plain = run(target, PROMPT, sampling)[0]
+    engine = Engine(target, DrafterStack([Watched(Oracle([0], 1.0, 37), True), Oracle([*PROMPT, *plain], 1.0, 37)]))
+    begun: list[Controller] = []
+    for controller in next(iter(engine.policies)).controllers:
+        controller._begin = lambda share, of=controller: begun.append(of)  # type: ignore[method-assign]
+
+    def predicted(source: Request | None) -> Request:
+        request = start(engine, PROMPT, sampling, (), source)
+        request.expect(plain[:3])
+        return request
+
+    for turn in range(1, 4):
+        for _ in Batch(engine, [Task(predicted)], 1):
+            pass
+        assert [begun.count(c) for c in next(iter(engine.policies)).controllers] == [turn, turn]

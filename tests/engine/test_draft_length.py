@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -250,6 +251,92 @@ def test_company_that_is_drafted_for_in_other_ways_does_not_keep_it_from_learnin
             rows = 2 + size.nodes
             controller.learn([size], drafts, verdicts, 0.01 * size.nodes, 1.0 + 0.05 * rows, 2, rows)
         assert sizes[-100:].count(expected) > 80, sizes[-100:]
+
+
+@pytest.mark.parametrize("most", [DraftBudget(8, 4), DraftBudget(4, 8)])
+def test_a_chain_has_one_node_for_each_level(most: DraftBudget) -> None:
+    assert Controller(most).sizes[-1] == DraftBudget.chain(4)
+    assert World(most, 0.02, 0.1, 0.8).speed(200) > 1.1
+
+
+class Uneven(World):
+    """Drafters that stop: a chain goes on with the chance `goes_on`, and begins with `begins`. A batch's levels are
+    drafted together. Lookups lengthen chains by `more`."""
+
+    begins, goes_on, more = 1.0, 1.0, 0
+
+    def round(self) -> tuple[float, float]:
+        size, dice = self.controller.choose(self.together), self._random.random
+        own, kept = [], []
+        for _ in range(self.together):
+            length = int(size.depth > 0 and dice() < self.begins)
+            while 0 < length < size.depth and dice() < self.goes_on:
+                length += 1
+            own.append(length)
+        drafts = [Draft.chain((0,) * (n + (self.more if n else 0))) for n in own]
+        drafts = [replace(draft, lengthened=len(draft.tokens) - n) for draft, n in zip(drafts, own, strict=True)]
+        for draft in drafts:
+            right = 0
+            while right < len(draft.tokens) and (self.more or dice() < self.right):
+                right += 1
+            kept.append(right)
+        verdicts = [Verdict(tuple(range(1, n + 1)), (0,) * (n + 1)) for n in kept]
+        rows = self.together + sum(len(draft.tokens) for draft in drafts)
+        drafting = self.per_level * max(1, *own) if size.depth else 0.0
+        verifying = 1.0 + self.per_row * (rows - self.together) / self.together
+        seconds = drafting * (1 + 0.05 * dice()), verifying * (1 + 0.05 * dice())
+        self.controller.learn([size] * self.together, drafts, verdicts, *seconds, self.together, rows)
+        return 1 + sum(kept) / self.together, drafting + verifying
+
+
+def test_what_lookups_add_to_a_chain_is_not_the_drafters() -> None:
+    """Chains of two levels that became twelve tokens do not make levels look cheap."""
+    world = Uneven(DraftBudget.chain(8), 0.03, 0.15, 0.42)
+    world.goes_on, world.more = 0.0, 10
+    world.speed(200)
+    world.goes_on, world.more = 1.0, 0
+    world.speed(20)
+    assert world.speed(300) > 1.05
+
+
+@pytest.mark.parametrize("per_level", [0.3, 0.6])
+def test_drafting_nothing_takes_time_too(per_level: float) -> None:
+    """A drafter that is mostly at a loss, after a pass of its own."""
+    world = Uneven(DraftBudget.chain(4), 0.03, per_level, 0.9)
+    world.begins = 0.3
+    world.speed(100)
+    assert world.speed(500) > 0.97
+
+
+@pytest.mark.parametrize(("per_level", "goes_on", "right", "least"), [(0.3, 0.6, 0.75, 1.27), (0.15, 0.5, 0.6, 1.33)])
+def test_a_batch_drafts_as_long_as_its_longest_chain(
+    per_level: float, goes_on: float, right: float, least: float
+) -> None:
+    world = Uneven(DraftBudget.chain(8), 0.03, per_level, right, together=8)
+    world.goes_on = goes_on
+    world.speed(100)
+    assert world.speed(500) > least
+
+
+def caught_up(asked: int, together: int) -> float:
+    """What a token of catching up is found to cost, where it takes 0.1 ms and a level 1 ms."""
+    controller = Controller(DraftBudget.chain(8))
+    for turn in range(200):
+        late = turn > 40 and turn % 4 == 0
+        count = asked if late else together
+        behind = count * (1000 if late else 2)
+        size = controller.choose(together, behind, written=5000, asked=count)
+        kept = tuple(range(1, size.nodes + 1))
+        drafts, verdicts = [Draft.chain((0,) * size.nodes)] * count, [Verdict(kept, (0, *kept))] * count
+        seconds = 0.001 * size.nodes + (0.0001 * behind if size.nodes else 0.0)
+        controller.learn([size] * count, drafts, verdicts, seconds, 0.01, together, together + count * size.nodes)
+    return controller._catch_up.value
+
+
+@pytest.mark.parametrize(("asked", "together"), [(8, 8), (4, 8), (1, 8), (1, 16)])
+def test_catching_up_costs_the_same_whoever_shares_the_round(asked: int, together: int) -> None:
+    """Of a batch some begin, and wait for no draft yet."""
+    assert caught_up(asked, together) == pytest.approx(0.0001, rel=0.3)
 
 
 @pytest.mark.parametrize("together", [1, 4])

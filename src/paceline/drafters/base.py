@@ -66,10 +66,11 @@ class Ask:
 
 
 class Stage(NamedTuple):
-    """A part of a drafter whose draft length is chosen by itself. `draft`, `free`: as in `Drafter`."""
+    """A part of a drafter whose draft length is chosen by itself. `draft`, `free`, `reads_prompt`: as in `Drafter`."""
 
     draft: DraftBudget
     free: bool
+    reads_prompt: bool
 
 
 class Drafter(ABC):
@@ -85,6 +86,10 @@ class Drafter(ABC):
 
     free: bool = False
     """Whether it looks drafts up in the text, at no cost worth mentioning; such a one heeds `Ask.sure`."""
+
+    reads_prompt: bool = True
+    """Whether a draft takes time for every token that the drafter has not seen, unless it is free: the first token of a
+    reply does not wait for it, and drafting must pay for the prompt, too."""
 
     draft: DraftBudget = DraftBudget.chain(5)
     """Maximum draft if the user gives no size (`draft="auto"`): the draft length is chosen up to it."""
@@ -113,7 +118,7 @@ class Drafter(ABC):
     @property
     def stages(self) -> tuple[Stage, ...]:
         """The parts that are asked one after the other, each for the requests that have no draft yet."""
-        return (Stage(self.draft, self.free),)
+        return (Stage(self.draft, self.free, self.reads_prompt),)
 
     @property
     def needs_past(self) -> bool:

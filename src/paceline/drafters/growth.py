@@ -232,7 +232,12 @@ class Growing(Drafter):
 
     def _pays(self, growths: Sequence[Growth]) -> bool:
         """Return whether a level more is worth its time, for all these trees together."""
-        gain = sum(_NEXT * growth.nodes.promise(growth.chosen) - growth.ask.price for growth in growths)
+        # A tree with all its nodes grows deeper without another row.
+        gain = sum(
+            _NEXT * growth.nodes.promise(growth.chosen)
+            - (growth.ask.price if len(growth.nodes.tokens) < growth.nodes.budget.nodes else 0.0)
+            for growth in growths
+        )
         return gain >= growths[0].ask.pace * (self._level_seconds or 0.0)
 
 

@@ -17,6 +17,7 @@ class CacheSharing(Drafter):
     """A drafter over the target's own cache, which it does not keep alive."""
 
     replayable = False
+    reads_prompt = False
     _bound: Callable[[], KVCache | None] | None = None
 
     def bind(self, cache: KVCache) -> None:
@@ -38,6 +39,7 @@ class LastState(Drafter):
     """A drafter that reads a single hidden state of the target: the last one before the pending token."""
 
     taps: tuple[Tap, ...] = ("final",)
+    reads_prompt = False
 
     def __init__(self) -> None:
         self._states: dict[int, Tensor] = {}

@@ -46,12 +46,13 @@ class DrafterStack(Drafter):
         self.taps: tuple[Tap, ...] = tuple(dict.fromkeys(tap for d in drafters for tap in d.taps))
         self.replayable = all(d.replayable for d in drafters)
         self.free = all(d.free for d in drafters)
+        self.reads_prompt = any(d.reads_prompt for d in drafters)
         self.draft: DraftBudget = _widest(drafters)
         self._runs = [tuple(run) for _, run in groupby(drafters, attrgetter("free"))]
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        return tuple(Stage(_widest(run), run[0].free) for run in self._runs)
+        return tuple(Stage(_widest(run), run[0].free, any(d.reads_prompt for d in run)) for run in self._runs)
 
     def bind(self, cache: KVCache) -> None:
         for drafter in self._drafters:
@@ -90,22 +91,25 @@ class DrafterStack(Drafter):
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         drafts = [Draft()] * len(asks)
         stage = asks[0].stage if asks else None
-        asked, sure = (self._drafters, SURE) if stage is None else (self._runs[stage], asks[0].sure)
+        asked = self._drafters if stage is None else self._runs[stage]
         lookups = [drafter for drafter in self._drafters if drafter.free]
         for drafter in asked:
-            self._fill(drafts, asks, drafter, sure if drafter.free and not self._drafters[-1].free else 0.0)
+            self._fill(drafts, asks, drafter, drafter.free and not self._drafters[-1].free)
         # The others may have been unable to draft: of a text whose hidden states are missing, for example.
         for drafter in lookups if not asked[-1].free else ():
-            self._fill(drafts, asks, drafter, 0.0)
+            self._fill(drafts, asks, drafter, False)
         return drafts
 
-    def _fill(self, drafts: list[Draft], asks: Sequence[Ask], drafter: Drafter, sure: float) -> None:
-        """Let a drafter draft where there is no draft yet, and lookups continue its chains."""
+    def _fill(self, drafts: list[Draft], asks: Sequence[Ask], drafter: Drafter, holds_back: bool) -> None:
+        """Let a drafter draft where there is no draft yet, and lookups continue its chains. `holds_back`: unless it is
+        sure, for another one."""
         empty = [i for i, draft in enumerate(drafts) if not draft.tokens]
         if not empty:
             return
-        budgets = [asks[i].budget.limited(drafter.draft) for i in empty]
-        own = [replace(asks[i], budget=budget, sure=sure, stage=None) for i, budget in zip(empty, budgets, strict=True)]
+        own = []
+        for ask in (asks[i] for i in empty):
+            sure = (SURE if ask.stage is None else ask.sure) if holds_back else 0.0
+            own.append(replace(ask, budget=ask.budget.limited(drafter.draft), sure=sure, stage=None))
         for i, draft in zip(empty, drafter.propose(own), strict=True):
             drafts[i] = draft if drafter.free else self._extended(asks[i], draft)
 
@@ -113,9 +117,10 @@ class DrafterStack(Drafter):
         # Under the rules that draw, all of a chain is drawn or none of it.
         if not draft.tokens or ask.draws or draft.parents != (*range(len(draft.tokens)),):
             return draft
+        own = len(draft.tokens)
         for drafter in self._drafters:
             draft = drafter.extend(replace(ask, budget=ask.room or ask.budget), draft) if drafter.free else draft
-        return draft
+        return replace(draft, lengthened=len(draft.tokens) - own)
 
     def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
         for drafter in self._drafters:
@@ -136,7 +141,7 @@ class DrafterWrapper(DrafterStack):
     @property
     def stages(self) -> tuple[Stage, ...]:
         inner = self.inner.stages
-        return inner if len(inner) > 1 else (Stage(self.draft, self.free),)
+        return inner if len(inner) > 1 else (Stage(self.draft, self.free, self.reads_prompt),)
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         return self.inner.propose(asks)

@@ -16,8 +16,8 @@ from paceline.types import Draft, DraftBudget, Tap, Verdict
 @dataclass(slots=True)
 class PolicyGroup:
     """Requests of one round that share a stage of a drafter. `indices`: their places in the round. `controller`: None
-    where drafts must not depend on measurements. `stage`, `price`, `pace`, `sure`: see `Ask`. `seconds`: of drafting.
-    `left`: requests that another stage has drafted for. `rooms`: see `Ask.room`.
+    where drafts must not depend on measurements. `stage`, `price`, `pace`: see `Ask`. `seconds`: of drafting. `left`:
+    requests that another stage has drafted for. `rooms`, `sures`: see `Ask.room`, `Ask.sure`.
     """
 
     policy: DraftPolicy
@@ -27,10 +27,10 @@ class PolicyGroup:
     stage: int | None = None
     price: float = 0.0
     pace: float = 0.0
-    sure: float = 0.0
     seconds: float = 0.0
     left: list[int] = field(default_factory=list)
     rooms: list[DraftBudget] = field(default_factory=list)
+    sures: list[float] = field(default_factory=list)
 
     @property
     def drafts(self) -> bool:
@@ -71,8 +71,7 @@ def _stages(
     """Yield a group for each stage of a drafter, of the requests that no earlier one has drafted for, if any."""
     earlier: list[PolicyGroup] = []
     for stage, controller in enumerate(policy.controllers):
-        # The first token waits for no drafter that must read the prompt first.
-        own = [i for i in indices if not drafts[i].tokens and (controller.free or requests[i].stats.rounds)]
+        own = [i for i in indices if not drafts[i].tokens and _waits(controller, requests[i])]
         members = [requests[i] for i in own]
         draft = _chosen(controller, members, len(requests)) if members else DraftBudget.chain(0)
         group = PolicyGroup(policy, own, [_budget(draft, r, cache) for r in members], controller, stage)
@@ -80,7 +79,8 @@ def _stages(
         if len(policy.controllers) > 1 and not controller.free:  # lookups lengthen chains of the others alone
             group.rooms = [_budget(policy.draft, r, cache) for r in members]
         group.price, group.pace = controller.price(len(requests)), controller.pace
-        group.sure = SURE if any(later.drafting for later in policy.controllers[stage + 1 :]) else 0.0
+        later = [other for other in policy.controllers[stage + 1 :] if other.drafting]
+        group.sures = [SURE if any(_waits(other, r) for other in later) else 0.0 for r in members]
         if group.drafts:
             for other in earlier:
                 other.leave(group.indices)
@@ -88,12 +88,19 @@ def _stages(
         yield group
 
 
+def _waits(controller: Controller, request: Request) -> bool:
+    """Return whether a request waits for this stage's draft: its first token does for none that reads the prompt."""
+    return not controller.reads_prompt or request.stats.rounds > 0
+
+
 def _chosen(controller: Controller, members: Sequence[Request], together: int) -> DraftBudget:
-    behind = 0 if controller.free else sum(len(r.token_ids) - r.num_seen_tokens for r in members)
+    behind = sum(len(r.token_ids) - r.num_seen_tokens for r in members) if controller.reads_prompt else 0
     written = [len(r.token_ids) - r.num_prompt_tokens for r in members]
     left = max(r.stream.left for r in members)
-    fresh = sum(r.stats.rounds == (0 if controller.free else 1) for r in members)
-    return controller.choose(together, behind, left, max(written), fresh)
+    fresh = [r for r in members if controller not in r.judged]
+    for request in fresh:
+        request.judged.add(controller)
+    return controller.choose(together, behind, left, max(written), len(fresh), len(members))
 
 
 def _budget(draft: DraftBudget, request: Request, cache: KVCache) -> DraftBudget:

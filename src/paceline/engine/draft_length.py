@@ -100,16 +100,15 @@ class _Depths:
 
 
 class _BatchCosts:
-    """Costs at one batch size: seconds of drafting by depth, and the cost of a pass relative to one without drafts, by
-    the length of a chain or the size of a tree. Not by mean rows: a mean of many empty drafts and a few long ones hides
-    the cost of the long ones."""
+    """Costs of drafting for so many requests: seconds by depth, that of the longest chain of a batch (0: there was
+    nothing to draft), and the cost of a pass relative to one without drafts, by the mean length of chains or the size
+    of trees."""
 
-    def __init__(self, together: int, sizes: Sequence[DraftBudget]) -> None:
-        self.together = together
+    def __init__(self, asked: int, sizes: Sequence[DraftBudget]) -> None:
         self.drafting = Curve(slope=_LEVEL)
         chains = sizes[-1].branch == 1
         nodes = range(sizes[-1].nodes + 1) if chains else [size.nodes for size in sizes]
-        self.relative = [Fading(1.0 + _ROW * together * n) for n in nodes]
+        self.relative = [Fading(1.0 + _ROW * asked * n) for n in nodes]
         """Cost of a pass, that of one without drafts being 1; measured where `seen`."""
         self.seen = [False] * len(nodes)
         self.tried, self.tries = [0] * len(sizes), [0] * len(sizes)
@@ -125,9 +124,11 @@ class Controller:
     affects the speed of a text, never its content.
     """
 
-    def __init__(self, maximum: DraftBudget, free: bool = False) -> None:
-        self.free = free
-        """Whether drafts and catching up cost nothing worth mentioning."""
+    def __init__(self, maximum: DraftBudget, free: bool = False, reads_prompt: bool = True) -> None:
+        """`maximum`, `free`, `reads_prompt`: see `Stage`."""
+        self.free, self.reads_prompt = free, reads_prompt and not free
+        if maximum.branch == 1:
+            maximum = DraftBudget.chain(min(maximum.nodes, maximum.depth))
         self.sizes: list[DraftBudget] = _sizes(maximum)
         """From nothing to `maximum`."""
         self._depths = [size.depth for size in self.sizes]
@@ -155,13 +156,20 @@ class Controller:
         """Number of the size chosen last, and the tokens that the drafter had not seen then."""
 
     def choose(
-        self, together: int = 1, behind: int = 0, ahead: int = 1 << 30, written: int = 0, fresh: int = 0
+        self,
+        together: int = 1,
+        behind: int = 0,
+        ahead: int = 1 << 30,
+        written: int = 0,
+        fresh: int = 0,
+        asked: int | None = None,
     ) -> DraftBudget:
-        """Return the size for a round of `together` requests.
+        """Return the size for a round of `together` requests, of which it is for `asked` (all).
 
         `behind`: tokens the drafter has not seen of them, summed. `ahead`: the most tokens that one of them may still
-        get. `written`: tokens of the longest reply so far. `fresh`: requests that begin.
+        get. `written`: tokens of the longest reply so far. `fresh`: requests that it chooses for the first time.
         """
+        asked = asked or together
         self._round += 1
         self._behind = behind
         if fresh:
@@ -170,11 +178,13 @@ class Controller:
         if self._round <= self._rest and not fresh:
             return self.sizes[0]
         self._rest = self._round
-        batch_costs = self._costs_of(together)
-        seconds, tokens = self._seconds(batch_costs, together), self._tokens()
+        batch_costs = self._costs_of(asked)
+        # Drafts for some of the requests are judged as if all had them, at as much more.
+        share = together / asked
+        seconds, tokens = self._seconds(batch_costs, together, asked), self._tokens()
         # Drafting must also pay for catching up: within the tokens that are left, or at once in a try. A reply that has
         # gone on for long is expected to go on for as long again.
-        debt, likely = self._catch_up.value * behind, max(self._length.value - written, written, _LEAST_AHEAD)
+        debt, likely = share * self._catch_up.value * behind, max(self._length.value - written, written, _LEAST_AHEAD)
         tokens_left = min(ahead, likely) * min(1.0, self._own.value / self._all.value)
         times = [tokens_left * s / t + debt for s, t in zip(seconds, tokens, strict=True)]
         times[0] -= debt
@@ -250,42 +260,44 @@ class Controller:
 
         `budgets`: the part of the size that each could use. `drafting`, `verifying`: seconds of drafting and of the
         rest. `together`, `rows`: requests and rows of the whole round. `resumed`: whether the pass began where
-        drafting had stopped. Costs are taken to grow in proportion from the requests of `drafts` to all of them.
+        drafting had stopped.
         """
         self._saved += (_SHARE if self._round > _EARLY else _EARLY_SHARE) * (drafting + verifying)
         if self._round < self._rest:
             return
-        at, batch_costs = self._at, self._costs_of(together)
         self._passes[resumed].add(rows, verifying, self._round)
-        if not self._catch_up.value and self._passes[False].known and not self.free:
+        if not self._catch_up.value and self._passes[False].known and self.reads_prompt:
             self._catch_up = Fading(_TOKEN * self._passes[False].at(1))
-        if not at:
+        if not self._at:
             return
-        if drafts and all(budget == self.sizes[at] for budget in budgets):
+        if drafts and all(budget == self.sizes[self._at] for budget in budgets):
             # Not from drafts cut short by the end of a text or of a cache block.
-            share = together / len(drafts)
-            all_rows = together + share * sum(len(draft.tokens) for draft in drafts)
-            plain = self._passes[False].at(together)
-            mean, longest = round(all_rows / together) - 1, max(len(draft.tokens) for draft in drafts)
-            depth = self._depths[at]
-            place, level = (min(mean, depth), min(longest, depth)) if self._chains else (at, depth)
-            batch_costs.relative[place].add(self._passes[resumed].at(all_rows) / plain, self._round)
-            batch_costs.seen[place] = True
-            self._resumed = resumed
-            self._learn_drafting(batch_costs, max(1, level), share * drafting)
+            self._learn_costs(drafts, drafting, together, resumed)
         for budget, draft, verdict in zip(budgets, drafts, verdicts, strict=True):
             if verdict.finish is None:
-                self._learn_acceptance(len(verdict.path), budget.depth)
-                self._drafted.add(min(len(draft.tokens), budget.depth), budget.depth, 1.0, self._round)
+                self._learn_acceptance(min(len(verdict.path), draft.own), budget.depth)
+                if self._chains:
+                    self._drafted.add(min(draft.own, budget.depth), budget.depth, 1.0, self._round)
 
-    def _learn_drafting(self, batch_costs: _BatchCosts, depth: int, seconds: float) -> None:
-        """Drafting that had to catch up counts for the cost of that alone."""
-        seen = batch_costs.drafting
-        if self._behind < _LATE * batch_costs.together:
-            seen.add(depth, seconds, self._round)
+    def _learn_costs(self, drafts: Sequence[Draft], seconds: float, together: int, resumed: bool) -> None:
+        """Learn what drafting and the pass took. Drafting that had to catch up counts for the cost of that alone."""
+        batch_costs, passes, depth = self._costs_of(len(drafts)), self._passes[resumed], self._depths[self._at]
+        mean = sum(len(draft.tokens) for draft in drafts) / len(drafts)
+        place = round(mean) if self._chains else self._at
+        if not self._chains or place <= depth:
+            relative = passes.at(together * (1.0 + mean)) / self._passes[False].at(together)
+            batch_costs.relative[place].add(relative, self._round)
+            batch_costs.seen[place] = True
+        if mean:
+            self._resumed = resumed
+        if self._chains:
+            depth = min(max(draft.own for draft in drafts), depth)
+        level = batch_costs.drafting
+        if self._behind < _LATE * len(drafts):
+            level.add(depth, seconds, self._round)
         else:
-            level = seen.at(depth) if seen.known else 0.0
-            self._catch_up.add(max(0.0, seconds - level) / self._behind, self._round)
+            known = level.at(depth) if level.known else 0.0
+            self._catch_up.add(max(0.0, seconds - known) / self._behind, self._round)
 
     def _learn_acceptance(self, accepted: int, depth: int) -> None:
         if self._chains:
@@ -294,35 +306,38 @@ class Controller:
         for other, rates in enumerate(self._rates[1:], 1):
             rates.add(accepted, depth, 1.0 if other == self._at else _OTHER_SIZE, self._round)
 
-    def _costs_of(self, together: int) -> _BatchCosts:
+    def _costs_of(self, asked: int) -> _BatchCosts:
         # Batch sizes vary under load: nearby ones share their measurements.
-        together = next((size for size in _BATCH_SIZES if size >= together), together)
-        if together not in self._batch_costs:
-            self._batch_costs[together] = _BatchCosts(together, self.sizes)
-        return self._batch_costs[together]
+        asked = next((size for size in _BATCH_SIZES if size >= asked), asked)
+        if asked not in self._batch_costs:
+            self._batch_costs[asked] = _BatchCosts(asked, self.sizes)
+        return self._batch_costs[asked]
 
-    def _seconds(self, batch_costs: _BatchCosts, together: int) -> list[float]:
+    def _seconds(self, batch_costs: _BatchCosts, together: int, asked: int) -> list[float]:
         """Return the expected seconds of a round, by size."""
-        passes, drafting = self._passes[self._resumed], batch_costs.drafting
-        first = self._passes[False].at(together)
+        passes, first = self._passes[self._resumed], self._passes[False].at(together)
         nodes, depths = [size.nodes for size in self.sizes], self._depths
         if self._chains:
             nodes = depths = [*range(depths[-1] + 1)]
-        costs = [first] + [
-            (first * relative.value if seen else passes.at(together * (1 + count)))
-            + (drafting.at(depth) if drafting.known else 0.0)
-            for relative, seen, count, depth in zip(
-                batch_costs.relative[1:], batch_costs.seen[1:], nodes[1:], depths[1:], strict=True
-            )
+        measured = zip(batch_costs.relative[1:], batch_costs.seen[1:], nodes[1:], strict=True)
+        verifying = [
+            first,
+            *(first * cost.value if seen else passes.at(together * (1 + count)) for cost, seen, count in measured),
         ]
-        return self._of_chains(costs) if self._chains else costs
+        known, share = batch_costs.drafting.known, together / asked
+        drafting = [share * batch_costs.drafting.at(depth) if known else 0.0 for depth in depths]
+        if self._chains:
+            # A chain ends where it does not pay to go on. Levels are drafted for all requests at once, and end with
+            # the longest chain.
+            chances = self._drafted.chances(self._round)
+            verifying = self._of_chains(verifying, chances)
+            drafting = self._of_chains(drafting, [1.0 - (1.0 - chance) ** asked for chance in chances])
+        return [first, *(pass_ + draft for pass_, draft in zip(verifying[1:], drafting[1:], strict=True))]
 
-    def _of_chains(self, costs: Sequence[float]) -> list[float]:
-        """Return the expected seconds of a round by size, of chains that end where it does not pay to go on. `costs`:
-        of each length."""
-        chances = self._drafted.chances(self._round)
+    def _of_chains(self, costs: Sequence[float], chances: Sequence[float]) -> list[float]:
+        """Return the expected cost by size. `costs`: by length. `chances`: that a chain becomes that long."""
         ended = [0.0, *accumulate((a - b) * cost for a, b, cost in zip(chances, chances[1:], costs, strict=False))]
-        return [costs[0], *(ended[depth] + chances[depth] * costs[depth] for depth in self._depths[1:])]
+        return [ended[depth] + chances[depth] * costs[depth] for depth in self._depths]
 
     def _tokens(self) -> list[float]:
         """Return the expected tokens of a round, by size."""

@@ -44,7 +44,7 @@ class DraftPolicy:
         self.controllers = self.controllers and self._fresh()
 
     def _fresh(self) -> tuple[Controller, ...]:
-        return tuple(Controller(stage.draft, stage.free) for stage in self.drafter.stages)
+        return tuple(Controller(*stage) for stage in self.drafter.stages)
 
     def propose(self, asks: Sequence[Ask], vocab_size: int) -> list[Draft]:
         """Return a draft for each ask. Raises `InvalidOption` for an invalid draft, which names the drafter: it may be

@@ -288,11 +288,11 @@ class Engine:
     @staticmethod
     def _asks(requests: Sequence[Request], members: PolicyGroup) -> list[Ask]:
         asks = []
-        for i, budget, room in zip_longest(members.indices, members.budgets, members.rooms):
+        for i, budget, room, sure in zip_longest(members.indices, members.budgets, members.rooms, members.sures):
             request = requests[i]
-            if not (members.controller and members.controller.free):
+            if not members.controller or members.controller.reads_prompt:
                 request.num_seen_tokens = len(request.token_ids)
-            limits = members.price, members.pace, members.sure, members.stage, room
+            limits = members.price, members.pace, sure or 0.0, members.stage, room
             asks.append(Ask(request.slot, request.prefix, budget, request.sampler, *limits))
         return asks
 

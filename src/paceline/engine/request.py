@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from paceline.engine.detokenizer import TextStream, Trimmed
+from paceline.engine.draft_length import Controller
 from paceline.engine.draft_policy import DraftPolicy
 from paceline.engine.prediction import PredictedReply
 from paceline.engine.prompt_logprobs import PromptReader
@@ -25,8 +26,8 @@ class Request:
     `max_draft`: the most to draft per round; None leaves it to the policy. `prompt_reader`: collects
     something of the prompt, which is then fed whole, whatever the prefix cache holds. `num_seen_tokens`: the text's
     length when the drafter last drafted. `prediction`: drafts what the reply is expected to be, before the drafter.
-    `active`: whether the request holds its slot. `adapter`: see `KVCache.acquire`. `on_finish`: called once, when the
-    request has ended.
+    `active`: whether the request holds its slot. `adapter`: see `KVCache.acquire`. `judged`: controllers that have
+    chosen for it. `on_finish`: called once, when the request has ended.
     """
 
     token_ids: list[int]
@@ -44,6 +45,7 @@ class Request:
     error: Exception | None = None
     active: bool = True
     adapter: int = 0
+    judged: set[Controller] = field(default_factory=set)
     on_finish: Callable[[Request], object] | None = None
 
     def expect(self, tokens: Sequence[int]) -> None:

@@ -79,7 +79,10 @@ class DeviceDecoder(Decoder):
             return super().forward(rows, cache, want)
         places = cache.places(rows, size[1])
         reach = self._stack.ropes.reserve(max(rows.lengths) + size[1])
-        graph = self._graph(cache, size, want, reach)
+        if reach != cache.reach:
+            cache.reach = reach
+            cache.graphs.clear()
+        graph = self._graph(cache, size, want)
         if graph is None:
             return super().forward(rows, cache, want)
         table, replay = graph
@@ -89,11 +92,8 @@ class DeviceDecoder(Decoder):
         b, t = rows.tokens.shape
         return Forward(out.logits[:b, :t].clone(), {tap: x[:b, :t].clone() for tap, x in out.taps.items()})
 
-    def _graph(
-        self, cache: DeviceCache, size: tuple[int, int], want: Want, reach: int
-    ) -> tuple[RowTable, Replay] | None:
-        """`reach`: of the tables of rotary factors, see `RotarySet.reserve`."""
-        key = (size, want.taps, reach)
+    def _graph(self, cache: DeviceCache, size: tuple[int, int], want: Want) -> tuple[RowTable, Replay] | None:
+        key = (size, want.taps)
         cache.passes[key] += 1
         if key not in cache.graphs and cache.passes[key] > PATIENCE and self._capture:
             table = RowTable(*size, size[1], self.device)

@@ -26,7 +26,7 @@ class MedusaHeads:
         if not isinstance(target, EmbeddingAndHead):
             raise UnsupportedModel(
                 f"{type(target).__name__} gives learned drafters no access to its embedding and head",
-                "Add `embed` and `logits` to it (paceline.protocols.EmbeddingAndHead), or use another drafter",
+                "Add what paceline.protocols.EmbeddingAndHead lists to it, or use another drafter",
             )
         like = target.embed(torch.zeros(1, dtype=torch.int64, device=target.device))
         if like.shape[-1] != config.hidden:

@@ -25,7 +25,8 @@ class DeviceCache(SharedSlabCache):
     """A `SharedSlabCache` whose passes read lengths and places from the device, so that one graph serves all lengths.
 
     `graphs`: graphs recorded by `DeviceDecoder`, by size of pass; `passes`: passes of each size so far. Graphs hold
-    addresses: memory is kept until the cache itself is dropped, and graphs are forgotten when a slab moves.
+    addresses: memory is kept until the cache itself is dropped, and graphs are forgotten when a slab moves, or the
+    decoder's tables of rotary factors do (`reach`, see `RotarySet.reserve`).
     """
 
     initial_capacity = 2048
@@ -36,6 +37,7 @@ class DeviceCache(SharedSlabCache):
         super().__init__(*args)
         self.graphs: dict[Hashable, tuple[RowTable, Replay]] = {}
         self.passes: Counter[Hashable] = Counter()
+        self.reach = 0
         self._addresses: list[tuple[int, torch.Size]] = []
         self._spare: int | None = None
 
