@@ -92,7 +92,7 @@ class Attention {
         int64_t columns = 0;
         for (const Slot* s = view.slots; s < view.slots + slots; s++) columns = std::max(columns, view.max_columns(*s));
         const size_t size = (columns / 1024 + 1) * 1024 * TILE + LANES * TILE;  // a text grows token by token
-        seen_.reserve(size), gathered_.reserve(LANES * h.size), queries_.reserve(h.size * TILE);
+        seen_.reserve(size), gathered_.reserve(LANES * h.size), queries_.reserve(h.size * TILE), turned_.reserve(h.size / 2), sums_.reserve(h.size / LANES * TILE);
         if (scores_.size() < size) scores_.resize(size), weights_.resize(size);
     }
 
@@ -111,12 +111,13 @@ class Attention {
             mixed_[i] = mixed + (int64_t(row) * h.query + head) * h.size;
         }
         const int64_t base = layer * slot.layer_stride + kv_head * slot.capacity * h.size;
-        for (int from = 0; from < count; from += SCORED) score<SCORED>(static_cast<const Number*>(slot.keys) + base, h, from, std::min(SCORED, count - from));
+        score_all(static_cast<const Number*>(slot.keys) + base, h);
         for (int i = 0; i < count; i++) {
             const float sink = h.sinks ? h.sinks[kv_head * h.group() + (first + i) % h.group()] : -INFINITY;
             softmax_weights(i, (h.softcap > 0 ? 1.0f : h.scale) * LOG2_E, sink * LOG2_E);
         }
-        mix(static_cast<const Number*>(slot.values) + base, h.size);
+        const Number* values = static_cast<const Number*>(slot.values) + base;
+        PARTS > 1 ? mix_blocks(values, h.size) : mix(values, h.size);
     }
 
    private:
@@ -134,6 +135,8 @@ class Attention {
     std::vector<Operand> weights_;  // [queries, width]
     std::vector<Number> gathered_; // [16, D]
     std::vector<Operand> queries_; // for every SCORED queries [D / 2, queries, 2]: pairs of dimensions
+    std::vector<Pairs> turned_;    // [D / 2]: a block's keys, a lane each; or its values [D / 16, 8], pairs of columns
+    std::vector<Floats> sums_;     // [queries, D / 16]
     const uint8_t* seen_by_[TILE];
     float* mixed_[TILE];
     Floats top_[TILE];
@@ -186,37 +189,49 @@ class Attention {
         return gathered_.data();
     }
 
-    // `count` queries from `from` on.
-    template <int N>
-    [[gnu::noinline, gnu::flatten]] void score(const Number* keys, const Heads& h, int from, int count) {
-        if constexpr (N > 1)
-            if (count < N) return score<N - 1>(keys, h, from, count);
-        for (int i = from; i < from + N; i++) top_[i] = all(-INFINITY);
+    // Block by block. Where several groups of queries need a block, it is turned once for all of them.
+    void score_all(const Number* keys, const Heads& h) {
+        std::fill_n(top_, count_, all(-INFINITY));
         for (int64_t block = 0; block < blocks_; block++) {
             const Number* k = together(keys, block, h.size);
             prefetch(k + COLUMNS_AHEAD * h.size, LANES * h.size);
-            Floats dots[N];
+            if (count_ <= SCORED) {
+                score<SCORED, false>(k, h, 0, count_, block);
+                continue;
+            }
+            turned_.resize(h.size / 2);
+            for (int d = 0; d < h.size; d += 8) Element::transpose(&turned_[d / 2], k + d, h.size);
+            for (int from = 0; from < count_; from += SCORED) score<SCORED, true>(k, h, from, std::min(SCORED, count_ - from), block);
+        }
+    }
+
+    // A block for `count` queries from `from` on.
+    template <int N, bool TURNED>
+    [[gnu::noinline, gnu::flatten]] void score(const Number* k, const Heads& h, int from, int count, int64_t block) {
+        if constexpr (N > 1)
+            if (count < N) return score<N - 1, TURNED>(k, h, from, count, block);
+        Floats dots[N];
 #pragma GCC unroll 16  // early enough for registers
-            for (int i = 0; i < N; i++) dots[i] = all(0.0f);
-            const Operand* query = &queries_[from * h.size];
-            for (int d = 0; d < h.size; d += 8) {
-                Pairs pairs[4];
-                Element::transpose(pairs, k + d, h.size);
+        for (int i = 0; i < N; i++) dots[i] = all(0.0f);
+        const Operand* query = &queries_[from * h.size];
+        for (int d = 0; d < h.size; d += 8) {
+            Pairs own[4];
+            if constexpr (!TURNED) Element::transpose(own, k + d, h.size);
+            const Pairs* pairs = TURNED ? &turned_[d / 2] : own;
 #pragma GCC unroll 4
-                for (int j = 0; j < 4; j++, query += 2 * N)
+            for (int j = 0; j < 4; j++, query += 2 * N)
 #pragma GCC unroll 16
-                    for (int i = 0; i < N; i++) dots[i] = dot2(dots[i], pairs[j], query + 2 * i);
-            }
-            float* scores = &scores_[from * width_ + block * LANES];
+                for (int i = 0; i < N; i++) dots[i] = dot2(dots[i], pairs[j], query + 2 * i);
+        }
+        float* scores = &scores_[from * width_ + block * LANES];
 #pragma GCC unroll 16
-            for (int i = 0; i < N; i++) store(scores + i * width_, dots[i]);
-            for (int i = from; i < from + N; i++, scores += width_) {
-                Floats s = load<Floats>(scores);
-                if (h.softcap > 0) s = hyperbolic_tangent(s * (h.scale / h.softcap)) * h.softcap;
-                if (block >= masked_) s = select(sees(i, block), s, all(-INFINITY));
-                top_[i] = select(s > top_[i], s, top_[i]);
-                store(scores, s);
-            }
+        for (int i = 0; i < N; i++) store(scores + i * width_, dots[i]);
+        for (int i = from; i < from + N; i++, scores += width_) {
+            Floats s = load<Floats>(scores);
+            if (h.softcap > 0) s = hyperbolic_tangent(s * (h.scale / h.softcap)) * h.softcap;
+            if (block >= masked_) s = select(sees(i, block), s, all(-INFINITY));
+            top_[i] = select(s > top_[i], s, top_[i]);
+            store(scores, s);
         }
     }
 
@@ -251,6 +266,50 @@ class Attention {
             for (; d + MIXED_WIDTH * LANES <= size; d += MIXED_WIDTH * LANES)
                 gather<MIXED, MIXED_WIDTH>(values + d, size, from, to, d);
             for (; d < size; d += LANES) gather<MIXED, 1>(values + d, size, from, to, d);
+        }
+    }
+
+    // Like `mix`, block by block: where several groups of queries need a block, its pairs are made once for all of them.
+    [[gnu::flatten]] void mix_blocks(const Number* values, int size) {
+        const int lines = size / LANES, parts = (count_ + MIXED - 1) / MIXED;
+        sums_.assign(count_ * lines, Floats{}), turned_.resize(size / 2);
+        for (int64_t block = 0; block < blocks_; block++) {
+            const int pairs = int(std::min<int64_t>(columns_ - block * LANES, LANES) + 1) / 2;
+            bool hidden = false;
+            for (int p = 0; p < pairs; p++)
+                for (int d = 0; d < lines; d++) {
+                    Pairs* made = &turned_[d * LANES / 2 + p];
+                    pairs_of<1>(made, values + d * LANES, size, block * LANES + 2 * p);
+                    if (block >= masked_) hidden |= !finite<1>(made);
+                }
+            for (int part = 0, from = 0; part < parts; part++) {
+                const int to = count_ * (part + 1) / parts;
+                hidden ? add_block<MIXED, true>(from, to - from, lines, block, pairs) : add_block<MIXED, false>(from, to - from, lines, block, pairs);
+                from = to;
+            }
+        }
+        for (int i = 0; i < count_; i++)
+            for (int d = 0; d < lines; d++) store(mixed_[i] + d * LANES, sums_[i * lines + d] * scale_[i]);
+    }
+
+    template <int Q, bool HIDDEN>
+    [[gnu::noinline, gnu::flatten]] void add_block(int from, int count, int lines, int64_t block, int pairs) {
+        if constexpr (Q > 1)
+            if (count < Q) return add_block<Q - 1, HIDDEN>(from, count, lines, block, pairs);
+        const Pairs* own = turned_.data();
+        for (int d = 0; d < lines; d++, own += LANES / 2) {
+            const Operand* weights = &weights_[from * width_ + block * LANES];
+            Floats sums[Q];
+#pragma GCC unroll 8  // early enough for registers
+            for (int i = 0; i < Q; i++) sums[i] = sums_[(from + i) * lines + d];
+            for (int p = 0; p < pairs; p++, weights += 2)
+#pragma GCC unroll 8
+                for (int i = 0; i < Q; i++) {
+                    const Operand* pair = weights + i * width_;
+                    sums[i] = dot2(sums[i], HIDDEN ? kept(own[p], pair) : own[p], pair);
+                }
+#pragma GCC unroll 8
+            for (int i = 0; i < Q; i++) sums_[(from + i) * lines + d] = sums[i];
         }
     }
 
