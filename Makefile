@@ -7,7 +7,7 @@ STAMP := $(VENV)/.ready
 # Torch's threads spin while they wait; about 10 us of it costs nothing and leaves the cores to others (LOG.md).
 export GOMP_SPINCOUNT ?= 10000
 
-.PHONY: setup demo test test-slow test-ray check docs parity bench clean
+.PHONY: setup demo test test-slow test-sets test-ray check docs parity bench clean
 
 setup: $(STAMP)
 
@@ -30,6 +30,12 @@ test: setup
 SLOW ?= tests
 test-slow: setup
 	$(BIN)/python -m pytest -m slow $(SLOW)
+
+# The kernels' tests, once for each instruction set that this processor has: some 20 minutes.
+test-sets: setup
+	for set in $$($(BIN)/python -c "from paceline.kernels.cpu.build import available; print(*available())"); do \
+		PACELINE_ISA=$$set $(BIN)/python -m pytest -n logical --dist worksteal tests/kernels || exit 1; \
+	done
 
 # Replicas on a Ray cluster of this machine, and servers behind nginx if there is one: some two minutes.
 RAY := $(VENV)/.ray

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import signature
@@ -329,7 +330,7 @@ def load(
     draft_revision: str | None = None,
     token: str | None = None,
     allow_pickle: bool = False,
-    progress: bool = False,
+    progress: bool | None = None,
     exact: bool = False,
     preset: Literal["fast", "low-memory", "exact"] | None = None,
     tensor_parallel: bool = False,
@@ -353,7 +354,8 @@ def load(
     "int8" and "int4" for integers (docs/how-to/quantize.md). `draft_quantize`: of a drafter; "auto" is 4 bits.
     draft_vocab: tokens that a draft model or EAGLE head chooses from: "auto" (of more than 65,536 the 49,152 lowest
     ids), a number (0: all), or a JSONL file of the model's own answers, whose most frequent tokens are taken.
-    draft_revision: the `revision` of the drafter's hub id. progress: show bars for download and load on stderr.
+    draft_revision: the `revision` of the drafter's hub id. progress: show bars on stderr for what takes more
+    than two seconds (download, kernels, load); None: where it is a terminal.
     allow_pickle: read `pytorch_model.bin` (of a head `medusa_lm_head.pt`) where there are no safetensors.
     exact: load only if speculation keeps the text bit for bit (`LLM.guarantee`); on CUDA it takes slower kernels.
     preset: "fast", "low-memory" or "exact". tensor_parallel: share the target among the processes of torchrun.
@@ -361,7 +363,7 @@ def load(
 
     Raises `PacelineError`, which says what is wrong and what to do about it.
     """
-    given = {**locals()}
+    given = {**locals(), "progress": sys.stderr.isatty() if progress is None else progress}
     return _load(given if preset is None else with_preset(preset, given, signature(load)))
 
 

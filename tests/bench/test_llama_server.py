@@ -36,7 +36,7 @@ class Handler(BaseHTTPRequestHandler):
         print(json.dumps([self.path, body]), file=log, flush=True)
         if self.path == "/tokenize":
             return self.send(json.dumps(dict(tokens=list(body["content"].encode()))).encode())
-        events = [dict(tokens=[7]), dict(tokens=[8, 9]), dict(tokens=[], stop_type="eos")]
+        events = [dict(tokens=[7]), dict(tokens=[8, 9]), dict(tokens=[36]), dict(tokens=[], stop_type="eos")]
         self.send(b"".join(b"data: " + json.dumps(event).encode() + b"\\n\\n" for event in events))
 
     def send(self, data):

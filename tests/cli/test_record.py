@@ -101,6 +101,16 @@ def test_tune_prints_a_command_that_exists(recorded: Path) -> None:
     assert words[3:] == ["none"] or run(command, *words, "hello", "-n", "4", "-q").exit_code == 0
 
 
+def test_tune_repeats_the_options_that_it_measured_with(recorded: Path) -> None:
+    done = run(
+        "tune", str(recorded), "--drafters", "ngram", "-q", "--dtype", "float32", "--draft-quantize", "none",
+        "--threads", "1",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    line = done.stdout.partition("fastest: ")[2].splitlines()[0]
+    assert line.startswith("paceline generate -m toy --dtype float32 --threads 1 --draft-quantize none --drafter ")
+
+
 def test_the_wrong_model_is_refused(recorded: Path) -> None:
     done = run("replay", str(recorded), "-m", "other", "-q")
     assert done.exit_code == 1

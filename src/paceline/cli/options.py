@@ -82,7 +82,7 @@ AllowPickle = Annotated[
 Quantize = Annotated[
     str,
     _model(
-        "Hold weights as integers: auto, none, int8 or int4.\n\nauto keeps a GGUF file's own 4- to 8-bit codes (as "
+        "Hold weights as integers: auto, none, int8 or int4.\n\nauto keeps a GGUF file's own 2- to 8-bit codes (as "
         "int8 and int4 do) and leaves other weights as they are. none, or a --dtype, makes floats of them. "
         "`paceline perplexity` measures the loss in quality.",
         metavar="MODE",

@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -183,10 +183,24 @@ def tune(
         predictor, replies = options.open(file, model, quantize, draft_quantize, progress_wanted(quiet))
         found = search(predictor, replies, named or parts_of(predictor.model), lambda name: say(f"replaying {name}"))
     best = recommended(found)
-    line = f"paceline generate -m {shlex.quote(str(predictor.model.path))} "
-    line += best.candidate.options if best else "--drafter none"
+    given = shlex.join(_given(model, quantize=quantize, draft_quantize=draft_quantize))
+    line = f"paceline generate -m {shlex.quote(str(predictor.model.path))} {given}".rstrip()
+    line += f" {best.candidate.options if best else '--drafter none'}"
     gain = f"{_interval(best.ratio)} times as fast as plain decoding, predicted" if best else "no drafter surely gains"
     _show(file, predictor, replies, found, as_json, fastest={"command": line, "predicted": gain})
+
+
+def _given(model: ModelOptions, **more: str) -> list[str]:
+    """Return the options under which the model was measured, for another command: no default, model or token."""
+    kept = [field for field in fields(model) if field.name not in ("model", "token")]
+    values = {field.name: getattr(model, field.name) for field in kept if getattr(model, field.name) != field.default}
+    values |= {name: value for name, value in more.items() if value != "auto"}
+    words = []
+    for name, value in values.items():
+        option = f"--{name.replace('_', '-')}"
+        for one in value if isinstance(value, list) else [value]:
+            words += [option] if one is True else [option, str(one)]
+    return words
 
 
 @contextlib.contextmanager

