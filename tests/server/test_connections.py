@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import select
 import socket
@@ -70,6 +71,36 @@ def test_a_reply_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
         stream = client.chat.completions.create(model="toy", extra_body=body, messages=body["messages"], stream=True)
         assert [part.choices[0].finish_reason for part in stream][-1] == "length"
         assert it.get("/health").status_code == 200
+
+
+def read_after(monkeypatch: pytest.MonkeyPatch, seconds: float, buffer: int | None) -> tuple[int, int]:
+    """Bytes of a long answer, and how many of them a client gets that waits first and then reads slowly."""
+    monkeypatch.setattr(listen, "_STALL", 0.4)
+    body = json.dumps({"prompt": "a" * 600_000, "with_pieces": True}).encode()
+    head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    with serving(toy_llm()) as it, connect(it, receive=buffer) as client:
+        client.sendall(head % len(body) + body)
+        begun = client.recv(4096)
+        assert begun.startswith(b"HTTP/1.1 200")
+        time.sleep(seconds)
+        whole = int(begun.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        got = len(begun.partition(b"\r\n\r\n")[2])
+        with contextlib.suppress(ConnectionResetError):
+            while got < whole and (more := client.recv(200_000)):
+                got += len(more)
+                time.sleep(0 if buffer else 0.02)  # from a small buffer reading is slow enough
+        assert healthy(it)
+    return whole, got
+
+
+def test_an_answer_that_is_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, got = read_after(monkeypatch, 1.5, 2048)
+    assert got < whole
+
+
+def test_an_answer_that_is_read_slowly_is_sent_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, got = read_after(monkeypatch, 0.0, None)
+    assert got == whole
 
 
 def healthy(it: Serving) -> bool:

@@ -4,6 +4,7 @@ of server-sent events."""
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
@@ -20,7 +21,7 @@ from paceline.server.models import LoadedModel
 from paceline.server.tracing import Tracer
 from paceline.server.usage import Usage
 from paceline.server.worker import ReplyHandle, ReplyJob, ReplyRound, ServerStopping
-from paceline.server.writers import Writer
+from paceline.server.writers import Event, Writer
 
 
 @dataclass(slots=True)
@@ -83,12 +84,20 @@ class RunningRequest:
                 usage.rounds,
             )
 
-    async def rounds(self) -> AsyncIterator[ReplyRound]:
-        """Yield the rounds of all replies as they come. The first error of one ends all, and is raised."""
+    async def rounds(self, pause: float = math.inf) -> AsyncIterator[ReplyRound | None]:
+        """Yield the rounds of all replies as they come, and None after each `pause` seconds without one.
+
+        The first error of one reply ends all, and is raised.
+        """
         running = len(self.replies)
         try:
             while running:
-                round_ = await self.outputs.get()
+                round_ = None
+                with anyio.move_on_after(pause):
+                    round_ = await self.outputs.get()
+                if round_ is None:
+                    yield None
+                    continue
                 reply = self.replies[round_.index]
                 if round_.chunks:
                     self._count(reply, round_)
@@ -137,18 +146,22 @@ class RunningRequest:
 
 
 class GeneratedAnswer:
-    """The answer to one request for generated text, in the shape that its writer gives it."""
+    """The answer to one request for generated text, in the shape that its writer gives it.
 
-    def __init__(self, running: RunningRequest, writer: Writer) -> None:
+    A stream that has been silent for `heartbeat` seconds, or at most twice that, gets an event without content: clients
+    and proxies give up a stream without events, and some do not count comments.
+    """
+
+    def __init__(self, running: RunningRequest, writer: Writer, heartbeat: float) -> None:
         # Not the request itself, which holds its body.
-        self._running, self._writer = running, writer
+        self._running, self._writer, self._heartbeat = running, writer, heartbeat
         self.media_type = writer.media_type
         self.close = running.close
 
     async def document(self) -> dict[str, Any]:
         """Return the finished answer. Raises the error that ended a reply early."""
-        async for round_ in self._running.rounds():
-            self._writer.add(round_)
+        async for _ in self._growth():
+            pass
         self._writer.end(self._running.usage())
         return self._writer.document(self._running.usage())
 
@@ -158,9 +171,13 @@ class GeneratedAnswer:
         try:
             for event in self._writer.begin(self._running.usage()):
                 yield encode(event)
-            async for round_ in self._running.rounds():
-                for event in self._writer.add(round_):
+            spoken = time.monotonic()
+            async for events in self._growth(self._heartbeat):
+                if not events and time.monotonic() - spoken >= self._heartbeat:
+                    events = [self._writer.heartbeat()]
+                for event in events:
                     yield encode(event)
+                    spoken = time.monotonic()
             for event in self._writer.end(self._running.usage()):
                 yield encode(event)
             yield self._writer.last
@@ -169,6 +186,11 @@ class GeneratedAnswer:
             yield encode(self._writer.failed(api_error(error)))
         finally:
             self.close()
+
+    async def _growth(self, pause: float = math.inf) -> AsyncIterator[Sequence[Event]]:
+        """Add the rounds as they come, and yield the events of each; none after `pause` seconds without a round."""
+        async for round_ in self._running.rounds(pause):
+            yield self._writer.add(round_) if round_ else ()
 
 
 class EventStream(StreamingResponse):

@@ -115,6 +115,10 @@ class Choice(ABC):
     def as_dict(self) -> dict[str, Any]:
         """Return the whole reply so far."""
 
+    def empty_event(self) -> dict[str, Any]:
+        """Return an event without content."""
+        return self._event()
+
     @abstractmethod
     def _event(self) -> dict[str, Any]:
         """An event without content."""
@@ -174,6 +178,11 @@ class ChoicesWriter(Writer):
     def add(self, round_: ReplyRound) -> list[Event]:
         """Add a round to its choice."""
         return self._chunks(self._choices[round_.index].add_round(round_))
+
+    def heartbeat(self) -> Event:
+        """Return an event without content, of the first choice that may still grow."""
+        growing = [choice for choice in self._choices if choice.finish_reason is None] or self._choices
+        return self._chunks([growing[0].empty_event()])[0]
 
     def end(self, usage: Usage) -> list[Event]:
         """Return the usage, if it was requested."""

@@ -52,6 +52,10 @@ class InfillWriter(Writer):
         self._text += round_.text
         return [{"content": round_.text, "stop": False}]
 
+    def heartbeat(self) -> Event:
+        """Return an event without text."""
+        return {"content": "", "stop": False}
+
     def end(self, usage: Usage) -> list[Event]:
         """Return the event with the counts."""
         return [{"content": "", **self._about(usage)}]

@@ -18,6 +18,9 @@ from paceline.errors import InvalidOption
 from paceline.server.errors import LOG, REQUEST_ID, ApiError, api_error, retry_later
 from paceline.server.worker import ServerStopping
 
+STALL = 30.0
+"""Seconds that a client may leave unread what it is sent before it is disconnected."""
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -31,7 +34,7 @@ class Settings:
     are prepared. max_prompt: tokens of a prompt (None: the model's context). max_n: samples of one prompt. max_choices:
     replies to one request, over all its prompts. max_requests: requests in progress at once.
     timeout: default seconds for a request, from its arrival (None: no limit). stall: seconds that a client may leave
-    its stream unread before it is disconnected.
+    its stream unread before it is disconnected. heartbeat: seconds without an event after which a stream gets one.
     log_prompts: write prompts to the log. trace_endpoint: URL for OpenTelemetry traces (OTLP over HTTP).
     """
 
@@ -45,7 +48,8 @@ class Settings:
     max_choices: int = 64
     max_requests: int = 256
     timeout: float | None = None
-    stall: float = 30.0
+    stall: float = STALL
+    heartbeat: float = 10.0
     log_prompts: bool = False
     trace_endpoint: str | None = None
 

@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from paceline.errors import InvalidOption
+from paceline.server.limits import STALL
 from paceline.server.models import Models
 
 _SWITCH_INTERVAL = 0.001
@@ -27,6 +28,8 @@ _MAX_CONNECTIONS, _FILES = 1024, 4096
 """Maximum connections, and the limit of open files that they need."""
 _HEADER_TIMEOUT = 10.0
 """Seconds within which the head of a request must arrive."""
+_STALL, _RATE = STALL, 100_000
+"""Seconds after which a client must have read what was written for it, or `_RATE` bytes for each of them."""
 
 
 def check_address(host: str, port: int) -> list[str]:
@@ -115,11 +118,14 @@ def max_connections() -> int:
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection, closed if the head of a request takes too long.
+    """uvicorn's connection, closed if the head of a request takes too long, or if what is written is not read.
 
     At `limit_concurrency` connections a new one replaces the one that has been waiting longest for its request. If none
     is waiting, uvicorn answers the new one with 503.
     """
+
+    _unread: asyncio.TimerHandle | None = None
+    """Set where bytes wait to be read."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -134,7 +140,29 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timeout.cancel()
+        self._watch_reader(False)
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        self._watch_reader(self.transport.is_closing())  # which waits for the rest
+        super().resume_writing()
+
+    def _watch_reader(self, watch: bool = True) -> None:
+        if self._unread:
+            self._unread.cancel()
+        size = self.transport.get_write_buffer_size()
+        self._unread = self.loop.call_later(_STALL, self._abort_unless_read, size) if watch and size else None
+
+    def _abort_unless_read(self, size: int) -> None:
+        """Abort the connection unless much of its `size` unread bytes has been read, and wait for the rest."""
+        if size - self.transport.get_write_buffer_size() < _STALL * _RATE:
+            self.transport.abort()
+        else:
+            self._watch_reader()
 
     @property
     def _idle(self) -> bool:
@@ -144,6 +172,7 @@ class Connection(H11Protocol):
         """Close the connection without a request. Bytes of an unfinished head do not postpone this."""
         if self._idle:
             self.transport.close()
+            self._watch_reader()
 
     def _make_room(self) -> None:
         others = (other for other in self.connections if isinstance(other, Connection) and other is not self)

@@ -63,6 +63,10 @@ class MessagesWriter(Writer):
             events += self._grow(part)
         return [*events, *(self._close() if self._reply.finish_reason else [])]
 
+    def heartbeat(self) -> Event:
+        """Return Anthropic's own event for a silent stream."""
+        return {"type": "ping"}
+
     def end(self, usage: Usage) -> list[Event]:
         """Return the events with the stop reason and the usage."""
         counts = {**_usage(usage), "speculation": usage.speculation()}

@@ -80,6 +80,10 @@ class OllamaWriter(Writer):
             events[0]["logprobs"] = new
         return events
 
+    def heartbeat(self) -> Event:
+        """Return a line without text."""
+        return self._line("")
+
     def end(self, usage: Usage) -> list[Event]:
         """Return the last line, with the counts."""
         return [{**self._line(""), **self._counts(usage)}]

@@ -41,11 +41,13 @@ def prepare(store: ResponseStore, model: LoadedModel, settings: Settings, body: 
     prepared = chat.prepare(model, settings, request, orderly=True)
     head = _head(body, prepared.sampling)
     logprobs = model.token_texts if request.logprobs else None
-    kept, size = (store, memory(body.model_dump_json())) if body.store is not False else (None, 0)
+    kept = store if body.store is not False else None
+    size = memory(body.model_dump_json()) + memory(dumps(head).decode()) if kept else 0
+    length = len(_ITEMS.dump_json(list(new))) if kept else 0
 
     def writer(answer_id: str) -> ResponsesWriter:
         document = {"id": answer_id, "created_at": int(time.time()), "model": model.name, **head}
-        return ResponsesWriter(document, prepared.reply(), logprobs, kept, new, size)
+        return ResponsesWriter(document, prepared.reply(), logprobs, kept, new, size, length)
 
     return PreparedRequest(prepared.jobs, writer)
 
@@ -88,11 +90,12 @@ class ResponsesWriter(Writer):
         store: ResponseStore | None,
         new: Sequence[Item],
         size: int,
+        length: int,
     ) -> None:
-        """`token_texts`: None without log-probabilities. `store`: where the response is kept with its `new` items,
-        which take `size` bytes; None if it is not kept."""
+        """`token_texts`: None without log-probabilities. `store`: where the response is kept with its `new` items; None
+        if it is not kept. `size`: bytes of memory of the items and the document; `length`: characters of the items."""
         self._document, self._reply, self._token_texts = document, reply, token_texts
-        self._store, self._new, self._size = store, new, size
+        self._store, self._new, self._size, self._length = store, new, size, length
         self._sequence = -1
         self._output: list[dict[str, Any]] = []
         self._open = False
@@ -109,19 +112,31 @@ class ResponsesWriter(Writer):
             events += self._grow(part, round_)
         return [*events, *(self._close() if self._reply.finish_reason else [])]
 
+    def heartbeat(self) -> Event:
+        """Return an empty delta of the last item. Before there is one, the response is in progress once more: an event
+        that every client knows, but which some take for the whole output so far."""
+        if not self._open:
+            return self._event("response.in_progress", response={**self._document, "output": self._output})
+        kind = self._output[-1]["type"]
+        if kind == "function_call":
+            return self._of_item("response.function_call_arguments.delta", delta="")
+        if kind == "reasoning":
+            return self._of_item("response.reasoning_text.delta", content_index=0, delta="")
+        return self._of_item("response.output_text.delta", content_index=0, delta="", logprobs=[])
+
     def end(self, usage: Usage) -> list[Event]:
         """Return the event with the whole response, which is stored."""
         cut = self._reply.finish_reason == "length"
-        self._document |= {
+        ended = {
             "status": "incomplete" if cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "output": self._output,
             "usage": _usage(usage, self._reply.reasoning_tokens),
             "metrics": usage.vllm(),
         }
+        self._document |= {**ended, "output": self._output}
         if self._store is not None:
-            size = self._size + memory(dumps(self._document).decode())
-            self._store.put(StoredResponse(self._document, self._new, self._document["previous_response_id"], size))
+            size, previous = self._size + memory(dumps(ended).decode()), self._document["previous_response_id"]
+            self._store.put(StoredResponse(self._document, self._new, previous, size, self._length))
         return [self._event("response.incomplete" if cut else "response.completed", response=self._document)]
 
     def document(self, usage: Usage) -> dict[str, Any]:
@@ -148,6 +163,7 @@ class ResponsesWriter(Writer):
             case Reasoning():
                 events = [] if self._in("reasoning") else self._begin(_reasoning())
                 self._content["text"] += part.text
+                self._count(part.text)
                 return [*events, self._of_item("response.reasoning_text.delta", content_index=0, delta=part.text)]
             case ReplyText():
                 events = [] if self._in("message") else self._begin(_message())
@@ -158,6 +174,7 @@ class ResponsesWriter(Writer):
             case Arguments():
                 events, text = [], part.text
         self._output[-1]["arguments"] += text
+        self._count(text)
         delta = [self._of_item("response.function_call_arguments.delta", delta=text)] if text else []
         return [*events, *delta]
 
@@ -165,7 +182,17 @@ class ResponsesWriter(Writer):
         logprobs = [self._token_texts.chat_logprobs(chunk) for chunk in round_.chunks] if self._token_texts else []
         self._content["text"] += part.text
         self._content["logprobs"] += logprobs
+        self._count(part.text)
+        if logprobs:
+            self._count(logprobs)
         return self._of_item("response.output_text.delta", content_index=0, delta=part.text, logprobs=logprobs)
+
+    def _count(self, more: Any) -> None:
+        """Count more of the output, so that the whole need not be measured at the end."""
+        if self._store is not None:
+            text = dumps(more).decode()
+            self._size += memory(text)
+            self._length += len(text)
 
     def _in(self, kind: str) -> bool:
         return self._open and self._output[-1]["type"] == kind
@@ -180,6 +207,7 @@ class ResponsesWriter(Writer):
         """End the last item, and add one."""
         events = self._close()
         self._output.append(item)
+        self._count(item)
         self._open = True
         first = {**item, "content": []} if "content" in item else dict(item)
         added = [self._event("response.output_item.added", output_index=len(self._output) - 1, item=first)]

@@ -39,7 +39,7 @@ from paceline.server.items import listed
 from paceline.server.limits import RequestLimit, Settings
 from paceline.server.models import LoadedModel, Models
 from paceline.server.ollama_models import OllamaModels
-from paceline.server.preprocessing import PoolName, Preprocessor, client_of
+from paceline.server.preprocessing import LONG, PoolName, Preprocessor, client_of
 from paceline.server.schema_embeddings import EmbeddingsRequest, OllamaEmbedRequest
 from paceline.server.schema_messages import CountTokensRequest, MessagesRequest
 from paceline.server.schema_ollama import (
@@ -51,7 +51,7 @@ from paceline.server.schema_ollama import (
 from paceline.server.schema_responses import ResponsesRequest
 from paceline.server.stored import ResponseStore
 from paceline.server.tracing import Tracer, tracer
-from paceline.server.writers import PreparedRequest, dumps
+from paceline.server.writers import PreparedRequest, dumps, dumps_long
 
 T = TypeVar("T")
 Prepared = TypeVar("Prepared", PreparedRequest, EmbeddingJobs)
@@ -92,21 +92,27 @@ class Service:
         prepare = partial(responses.prepare, self.responses)
         return await self._generate(request, ResponsesRequest, prepare, "resp_")
 
-    async def response(self, response_id: str) -> dict[str, Any]:
+    async def response(self, request: Request, response_id: str) -> Response:
         """Return a stored response."""
-        return self.responses.get(response_id).document
+        document = self.responses.get(response_id).document
+        return await self._document(request, lambda: document)
 
     async def delete_response(self, response_id: str) -> dict[str, Any]:
         """Forget a stored response."""
         self.responses.delete(response_id)
         return {"id": response_id, "object": "response.deleted", "deleted": True}
 
-    async def input_items(self, response_id: str) -> dict[str, Any]:
+    async def input_items(self, request: Request, response_id: str) -> Response:
         """List the items of a stored response's request, the latest first."""
-        items = [listed(item) for item in self.responses.get(response_id).input]
-        data = [{"id": f"{response_id}_{i}", **item} for i, item in enumerate(items)][::-1]
-        ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
-        return {"object": "list", "data": data, "has_more": False, **ends}
+        items = self.responses.get(response_id).input
+
+        def listing() -> bytes:
+            ids = [f"{response_id}_{i}" for i in range(len(items))][::-1]
+            ends = {"first_id": ids[0], "last_id": ids[-1]} if ids else {"first_id": None, "last_id": None}
+            data = ({"id": name, **listed(item)} for name, item in zip(ids, reversed(items), strict=True))
+            return dumps_long({"object": "list", "has_more": False, **ends}, "data", data)
+
+        return await self._document(request, listing)
 
     async def messages(self, request: Request) -> Response:
         """Generate the next message of a chat (Anthropic's API)."""
@@ -141,16 +147,16 @@ class Service:
         """Return the token ids of a text or a chat."""
         async with self.bodies.read(request, schema_tokens.TokenizeRequest) as (body, _):
 
-            def work(model: LoadedModel) -> dict[str, Any]:
+            def work(model: LoadedModel) -> bytes:
                 llm = model.llm
                 if body.messages is None:
                     text, special = body.text
                     tokens = llm.tokenizer.encode(text, special=special)
                 else:
                     tokens = options.token_ids(llm, chat.chat_text(llm, body, body.tools), "messages", chat=True)
-                pieces = [{"id": token, "piece": model.token_texts.text(token)} for token in tokens]
+                pieces = ({"id": token, "piece": model.token_texts.text(token)} for token in tokens)
                 about = {"count": len(tokens), "max_model_len": llm.model.target.context_length}
-                return {"tokens": pieces if body.with_pieces else tokens, **about}
+                return dumps_long(about, "tokens", pieces if body.with_pieces else tokens)
 
             return await self._compute(request, body.model, work)
 
@@ -250,17 +256,26 @@ class Service:
         return model
 
     async def _compute(self, request: Request, name: str | None, work: Callable[[LoadedModel], Any]) -> Response:
-        """Answer with the JSON of what `work` returns, for requests that generate nothing."""
+        """Answer with what `work` returns, for requests that generate nothing."""
         self.limit.acquire()
         try:
             model = await self._take(request, name, self.settings.timeout)
             try:
-                data = await self._preprocess(request, "tokens", lambda: dumps(work(model)), self.settings.timeout)
+                return await self._document(request, partial(work, model))
             finally:
                 model.release()
-            return Response(data, media_type="application/json")
         finally:
             self.limit.release()
+
+    async def _document(self, request: Request, work: Callable[[], Any]) -> Response:
+        """Answer with what `work` returns: JSON, or what is to be JSON."""
+
+        def made() -> bytes:
+            found = work()
+            return found if isinstance(found, bytes) else dumps(found)
+
+        data = await self._preprocess(request, "tokens", made, self.settings.timeout)
+        return Response(data, media_type="application/json")
 
     async def _preprocess(self, request: Request, pool: PoolName, work: Callable[[], T], timeout: float | None) -> T:
         """Run `work` in a thread. Raises as `_unless_ended`."""
@@ -298,13 +313,20 @@ class Service:
             def work(model: LoadedModel) -> PreparedRequest:
                 return prepare(model, self.settings, body)
 
-            pool = "grammar" if body.constrained else pool
-            running, prepared = await self._start(request, body, pool, work, id_prefix, deadline)
+            running, prepared = await self._start(request, body, self._pool(body, pool), work, id_prefix, deadline)
             try:
-                return GeneratedAnswer(running, prepared.writer(running.id)), bool(body.stream)
+                writer = prepared.writer(running.id)
+                return GeneratedAnswer(running, writer, self.settings.heartbeat), bool(body.stream)
             except BaseException:
                 running.close()
                 raise
+
+    def _pool(self, body: schema.Generating, pool: PoolName) -> PoolName:
+        """Return the pool for a request. `pool`: for one with a body of its size, without what is stored."""
+        if body.constrained:
+            return "grammar"
+        continues = isinstance(body, ResponsesRequest) and self.responses.length(body.previous_response_id) > LONG
+        return "long" if continues else pool
 
     async def _start(
         self,

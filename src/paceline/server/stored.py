@@ -28,12 +28,13 @@ def memory(text: str) -> int:
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
     """A response. `input`: the items of its request, without those of the responses before it. `size`: approximate
-    bytes of memory."""
+    bytes of memory. `length`: approximate characters of its items, input and output, as JSON."""
 
     document: dict[str, Any]
     input: Sequence[Item]
     previous: str | None
     size: int
+    length: int = 0
 
 
 class ResponseStore:
@@ -73,6 +74,14 @@ class ResponseStore:
         with self._lock:
             self.bytes -= self.get(name).size
             del self._kept[name]
+
+    def length(self, name: str | None) -> int:
+        """Return the characters of a conversation, as far as it is stored."""
+        found = 0
+        with self._lock:
+            while name is not None and (response := self._kept.get(name)):
+                found, name = found + response.length, response.previous
+        return found
 
     def conversation(self, name: str | None, limit: int) -> list[StoredResponse]:
         """Return a response and those before it, the first one first. `limit`: bytes of memory of all together.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, ClassVar
 
 from paceline.server.errors import ApiError
@@ -13,6 +14,9 @@ from paceline.server.usage import Usage
 from paceline.server.worker import ReplyJob, ReplyRound
 
 Event = dict[str, Any]
+
+_SLICE = 1000
+"""Items of a long list that are encoded at once: a millisecond or less, in which no other thread runs."""
 
 
 class Writer(ABC):
@@ -28,6 +32,10 @@ class Writer(ABC):
     @abstractmethod
     def add(self, round_: ReplyRound) -> Sequence[Event]:
         """Add a round, and return its events."""
+
+    @abstractmethod
+    def heartbeat(self) -> Event:
+        """Return an event that adds nothing, for a stream that is silent."""
 
     @abstractmethod
     def end(self, usage: Usage) -> Sequence[Event]:
@@ -58,3 +66,14 @@ class PreparedRequest:
 def dumps(data: Any) -> bytes:
     """Return compact JSON in UTF-8."""
     return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def dumps_long(about: Event, name: str, items: Iterable[Any]) -> bytes:
+    """Return `about`, which is not empty, with a long list added under `name`, as JSON.
+
+    Other threads may run between the list's slices.
+    """
+    remaining, slices = iter(items), []
+    while part := list(islice(remaining, _SLICE)):
+        slices.append(dumps(part)[1:-1])
+    return dumps(about)[:-1] + b"," + dumps(name) + b":[" + b",".join(slices) + b"]}"

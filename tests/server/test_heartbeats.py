@@ -1,0 +1,148 @@
+"""Events of streams that have nothing to send: the official clients take them, and they add nothing."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from paceline.llm import LLM
+from paceline.protocols import KVCache
+from paceline.types import Forward, Rows, Want
+from tests.server.running import Serving, serving
+from tests.server.scripted import scripted
+from tests.server.test_responses import SCHEMA, THINKS, user
+
+anthropic = pytest.importorskip("anthropic")
+ollama = pytest.importorskip("ollama")
+
+FUNCTION: Any = {"name": "add", "description": "Adds.", "parameters": SCHEMA}
+TOOL: Any = {"type": "function", "function": FUNCTION}
+PAUSE, HEARTBEAT = 0.8, 0.1
+
+
+def slowed(llm: LLM) -> LLM:
+    """The same model, which takes its time for a prompt, and for each round of a call."""
+    honest, prompt = llm.model.target.forward, len(llm.tokenizer.encode("go:", special=False))
+    call = len(llm.tokenizer.encode("go:" + THINKS.partition('"name"')[0], special=False))
+
+    def forward(rows: Rows, cache: KVCache, want: Want) -> Forward:
+        at = int(rows.positions.max())
+        time.sleep(PAUSE if at <= prompt else 0.05 if at > call else 0)
+        return honest(rows, cache, want)
+
+    llm.model.target.forward = forward  # type: ignore[method-assign]
+    return llm
+
+
+@pytest.fixture(scope="module")
+def slow() -> Iterator[Serving]:
+    with serving(slowed(scripted(THINKS)), heartbeat=HEARTBEAT) as it:
+        yield it
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [user("go")], "tools": [TOOL]},
+    "/v1/completions": {"prompt": "go:", "max_tokens": 200},
+    "/v1/responses": {"input": "go", "tools": [{"type": "function", **FUNCTION}]},
+    "/v1/messages": {"messages": [user("go")], "max_tokens": 300, "tools": [{"name": "add", "input_schema": SCHEMA}]},
+    "/api/chat": {"model": "toy", "messages": [user("go")], "tools": [TOOL]},
+    "/api/generate": {"model": "toy", "prompt": "go"},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_no_stream_is_silent_for_long(slow: Serving, path: str) -> None:
+    """Neither before the first token nor while a call is written, of which nothing is shown before it is complete."""
+    times = []
+    with httpx.stream("POST", slow.address + path, json={**BODIES[path], "stream": True}, timeout=60) as answer:
+        times.append(time.monotonic())
+        times += [time.monotonic() for _ in answer.iter_lines()]
+    assert times[-1] - times[0] > 1.2
+    assert max(after - before for before, after in pairwise(times)) < PAUSE / 2
+
+
+def test_chats(slow: Serving) -> None:
+    with slow.openai.chat.completions.stream(model="toy", messages=[user("go")], tools=[TOOL]) as stream:
+        events = list(stream)
+        message = stream.get_final_completion().choices[0].message
+    deltas = [event.chunk.choices[0].delta.to_dict() for event in events if event.type == "chunk"]
+    assert deltas.count({}) > 8  # of which one has the finish reason
+    assert (message.content, len(message.tool_calls or ())) == ("It is:", 1)
+    assert "".join(event.delta for event in events if event.type == "content.delta") == "It is:"
+    silent = [i for i, delta in enumerate(deltas) if delta == {}]
+    assert silent[0] == 1, "after the role"
+    assert silent[-3] > next(i for i, delta in enumerate(deltas) if delta.get("content")), "while the call is written"
+
+
+def test_several_choices_and_usage(slow: Serving) -> None:
+    options: Any = {"n": 2, "stream_options": {"include_usage": True}}
+    made = slow.openai.chat.completions.create(model="toy", messages=[user("go")], stream=True, **options)
+    over: set[int] = set()
+    for chunk in made:
+        for choice in chunk.choices:
+            assert choice.index not in over
+            over |= {choice.index} if choice.finish_reason else set()
+    assert over == {0, 1}
+    assert chunk.usage is not None
+
+
+def test_completions(slow: Serving) -> None:
+    asked: Any = {"model": "toy", "prompt": "go:", "max_tokens": 200}
+    pieces = [chunk.choices[0].text for chunk in slow.openai.completions.create(stream=True, **asked)]
+    assert pieces.count("") > 4
+    assert "".join(pieces) == slow.openai.completions.create(**asked).choices[0].text
+
+
+def test_responses(slow: Serving) -> None:
+    tools: Any = [{"type": "function", **FUNCTION}]
+    with slow.openai.responses.stream(model="toy", input="go", tools=tools) as stream:
+        events = list(stream)
+        made = stream.get_final_response()
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    first = kinds.index("response.output_item.added")
+    assert kinds[:4] == ["response.created", *["response.in_progress"] * 3]
+    assert "response.in_progress" not in kinds[first:], "some clients would take it for the whole output so far"
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert deltas.count("") > 2
+    assert "".join(deltas) == made.output_text == "It is:"
+    assert [item.type for item in made.output] == ["reasoning", "message", "function_call"]
+
+
+def test_messages(slow: Serving) -> None:
+    body = BODIES["/v1/messages"]
+    text = slow.post("/v1/messages", {**body, "stream": True}).text
+    assert text.count('event: ping\ndata: {"type":"ping"}\n\n') > 8
+    client = anthropic.Anthropic(base_url=slow.address, api_key="none", max_retries=0)
+    with client.messages.stream(model="toy", **body) as stream:
+        events = list(stream)
+        made = stream.get_final_message()
+    assert [block.type for block in made.content] == ["thinking", "text", "tool_use"]
+    assert "".join(event.text for event in events if event.type == "text") == made.content[1].text == "It is:"
+    assert made.content[2].input == {"a": 7}
+
+
+def test_ollama(slow: Serving) -> None:
+    client = ollama.Client(slow.address)
+    lines = list(client.chat("toy", [user("go")], tools=[TOOL], stream=True))
+    empty = [line for line in lines if not line.done and not line.message.content and not line.message.thinking]
+    assert len(empty) > 8
+    assert "".join(line.message.content or "" for line in lines) == "It is:"
+    assert [call.function.name for line in lines for call in line.message.tool_calls or ()] == ["add"]
+    lines = list(client.generate("toy", "go", stream=True))
+    assert sum(not line.response and not line.thinking and not line.done for line in lines) > 4
+    assert lines[-1].done
+
+
+def test_a_stream_with_events_gets_no_others() -> None:
+    with serving(scripted(THINKS)) as it:
+        text = it.post("/v1/messages", {**BODIES["/v1/messages"], "stream": True}).text
+        assert "ping" not in text
+        lines = it.post("/api/chat", {**BODIES["/api/chat"], "stream": True}).text.splitlines()
+    assert all(any(json.loads(line)["message"].values()) or json.loads(line)["done"] for line in lines)
