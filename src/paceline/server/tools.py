@@ -60,7 +60,7 @@ class CallFormat:
     @property
     def markers(self) -> tuple[str, ...]:
         """What the parser must see, also where it is a special token."""
-        tags = (self.tags.between, self.tags.after) if self.tags else ()
+        tags = (self.tags.before, self.tags.between, self.tags.after) if self.tags else ()
         return self.start, *re.findall("<[^<>\\n]+>", "\n".join((self.end, self.quote, *self.call, *tags)))
 
     def head(self, name: str) -> str:
