@@ -259,6 +259,19 @@ def test_a_forced_call_of_a_tagged_family() -> None:
     assert json.loads(call.function.arguments) == {"path": "a\nb", "count": 3}  # type: ignore[union-attr]
 
 
+TAGS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+
+
+@pytest.mark.parametrize("special", [(), TAGS])
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_tags_may_be_special_tokens(choice: str, special: tuple[str, ...]) -> None:
+    text = written(GLM, {"path": "a b", "count": 5})
+    body = {"messages": ASK, "tools": [function("add", TYPED)], "tool_choice": choice, "max_tokens": 200}
+    with serving(scripted(text, "{# tools <tool_call> <arg_key> <arg_value> #}go:", special)) as it:
+        (call,) = it.post("/v1/chat/completions", body).json()["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"path": "a b", "count": 5}
+
+
 FORM: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [{"answer": 1}]}}}
 
 
