@@ -16,6 +16,7 @@ _COMMAND = {
     "additionalProperties": False,
 }
 CODEX_CALL = '<tool_call>\n{"name": "exec_command", "arguments": {"cmd": "ls"}}\n</tool_call>'
+CODEX_NAMESPACED = CODEX_CALL.replace("exec_command", "mcp__docs__search")
 CODEX: dict[str, Any] = {
     "instructions": "You are a coding agent running in the Codex CLI.",
     "input": [
@@ -42,7 +43,12 @@ CODEX: dict[str, Any] = {
             "description": "Edit files.",
             "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch"'},
         },
-        {"type": "namespace", "name": "mcp__docs", "description": "Docs", "tools": []},
+        {
+            "type": "namespace",
+            "name": "mcp__docs",
+            "description": "Docs",
+            "tools": [{"type": "function", "name": "search", "strict": False, "parameters": _COMMAND}],
+        },
         {"type": "web_search", "external_web_access": False},
         {"type": "image_generation", "output_format": "png"},
     ],

@@ -16,6 +16,7 @@ from tests.server.agents import (
     CODEX,
     CODEX_CALL,
     CODEX_HEADERS,
+    CODEX_NAMESPACED,
     COPILOT,
 )
 from tests.server.running import Serving, serving
@@ -56,6 +57,19 @@ def test_codex() -> None:
         assert again[-1]["type"] == "response.completed"
         probe = streamed(it, "/v1/responses", {"input": [], "max_output_tokens": 1, "stream": True, "store": False})
         assert probe[-1]["type"] == "response.incomplete"
+
+
+def test_codex_finds_the_tools_of_its_servers() -> None:
+    """A call of a function in a namespace has the inner name and the namespace, and is sent back with both."""
+    with serving(scripted(CODEX_NAMESPACED)) as it:
+        found = streamed(it, "/v1/responses", CODEX)
+        kinds = ("response.output_item.added", "response.output_item.done")
+        call, done = (event["item"] for event in found if event["type"] in kinds)
+        assert (call["name"], call["namespace"]) == (done["name"], done["namespace"]) == ("search", "mcp__docs")
+        assert [tool["name"] for tool in found[0]["response"]["tools"]] == ["exec_command", "mcp__docs__search"]
+        result = {"type": "function_call_output", "call_id": done["call_id"], "output": "src"}
+        again = streamed(it, "/v1/responses", CODEX | {"input": [*CODEX["input"], done, result]})
+        assert again[-1]["type"] == "response.completed"
 
 
 def test_claude_code() -> None:

@@ -11,9 +11,10 @@ from pydantic import BaseModel
 
 from paceline.sampling.grammar import Grammar
 from paceline.server.calls import Call, ForcedCallParser
-from paceline.server.tools import HERMES, LLAMA, MISTRAL, CallFormat
+from paceline.server.tools import GLM, HERMES, LLAMA, MINIMAX, MISTRAL, QWEN, SEED, CallFormat
 from tests.grammars import allowed, matcher
-from tests.server.running import Serving
+from tests.server.running import Serving, serving
+from tests.server.scripted import scripted
 from tests.vocabularies import byte_level
 
 pytest.importorskip("llguidance")
@@ -77,11 +78,11 @@ def named(name: str) -> Any:
 def test_definitions_of_one_function_are_not_those_of_another(form: CallFormat) -> None:
     other = {"type": "object", "properties": {"at": {"$ref": "#/$defs/Point"}}, "$defs": {"Point": {"type": "null"}}}
     grammar = form.grammar(
-        [("Shape", SHAPE["function"]["parameters"]), ("Node", NODE["function"]["parameters"]), ("other", other)], None
+        [("Shape", SHAPE["function"]["parameters"]), ("Node", NODE["function"]["parameters"]), ("other", other)], {}
     )
 
     def call(name: str, arguments: Any) -> str:
-        return form.head(name) + json.dumps(arguments) + form.tail
+        return form.head(name) + json.dumps(arguments) + form.call[2]
 
     point = {"x": True, "y": False}
     assert accepted(grammar, call("Shape", {"kind": "line", "start": point, "end": point}))
@@ -153,7 +154,7 @@ def test_a_forced_call_that_a_stop_string_cuts_is_no_finished_one(talker: Servin
 
 
 def read(form: CallFormat, text: str, step: int, names: Any = ("add", "add_all")) -> tuple[list[Call], str]:
-    reader = ForcedCallParser(form, names)
+    reader = ForcedCallParser(form, dict.fromkeys(names))
     pieces = [piece for at in range(0, len(text), step) for piece in reader.push(text[at : at + step])[1]]
     shown, last = reader.flush()
     pieces += last
@@ -165,15 +166,110 @@ def read(form: CallFormat, text: str, step: int, names: Any = ("add", "add_all")
 @pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL], ids=lambda form: form.name)
 @pytest.mark.parametrize("arguments", ["{}", '{"a": {"b": [{"c": "}]"}]}}', '{"a": "}\\n</tool_call>"}'])
 def test_a_forced_call_cut_anywhere_shows_its_arguments_so_far(form: CallFormat, arguments: str, step: int) -> None:
-    head, whole = form.head("add"), form.head("add") + arguments + form.tail
+    head, whole = form.head("add"), form.head("add") + arguments + form.call[2]
     for cut in range(len(whole) + 1):
         calls, said = read(form, whole[:cut], step)
         # The name is known once it is told apart from the other one.
-        assert [call.name for call in calls] == (["add"] if cut >= len(head) - len(f'", "{form.key}": ') + 1 else [])
+        assert [call.name for call in calls] == (["add"] if cut >= len(head) - len(form.call[1]) + 1 else [])
         assert said == arguments[: max(0, cut - len(head))]
         alone, said = read(form, whole[:cut], step, names=["add"])
         assert [call.name for call in alone] == (["add"] if cut else [])
         assert said == arguments[: max(0, cut - len(head))]
+
+
+TYPED: Any = {
+    "type": "object",
+    "properties": {
+        "path": {"type": "string", "description": "Where."},
+        "mode": {"$ref": "#/$defs/mode"},
+        "count": {"type": "integer", "minimum": 0, "maximum": 9},
+        "more": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "at": {"type": "array", "items": {"$ref": "#/$defs/point"}},
+    },
+    "required": ["path", "count"],
+    "additionalProperties": False,
+    "$defs": {"mode": {"enum": ["r", "w"]}, "point": Point.model_json_schema()},
+}
+VALUES: Any = {"path": "a <b>\n\n", "mode": "w", "count": 7, "more": None, "at": [{"x": True, "y": False}]}
+
+
+def written(form: CallFormat, values: Any) -> str:
+    assert form.tags is not None
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
+    tags = form.tags
+    given = "".join(tags.before + key + tags.between + text + tags.after for key, text in texts.items())
+    return form.head("add") + given + form.call[2]
+
+
+@pytest.mark.parametrize("form", [QWEN, GLM, SEED, MINIMAX], ids=lambda form: form.name)
+def test_a_forced_call_is_in_the_familys_own_form(form: CallFormat) -> None:
+    grammar = form.grammar([("add", TYPED)], {})
+    assert "%json" in grammar
+    for values in (VALUES, {"path": "", "count": 0}, {"path": "</", "count": 1, "more": "5 > 4"}):
+        text = written(form, values)
+        assert accepted(grammar, text)
+        for step in (1, 7, 1000):
+            reader = ForcedCallParser(form, {"add": TYPED})
+            pieces = [piece for at in range(0, len(text), step) for piece in reader.push(text[at : at + step])[1]]
+            (call, *more) = [*pieces, *reader.flush()[1]]
+            assert isinstance(call, Call)
+            assert call.name == "add"
+            assert json.loads("".join(map(str, more))) == values
+            assert reader.complete
+    for values in ({"path": "x"}, {"path": "x", "count": 10}, {"path": "x", "count": "a"}):
+        assert not accepted(grammar, written(form, values))
+    assert not accepted(grammar, written(form, VALUES | {"mode": "x"}))
+
+
+def test_a_forced_tagged_call_cut_anywhere_shows_whole_parameters() -> None:
+    text, whole = written(QWEN, VALUES), json.dumps(VALUES)
+    for cut in range(len(text)):
+        reader = ForcedCallParser(QWEN, {"add": TYPED})
+        said = [piece for piece in reader.push(text[:cut])[1] if isinstance(piece, str)]
+        said += [piece for piece in reader.flush()[1] if isinstance(piece, str)]
+        assert not reader.complete
+        assert whole.startswith("".join(said))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object"},
+        {"type": "object", "properties": {"a": {"type": "string", "pattern": "^x$"}}},
+        {"type": "object", "properties": {"a": {"$ref": "#"}}},
+        {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["b"]},
+        {"anyOf": [{"type": "object"}]},
+    ],
+)
+def test_what_tags_cannot_hold_to_is_forced_as_json(schema: Any) -> None:
+    form = QWEN.forced(schema)
+    assert (form.start, form.tags) == ("<tool_call>", None)
+    assert form.head("add") == HERMES.head("add")
+    assert read(form, form.head("add") + '{"a": "x"}' + form.call[2], 3)[1] == '{"a": "x"}'
+
+
+def test_a_forced_call_of_a_tagged_family() -> None:
+    template = "{# tools <tool_call> <function= <parameter= #}go:"
+    with serving(scripted(written(QWEN, {"path": "a\nb", "count": 3}), template)) as it:
+        made = it.openai.chat.completions.create(
+            model="toy", messages=ASK, max_tokens=300, tools=[function("add", TYPED)], tool_choice=named("add")
+        )
+    (call,) = made.choices[0].message.tool_calls or ()
+    assert made.choices[0].finish_reason == "tool_calls"
+    assert json.loads(call.function.arguments) == {"path": "a\nb", "count": 3}  # type: ignore[union-attr]
+
+
+TAGS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+
+
+@pytest.mark.parametrize("special", [(), TAGS])
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_tags_may_be_special_tokens(choice: str, special: tuple[str, ...]) -> None:
+    text = written(GLM, {"path": "a b", "count": 5})
+    body = {"messages": ASK, "tools": [function("add", TYPED)], "tool_choice": choice, "max_tokens": 200}
+    with serving(scripted(text, "{# tools <tool_call> <arg_key> <arg_value> #}go:", special)) as it:
+        (call,) = it.post("/v1/chat/completions", body).json()["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"path": "a b", "count": 5}
 
 
 FORM: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [{"answer": 1}]}}}

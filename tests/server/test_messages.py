@@ -9,6 +9,10 @@ import pytest
 
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
+from paceline.server.blocks import chat_body
+from paceline.server.compat import left_out
+from paceline.server.errors import ApiError
+from paceline.server.schema_messages import MessagesRequest
 from tests.server.running import Serving, serving
 from tests.server.scripted import fail_before_the_end, scripted
 from tests.server.test_responses import SCHEMA, THINKS, user
@@ -112,6 +116,41 @@ def test_forced_calls_and_formats(talker: Serving) -> None:
     form = {"format": {"type": "json_schema", "schema": SCHEMA}}
     made = client.messages.create(output_config=form, **asked)
     assert set(json.loads(made.content[0].text)) == {"a"}
+
+
+IMAGE: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "eA=="}}
+BILLED = "x-anthropic-billing-header: cch=1;"
+
+
+def converted(**body: Any) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = chat_body(MessagesRequest.model_validate({"max_tokens": 1, **body}))["messages"]
+    return found
+
+
+def test_what_is_not_text_leaves_a_note_in_history_and_results() -> None:
+    call = {"type": "tool_use", "id": "c", "name": "Read", "input": {}}
+    pdf = {"type": "document", "source": {"type": "base64", "data": "eA=="}}
+    chat = converted(
+        messages=[
+            {"role": "user", "content": [{"type": "text", "text": "what?"}, IMAGE, pdf]},
+            {"role": "assistant", "content": [{"type": "server_tool_use", "id": "s", "name": "x"}, call]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [IMAGE]}]},
+        ]
+    )
+    assert [message["content"] for message in chat] == [
+        f"what?\n{left_out('image')}\n{left_out('document')}",
+        left_out("server_tool_use"),
+        left_out("image"),
+    ]
+    new = {"role": "user", "content": [{"type": "text", "text": "this:"}, IMAGE]}
+    with pytest.raises(ApiError, match=r"messages.2.content.1: .*'image'"):
+        converted(messages=[user("a"), {"role": "assistant", "content": "b"}, new])
+
+
+@pytest.mark.parametrize("system", [BILLED + "\n\nBe brief.", [{"type": "text", "text": BILLED + "\nBe brief."}]])
+def test_instructions_after_the_billing_header_stay(system: Any) -> None:
+    assert converted(messages=[user("a")], system=system)[0] == {"role": "system", "content": "Be brief."}
+    assert converted(messages=[user("a")], system=BILLED)[0]["role"] == "user"
 
 
 def test_thinking_can_be_disabled() -> None:

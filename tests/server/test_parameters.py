@@ -217,7 +217,7 @@ CHAT_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user"}]}, "messages.0"),
     ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
-    ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages.0.mood"),
+    ({"messages": [{"role": "user", "content": "x", "audio": {}}]}, "messages.0.audio"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0"),
     ({"messages": [{"role": "assistant", "content": None}]}, "messages.0"),
 ]
@@ -297,6 +297,45 @@ def test_what_means_nothing_here_does_nothing(served: Serving, more: dict[str, A
     body = {"messages": CHAT, "max_tokens": 8}
     bare, full = (served.post("/v1/chat/completions", {**body, **extra}).json() for extra in ({}, more))
     assert full["choices"] == bare["choices"]
+
+
+def test_what_other_providers_add_to_messages_and_tools_does_nothing(talker: Serving) -> None:
+    cached = {"cache_control": {"type": "ephemeral"}}
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    chat = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
+        {"role": "assistant", "content": "b", "tool_calls": [call]},
+        {"role": "tool", "content": "c", "tool_call_id": "c"},
+    ]
+    tool = {"type": "function", "function": {"name": "add"}}
+    extras = {"reasoning": None, "reasoning_details": [], "provider_specific_fields": {}, "thinking_blocks": []}
+    more = [
+        {**chat[0], "content": [{"type": "text", "text": "a", **cached}], **cached},
+        {**chat[1], **extras, "tool_calls": [{**call, "index": 0, "provider_specific_fields": {}}]},
+        {**chat[2], **extras},
+    ]
+    tools = [{**tool, "function": {"name": "add", **cached}, **cached}]
+    bodies = [{"messages": chat, "tools": [tool]}, {"messages": more, "tools": tools}]
+    answers = [talker.post("/v1/chat/completions", {**body, "max_tokens": 4}) for body in bodies]
+    assert answers[1].status_code == 200, answers[1].text
+    assert answers[0].json()["choices"] == answers[1].json()["choices"]
+
+
+def test_agents_may_have_hundreds_of_tools(served: Serving) -> None:
+    from paceline.server.blocks import chat_body as of_messages
+    from paceline.server.items import chat_body as of_items
+    from paceline.server.schema import ChatRequest
+    from paceline.server.schema_messages import MessagesRequest
+    from paceline.server.schema_responses import ResponsesRequest
+
+    ask: dict[str, Any] = {"role": "user", "content": "x"}
+    tools = [{"type": "function", "name": f"t{i}"} for i in range(300)]
+    responses = ResponsesRequest.model_validate({"input": [ask], "tools": tools})
+    client = [{"name": tool["name"], "input_schema": {}} for tool in tools]
+    messages = MessagesRequest.model_validate({"messages": [ask], "tools": client, "max_tokens": 1})
+    for body in (of_items(responses, responses.input), of_messages(messages)):  # type: ignore[arg-type]
+        assert len(ChatRequest.model_validate(body).offered) == 300
+    refused(served, "/v1/chat/completions", {"messages": CHAT, "tools": [{}] * 513}, "tools")
 
 
 def test_models_that_are_not_served(served: Serving) -> None:

@@ -10,8 +10,10 @@ from openai import BadRequestError, NotFoundError
 
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
+from paceline.server.compat import left_out
 from paceline.server.errors import ApiError
-from paceline.server.schema_responses import MessageItem
+from paceline.server.items import chat_body
+from paceline.server.schema_responses import MessageItem, ResponsesRequest
 from paceline.server.stored import ResponseStore, StoredResponse, memory
 from tests.server.running import Serving, serving
 from tests.server.scripted import fail_before_the_end, scripted
@@ -73,6 +75,26 @@ def test_input_items_are_messages(served: Serving, plain: LLM) -> None:
     ]
     made = served.openai.responses.create(model="toy", input=items, max_output_tokens=16)
     assert made.output_text == alone(plain, chat).text
+
+
+def test_what_is_not_text_leaves_a_note_in_history_and_results(served: Serving) -> None:
+    image = {"type": "input_image", "image_url": "data:image/png;base64,eA=="}
+    items: Any = [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}, image]},
+        {"type": "custom_tool_call", "call_id": "c", "name": "apply_patch", "input": "x"},
+        {"type": "custom_tool_call_output", "call_id": "c", "output": "y"},
+        {"type": "function_call", "call_id": "d", "name": "look", "arguments": "{}", "namespace": "mcp__docs"},
+        {"type": "function_call_output", "call_id": "d", "output": [image]},
+    ]
+    body = ResponsesRequest.model_validate({"input": items, "reasoning": {"effort": "max"}})
+    asked, worked, result = chat_body(body, body.input)["messages"]  # type: ignore[arg-type]
+    assert asked["content"] == f"a\n{left_out('input_image')}"
+    assert worked["content"] == f"{left_out('custom_tool_call')}\n{left_out('custom_tool_call_output')}"
+    assert worked["tool_calls"][0]["function"]["name"] == "mcp__docs__look"
+    assert result["content"] == left_out("input_image")
+    answer = served.post("/v1/responses", {"input": [items[1], user("a")], "max_output_tokens": 1})
+    assert answer.status_code in (200, 400)  # the toy's alphabet has no brackets
+    assert "input.0" not in answer.text
 
 
 def test_a_conversation_goes_on(served: Serving, plain: LLM) -> None:
@@ -215,7 +237,8 @@ def test_logprobs(served: Serving) -> None:
     [
         ({"nonsense": 1}, "nonsense"),
         ({"input": [{"type": "message", "role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0"),
-        ({"input": [{"type": "web_search_call"}]}, "input.0"),
+        ({"input": [{"type": 5}]}, "input.0.type"),
+        ({"reasoning": {"effort": "great"}}, "reasoning.effort"),
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"truncation": "auto"}, "truncation"),

@@ -46,6 +46,27 @@ def test_reasoning_is_shown_as_it_is_written() -> None:
     assert pieces == [("", ""), ("one", ""), (" two", ""), ("", ""), ("", ""), ("", "yes")]
 
 
+GEMMA = "{# <|channel>thought <channel|> #}"
+
+
+@pytest.mark.parametrize("special", [(), ("<|channel>", "<channel|>")])
+def test_gemma_thinks_in_a_channel(special: tuple[str, ...]) -> None:
+    pytest.importorskip("llguidance")
+    for answer, asked in (("It is so.", {}), ('{"a": 7}', {"guided_json": SCHEMA})):
+        with serving(scripted(f"<|channel>thought\nI add.\n<channel|>{answer}", GEMMA + "go:", special)) as it:
+            made = it.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 300, **asked}).json()
+            message = made["choices"][0]["message"]
+            assert (message["reasoning_content"], message["content"]) == ("I add.", answer)
+    with serving(scripted("yes", GEMMA + "go:", special)) as it:
+        body = {"messages": CHAT, "reasoning": "off", "max_tokens": 1}
+        used = it.post("/v1/chat/completions", body).json()["usage"]["prompt_tokens"]
+        assert (
+            used
+            == it.post("/tokenize", {"messages": CHAT}).json()["count"]
+            + (it.post("/tokenize", {"prompt": "<|channel>thought\n<channel|>"}).json()["count"])
+        )
+
+
 def test_families() -> None:
     assert family("{{ '[THINK]' }}{{ '[/THINK]' }}") == ThoughtFormat("[THINK]", "[/THINK]")
     assert family(None) is family("<think>") is None
@@ -135,7 +156,13 @@ def test_effort_reaches_the_template() -> None:
         counts = {
             text: it.post("/tokenize", {"prompt": text}).json()["count"] for text in ("low", "medium", "high", "-")
         }
-        for effort, shown in (("minimal", "low"), ("low", "low"), ("medium", "medium"), ("xhigh", "high")):
+        for effort, shown in (
+            ("minimal", "low"),
+            ("low", "low"),
+            ("medium", "medium"),
+            ("xhigh", "high"),
+            ("max", "high"),
+        ):
             assert prompt_of(it, reasoning_effort=effort) == counts[shown]
         assert prompt_of(it) == prompt_of(it, reasoning="off") == counts["-"]
         body = {"messages": CHAT, "reasoning": "off", "reasoning_effort": "high"}

@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 (DeepSeek's markers)
 """Tool calls: how each family writes them, read from recorded replies, whole and piece by piece."""
 
 from __future__ import annotations
@@ -13,12 +14,43 @@ from paceline.server.calls import Call, CallParser
 from paceline.server.chat_completions import ChatChoice
 from paceline.server.choices import TokenTexts
 from paceline.server.replies import ChatReply
-from paceline.server.tools import HERMES, LLAMA, MISTRAL, CallFormat, family, knows_tools, with_tools
+from paceline.server.tools import (
+    DEEPSEEK,
+    DEEPSEEK_V3,
+    FORMATS,
+    GEMMA,
+    GLM,
+    HERMES,
+    LFM,
+    LLAMA,
+    MINIMAX,
+    MISTRAL,
+    QWEN,
+    SEED,
+    CallFormat,
+    family,
+    knows_tools,
+    with_tools,
+)
 from paceline.server.worker import ReplyRound
 from paceline.text.chat_template import check_messages, render
 from tests.toys import toy_tokenizer
 
-NAMES = ("get_weather", "add")
+LIST: Any = {"type": "array", "items": {"type": "integer"}}
+FUNCTIONS: Any = {
+    "get_weather": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "add": {
+        "type": "object",
+        "properties": {
+            "a": {"$ref": "#/$defs/any"},
+            "b": LIST,
+            "note": {"type": "string"},
+            "exact": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+            "unit": {"type": ["string", "null"]},
+        },
+        "$defs": {"any": {"type": ["integer", "object"]}},
+    },
+}
 
 # As the models write them: Qwen2.5 and Hermes, Qwen3 with its reasoning, SmolLM2 with a list, Llama 3.1 and 3.2,
 # Mistral's older and newer forms.
@@ -97,6 +129,107 @@ RECORDED: list[tuple[str, CallFormat, str, str, list[tuple[str, Any]]]] = [
         "Let me see.",
         [("get_weather", {"city": "x"}), ("add", {"a": {"b": 1}})],
     ),
+    (
+        "qwen3-coder",
+        QWEN,
+        "I add.\n\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n[2, 3]\n</parameter>\n"
+        "<parameter=note>\n 12\n\n</parameter>\n<parameter=exact>\nTrue\n</parameter>\n<parameter=unit>\nnull\n"
+        "</parameter>\n</function>\n</tool_call>",
+        "I add.",
+        [("add", {"a": 1, "b": [2, 3], "note": " 12\n", "exact": True, "unit": None})],
+    ),
+    (
+        "qwen3-coder with two, without line breaks",
+        QWEN,
+        "<tool_call><function=get_weather><parameter=city>Paris</parameter></function></tool_call>\n"
+        "<tool_call><function=add></function></tool_call>",
+        "",
+        [("get_weather", {"city": "Paris"}), ("add", {})],
+    ),
+    (
+        "qwen3-coder without its first marker",
+        QWEN,
+        "So:\n<function=get_weather>\n<parameter=city>\n5\n</parameter>\n</function>\n</tool_call>",
+        "So:",
+        [("get_weather", {"city": "5"})],
+    ),
+    (
+        "qwen3-coder in hermes' form",
+        QWEN,
+        '<tool_call>\n{"name": "add", "arguments": {"a": "1"}}\n</tool_call>',
+        "",
+        [("add", {"a": "1"})],
+    ),
+    (
+        "glm 4.5",
+        GLM,
+        '<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>{"b": 1}</arg_value>\n<arg_key>note</arg_key>\n'
+        "<arg_value>true\n</arg_value>\n</tool_call>\n<tool_call>get_weather\n</tool_call>",
+        "",
+        [("add", {"a": {"b": 1}, "note": "true\n"}), ("get_weather", {})],
+    ),
+    (
+        "glm 4.7",
+        GLM,
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Oslo</arg_value></tool_call>",
+        "",
+        [("get_weather", {"city": "Oslo"})],
+    ),
+    (
+        "seed-oss",
+        SEED,
+        "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Oslo</parameter>\n</function>\n</seed:tool_call>",
+        "",
+        [("get_weather", {"city": "Oslo"})],
+    ),
+    (
+        "minimax m2",
+        MINIMAX,
+        '<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">4</parameter>\n</invoke>\n'
+        '<invoke name="get_weather">\n<parameter name="city">x</parameter>\n</invoke>\n</minimax:tool_call>',
+        "",
+        [("add", {"a": 4}), ("get_weather", {"city": "x"})],
+    ),
+    (
+        "lfm2",
+        LFM,
+        "It is so.<|tool_call_start|>[add(a=-1, b=[2], note='it\\'s', exact=True, unit=None), "
+        'get_weather(city="a, (b")]<|tool_call_end|>',
+        "It is so.",
+        [("add", {"a": -1, "b": [2], "note": "it's", "exact": True, "unit": None}), ("get_weather", {"city": "a, (b"})],
+    ),
+    (
+        "lfm2 in json",
+        LFM,
+        '<|tool_call_start|>[{"name": "add", "arguments": {"a": 1}}]<|tool_call_end|>',
+        "",
+        [("add", {"a": 1})],
+    ),
+    (
+        "gemma 4",
+        GEMMA,
+        '<|tool_call>call:add{a:{x:<|"|>a "b", c:d<|"|>},b:[1,2],exact:true}<tool_call|>'
+        '<|tool_call>call:get_weather{city:<|"|><|"|>}<tool_call|>',
+        "",
+        [("add", {"a": {"x": 'a "b", c:d'}, "b": [1, 2], "exact": True}), ("get_weather", {"city": ""})],
+    ),
+    (
+        "deepseek r1",
+        DEEPSEEK_V3,
+        "Well.<｜tool▁calls▁begin｜>"
+        '<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>\n'
+        '<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{"city": "x"}\n```<｜tool▁call▁end｜>'
+        "<｜tool▁calls▁end｜>",
+        "Well.",
+        [("add", {"a": 1}), ("get_weather", {"city": "x"})],
+    ),
+    (
+        "deepseek v3.1",
+        DEEPSEEK,
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        "",
+        [("add", {"a": 1})],
+    ),
 ]
 
 NO_CALLS: list[tuple[CallFormat, str]] = [
@@ -118,12 +251,23 @@ NO_CALLS: list[tuple[CallFormat, str]] = [
     (LLAMA, 'text, then {"name": "add", "parameters": {}}'),
     (LLAMA, '<|python_tag|>print("hi")'),
     (MISTRAL, "[TOOL_CALLS] nothing"),
+    (QWEN, "<tool_call>\n<function=nobody>\n</function>\n</tool_call>"),
+    (QWEN, "<tool_call>\n<function=add>\n<parameter=a>\n1"),
+    (QWEN, "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>"),
+    (QWEN, "A <function=add> is <b>no</b> call."),
+    (GLM, "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>"),
+    (GLM, "<tool_call>some text</tool_call>"),
+    (LFM, "<|tool_call_start|>[add(1)]<|tool_call_end|>"),
+    (LFM, "<|tool_call_start|>[add(a=open('x'))]<|tool_call_end|>"),
+    (LFM, "<|tool_call_start|>" + "[" * 5000),
+    (GEMMA, "<|tool_call>call:add{a:<tool_call|>"),
+    (DEEPSEEK, "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{<｜tool▁call▁end｜><｜tool▁calls▁end｜>"),
     (MISTRAL, "[TOOL_CALLS]" + "[" * 5000),
 ]
 
 
 def read(family: CallFormat, text: str, step: int, **how: Any) -> tuple[str, list[Call]]:
-    reader, shown, calls = CallParser(family, NAMES, **how), "", []
+    reader, shown, calls = CallParser(family, FUNCTIONS, **how), "", []
     for at in range(0, len(text), step):
         piece, found = reader.push(text[at : at + step])
         shown, calls = shown + piece, calls + found
@@ -149,7 +293,7 @@ def test_what_is_no_call_stays_text(family: CallFormat, text: str, step: int) ->
 
 
 def test_text_is_not_held_back_longer_than_it_must() -> None:
-    reader = CallParser(HERMES, NAMES)
+    reader = CallParser(HERMES, FUNCTIONS)
     assert reader.push("a <")[0] == "a"
     assert reader.push("b> c")[0] == " <b> c"
 
@@ -169,9 +313,9 @@ def chunk(text: str, token: int, finish: Any = None) -> Chunk:
 
 @pytest.mark.parametrize("form", [LLAMA, MISTRAL], ids=lambda form: form.name)
 def test_a_marker_that_the_text_does_not_show_is_read_by_its_token(form: CallFormat) -> None:
-    call = json.dumps({"name": "add", form.key: {}})
+    call = json.dumps({"name": "add", "parameters" if form is LLAMA else "arguments": {}})
     body = call if form is LLAMA else f"[{call}]"
-    reply = ChatReply(parser=CallParser(form, NAMES), markers={5: form.start})
+    reply = ChatReply(parser=CallParser(form, FUNCTIONS), markers={5: form.start})
     choice = ChatChoice(index=0, token_texts=TokenTexts(toy_tokenizer()), reply=reply)
     assert choice.add_round(ReplyRound(0, [chunk("Hm.", 1), chunk("", 5)], 0, None, 1.0)) == [
         {"index": 0, "delta": {"content": "Hm."}, "logprobs": None, "finish_reason": None}
@@ -183,7 +327,7 @@ def test_a_marker_that_the_text_does_not_show_is_read_by_its_token(form: CallFor
     assert (last["delta"], last["finish_reason"]) == ({}, "tool_calls")
     whole = choice.as_dict()["message"]
     assert (whole["content"], len(whole["tool_calls"])) == ("Hm.", 1)
-    unread = ChatReply(parser=CallParser(form, NAMES))
+    unread = ChatReply(parser=CallParser(form, FUNCTIONS))
     unread.add(ReplyRound(0, [chunk("Hm.", 1), chunk("", 5), chunk(body, 2), chunk("", 36, "eos")], 0, None, 1.0))
     assert unread.text == "Hm." + body
 
@@ -196,6 +340,12 @@ def test_a_marker_that_the_text_does_not_show_is_read_by_its_token(form: CallFor
         ("{%- if tools is not none %}[AVAILABLE_TOOLS]{{ tools }}{% endif %}{{- '[TOOL_CALLS] [' }}", MISTRAL),
         ("{{- '<|start_header_id|>ipython<|end_header_id|>' }}{{- '<|python_tag|>' }}{% if tools %}", LLAMA),
         ("{{- '<|start_header_id|>' }}{{- 'Environment: ipython' }}{% if custom_tools %}", LLAMA),
+        ("{{- '<tool_call>\\n<function=' + tool_call.name + '>' }}{{- '<parameter=' + name + '>' }}", QWEN),
+        ("{{ '<tool_call>' + tc.name }}<arg_key>{{ k }}</arg_key><arg_value>{{ v }}</arg_value>", GLM),
+        ("<seed:tool_call><function={{ name }}><parameter={{ key }}>", SEED),
+        ("{{ '<|tool_call>call:' }}{{ '<|\"|>' + text + '<|\"|>' }}", GEMMA),
+        ("{{ '<｜tool▁call▁begin｜>' + type + '<｜tool▁sep｜>' + name + '\\n```json' }}", DEEPSEEK_V3),
+        ("{{ '<｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' }}", DEEPSEEK),
         ("{{ messages }}", HERMES),
         (None, HERMES),
     ],
@@ -253,13 +403,14 @@ def test_messages_that_are_none(message: Any) -> None:
 
 
 @pytest.mark.parametrize("marker", [None, 5])
-@pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL], ids=lambda form: form.name)
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_grammar_of_a_forced_call_is_one(form: CallFormat, marker: int | None, count: int) -> None:
     from paceline.sampling.grammar import Grammar
 
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    grammar = form.grammar([("add", schema), ("get_weather", None)][:count], marker)
+    special = {form.start: marker} if marker is not None else {}
+    grammar = form.grammar([("add", schema), ("get_weather", None)][:count], special)
     assert Grammar.lark(grammar)
-    assert Grammar.lark(form.grammar([("add", schema)], marker, content={"type": "object"}))
+    assert Grammar.lark(form.grammar([("add", schema)], special, content={"type": "object"}))
     assert ("<[5]>" in grammar) == (marker is not None and form is not LLAMA)

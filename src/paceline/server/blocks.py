@@ -6,6 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from paceline.server.compat import left_out
+from paceline.server.errors import bad_request
 from paceline.server.schema_messages import (
     BILLING,
     AnthropicMessage,
@@ -14,6 +16,7 @@ from paceline.server.schema_messages import (
     CountTokensRequest,
     DocumentBlock,
     MessagesRequest,
+    OtherBlock,
     TextBlock,
     ThinkingBlock,
     ToolChoice,
@@ -21,11 +24,10 @@ from paceline.server.schema_messages import (
     ToolUseBlock,
 )
 
-_EFFORTS = {"max": "xhigh"}
-
 
 def chat_body(body: CountTokensRequest) -> dict[str, Any]:
-    """Return the request as the body of a chat completion."""
+    """Return the request as the body of a chat completion. Raises `ApiError` 400 as `_check_new` does."""
+    _check_new(body.messages)
     messages = [message for given in body.messages for message in _messages(given)]
     if system := _system(body.system):
         messages.insert(0, {"role": "system", "content": system})
@@ -49,7 +51,21 @@ def chat_body(body: CountTokensRequest) -> dict[str, Any]:
 
 def _system(system: str | Sequence[TextBlock] | None) -> str:
     texts = [system] if isinstance(system, str) else [block.text for block in system or ()]
-    return "\n\n".join(text for text in texts if text and not text.startswith(BILLING))
+    return "\n\n".join(filter(None, map(_without_billing, texts)))
+
+
+def _without_billing(text: str) -> str:
+    return text.partition("\n")[2].lstrip("\n") if text.startswith(BILLING) else text
+
+
+def _check_new(messages: Sequence[AnthropicMessage]) -> None:
+    """Raise `ApiError` 400 if the last message is the user's and has a block that is not text. In earlier messages and
+    in results of tools a note stands for it, since the agent that sent it cannot take it back."""
+    last = messages[-1]
+    for i, block in enumerate(last.content if last.role == "user" and not isinstance(last.content, str) else ()):
+        if isinstance(block, OtherBlock):
+            param = f"messages.{len(messages) - 1}.content.{i}"
+            raise bad_request(f"{param}: a new block must be text or a document of text, got {block.type!r}", param)
 
 
 def _messages(message: AnthropicMessage) -> list[dict[str, Any]]:
@@ -81,6 +97,8 @@ def _text(blocks: Sequence[Block]) -> str:
             texts.append(block.text)
         elif isinstance(block, DocumentBlock):
             texts.append(f"{block.title}\n\n{block.source.data}" if block.title else block.source.data)
+        elif isinstance(block, OtherBlock):
+            texts.append(left_out(block.type))
     return "\n".join(texts)
 
 
@@ -108,7 +126,7 @@ def _reasoning(body: CountTokensRequest) -> dict[str, Any]:
         return {"reasoning": "off"}
     effort = body.output_config.effort if body.output_config else None
     if effort is not None:
-        return {"reasoning_effort": _EFFORTS.get(effort, effort)}
+        return {"reasoning_effort": effort}
     return {"reasoning": "auto"}
 
 

@@ -1,15 +1,21 @@
+# ruff: noqa: RUF001 (DeepSeek's markers)
 """Parsers of function calls in a reply as it grows. Whatever is not a call in the family's format stays text."""
 
 from __future__ import annotations
 
+import ast
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.server.tagged import TaggedArguments, loose
 from paceline.server.thinking import overlap
-from paceline.server.tools import FENCED, MISTRAL, CallFormat
+from paceline.server.tools import FENCED, GEMMA, MISTRAL, NO_ARGUMENTS, CallFormat, Schema
+
+Functions = Mapping[str, Schema | None]
+"""The schema of each function's arguments by its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +36,20 @@ Piece = Call | str
 
 
 class ForcedCallParser:
-    """Parses a reply that is one call generated under `CallFormat.grammar`; its arguments are passed on as they come.
+    """Parses a reply that is one call generated under `CallFormat.grammar`. Arguments are passed on as they come."""
 
-    `complete`: whether the call was complete at the end of the reply.
-    """
-
-    def __init__(self, family: CallFormat, names: Collection[str]) -> None:
-        self._family = family
-        self._heads = {name: family.head(name) for name in names}
+    def __init__(self, family: CallFormat, functions: Functions) -> None:
+        self._forms = {name: family.forced(schema) for name, schema in functions.items()}
+        self._heads = {name: form.head(name) for name, form in self._forms.items()}
+        self._functions = functions
         self._held = ""
         self._name: str | None = None
-        self._arguments: str | None = None
-        self.complete = False
+        self._arguments: _JsonArguments | TaggedArguments | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether the call was complete at the end of the reply."""
+        return self._arguments is not None and self._arguments.complete
 
     def push(self, text: str) -> tuple[str, list[Piece]]:
         """Return (text to show, always empty, and the new pieces of the call)."""
@@ -52,37 +60,58 @@ class ForcedCallParser:
             fitting = [name for name, known in self._heads.items() if known.startswith(head) or head.startswith(known)]
             if len(fitting) == 1:  # at once if there is only one function
                 self._name = fitting[0]
-                pieces.append(Call(self._name, "", self._family.new_id()))
+                pieces.append(Call(self._name, "", self._forms[self._name].new_id()))
         if self._name is not None and self._arguments is None and head.startswith(self._heads[self._name]):
-            self._held, self._arguments = head.removeprefix(self._heads[self._name]), ""
-        if self._arguments is not None:  # shown without what may be the end of the call
-            pieces += self._show(len(self._held) - overlap(self._held, self._family.tail))
+            self._held, self._arguments = head.removeprefix(self._heads[self._name]), self._reader(self._name)
+        if self._arguments is not None:
+            held, self._held = self._held, ""
+            pieces += filter(None, [self._arguments.push(held)])
         return "", pieces
 
-    def _show(self, length: int) -> list[str]:
-        """Return the held text of this length, in a list, if there is any."""
-        shown, self._held = self._held[:length], self._held[length:]
-        self._arguments = (self._arguments or "") + shown
-        return [shown] if shown else []
-
     def flush(self) -> tuple[str, list[Piece]]:
+        """Return the rest of the arguments."""
+        return "", [*filter(None, [self._arguments.flush() if self._arguments else ""])]
+
+    def _reader(self, name: str) -> _JsonArguments | TaggedArguments:
+        form = self._forms[name]
+        if form.tags is None:
+            return _JsonArguments(form.call[2])
+        return TaggedArguments(form.tags, self._functions[name] or NO_ARGUMENTS, form.call[2])
+
+
+class _JsonArguments:
+    """Passes growing JSON on, without what may be the `tail` of the call. `complete`: as of `TaggedArguments`."""
+
+    def __init__(self, tail: str) -> None:
+        self._tail, self._held, self._shown = tail, "", ""
+        self.complete = False
+
+    def push(self, text: str) -> str:
+        """Return more of the JSON."""
+        self._held += text
+        return self._show(len(self._held) - overlap(self._held, self._tail))
+
+    def flush(self) -> str:
         """Return the rest of incomplete arguments; after complete ones the rest is the end of the call."""
-        self.complete = self._arguments is not None and _json(self._arguments, _INVALID) is not _INVALID
-        if self.complete or self._arguments is None:
-            return "", []
-        return "", [*self._show(len(self._held))]
+        self.complete = _json(self._shown, _INVALID) is not _INVALID
+        return "" if self.complete else self._show(len(self._held))
+
+    def _show(self, length: int) -> str:
+        shown, self._held = self._held[:length], self._held[length:]
+        self._shown += shown
+        return shown
 
 
 class CallParser:
     """Splits a growing reply into text and calls.
 
-    White space around calls is dropped. `names`: the known functions; a call of any other is text. `single`: everything
-    after the first call is dropped.
+    White space around calls is dropped. A call of any other than these functions is text. `single`: everything after
+    the first call is dropped.
     """
 
-    def __init__(self, family: CallFormat, names: Collection[str], single: bool = False) -> None:
-        self._family, self._names, self._single = family, frozenset(names), single
-        self._formats = (family, FENCED)
+    def __init__(self, family: CallFormat, functions: Functions, single: bool = False) -> None:
+        self._family, self._functions, self._single = family, functions, single
+        self._formats = (family, *family.also, FENCED)
         self._buffer = ""
         self._inside: CallFormat | None = None
         """Format of the call that `_buffer` is in."""
@@ -107,7 +136,7 @@ class CallParser:
         """Return what the end of the reply leaves: a call without its end marker, or text that was held back."""
         held, inside = self._buffer, self._inside
         self._buffer, self._inside = "", None
-        calls = self._parse(held, inside) if inside else None
+        calls = self._parse(held, inside) if inside and inside.ends_itself else None
         if calls is not None:
             return "", self._limited(calls)
         marked = inside is not None and not (inside.bare and held.startswith("{"))
@@ -160,7 +189,8 @@ class CallParser:
         """Return the calls, or text if they are none; None if more of the reply is needed."""
         if not form.end:
             return None
-        if self._buffer.lstrip()[:1] not in ("", "{", "["):  # a code block in another language is not held back
+        first = self._buffer.lstrip()[:1]
+        if form.first and first not in form.first:  # a code block in another language is not held back
             self._inside = None
             return form.start
         inner, found, after = self._buffer.partition(form.end)
@@ -171,8 +201,9 @@ class CallParser:
         return f"{form.start}{inner}{form.end}" if calls is None else calls
 
     def _parse(self, text: str, form: CallFormat) -> list[Call] | None:
-        found = _PARSERS[form.name](text.strip(), form.key)
-        if not found or any(name not in self._names for name, _ in found):
+        found = _tagged(text, form, self._functions) if form.tags else []
+        found = found or _PARSERS.get(form.name, _hermes)(text.strip())
+        if not found or any(name not in self._functions for name, _ in found):
             return None
         return [Call(name, json.dumps(given, ensure_ascii=False), self._family.new_id()) for name, given in found]
 
@@ -182,12 +213,12 @@ Found = list[tuple[str, dict[str, Any]]]
 _INVALID = object()
 
 
-def _hermes(text: str, key: str) -> Found:
+def _hermes(text: str) -> Found:
     """One object, or a list of them (SmolLM2)."""
-    return _objects(_json(text), key)
+    return _objects(_json(text))
 
 
-def _llama(text: str, key: str) -> Found:
+def _llama(text: str) -> Found:
     """Objects separated by ";"."""
     found: Found = []
     while text:
@@ -195,7 +226,7 @@ def _llama(text: str, key: str) -> Found:
             value, end = json.JSONDecoder().raw_decode(text)
         except (ValueError, RecursionError):
             return []
-        one = _objects(value, key) or _objects(value, "arguments")
+        one = _objects(value)
         if len(one) != 1:
             return []
         found += one
@@ -203,10 +234,10 @@ def _llama(text: str, key: str) -> Found:
     return found
 
 
-def _mistral(text: str, key: str) -> Found:
+def _mistral(text: str) -> Found:
     """A list of objects; or names with objects, separated by [TOOL_CALLS]."""
     if text.startswith("["):
-        return _objects(_json(text), key)
+        return _objects(_json(text))
     found: Found = []
     for part in filter(None, text.split(MISTRAL.start)):
         hit = re.fullmatch(
@@ -219,23 +250,104 @@ def _mistral(text: str, key: str) -> Found:
     return found
 
 
-def _fenced(text: str, key: str) -> Found:
+def _fenced(text: str) -> Found:
     """As Hermes; at the end of a reply the fence may be on the same line."""
-    return _hermes(text.removesuffix("```"), key)
+    return _hermes(text.removesuffix("```"))
 
 
-_PARSERS: dict[str, Callable[[str, str], Found]] = {
-    "hermes": _hermes,
+def _tagged(text: str, form: CallFormat, functions: Functions) -> Found:
+    """Names, each with tagged arguments."""
+    assert form.tags is not None
+    before, between, after = form.call
+    head = re.compile(rf'\s*(?:{re.escape(before.splitlines()[-1])})?([^<>"\s]+){loose(between)}')
+    tail = re.compile(rf"\s*{re.escape(after.removesuffix(form.end).strip())}\s*")
+    found: Found = []
+    at = 0
+    while at < len(text):
+        begun = head.match(text, at)
+        if not begun:
+            return []
+        given, at = form.tags.read(text, begun.end(), functions.get(begun[1]) or NO_ARGUMENTS)
+        ended = tail.match(text, at)
+        if not ended:
+            return []
+        found.append((begun[1], given))
+        at = ended.end()
+    return found
+
+
+def _pythonic(text: str) -> Found:
+    """A list of calls as Python writes them, or JSON."""
+    try:
+        tree = ast.parse(text, mode="eval").body
+        calls = tree.elts if isinstance(tree, ast.List) else [tree]
+        return [_python_call(call) for call in calls]
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return _hermes(text)
+
+
+def _python_call(node: ast.expr) -> tuple[str, dict[str, Any]]:
+    if not isinstance(node, ast.Call) or node.args:
+        raise ValueError("not a call with named arguments")
+    return ast.unparse(node.func), {str(one.arg): _python_value(one.value) for one in node.keywords}
+
+
+def _python_value(node: ast.expr | None) -> Any:
+    match node:
+        case ast.Constant(value=str() | int() | float() | None):
+            return node.value
+        case ast.Name(id="true" | "false" | "null"):
+            return json.loads(node.id)
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+            return -number
+        case ast.List() | ast.Tuple():
+            return [_python_value(one) for one in node.elts]
+        case ast.Dict():
+            return {
+                str(_python_value(key)): _python_value(one) for key, one in zip(node.keys, node.values, strict=True)
+            }
+    raise ValueError("not a JSON value")
+
+
+def _gemma(text: str) -> Found:
+    """A name, and JSON without quotes around names, and with a token of its own around texts."""
+    name, brace, body = text.removeprefix("call:").partition("{")
+    parts = (brace + body).split(GEMMA.quote)
+    parts[1::2] = map(json.dumps, parts[1::2])
+    parts[::2] = [re.sub(r"([{,]\s*)([\w.-]+)(\s*:)", r'\1"\2"\3', part) for part in parts[::2]]
+    given = _json(brace + body) or _json("".join(parts))
+    return [(name.strip(), given)] if isinstance(given, dict) else []
+
+
+def _deepseek(text: str) -> Found:
+    """Names and objects between markers of their own; R1 and V3 write a word before a name, and fences."""
+    found: Found = []
+    for part in filter(None, text.replace("<｜tool▁call▁end｜>", "").split("<｜tool▁call▁begin｜>")):
+        hit = re.fullmatch(
+            r"(?:function<｜tool▁sep｜>)?([\w.-]+)\s*(?:<｜tool▁sep｜>|```json)(.*?)(?:```)?\s*", part, re.DOTALL
+        )
+        given = _json(hit[2]) if hit else None
+        if not hit or not isinstance(given, dict):
+            return []
+        found.append((hit[1], given))
+    return found
+
+
+_PARSERS: dict[str, Callable[[str], Found]] = {
     "llama": _llama,
     "mistral": _mistral,
     "fenced": _fenced,
+    "pythonic": _pythonic,
+    "gemma": _gemma,
+    "deepseek": _deepseek,
 }
+"""By the name of the format; all others are read as Hermes'."""
 
 
-def _objects(value: Any, key: str) -> Found:
+def _objects(value: Any) -> Found:
     found: Found = []
     for one in value if isinstance(value, list) else [value]:
-        given = one.get(key) if isinstance(one, dict) else None
+        given = one.get("arguments", one.get("parameters")) if isinstance(one, dict) else None
         given = _json(given) if isinstance(given, str) else given
         if not isinstance(given, dict) or not isinstance(one.get("name"), str):
             return []

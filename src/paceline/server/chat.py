@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from paceline.server.errors import bad_request
 from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
 from paceline.server.replies import ChatReply
-from paceline.server.schema import ChatRequest, Message, NamedTool, Tool
+from paceline.server.schema import ChatRequest, Message, NamedTool, Schema, Tool
 from paceline.server.schema_tokens import PromptRequest
 from paceline.server.tools import CallFormat
 from paceline.server.worker import Busy, ReplyJob
@@ -48,7 +48,12 @@ class CallOptions:
         forced = isinstance(choice, NamedTool) or choice.allowed_tools.mode == "required"
         return CallOptions(offered, [tool for tool in offered if tool.function.name in names], forced)
 
-    def grammar(self, family: CallFormat, marker: int | None, body: ChatRequest) -> str | None:
+    @property
+    def functions(self) -> dict[str, Schema | None]:
+        """The schemas of the functions that may be called, by their names."""
+        return {tool.function.name: tool.function.parameters for tool in self.callable}
+
+    def grammar(self, family: CallFormat, special: Mapping[str, int], body: ChatRequest) -> str | None:
         """Return the grammar of a reply that must be a call, or is a call or constrained JSON; None for any other.
 
         A constraint of the request is one of the content, which a forced call does not have.
@@ -58,8 +63,7 @@ class CallOptions:
         content = options.content_schema(body)
         if not self.forced and content is None:
             return None
-        functions = [(tool.function.name, tool.function.parameters) for tool in self.callable]
-        return family.grammar(functions, marker, None if self.forced else content)
+        return family.grammar([*self.functions.items()], special, None if self.forced else content)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +82,18 @@ def prepare(model: LoadedModel, settings: Settings, body: ChatRequest, orderly: 
     """
     llm = model.llm
     family, calling = tools.family(llm.tokenizer.chat_template), CallOptions.of(body)
-    names = [tool.function.name for tool in calling.callable]
+    functions = calling.functions
     text = chat_text(llm, body, calling.shown, orderly)
     options.check_length(llm, settings, text, "messages")
     form = thinking.family(llm.tokenizer.chat_template)
     if form and (form.over(text) or (body.reasoning_format == "none" and form is not thinking.HARMONY)):
         form = None
     inside = form is not None and form.begun(text)
-    markers = _special(llm, *([family.start] if names else []), *(form.markers if form else ()))
+    markers = _special(llm, *(family.markers if functions else ()), *(form.markers if form else ()))
     grammar = options.grammar(
         model.grammar_trials,
         body,
-        calling.grammar(family, markers.get(family.start), body),
+        calling.grammar(family, markers, body),
         form.rules(inside, markers) if form else None,
     )
     tokens = options.token_ids(llm, text, "messages", chat=True)
@@ -105,9 +109,9 @@ def prepare(model: LoadedModel, settings: Settings, body: ChatRequest, orderly: 
 
     def parser() -> CallParser | ForcedCallParser | None:
         if calling.forced:
-            return ForcedCallParser(family, names)
+            return ForcedCallParser(family, functions)
         single = bool(body.functions) or body.parallel_tool_calls is False
-        return CallParser(family, names, single) if names else None
+        return CallParser(family, functions, single) if functions else None
 
     def reply() -> ChatReply:
         return ChatReply(

@@ -24,9 +24,11 @@ from pydantic import (
 
 M = TypeVar("M", bound=BaseModel)
 
-DROPPED = BeforeValidator(lambda _: None)
-"""Annotation of a value that is not kept: it may be megabytes of anything."""
-Ignored = Annotated[Any, DROPPED, Field(description="Accepted and ignored: it has no effect on a local server.")]
+Ignored = Annotated[
+    Any,
+    BeforeValidator(lambda _: None),  # it may be megabytes of anything
+    Field(description="Accepted and ignored: it has no effect on a local server."),
+]
 
 
 def _only(values: tuple[Any, ...]) -> Any:
@@ -66,6 +68,11 @@ class Lenient(Strict):
     def _limit_keys(cls, body: Any) -> Any:
         known = {field.alias or name for name, field in cls.model_fields.items()}
         return {key: body[key] for key in known if key in body} if isinstance(body, dict) else body
+
+
+def left_out(kind: str) -> str:
+    """Return the note that stands for content of a kind that is not text."""
+    return f"[{kind} left out: this server reads text only]"
 
 
 def accepts(ignored: str, neutral: Sequence[tuple[tuple[Any, ...], str]]) -> Callable[[type[M]], type[M]]:

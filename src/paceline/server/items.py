@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from paceline.server.compat import left_out
+from paceline.server.errors import bad_request
 from paceline.server.schema_responses import (
     AllowedFunctions,
     CallItem,
@@ -12,9 +14,11 @@ from paceline.server.schema_responses import (
     Item,
     MessageItem,
     NamedFunction,
+    OtherItem,
     ReasoningItem,
     ResponsesRequest,
     SchemaText,
+    in_namespace,
     joined,
 )
 
@@ -22,7 +26,9 @@ Messages = list[dict[str, Any]]
 
 
 def chat_body(body: ResponsesRequest, items: Iterable[Item]) -> dict[str, Any]:
-    """Return the request as the body of a chat completion. `items`: the whole conversation."""
+    """Return the request as the body of a chat completion. `items`: the whole conversation. Raises `ApiError` 400 as
+    `_check_new` does."""
+    _check_new(body)
     found: dict[str, Any] = {
         "messages": to_messages(items, body.instructions),
         "max_tokens": body.max_output_tokens,
@@ -39,6 +45,17 @@ def chat_body(body: ResponsesRequest, items: Iterable[Item]) -> dict[str, Any]:
         named = body.speculation if isinstance(body.speculation, str) else body.speculation.model_dump()
         found["speculation"] = named
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _check_new(body: ResponsesRequest) -> None:
+    """Raise `ApiError` 400 if the last item is the user's message and has a part that is not text. In earlier items and
+    in results of tools a note stands for it, since the agent that sent it cannot take it back."""
+    last = body.input[-1] if body.input else None
+    if isinstance(last, MessageItem) and not isinstance(last.content, str):
+        for i, part in enumerate(last.content):
+            if not part.textual:
+                param = f"input.{len(body.input) - 1}.content.{i}"
+                raise bad_request(f"{param}: a new part must be 'input_text', got {part.type!r}", param)
 
 
 def listed(item: Item) -> dict[str, Any]:
@@ -64,11 +81,15 @@ def to_messages(items: Iterable[Item], instructions: str | None = None) -> Messa
                 role = "user" if item.role == "user" else "system"
                 _append(messages, {"role": role, "content": joined(item.content)})
             case CallItem():
-                call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
+                name = in_namespace(item.namespace, item.name)
+                call = {"id": item.call_id, "function": {"name": name, "arguments": item.arguments}}
                 _assistant(messages, call=True).setdefault("tool_calls", []).append(call)
             case CallOutputItem():
                 message = {"role": "tool", "tool_call_id": item.call_id, "content": joined(item.output)}
                 messages.append(message)
+            case OtherItem():
+                message = _assistant(messages, call=True)
+                message["content"] = "\n".join(filter(None, [message.get("content"), left_out(item.type)]))
     return [m for m in messages if m.keys() & {"content", "tool_calls"}] or [{"role": "user", "content": ""}]
 
 

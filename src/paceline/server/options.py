@@ -14,9 +14,9 @@ from paceline.llm import LLM
 from paceline.sampling.grammar import Cache, Grammar, Kind, check_installed, live_bytes, refused, spelled
 from paceline.sampling.parameters import Sampling
 from paceline.server.errors import bad_request
+from paceline.server.lark import json_of
 from paceline.server.limits import Settings
 from paceline.server.schema import ChatRequest, RequestBody, SchemaFormat, SpeculationOptions
-from paceline.server.tools import json_expression
 from paceline.server.worker import Busy, ReplyJob
 from paceline.text.sandbox import SANDBOX, JobFailed, OverLimit, Unfinished
 from paceline.types import DraftBudget
@@ -140,7 +140,7 @@ def grammar(
 def _lark(kind: Kind, content: Any) -> str:
     """Return a constraint as an expression of a Lark grammar."""
     if kind == "json_schema":
-        return json_expression(content)
+        return json_of(content)
     if kind == "lark":
         return f"%lark {{\n{content}\n}}"
     escaped = re.sub(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -39,7 +39,7 @@ def prepare(store: ResponseStore, model: LoadedModel, settings: Settings, body: 
         items += [*before.input, *_ITEMS.validate_python(before.document["output"])]
     request = validated(chat_body(body, [*items, *new]), ChatRequest)
     prepared = chat.prepare(model, settings, request, orderly=True)
-    head = _head(body, prepared.sampling)
+    head, origins = _head(body, prepared.sampling), body.origins
     logprobs = model.token_texts if request.logprobs else None
     kept = store if body.store is not False else None
     size = memory(body.model_dump_json()) + memory(dumps(head).decode()) if kept else 0
@@ -47,7 +47,7 @@ def prepare(store: ResponseStore, model: LoadedModel, settings: Settings, body: 
 
     def writer(answer_id: str) -> ResponsesWriter:
         document = {"id": answer_id, "created_at": int(time.time()), "model": model.name, **head}
-        return ResponsesWriter(document, prepared.reply(), logprobs, kept, new, size, length)
+        return ResponsesWriter(document, prepared.reply(), origins, logprobs, kept, new, size, length)
 
     return PreparedRequest(prepared.jobs, writer)
 
@@ -86,15 +86,17 @@ class ResponsesWriter(Writer):
         self,
         document: dict[str, Any],
         reply: ChatReply,
+        origins: Mapping[str, dict[str, str]],
         token_texts: TokenTexts | None,
         store: ResponseStore | None,
         new: Sequence[Item],
         size: int,
         length: int,
     ) -> None:
-        """`token_texts`: None without log-probabilities. `store`: where the response is kept with its `new` items; None
-        if it is not kept. `size`: bytes of memory of the items and the document; `length`: characters of the items."""
-        self._document, self._reply, self._token_texts = document, reply, token_texts
+        """`origins`: names and namespaces of functions in namespaces. `token_texts`: None without log-probabilities.
+        `store`: where the response is kept with its `new` items; None if it is not kept. `size`: bytes of memory of the
+        items and the document; `length`: characters of the items."""
+        self._document, self._reply, self._origins, self._token_texts = document, reply, origins, token_texts
         self._store, self._new, self._size, self._length = store, new, size, length
         self._sequence = -1
         self._output: list[dict[str, Any]] = []
@@ -169,7 +171,7 @@ class ResponsesWriter(Writer):
                 events = [] if self._in("message") else self._begin(_message())
                 return [*events, self._text(part, round_)]
             case Call():
-                events = self._begin(_call(part))
+                events = self._begin(_call(part) | self._origins.get(part.name, {}))
                 text = part.arguments
             case Arguments():
                 events, text = [], part.text

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from paceline.server.compat import DROPPED, Ignored, OtherServers, Strict, accepts
+from paceline.server.compat import Ignored, Lenient, OtherServers, Strict, accepts
 
-MAX_STOPS, MAX_BIASES = 16, 4096
+MAX_STOPS, MAX_BIASES, MAX_TOOLS = 16, 4096, 512
 
 Text = Annotated[str, Field(max_length=4_000_000)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -148,10 +148,9 @@ class RequestBody(OtherServers, Generating):
         return self
 
 
-class TextPart(Strict):
+class TextPart(Lenient):
     type: str
     text: str | None = None
-    cache_control: Ignored = None
 
     @model_validator(mode="before")
     @classmethod
@@ -169,25 +168,21 @@ class TextPart(Strict):
         return self
 
 
-class CalledFunction(Strict):
+class CalledFunction(Lenient):
     name: Name
     arguments: Annotated[str, Field(description="A JSON object, as text.")]
-    parsed_arguments: Annotated[
-        Any, DROPPED, Field(exclude=True, description="Ignored: the client's parsed copy of `arguments`.")
-    ] = None
 
 
-class ToolCall(Strict):
+class ToolCall(Lenient):
     """A function call in an assistant's message."""
 
     id: Annotated[str, Field(max_length=200)] | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: Ignored = None
 
 
-@accepts("parsed annotations cot_id cot_summary copilot_cache_control", (((), "audio"),))
-class Message(Strict):
+@accepts("", (((), "audio"),))
+class Message(Lenient):
     """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -214,7 +209,7 @@ class Message(Strict):
         return self
 
 
-class Function(Strict):
+class Function(Lenient):
     name: Name
     description: Text | None = None
     parameters: Schema | None = None
@@ -224,7 +219,7 @@ class Function(Strict):
     ] = None
 
 
-class Tool(Strict):
+class Tool(Lenient):
     type: Literal["function"]
     function: Function
 
@@ -240,7 +235,7 @@ class NamedTool(Strict):
 
 class Allowed(Strict):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=128)]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
 class AllowedTools(Strict):
@@ -278,10 +273,10 @@ class PredictedContent(Strict):
         return self.content if isinstance(self.content, str) else "".join(part.text or "" for part in self.content)
 
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 ResponseFormat = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")]
 Messages = Annotated[list[Message], Field(min_length=1, max_length=10_000, fail_fast=True)]
-Tools = Annotated[list[Tool], Field(max_length=128)]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
 
 
 @accepts(
@@ -312,7 +307,9 @@ class ChatRequest(RequestBody):
     continue_final_message: Annotated[
         bool | None, Field(description="The reply continues the last message, which must be the assistant's.")
     ] = None
-    functions: Annotated[list[Function], Field(max_length=128, description="OpenAI's legacy `tools`.")] | None = None
+    functions: Annotated[list[Function], Field(max_length=MAX_TOOLS, description="OpenAI's legacy `tools`.")] | None = (
+        None
+    )
     function_call: Literal["none", "auto"] | FunctionName | None = None
 
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
@@ -336,7 +333,7 @@ class ChatRequest(RequestBody):
         effort = "none" if self.reasoning == "off" else self.reasoning_effort
         values: dict[str, Any] = {} if effort is None else {"enable_thinking": effort != "none"}
         if effort not in (None, "none"):
-            values["reasoning_effort"] = {"minimal": "low", "xhigh": "high"}.get(effort, effort)
+            values["reasoning_effort"] = {"minimal": "low", "xhigh": "high", "max": "high"}.get(effort, effort)
         return {**values, **(self.chat_template_kwargs or {})}
 
     @property

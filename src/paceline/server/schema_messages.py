@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from paceline.server.compat import Lenient, Strict, accepts
-from paceline.server.schema import Generating, Name, Schema, Stops, Text
+from paceline.server.schema import MAX_TOOLS, Generating, Name, Schema, Stops, Text
 
 BILLING = "x-anthropic-billing-header:"
 """Beginning of a text that Claude Code puts before its instructions. It is another in every request, and no part of the
@@ -22,6 +22,8 @@ class TextBlock(Lenient):
 
 
 class TextSource(Lenient):
+    """The text of a document."""
+
     type: Literal["text"]
     data: Text
 
@@ -47,6 +49,12 @@ class RedactedBlock(Lenient):
     type: Literal["redacted_thinking"]
 
 
+class OtherBlock(Lenient):
+    """A block that is not text, such as an image: a note stands for it."""
+
+    type: Annotated[str, Field(max_length=100)]
+
+
 class ToolUseBlock(Lenient):
     """A function call that the model made."""
 
@@ -65,23 +73,26 @@ class ToolResultBlock(Lenient):
     is_error: bool | None = None
 
 
-def _kind(block: Any) -> Any:
-    return block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+_TEXTUAL = ("text", "document", "thinking", "redacted_thinking", "tool_use", "tool_result")
 
 
-_KINDS = Discriminator(
-    _kind,
-    custom_error_type="block_type",
-    custom_error_message="type must be 'text', 'document' (of text), 'thinking', 'tool_use' or 'tool_result'",
-)
+def _kind(block: Any) -> str:
+    if not isinstance(block, dict):
+        return "other" if isinstance(block, OtherBlock) else getattr(block, "type", "other")
+    kind, source = block.get("type"), block.get("source")
+    readable = kind != "document" or not isinstance(source, dict) or source.get("type") == "text"
+    return kind if kind in _TEXTUAL and readable else "other"
+
+
 Block = Annotated[
     Annotated[TextBlock, Tag("text")]
     | Annotated[DocumentBlock, Tag("document")]
     | Annotated[ThinkingBlock, Tag("thinking")]
     | Annotated[RedactedBlock, Tag("redacted_thinking")]
     | Annotated[ToolUseBlock, Tag("tool_use")]
-    | Annotated[ToolResultBlock, Tag("tool_result")],
-    _KINDS,
+    | Annotated[ToolResultBlock, Tag("tool_result")]
+    | Annotated[OtherBlock, Tag("other")],
+    Discriminator(_kind),
 ]
 Blocks = Annotated[list[Block], Field(max_length=10_000, fail_fast=True)]
 ToolResultBlock.model_rebuild()
@@ -160,7 +171,7 @@ class CountTokensRequest(Generating):
 
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=10_000, fail_fast=True)]
     system: Text | Annotated[list[TextBlock], Field(max_length=1000, fail_fast=True)] | None = None
-    tools: Annotated[list[AnthropicTool], Field(max_length=512)] | None = None
+    tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -6,27 +6,32 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from paceline.server.compat import Lenient, Strict, accepts
-from paceline.server.schema import Effort, Generating, Name, Schema, Text
+from paceline.server.compat import Lenient, Strict, accepts, left_out
+from paceline.server.schema import MAX_TOOLS, Effort, Generating, Name, Schema, Text
 
 ResponseId = Annotated[str, Field(min_length=1, max_length=200)]
+Kind = Annotated[str, Field(max_length=100)]
+_TEXTUAL = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
 class Part(Lenient):
-    """A part of a message's content, or of reasoning: always text."""
+    """A part of a message's content, or of reasoning. If it is not `textual`, such as an image, `text` is a note."""
 
-    type: str
+    type: Kind
     text: Text = ""
+
+    @property
+    def textual(self) -> bool:
+        """Whether the part is text."""
+        return self.type in _TEXTUAL
 
     @model_validator(mode="before")
     @classmethod
-    def _text_only(cls, part: Any) -> Any:
-        if isinstance(part, dict) and part.get("type") == "refusal":
+    def _as_text(cls, part: Any) -> Any:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "refusal":
             return {"type": "output_text", "text": part.get("refusal")}
-        kinds = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
-        if isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] not in kinds:
-            raise ValueError(f"type must be 'input_text' or 'output_text', got {part['type']!r:.60}")
-        return part
+        return part if not isinstance(kind, str) or kind in _TEXTUAL else {"type": kind, "text": left_out(kind)}
 
 
 Parts = Annotated[list[Part], Field(fail_fast=True, max_length=10_000)]
@@ -52,6 +57,7 @@ class CallItem(Lenient):
     type: Literal["function_call"]
     call_id: CallId
     name: Name
+    namespace: Name | None = None
     arguments: Text
 
 
@@ -71,22 +77,31 @@ class ReasoningItem(Lenient):
     content: Parts | None = None
 
 
-def _kind(item: Any) -> Any:
-    return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+class OtherItem(Lenient):
+    """An item that only OpenAI's servers or clients know, such as a search: a note stands for it."""
+
+    type: Kind
+
+
+def _kind(item: Any) -> str:
+    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+    return kind if kind in ("message", "function_call", "function_call_output", "reasoning") else "other"
 
 
 Item = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[CallItem, Tag("function_call")]
     | Annotated[CallOutputItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
-    Discriminator(
-        _kind,
-        custom_error_type="item_type",
-        custom_error_message="type must be 'message', 'function_call', 'function_call_output' or 'reasoning'",
-    ),
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[OtherItem, Tag("other")],
+    Discriminator(_kind),
 ]
 Items = Annotated[list[Item], Field(max_length=10_000, fail_fast=True)]
+
+
+def in_namespace(namespace: str | None, name: str) -> str:
+    """Return the name under which the model sees a function."""
+    return f"{namespace.removesuffix('__')}__{name}" if namespace else name
 
 
 class FunctionTool(Lenient):
@@ -98,6 +113,19 @@ class FunctionTool(Lenient):
     parameters: Schema | None = None
 
 
+class Namespace(Lenient):
+    """Functions of one source, such as Codex sends those of an MCP server."""
+
+    type: Literal["namespace"]
+    name: Name
+    tools: Tools
+
+    @property
+    def functions(self) -> dict[str, FunctionTool]:
+        """The functions by the names under which the model sees them."""
+        return {in_namespace(self.name, tool.name): tool for tool in self.tools if isinstance(tool, FunctionTool)}
+
+
 class SkippedTool(Lenient):
     """A tool that runs on OpenAI's servers, or that this server does not know."""
 
@@ -106,12 +134,17 @@ class SkippedTool(Lenient):
 
 def _tool_kind(tool: Any) -> str:
     kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-    return "function" if kind == "function" else "skipped"
+    return kind if kind in ("function", "namespace") else "skipped"
 
 
 Tool = Annotated[
-    Annotated[FunctionTool, Tag("function")] | Annotated[SkippedTool, Tag("skipped")], Discriminator(_tool_kind)
+    Annotated[FunctionTool, Tag("function")]
+    | Annotated[Namespace, Tag("namespace")]
+    | Annotated[SkippedTool, Tag("skipped")],
+    Discriminator(_tool_kind),
 ]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
+Namespace.model_rebuild()
 
 
 class NamedFunction(Strict):
@@ -124,7 +157,7 @@ class AllowedFunctions(Strict):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=128)]
+    tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
 class PlainText(Strict):
@@ -174,7 +207,7 @@ class ResponsesRequest(Generating):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=512)] | None = None
+    tools: Tools | None = None
     tool_choice: (
         Literal["none", "auto", "required"]
         | Annotated[NamedFunction | AllowedFunctions, Field(discriminator="type")]
@@ -192,8 +225,24 @@ class ResponsesRequest(Generating):
 
     @property
     def functions(self) -> list[FunctionTool]:
-        """The tools that are functions."""
-        return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
+        """The tools that are functions, those of namespaces under the names that the model sees."""
+        found = [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
+        for space in self._namespaces:
+            found += [tool.model_copy(update={"name": name}) for name, tool in space.functions.items()]
+        return found
+
+    @property
+    def origins(self) -> dict[str, dict[str, str]]:
+        """Name and namespace of the functions in namespaces, by the names that the model sees."""
+        return {
+            name: {"name": tool.name, "namespace": space.name}
+            for space in self._namespaces
+            for name, tool in space.functions.items()
+        }
+
+    @property
+    def _namespaces(self) -> list[Namespace]:
+        return [tool for tool in self.tools or () if isinstance(tool, Namespace)]
 
     @property
     def format(self) -> PlainText | SchemaText:

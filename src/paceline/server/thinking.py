@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.server import harmony
 from paceline.server.harmony import HarmonyParser
+from paceline.server.lark import literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class ThoughtFormat:
 
     def begun(self, prompt: str) -> bool:
         """Return whether a prompt ends inside of the reasoning."""
-        return prompt.rstrip().endswith(self.start)
+        return prompt.rstrip().endswith(self.start.rstrip())
 
     def over(self, prompt: str) -> bool:
         """Return whether a prompt ends with reasoning that is over, as templates write it where none is wanted."""
@@ -48,12 +48,11 @@ class ThoughtFormat:
         """Return rules of a Lark grammar for an `answer` that reasoning may precede, or follows if the prompt ends
         `inside` of it. `special`: ids of the markers that are special tokens.
         """
-        start = f"<[{special[self.start]}]>" if self.start in special else json.dumps(self.start)
         if self.end in special:
-            body = f"body: /(.|\\n)*/ <[{special[self.end]}]>"
+            body = f"body: /(.|\\n)*/ {literal(self.end, special)}"
         else:
-            body = f"body[suffix={json.dumps(self.end)}]: /(.|\\n)*/"
-        before = "body" if inside else f"{start} body"
+            body = f"body[suffix={literal(self.end, special)}]: /(.|\\n)*/"
+        before = "body" if inside else f"{literal(self.start, special)} body"
         space = "/\\n{0,2}/"  # no more: a small model that may write white space may write nothing else
         return f"start: thought{'' if inside else '?'} answer\nthought: {before} {space}\n{body}\n"
 
@@ -79,9 +78,19 @@ class _Harmony(ThoughtFormat):
         return harmony.rules(special)
 
 
+class _Gemma(ThoughtFormat):
+    """Gemma 4's channel."""
+
+    markers = ("<|channel>", "<channel|>")
+
+    def skip(self, prompt: str) -> str:
+        return prompt if self.over(prompt) else f"{prompt.removesuffix(self.start)}{self.start}{self.end}"
+
+
 HARMONY = _Harmony(harmony.CHANNEL, harmony.END)
 _FORMATS = (
     HARMONY,
+    _Gemma("<|channel>thought\n", "<channel|>"),
     ThoughtFormat("<think>", "</think>"),  # Qwen3, DeepSeek-R1, SmolLM3, Phi-4, GLM
     ThoughtFormat("[THINK]", "[/THINK]"),  # Magistral
     ThoughtFormat("<seed:think>", "</seed:think>"),  # Seed-OSS

@@ -1,0 +1,194 @@
+"""Arguments of a call as tagged text, `<parameter=KEY>VALUE</parameter>`, instead of JSON: grammar, types, reading.
+
+A value is text without quotes or escapes; what JSON value it stands for is known from the function's schema.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from paceline.server.lark import json_of, literal, quoted
+
+Schema = Mapping[str, Any]
+
+_KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null", dict: "object"}
+_PYTHON = {"True": True, "False": False, "None": None}
+_ABOUT = {"title", "description", "default", "examples", "deprecated", "$comment"}
+"""Keywords that allow and forbid nothing."""
+_OBJECT = {*_ABOUT, "type", "properties", "required", "additionalProperties", "$schema", "$defs", "definitions"}
+"""Keywords of a function's schema that tagged text can hold to."""
+_MOST = 1 << 22
+"""Characters of a grammar's schemas."""
+
+
+def loose(text: str) -> str:
+    """Return a pattern of a text whose line breaks may be left out."""
+    return re.escape(text).replace("\\\n", "\n?")
+
+
+@dataclass(frozen=True)
+class Tags:
+    """Text before a parameter's name, between it and the value, and after the value."""
+
+    before: str
+    between: str
+    after: str
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """A parameter: its name and its value."""
+        return re.compile(
+            rf'\s*{loose(self.before)}([^<>"\n]+){loose(self.between)}(.*?){loose(self.after)}', re.DOTALL
+        )
+
+    def read(self, text: str, at: int, schema: Schema) -> tuple[dict[str, Any], int]:
+        """Return the arguments that begin at a position, and where they end."""
+        found: dict[str, Any] = {}
+        while hit := self.pattern.match(text, at):
+            found[hit[1]], at = typed(hit[2], hit[1], schema), hit.end()
+        return found, at
+
+    def rules(self, name: str, schema: Schema, special: Mapping[str, int]) -> list[str] | None:
+        """Return rules of a Lark grammar for arguments in the order of their schema, the first under this name; None if
+        tagged text cannot hold to the schema."""
+        properties = schema.get("properties")
+        required = {key for key in _list(schema.get("required")) if isinstance(key, str)}
+        if not isinstance(properties, Mapping) or not schema.keys() <= _OBJECT or not _divisible(schema):
+            return None
+        if not required <= properties.keys() or not (properties or schema.get("additionalProperties") is False):
+            return None
+        order = " ".join(f"{name}_{i}{'' if key in required else '?'}" for i, key in enumerate(properties))
+        rules = [f"{name}: {order or quoted('')}"]
+        for i, (key, value) in enumerate(properties.items()):
+            rule = self._value(f"{name}_{i}_value", value, schema, special)
+            if rule is None or not re.fullmatch(r'[^<>"\n]+', key):
+                return None
+            rules += [f"{name}_{i}: {literal(self.before + key + self.between, special)} {name}_{i}_value", rule]
+        return rules
+
+    def _value(self, name: str, schema: Any, root: Schema, special: Mapping[str, int]) -> str | None:
+        """Return the rule of a value with what follows it."""
+        schema, after, known = _resolved(schema, root), literal(self.after, special), kinds(schema, root)
+        if known and "string" not in known:
+            shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
+            return f"{name}: {name}_json {after}\n{name}_json: {json_of({**schema, **shared})}"
+        named = [schema["const"]] if "const" in schema else _list(schema.get("enum"))
+        if named and all(isinstance(one, str) for one in named):
+            return f"{name}: ({' | '.join(map(quoted, named))}) {after}"
+        free = {*_ABOUT, "type", "anyOf", "oneOf"}
+        if not all(one.keys() <= free for one in (schema, *_members(schema, root))):
+            return None
+        if any(marker in self.after for marker in special):
+            return f"{name}: /(.|\\n)*/ {literal(self.after.lstrip(), special)}"
+        return f"{name}[suffix={quoted(self.after)}]: /(.|\\n)*/"
+
+
+class TaggedArguments:
+    """Turns growing tagged text into growing JSON.
+
+    `complete`: whether the call was complete at the end of the reply.
+    """
+
+    def __init__(self, tags: Tags, schema: Schema, tail: str) -> None:
+        """`tail`: text after the arguments."""
+        self._tags, self._schema, self._tail = tags, schema, tail
+        self._held, self._began = "", False
+        self.complete = False
+
+    def push(self, text: str) -> str:
+        """Return more of the JSON: whole parameters."""
+        self._held += text
+        end = self._tags.after.strip()
+        if end not in self._held[-len(end) - len(text) :]:  # a long value is not searched again and again
+            return ""
+        found, at = self._tags.read(self._held, 0, self._schema)
+        self._held = self._held[at:]
+        return self._after_last(json.dumps(found, ensure_ascii=False)[1:-1])
+
+    def flush(self) -> str:
+        """Return the end of the JSON if the call is complete."""
+        self.complete = self._held.strip() == self._tail.strip()
+        return self._after_last("") + "}" if self.complete else ""
+
+    def _after_last(self, more: str) -> str:
+        before = (", " if more else "") if self._began else "{"
+        self._began = True
+        return before + more
+
+
+def kinds(schema: Any, root: Schema) -> set[str]:
+    """Return the JSON types that a schema allows, as far as it names them."""
+    found: set[str] = set()
+    for one in _members(schema, root):
+        given = one.get("type")
+        values = [one["const"]] if "const" in one else _list(one.get("enum"))
+        found |= {kind for kind in ([given] if isinstance(given, str) else _list(given)) if isinstance(kind, str)}
+        found |= set() if given else {_kind(value) for value in values}
+    return found
+
+
+def typed(text: str, key: str, schema: Schema) -> Any:
+    """Return the JSON value that a parameter's text stands for under the schema of all parameters."""
+    properties = schema.get("properties")
+    known = kinds(properties.get(key) if isinstance(properties, Mapping) else None, schema)
+    if known == {"string"}:
+        return text
+    try:
+        value = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        value = _PYTHON.get(text.strip(), text)
+    fits = _kind(value) in known or (isinstance(value, int) and "number" in known)
+    return text if "string" in known and not fits else value
+
+
+def _kind(value: Any) -> str:
+    return _KINDS.get(type(value), "array")
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _list(value: Any) -> list[Any]:
+    """Return a list that a schema may have; an empty one for anything else, since clients send what they like."""
+    return value if isinstance(value, list) else []
+
+
+def _members(schema: Any, root: Schema) -> list[Schema]:
+    """Return a schema, or those that it is a union of. Each is looked at once, since they may refer to themselves."""
+    found: list[Schema] = []
+    seen: dict[int, Schema] = {}
+    waiting = [schema]
+    while waiting:
+        one = _resolved(waiting.pop(), root)
+        if id(one) not in seen:
+            seen[id(one)] = one
+            members = [*_list(one.get("anyOf")), *_list(one.get("oneOf"))]
+            waiting += members
+            found += [] if members else [one]
+    return found
+
+
+def _resolved(schema: Any, root: Schema) -> Schema:
+    """Return the schema that a reference names; an empty one for what is no schema."""
+    for _ in range(16):
+        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(reference, str):
+            return schema if isinstance(schema, Mapping) else {}
+        schema = root
+        for step in reference.removeprefix("#").split("/")[1:]:
+            schema = schema.get(step) if isinstance(schema, Mapping) else None
+    return {}
+
+
+def _divisible(schema: Schema) -> bool:
+    """Return whether each property can be written with a copy of all definitions, and needs nothing else."""
+    text = json.dumps(schema)
+    references = re.findall(r'"\$ref": "([^"]*)"', text)
+    small = len(text) * len(schema["properties"]) <= _MOST
+    return small and all(name.startswith(("#/$defs/", "#/definitions/")) for name in references)
