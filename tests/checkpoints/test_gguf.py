@@ -15,7 +15,7 @@ import torch
 from paceline.checkpoints import gguf_file
 from paceline.checkpoints.checkpoint import eos_token_ids, open_checkpoint
 from paceline.checkpoints.gguf import open_gguf
-from paceline.checkpoints.gguf_file import read_gguf
+from paceline.checkpoints.gguf_file import gguf_vocab_size, read_gguf
 from paceline.checkpoints.gguf_tensors import unpair
 from paceline.checkpoints.loader import HeadTokens, load_model
 from paceline.errors import CorruptModel, ModelNotFound, PacelineError, UnsupportedModel
@@ -92,6 +92,15 @@ def test_values_equal_those_of_the_gguf_library(tmp_path: Path, kind: Q) -> None
         "model.layers.0.mlp.down_proj.weight": "blk.0.ffn_down.weight",
     }.items():
         assert np.array_equal(tensors[hf].float().numpy(), expected[theirs])
+
+
+def test_the_size_of_the_vocabulary_alone(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf")
+    assert gguf_vocab_size(tmp_path / "m.gguf") == VOCAB
+    data = (tmp_path / "m.gguf").read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(data[:200])
+    with pytest.raises(CorruptModel, match="cut off"):
+        gguf_vocab_size(tmp_path / "cut.gguf")
 
 
 def test_types_that_cannot_be_read_are_named(tmp_path: Path) -> None:

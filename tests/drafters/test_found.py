@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from paceline.checkpoints.checkpoint import open_checkpoint
 from paceline.checkpoints.head_fit import fingerprint
 from paceline.checkpoints.loader import Loaded, load_model
 from paceline.drafters import found
 from paceline.drafters.factory import drafter_for, open_drafter
 from paceline.drafters.stack import DrafterStack
-from paceline.errors import InvalidOption
+from paceline.errors import HeadMismatch, InvalidOption
 from paceline.files.stores import StoredModel
 from paceline.llm import load
 from tests.checkpoints.test_gguf import Q, write
@@ -57,6 +59,53 @@ def test_a_model_in_a_store(target: Loaded, tmp_path: Path, monkeypatch: pytest.
     stored = StoredModel("ollama:a:b", path, path.stat().st_size, "ollama")
     monkeypatch.setattr(found, "stored_models", lambda everything: [stored] if everything else [])
     assert drafter_for("found", target) == f"suffix+model:{path}"
+
+
+def test_many_small_models_of_other_vocabularies_hide_none(target: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, opened = target.path.parent, list[Path]()
+
+    def counted(path: Path) -> Any:
+        opened.append(path)
+        return open_checkpoint(path)
+
+    monkeypatch.setattr(found, "open_checkpoint", counted)
+    for i in range(50):
+        unrelated(folder / f"other-{i}", vocab_size=7)
+    write(folder / "small.gguf", kind=Q.Q4_0)
+    assert drafter_for("found", target) == f"suffix+model:{folder / 'small.gguf'}"
+    assert opened == [folder / "small.gguf"]
+    for i in range(50):
+        unrelated(folder / f"alike-{i}", vocab_size=5)
+    opened.clear()
+    assert drafter_for("found", target) == "suffix"
+    assert len(opened) == found._MOST, "no more are opened"
+
+
+def unrelated(folder: Path, vocab_size: int) -> None:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": vocab_size}))
+    (folder / "model.safetensors").write_bytes(b"")
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_published_head_that_names_the_target(
+    target: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: bool
+) -> None:
+    def checked(*_: Any) -> None:
+        if not fits:
+            raise HeadMismatch("it expects another size", "Use another")
+
+    paths = {name: tmp_path / name.replace("/", "-") for name in ("eagle/other", "eagle/mine")}
+    for path, verifier in zip(paths.values(), ("meta/other", "meta/target"), strict=True):
+        head(path, of="")
+        about = {"speculators_model_type": "eagle3", "speculators_config": {"verifier": {"name_or_path": verifier}}}
+        (path / "config.json").write_text(json.dumps(about))
+    held = {"meta/target": target.path, **paths}
+    stored = [StoredModel(name, path, target.path.stat().st_size, "huggingface") for name, path in held.items()]
+    monkeypatch.setattr(found, "stored_models", lambda everything: stored)
+    monkeypatch.setattr(found, "open_head", lambda path: path)
+    monkeypatch.setattr(found, "fits", checked)
+    assert drafter_for("found", target) == (f"suffix+head:{paths['eagle/mine']}" if fits else "suffix")
 
 
 def test_a_head_goes_before_a_model(target: Loaded) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 from tests.server.fuzz import MESSAGE, ODD, check_response
 from tests.server.running import Serving
 
+EXAMPLES = int(os.environ.get("PACELINE_EXAMPLES", "100"))
+"""Requests of each operation in the slow tests; .ci/run has time for fewer."""
 _LENGTHS = ("max_tokens", "max_completion_tokens", "n_predict")
 _LIMITS = dict.fromkeys(("ChatRequest", "CompletionRequest", "MessagesRequest"), "max_tokens")
 _LIMITS["ResponsesRequest"] = "max_output_tokens"

@@ -1,6 +1,6 @@
-"""What each official client can do with this server: the table in docs/reference/clients.md.
+"""What each official client can do with this server: the tables in docs/reference/clients.md.
 
-`PACELINE_WRITE=1 pytest tests/server/test_clients.py` writes the table anew.
+`PACELINE_WRITE=1 pytest tests/server/test_clients.py` writes the tables anew.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from paceline.drafters.suffix import Suffix
 from paceline.llm import LLM
 from tests.server.running import Serving, serving
 from tests.server.scripted import scripted
+from tests.server.test_infill import filler
 from tests.server.test_responses import SCHEMA, THINKS, user
 from tests.toys import toy_model
 from tests.vocabularies import byte_level, speaker
@@ -31,6 +32,7 @@ pytest.importorskip("llguidance")
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "clients.md"
 BEGIN, END = "<!-- clients: made by tests/server/test_clients.py -->\n\n", "\n<!-- end of clients -->"
 CLIENTS = ("openai, chat", "openai, responses", "anthropic", "ollama")
+COMPLETIONS = ("openai, completions", "ollama, generate")
 FUNCTION: Any = {"name": "add", "description": "Adds.", "parameters": SCHEMA}
 SKIPPED = "skipped, the reply is one without it"
 IMAGE = "iVBORw0KGgo="
@@ -38,12 +40,14 @@ IMAGE = "iVBORw0KGgo="
 
 @dataclass
 class Clients:
-    """Clients of three servers: of a toy, of a model that thinks and calls, and of one that a grammar constrains."""
+    """Clients of four servers: of a toy, of a model that thinks and calls, of one that a grammar constrains, and of one
+    that fills gaps. `tables`: clients -> their features."""
 
     toy: Serving
     caller: Serving
     speaker: Serving
-    features: dict[str, dict[str, str]] = field(default_factory=dict)
+    coder: Serving
+    tables: dict[tuple[str, ...], dict[str, list[str]]] = field(default_factory=lambda: {CLIENTS: {}, COMPLETIONS: {}})
 
     def chat(self, it: Serving, **asked: Any) -> Any:
         return it.openai.chat.completions.create(**{"model": "toy", "messages": [user("abc")], **asked})
@@ -58,10 +62,18 @@ class Clients:
     def ollama(self, it: Serving, **asked: Any) -> Any:
         return ollama.Client(it.address).chat(**{"model": "toy", "messages": [user("abc")], **asked})
 
+    def text(self, it: Serving, **asked: Any) -> Any:
+        return it.openai.completions.create(**{"model": "toy", "prompt": "abc", "max_tokens": 8, **asked})
+
+    def prompt(self, it: Serving, **asked: Any) -> Any:
+        return ollama.Client(it.address).generate(
+            **{"model": "toy", "prompt": "abc", "options": {"num_predict": 8}, **asked}
+        )
+
     def row(self, feature: str, *probes: Callable[[], Any] | str) -> None:
         """Add a feature: for each client a probe that returns whether it worked, or what to say without one."""
-        cells = [probe if isinstance(probe, str) else outcome(probe) for probe in probes]
-        self.features[feature] = dict(zip(CLIENTS, cells, strict=True))
+        (table,) = (table for clients, table in self.tables.items() if len(clients) == len(probes))
+        table[feature] = [probe if isinstance(probe, str) else outcome(probe) for probe in probes]
 
 
 def outcome(probe: Callable[[], Any]) -> str:
@@ -79,7 +91,8 @@ def outcome(probe: Callable[[], Any]) -> str:
 @pytest.fixture(scope="module")
 def clients() -> Iterator[Clients]:
     with ExitStack() as stack:
-        models = (LLM(toy_model(), Suffix()), scripted(THINKS), LLM(speaker(byte_level(), seed=3), Suffix()))
+        words = LLM(speaker(byte_level(), seed=3), Suffix())
+        models = (LLM(toy_model(), Suffix()), scripted(THINKS), words, filler())
         models[2].model.tokenizer.chat_template = "{# tools #}go:"
         yield Clients(*(stack.enter_context(serving(llm)) for llm in models))
 
@@ -171,11 +184,54 @@ def texts(c: Clients) -> None:
         lambda: ollama.Client(it.address).embed("toy", ["abc", "b"]).embeddings[1],
     )
     c.row(
+        "embedding of one text, in the older form",
+        *["not in this API"] * 3,
+        lambda: ollama.Client(it.address).embeddings("toy", "abc").embedding,
+    )
+    c.row(
         "list of models",
         lambda: it.openai.models.list().data,
         lambda: it.openai.models.retrieve("toy").id,
         lambda: anthropic.Anthropic(base_url=it.address, api_key="none").models.list().data,
         lambda: ollama.Client(it.address).list().models,
+    )
+
+    c.row(
+        "details of a model",
+        lambda: it.openai.models.retrieve("toy").id,
+        lambda: it.openai.models.retrieve("toy").id,
+        lambda: anthropic.Anthropic(base_url=it.address, api_key="none").models.retrieve("toy").id,
+        lambda: ollama.Client(it.address).show("toy").capabilities,
+    )
+    c.row("models in memory", *["not in this API"] * 3, lambda: ollama.Client(it.address).ps().models[0].model == "toy")
+    c.row("fetch a model", *["not in this API"] * 3, lambda: ollama.Client(it.address).pull("toy").status == "success")
+
+
+def completions(c: Clients) -> None:
+    it = c.toy
+    c.row("text", lambda: c.text(it).choices[0].text, lambda: c.prompt(it, raw=True).response)
+    c.row(
+        "stream",
+        lambda: "".join(e.choices[0].text for e in c.text(it, stream=True)) == c.text(it).choices[0].text,
+        lambda: "".join(e.response for e in c.prompt(it, raw=True, stream=True)) == c.prompt(it, raw=True).response,
+    )
+    c.row("several prompts", lambda: c.text(it, prompt=["abc", "b"]).choices[1].text, "not in this API")
+    c.row(
+        "log-probabilities",
+        lambda: c.text(it, logprobs=2).choices[0].logprobs.top_logprobs,
+        lambda: c.prompt(it, raw=True, logprobs=True).logprobs,
+    )
+    c.row("echo", lambda: c.text(it, echo=True).choices[0].text.startswith("abc"), "not in this API")
+    c.row(
+        "echo with log-probabilities of the prompt",
+        lambda: len(c.text(it, echo=True, logprobs=0).choices[0].logprobs.token_logprobs) == 3 + 8,
+        "not in this API",
+    )
+    c.row("best_of", lambda: len(c.text(it, best_of=3, temperature=1.0).choices) == 1, "not in this API")
+    c.row(
+        "suffix",
+        lambda: c.text(c.coder, suffix="x").choices[0].text,
+        lambda: c.prompt(c.coder, suffix="x").response,
     )
 
 
@@ -191,11 +247,25 @@ def calls(c: Clients) -> None:
         lambda: c.ollama(it, tools=[tool]).message.tool_calls,
     )
     c.row(
+        "function calls in a stream",
+        lambda: any(e.choices[0].delta.tool_calls for e in c.chat(it, tools=[tool], stream=True)),
+        lambda: "response.function_call_arguments.done" in {e.type for e in c.response(it, tools=[flat], stream=True)},
+        lambda: "input_json_delta" in deltas(c.message(it, tools=[named], stream=True)),
+        lambda: any(e.message.tool_calls for e in c.ollama(it, tools=[tool], stream=True)),
+    )
+    c.row(
         "reasoning apart from the text",
         lambda: c.chat(it).choices[0].message.reasoning_content == "I add.",
         lambda: c.response(it).output[0].content[0].text == "I add.",
         lambda: c.message(it).content[0].thinking == "I add.",
         lambda: c.ollama(it).message.thinking == "I add.",
+    )
+    c.row(
+        "reasoning in a stream",
+        lambda: any(getattr(e.choices[0].delta, "reasoning_content", "") for e in c.chat(it, stream=True)),
+        lambda: "response.reasoning_text.delta" in {e.type for e in c.response(it, stream=True)},
+        lambda: "thinking_delta" in deltas(c.message(it, stream=True)),
+        lambda: any(e.message.thinking for e in c.ollama(it, stream=True)),
     )
     counts = [c.chat(it, max_tokens=1).usage.prompt_tokens, c.ollama(it, options={"num_predict": 1}).prompt_eval_count]
     assert counts[0] == counts[1]
@@ -228,6 +298,10 @@ def calls(c: Clients) -> None:
         ),
         lambda: json.loads(c.ollama(it, format=SCHEMA, options={"num_predict": 60}).message.content),
     )
+
+
+def deltas(events: Any) -> set[str]:
+    return {event.delta.type for event in events if event.type == "content_block_delta"}
 
 
 def refusals(c: Clients) -> None:
@@ -266,12 +340,17 @@ def refusals(c: Clients) -> None:
     )
 
 
-def test_the_table_in_the_docs_is_what_the_clients_find(clients: Clients) -> None:
-    for fill in (texts, calls, refusals):
+def test_the_tables_in_the_docs_are_what_the_clients_find(clients: Clients) -> None:
+    for fill in (texts, calls, refusals, completions):
         fill(clients)
-    rows = [f"| {' | '.join(('', *CLIENTS))} |", "|---" * (1 + len(CLIENTS)) + "|"]
-    rows += [f"| {feature} | {' | '.join(cells.values())} |" for feature, cells in clients.features.items()]
-    table = "\n".join(rows) + "\n"
+    table = "\n".join(
+        "\n".join(
+            [f"| {' | '.join(('', *names))} |", "|---" * (1 + len(names)) + "|"]
+            + [f"| {' | '.join((feature, *cells))} |" for feature, cells in found.items()]
+        )
+        + "\n"
+        for names, found in clients.tables.items()
+    )
     text = PAGE.read_text()
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)

@@ -73,6 +73,7 @@ def test_ollamas_client(served: Serving, plain: LLM) -> None:
     assert made.prompt_eval_count == sum(len(plain.encode(text, raw=True)) for text in TEXTS)
     for text, vector in zip(TEXTS, made.embeddings, strict=True):
         assert vector == pytest.approx(expected(plain, text), abs=1e-6)
+    assert client.embeddings("toy", TEXTS[0]).embedding == pytest.approx(expected(plain, TEXTS[0]), abs=1e-6)
     assert len(client.embed("toy", "abc" * 100_000).embeddings) == 1, "cut, unless it is forbidden"
     with pytest.raises(ollama.ResponseError, match="300000 tokens, the limit is 255"):
         client.embed("toy", "abc" * 100_000, truncate=False)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import tokenizers
@@ -12,6 +13,9 @@ import tokenizers
 from paceline.drafters.suffix import Suffix
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
+from paceline.server.infilling import InfillWriter
+from paceline.server.usage import Usage
+from paceline.server.worker import ReplyRound
 from paceline.text.tokenizer import Tokenizer
 from tests.server.running import Serving, serving
 from tests.server.test_completions import PROMPT
@@ -20,12 +24,17 @@ from tests.vocabularies import byte_level, speaker
 FIM = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>", "<|endoftext|>")
 
 
-@pytest.fixture(scope="module")
-def coder() -> Iterator[Serving]:
+def filler() -> LLM:
+    """A random toy with the tokens for filling gaps."""
     words = byte_level()
     backend = tokenizers.Tokenizer.from_str(words._backend.to_str())
     backend.add_special_tokens(list(FIM))
-    with serving(LLM(speaker(Tokenizer(backend, words.special_tokens), seed=3), {"suffix": Suffix()})) as it:
+    return LLM(speaker(Tokenizer(backend, words.special_tokens), seed=3), {"suffix": Suffix()})
+
+
+@pytest.fixture(scope="module")
+def coder() -> Iterator[Serving]:
+    with serving(filler()) as it:
         yield it
 
 
@@ -67,6 +76,59 @@ def test_infill_is_llama_cpps(coder: Serving) -> None:
     assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
     warm = coder.post("/infill", {**body, "n_predict": 0}).json()
     assert (warm["content"], warm["tokens_predicted"], warm["stop_type"]) == ("", 0, "limit")
+
+
+def test_what_llama_vim_sends_and_asks_for(coder: Serving) -> None:
+    asked = {
+        "input_prefix": "x = 1\n",
+        "prompt": "def f(",
+        "input_suffix": "):\n",
+        "input_extra": [{"filename": "a.py", "text": "import b", "time": [1, 2]}],
+        "n_predict": 12,
+        "n_indent": 0,
+        "stop": ["\n\n\n"],
+        "top_k": 40,
+        "top_p": 0.9,
+        "samplers": ["top_k", "top_p", "infill"],
+        "stream": False,
+        "t_max_prompt_ms": 500,
+        "t_max_predict_ms": 1000,
+    }
+    figures = ("n", "ms", "per_token_ms", "per_second")
+    names = [f"timings/{part}_{figure}" for part in ("prompt", "predicted") for figure in figures]
+    fields = ["content", *names, "truncated", "tokens_cached"]
+    whole = coder.post("/infill", asked).json()
+    assert (whole["truncated"], len(whole["timings"])) == (False, 8)
+    found = coder.post("/infill", {**asked, "response_fields": [*fields, "unknown"]}).json()
+    assert (set(found), found["content"]) == (set(fields), whole["content"])
+    assert found["timings/predicted_n"] == 12
+    assert found["timings/predicted_per_second"] > 0
+    assert coder.post("/infill", {**asked, "n_predict": 0, "response_fields": [""]}).json() == {}
+
+
+@pytest.mark.parametrize("size", [1, 2, 100])
+@pytest.mark.parametrize(
+    ("indent", "text", "kept"),
+    [
+        (0, "a\nb", "a\nb"),
+        (2, "a\n  b\n\tc\nd", "a\n  b\n\t"),
+        (2, "a\n  b\n \t c", "a\n  b\n \t c"),
+        (4, "a\n    b\n\n    c", "a\n    b\n"),
+        (2, "a\n ", "a\n "),
+    ],
+)
+def test_the_text_ends_at_a_line_of_an_outer_block(indent: int, text: str, kept: str, size: int) -> None:
+    writer = InfillWriter("toy", False, indent)
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    events = [event for piece in pieces for event in writer.add(round_of(piece))]
+    usage = Usage(1, len(pieces), [])
+    assert "".join(event["content"] for event in events) == writer.document(usage)["content"] == kept
+    assert writer.document(usage)["stop_type"] == ("eos" if kept == text else "limit")
+
+
+def round_of(text: str) -> ReplyRound:
+    chunk = SimpleNamespace(finish_reason="eos", stop=None, text=text)
+    return cast(ReplyRound, SimpleNamespace(chunks=[chunk], text=text))
 
 
 def test_models_without_the_tokens_refuse(served: Serving) -> None:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from paceline.checkpoints.gguf import open_gguf
 from paceline.errors import ModelNotFound
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
 from paceline.server.models import ModelSource
 from paceline.server.worker import Worker
-from tests.server.running import Serving, serving
+from tests.checkpoints.test_gguf import Q, write
+from tests.server.running import Serving, serving, serving_models
 from tests.server.scripted import fail_before_the_end, scripted
 from tests.server.test_responses import SCHEMA, THINKS, user
 from tests.toys import toy_llm
@@ -46,6 +52,26 @@ def test_a_chat_is_what_the_model_writes_alone(client: Any, plain: LLM) -> None:
         lines = list(client.chat("toy", chat, options={"num_predict": 16, **options}, stream=True))
         assert "".join(line.message.content for line in lines) == whole.text
         assert [line.done for line in lines] == [False] * (len(lines) - 1) + [True]
+
+
+def test_options_as_clients_of_ollama_send_them(client: Any, plain: LLM) -> None:
+    chat = [user("abc abc")]
+    expected = {
+        repeated: plain.generate(chat, Sampling(max_new_tokens=16, repetition_penalty=repeated)).text
+        for repeated in (1.0, 1.5)
+    }
+    assert expected[1.0] != expected[1.5]
+    for last, repeated in ((64, 1.5), (-1, 1.5), (0, 1.0)):
+        options = {"num_predict": 16, "repeat_penalty": 1.5, "repeat_last_n": last}
+        assert client.chat("toy", chat, options=options).message.content == expected[repeated]
+        assert client.generate("toy", chat[0]["content"], options=options).response == expected[repeated]
+    hot = {"temperature": 5.0, "seed": 3, "num_predict": 16}
+    text = plain.generate(chat, Sampling(max_new_tokens=16, temperature=5.0, seed=3)).text
+    assert client.chat("toy", chat, options=hot).message.content == text
+    for asked in ({"num_predict": 0}, {"num_predict": -1}):  # as many as fit
+        assert client.chat("toy", chat, options=asked).message == client.chat("toy", chat).message
+        raw = client.generate("toy", "abc", raw=True, options=asked)
+        assert raw.eval_count == len(plain.generate("abc", Sampling(max_new_tokens=255), raw=True).token_ids) > 16
 
 
 def test_prompts(client: Any, plain: LLM) -> None:
@@ -114,6 +140,84 @@ def test_what_is_served(client: Any, served: Serving) -> None:
         assert served.request("HEAD", path).status_code == 200
 
 
+def test_models_are_described_without_loading_them(tmp_path: Path) -> None:
+    template = "{% if tools %}{% endif %}<think></think>"
+    fields = {"tokenizer.chat_template": template, "general.file_type": 15}
+    words = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<s>", "</s>"]
+    write(tmp_path / "m.gguf", "qwen2", kind=Q.Q4_0, fields=fields, tokens=words)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 64}))
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {word: i for i, word in enumerate(words)}}}))
+    (folder / "chat_template.jinja").write_text("a template")
+    save_file({"model.norm.weight": torch.ones(4, dtype=torch.bfloat16)}, folder / "model.safetensors")
+
+    def source(path: Path) -> ModelSource:
+        return ModelSource((path.stem,), lambda: pytest.fail("loaded"), 7, path=path)
+
+    paths = tmp_path / "m.gguf", folder, tmp_path / "missing.gguf"
+    with serving_models([source(path) for path in paths]) as it:
+        client = client_of(it)
+        for _ in range(2):
+            first, second, third = client.list().models
+            about = first.details
+            assert (about.format, about.family, about.quantization_level) == ("gguf", "qwen2", "Q4_K_M")
+            assert (first.size, third.size) == (paths[0].stat().st_size, 7)
+            assert (second.details.format, second.details.family) == ("safetensors", "llama")
+            assert second.details.quantization_level == "BF16"
+        shown = client.show("m:latest")
+        assert shown.capabilities == ["completion", "tools", "insert", "thinking"]
+        assert shown.template == template
+        assert (shown.modelinfo["qwen2.context_length"], shown.modelinfo["general.basename"]) == (256, "m")
+        count = shown.modelinfo["general.parameter_count"]
+        assert count == sum(x.numel() for x in open_gguf(paths[0])[1].values())
+        assert (about.parameter_size, shown.details.parameter_size) == (f"{count / 1e6:.2f}M",) * 2
+        shown = client.show("folder")
+        assert shown.modelinfo["llama.context_length"] == 64
+        assert (shown.modelinfo["general.parameter_count"], shown.template) == (4, "a template")
+        assert shown.capabilities == ["completion", "tools", "insert"]
+        assert client.show("missing").capabilities == ["completion"]
+        write(tmp_path / "m.gguf", "llama", kind=Q.F16)
+        assert client.list().models[0].details.family == "llama"
+        assert client.ps().models == []
+
+
+def test_models_are_unloaded_as_ollama_stop_does() -> None:
+    loads: list[str] = []
+
+    def load() -> Worker:
+        loads.append("b")
+        return Worker(toy_llm())
+
+    sources = [ModelSource(("a",), lambda: Worker(toy_llm()), stays=True), ModelSource(("b",), load)]
+    with serving_models(sources) as it:
+        client = client_of(it)
+
+        def loaded() -> list[str]:
+            return [model.model for model in client.ps().models]
+
+        def until(names: list[str]) -> bool:
+            return any(loaded() == names or time.sleep(0.02) for _ in range(500))
+
+        assert (
+            client.generate("b", keep_alive=0).done_reason == client.chat("b", keep_alive="0s").done_reason == "unload"
+        )
+        assert (loaded(), loads) == (["a"], [])
+        client.generate("b", "abc", keep_alive="5m", options={"num_predict": 2})
+        assert loaded() == ["a", "b"]
+        (line,) = client.generate("b", keep_alive=0, stream=True)
+        assert (line.done, line.done_reason) == (True, "unload")
+        assert until(["a"])
+        assert client.chat("b", [user("abc")], keep_alive=0, options={"num_predict": 2}).eval_count == 2
+        assert until(["a"])
+        assert loads == ["b", "b"]
+        client.generate("a", keep_alive=0)
+        assert client.chat("a", [user("abc")], keep_alive=0, options={"num_predict": 2}).done
+        assert loaded() == ["a"], "it stays"
+        with pytest.raises(ollama.ResponseError, match="'none' is not served"):
+            client.generate("none", keep_alive=0)
+
+
 def test_models_that_are_not_served(client: Any) -> None:
     for ask in (lambda: client.chat("none", [user("a")]), lambda: client.show("none"), lambda: client.generate("none")):
         with pytest.raises(ollama.ResponseError, match="'none' is not served") as caught:
@@ -169,7 +273,7 @@ def test_models_are_not_changed_over_the_network(client: Any) -> None:
         ("chat", {"messages": [{"role": "user", "content": "a", "images": ["eA=="]}]}, "images"),
         ("chat", {"options": {"mirostat": 2}}, "mirostat"),
         ("chat", {"options": {"nonsense": 2}}, "nonsense"),
-        ("chat", {"options": {"temperature": 3}}, "temperature"),
+        ("chat", {"options": {"temperature": -1}}, "temperature"),
         ("chat", {"format": "xml"}, "format"),
         ("generate", {"template": "x"}, "template"),
         ("generate", {"context": [1]}, "context"),

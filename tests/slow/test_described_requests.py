@@ -10,7 +10,7 @@ import pytest
 from paceline.drafters.ngram import NGram
 from paceline.drafters.suffix import Suffix
 from paceline.llm import LLM
-from tests.server.described import Document, FuzzRequest
+from tests.server.described import EXAMPLES, Document, FuzzRequest
 from tests.server.running import Serving, serving
 from tests.toys import toy_model
 
@@ -26,7 +26,7 @@ def served() -> Iterator[Serving]:
 def test_no_documented_request_makes_the_server_fail(served: Serving) -> None:
     requests = Document(served.get("/openapi.json").json()).requests()
 
-    @hypothesis.settings(max_examples=5000, suppress_health_check=list(hypothesis.HealthCheck))
+    @hypothesis.settings(max_examples=50 * EXAMPLES, suppress_health_check=list(hypothesis.HealthCheck))
     @hypothesis.given(requests)
     def check(asked: FuzzRequest) -> None:
         asked.check(served)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoints.gguf_codes import BITS, gguf_codes
-from paceline.checkpoints.gguf_header import TensorEntry, read_header
+from paceline.checkpoints.gguf_header import TensorEntry, count_tokens, read_header
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.files.gguf_names import parts_of
 from paceline.files.reading import Mapped, map_file
@@ -165,6 +166,22 @@ def read_gguf(path: Path) -> GGUFFile:
     return file
 
 
+def gguf_vocab_size(path: Path) -> int:
+    """Return the size of the vocabulary, without reading the whole header; 0 without one. Raises as `read_gguf`."""
+    mapped = map_file(path)
+    _check_start(path, mapped.buffer[:24])
+    with _damage_named(path):
+        return count_tokens(mapped.buffer)
+
+
+@contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, struct.error) as error:
+        raise CorruptModel(f"{path} is damaged or cut off ({error})", _AGAIN) from error
+
+
 def _read(path: Path, mapped: Mapped) -> GGUFFile:
     file = _read_part(path, mapped)
     count = file.fields.get("split.count", 1)
@@ -173,11 +190,9 @@ def _read(path: Path, mapped: Mapped) -> GGUFFile:
 
 def _read_part(path: Path, mapped: Mapped) -> GGUFFile:
     _check_start(path, mapped.buffer[:24])
-    try:
+    with _damage_named(path):
         header = read_header(mapped.buffer)
         tensors = {name: _tensor(name, entry, mapped) for name, entry in header.tensors.items()}
-    except (ValueError, struct.error) as error:
-        raise CorruptModel(f"{path} is damaged or cut off ({error})", _AGAIN) from error
     return GGUFFile(path, header.fields, tensors)
 
 

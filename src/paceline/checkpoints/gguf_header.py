@@ -54,6 +54,19 @@ def read_header(data: mmap) -> Header:
     return Header(fields, placed, reader.at)
 
 
+def count_tokens(data: mmap) -> int:
+    """Return the size of the vocabulary, and read no further; 0 without one. Raises as `read_header`."""
+    reader = _Reader(data)
+    _, field_count = reader.numbers("Q", 2)
+    for _ in range(field_count):
+        key, kind = reader.new_name({}), reader.number("I")
+        if key == "tokenizer.ggml.tokens":
+            reader.number("I")
+            return int(reader.number("Q"))
+        reader.value(kind)
+    return 0
+
+
 class _Reader:
     """Reads one value after the other."""
 

@@ -127,6 +127,13 @@ def _check_fields(file: Path, raw: Raw) -> None:
     check(file, _verifier(raw), HEAD)
 
 
+def verifier_of(raw: Raw) -> str | None:
+    """Return the model that a head of the `speculators` layout names as its target. Raises `CorruptModel`."""
+    _check_fields(Path("config.json"), raw)
+    name: str | None = _verifier(raw).get("name_or_path")
+    return name
+
+
 def _verifier(raw: Raw) -> Raw:
     return (raw.get("speculators_config") or {}).get("verifier") or {}
 

@@ -194,8 +194,8 @@ class LoadOptions(ModelOptions):
     quantize: Quantize = "auto"
     drafter: str = _speculation(
         "auto (suffix), found, none, ngram, suffix, eagle3, medusa or KIND:REF. Never changes the text.\n\n"
-        "found is a head trained for the model that lies beside it, else the smallest model on this disk with the same "
-        "vocabulary, else suffix; `paceline serve` takes it for auto. "
+        "found is a head trained for the model, beside it or in the hub's cache, else the smallest model on this disk "
+        "with the same vocabulary, else suffix; `paceline serve` takes it for auto. "
         "KIND:REF is model:REF (a small model with any tokenizer; REF@ADAPTER merges a LoRA adapter), "
         "a head trained for the model (eagle3:REF, medusa:REF, block:REF, early-exit:REF, or head:REF for any of "
         "them) or early-exit:LAYERS (early-exit:8@0.7 ends a chain below that probability). eagle3 and medusa "

@@ -8,28 +8,32 @@ from itertools import islice
 from pathlib import Path
 
 from paceline.checkpoints.checkpoint import open_checkpoint
-from paceline.checkpoints.head_files import holds_head
-from paceline.checkpoints.head_fit import fingerprint, same_target, vocabulary_of
+from paceline.checkpoints.gguf_file import gguf_vocab_size
+from paceline.checkpoints.head_files import holds_head, open_head, verifier_of
+from paceline.checkpoints.head_fit import fingerprint, fits, same_target, vocabulary_of
 from paceline.checkpoints.loader import Loaded
 from paceline.errors import PacelineError
 from paceline.files.reading import read_json
-from paceline.files.schema import HEAD
+from paceline.files.schema import HEAD, IDENTITY
 from paceline.files.stores import StoredModel, models_in, stored_models
+from paceline.models.hybrids import text_config
 from paceline.protocols import TargetWithHead
 
-_MOST = 8
-"""Models whose vocabulary is compared: reading one takes up to half a second."""
+_MOST_SEEN, _MOST = 1000, 32
+"""Models whose vocabulary is counted, which takes a millisecond each, and compared, which takes up to half a second."""
+_PADDING = 1 / 200
+"""Share of a vocabulary by which its sizes may differ in models of one tokenizer: rows without a token."""
 
 
 def found_reference(target: Loaded) -> str | None:
     """Return the name of the best drafter with weights for a target that is on this disk, or None.
 
-    A head that was trained for it and lies in the folder of the target; else the smallest model, at most half its size,
-    with the same vocabulary, in that folder or in a store (a 0.5B model made a 1.5B model write code 1.2 to 1.35 times
-    as fast: benchmarks/results/2026-11-23-drafts.md).
+    A head that was trained for it, in the folder of the target or in the cache of the hub's client; else the smallest
+    model, at most half its size, with the same vocabulary, in that folder or in a store (a 0.5B model made a 1.5B model
+    write code 1.2 to 1.35 times as fast: benchmarks/results/2026-11-23-drafts.md).
     """
-    beside = _beside(target.path)
-    reference = next(_heads(target, beside), None) or next(_siblings(target, beside), None)
+    beside, stored = _beside(target.path), stored_models(everything=True)
+    reference = next(_heads(target, beside, stored), None) or next(_siblings(target, [*beside, *stored]), None)
     logging.getLogger("paceline").debug("%s: found %s", target.path, reference or "no drafter with weights")
     return reference
 
@@ -41,25 +45,32 @@ def _beside(path: Path) -> list[StoredModel]:
         return []
 
 
-def _heads(target: Loaded, beside: list[StoredModel]) -> Iterator[str]:
-    ours = ""
-    for model in beside:
+def _heads(target: Loaded, beside: list[StoredModel], stored: list[StoredModel]) -> Iterator[str]:
+    if not isinstance(target.target, TargetWithHead):
+        return
+    ours, names = "", {model.name for model in stored if model.path == target.path}
+    for model in (*beside, *(model for model in stored if model.store == "huggingface")):
         try:
-            if not (isinstance(target.target, TargetWithHead) and model.path.is_dir() and holds_head(model.path)):
+            if not (model.path.is_dir() and holds_head(model.path)):
                 continue
-            theirs = (read_json(model.path / "config.json", HEAD).get("paceline") or {}).get("fingerprint")
-            ours = ours or fingerprint(target)
-            if theirs and same_target(ours, theirs):
+            config = read_json(model.path / "config.json", HEAD)
+            if theirs := (config.get("paceline") or {}).get("fingerprint"):
+                ours = ours or fingerprint(target)
+                if same_target(ours, theirs):
+                    yield f"head:{model.path}"
+            elif verifier_of(config) in names:
+                fits(open_head(model.path), target)
                 yield f"head:{model.path}"
         except (PacelineError, ValueError, OSError):
             continue
 
 
-def _siblings(target: Loaded, beside: list[StoredModel]) -> Iterator[str]:
-    size = sum(model.size for model in beside if model.path == target.path) or _bytes_of(target.path)
-    smaller = {model.path: model for model in (*beside, *stored_models(everything=True)) if 2 * model.size <= size}
-    ours = None
-    for model in islice(sorted(smaller.values(), key=lambda model: model.size), _MOST):
+def _siblings(target: Loaded, models: list[StoredModel]) -> Iterator[str]:
+    size = max((model.size for model in models if model.path == target.path), default=0) or _bytes_of(target.path)
+    smaller = {model.path: model for model in models if 2 * model.size <= size}.values()
+    rows, ours = target.target.vocab_size, None
+    seen = islice(sorted(smaller, key=lambda model: model.size), _MOST_SEEN)
+    for model in islice((model for model in seen if _may_share(model.path, rows)), _MOST):
         try:
             tokenizer = open_checkpoint(model.path).tokenizer
         except (PacelineError, OSError):
@@ -67,6 +78,18 @@ def _siblings(target: Loaded, beside: list[StoredModel]) -> Iterator[str]:
         ours = ours or vocabulary_of(target.tokenizer)
         if vocabulary_of(tokenizer) == ours:
             yield f"model:{model.path}"
+
+
+def _may_share(path: Path, rows: int) -> bool:
+    """Return whether a model's vocabulary may be that of one with so many rows, by its size, if files say that."""
+    try:
+        if path.is_file():
+            found = gguf_vocab_size(path)
+        else:
+            found = text_config(read_json(path / "config.json", IDENTITY)).get("vocab_size") or rows
+    except (PacelineError, OSError):
+        return False
+    return abs(found - rows) <= _PADDING * rows
 
 
 def _bytes_of(path: Path) -> int:

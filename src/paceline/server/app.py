@@ -48,10 +48,12 @@ _BODIES = (
     *(schema_tokens.TokenizeRequest, schema_tokens.DetokenizeRequest),
     *(schema_tokens.ApplyTemplateRequest, schema_tokens.InfillRequest),
     *(schema_embeddings.EmbeddingsRequest, schema_embeddings.OllamaEmbedRequest),
+    schema_embeddings.OllamaPromptEmbedRequest,
 )
 _ANSWERS = (
     *(schema_answers.Tokens, schema_answers.DecodedText, schema_answers.RenderedPrompt, schema_answers.TokenCount),
     *(schema_answers.OllamaModelAbout, schema_embeddings.Embeddings, schema_embeddings.OllamaEmbeddings),
+    schema_embeddings.OllamaPromptEmbedding,
 )
 _REF = "#/components/schemas/{model}"
 
@@ -214,6 +216,8 @@ def _add_ollama(router: APIRouter, service: Service) -> None:
     _add_post(router, "/api/show", service.ollama_show, "NamedModelRequest", "OllamaModelAbout")
     _add_post(router, "/api/pull", service.ollama_pull, "PullRequest", stream="application/x-ndjson")
     _add_post(router, "/api/embed", service.ollama_embed, "OllamaEmbedRequest", "OllamaEmbeddings")
+    older = ("OllamaPromptEmbedRequest", "OllamaPromptEmbedding")
+    _add_post(router, "/api/embeddings", service.ollama_embed_prompt, *older)
     _add_get(router, "/api/version", service.ollama.version, schema_answers.OllamaVersion)
     _add_get(router, "/api/tags", service.ollama.tags, schema_answers.OllamaModelList)
     _add_get(router, "/api/ps", service.ollama.ps, schema_answers.OllamaModelList)

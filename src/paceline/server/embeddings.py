@@ -101,5 +101,10 @@ def ollama(name: str, done: EmbeddingJobs, seconds: float) -> dict[str, Any]:
     return {"model": name, "embeddings": done.vectors(), **times}
 
 
+def ollama_prompt(_: str, done: EmbeddingJobs, __: float) -> dict[str, Any]:
+    """Return the answer for one text in Ollama's older shape."""
+    return {"embedding": done.vectors()[0]}
+
+
 def _packed(vector: Sequence[float]) -> str:
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

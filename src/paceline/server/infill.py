@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import InvalidPrompt
@@ -42,6 +42,11 @@ class InfillTokens:
                 ends = tuple(found for name in _ENDS if (found := token_id(name)) is not None)
                 return InfillTokens(prefix, suffix, middle, file, ends)
         return None
+
+
+def fills_gaps(has: Callable[[str], bool]) -> bool:
+    """Return whether a vocabulary `has` the tokens for filling gaps."""
+    return any(all(map(has, names)) for names in _MARKERS)
 
 
 def infill_tokens(llm: LLM) -> InfillTokens:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from paceline.server import completions, options
@@ -28,15 +30,18 @@ def prepare(model: LoadedModel, settings: Settings, body: InfillRequest) -> Prep
     request = body.completion(prompt)
     request["stop_token_ids"] = [*request.get("stop_token_ids", ()), *infill_tokens(model.llm).ends]
     jobs = completions.prepare(model, settings, validated(request, CompletionRequest)).jobs
-    return PreparedRequest(jobs, lambda _: InfillWriter(model.name, bool(jobs[0].prompt_only)))
+    empty, indent, fields = bool(jobs[0].prompt_only), body.n_indent or 0, body.response_fields
+    return PreparedRequest(jobs, lambda _: InfillWriter(model.name, empty, indent, fields))
 
 
 class InfillWriter(Writer):
-    """The text of the gap. `empty`: no token was requested, only that the prompt be read."""
+    """The text of the gap. `empty`: no token was requested, only that the prompt be read. `indent`: the text ends
+    before a line that begins with fewer blanks. `fields`: what of the answer is sent, None for all of it."""
 
-    def __init__(self, model: str, empty: bool) -> None:
-        self._model, self._empty = model, empty
-        self._text, self._tokens = "", 0
+    def __init__(self, model: str, empty: bool, indent: int = 0, fields: Sequence[str] | None = None) -> None:
+        self._model, self._empty, self._indent, self._fields = model, empty, indent, fields
+        self._outdented = re.compile(rf"\n[ \t]{{0,{indent - 1}}}(?=[^ \t])") if indent else None
+        self._text, self._over = "", empty
         self._finish, self._stop = "", ""
 
     def begin(self, usage: Usage) -> list[Event]:
@@ -47,10 +52,13 @@ class InfillWriter(Writer):
         """Add a round."""
         last = round_.chunks[-1]
         self._finish, self._stop = last.finish_reason or "", last.stop or ""
-        if self._empty or not round_.text:
+        if self._over or not round_.text:
             return []
+        known = len(self._text)
         self._text += round_.text
-        return [{"content": round_.text, "stop": False}]
+        if self._outdented and (found := self._outdented.search(self._text, max(0, known - self._indent))):
+            self._text, self._over = self._text[: found.end()], True
+        return [{"content": self._text[known:], "stop": False}]
 
     def heartbeat(self) -> Event:
         """Return an event without text."""
@@ -58,11 +66,11 @@ class InfillWriter(Writer):
 
     def end(self, usage: Usage) -> list[Event]:
         """Return the event with the counts."""
-        return [{"content": "", **self._about(usage)}]
+        return [self._chosen({"content": "", **self._about(usage)})]
 
     def document(self, usage: Usage) -> dict[str, Any]:
         """Return the whole text."""
-        return {"content": self._text, **self._about(usage)}
+        return self._chosen({"content": self._text, **self._about(usage)})
 
     def failed(self, error: ApiError) -> Event:
         """Return OpenAI's error."""
@@ -70,16 +78,32 @@ class InfillWriter(Writer):
 
     def _about(self, usage: Usage) -> dict[str, Any]:
         kind = "word" if self._stop else {"length": "limit"}.get(self._finish, "eos")
-        seconds = {"prompt_ms": usage.first - usage.queued, "predicted_ms": usage.total - usage.first}
-        timings = {name: round(1000 * max(0.0, value), 3) for name, value in seconds.items()}
+        timings = {
+            **_timings("prompt", usage.prompt, usage.first - usage.queued),
+            **_timings("predicted", usage.written, usage.total - usage.first),
+        }
         return {
             "stop": True,
-            "stop_type": "limit" if self._empty else kind,
+            "stop_type": "limit" if self._over else kind,
             "stopping_word": self._stop,
             "model": self._model,
             "tokens_predicted": usage.written,
             "tokens_evaluated": usage.prompt,
             "tokens_cached": usage.cached,
-            "timings": {"prompt_n": usage.prompt, "predicted_n": usage.written, **timings},
+            "truncated": False,
+            "timings": timings,
             "speculation": usage.speculation(),
         }
+
+    def _chosen(self, answer: dict[str, Any]) -> dict[str, Any]:
+        if self._fields is None:
+            return answer
+        flat = answer | {f"timings/{name}": value for name, value in answer["timings"].items()}
+        return {name: flat[name] for name in self._fields if name in flat}
+
+
+def _timings(name: str, count: int, seconds: float) -> dict[str, Any]:
+    """Return llama.cpp's figures for `count` tokens."""
+    ms = 1000 * max(0.0, seconds)
+    figures = {"ms": ms, "per_token_ms": ms / max(1, count), "per_second": 1000 * count / ms if ms else 0.0}
+    return {f"{name}_n": count, **{f"{name}_{key}": round(value, 3) for key, value in figures.items()}}

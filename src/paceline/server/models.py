@@ -60,7 +60,8 @@ Pull = Callable[[str, Callable[[str, int, int], None]], ModelSource]
 
 class LoadedModel:
     """A model in memory, with what its requests share. `users`: requests that use it. `size`: bytes that it needs.
-    `adapter`: the one of a request that `Models.take` gave it to."""
+    `keep_alive`: seconds that it stays loaded while it is idle; None: for ever. `adapter`: the one of a request that
+    `Models.take` gave it to."""
 
     def __init__(self, name: str, worker: Worker, metrics: Metrics, size: int = 0) -> None:
         """Runs the self-check, which must not run beside the engine. `size`: see `ModelSource`."""
@@ -74,6 +75,7 @@ class LoadedModel:
         self.adapter: str | None = None
         self._base: LoadedModel | None = None
         self.users, self.used = 0, time.monotonic()
+        self.keep_alive: float | None = None
         self.on_idle: Callable[[], object] = lambda: None
 
     def take(self, adapter: str | None) -> LoadedModel:
@@ -208,13 +210,20 @@ class Models:
 
     def expires(self, source: ModelSource) -> float:
         """Return the seconds after which a loaded model is unloaded if it stays idle; infinity for never."""
-        if source.stays or self._keep_alive is None:
-            return inf
-        return max(0.0, self._loaded[source].used + self._keep_alive - time.monotonic())
+        model = self._loaded[source]
+        return inf if model.keep_alive is None else max(0.0, model.used + model.keep_alive - time.monotonic())
 
     def get(self, name: str | None) -> LoadedModel | None:
         """Return a model if it is loaded. Raises `ApiError` 404."""
         return self._loaded.get(self.source(name))
+
+    def unload(self, name: str | None) -> None:
+        """Unload a model as soon as it is idle, unless it stays or is not loaded. Raises `ApiError` 404."""
+        source = self.source(name)
+        if not source.stays and (model := self._loaded.get(source)):
+            model.keep_alive = 0.0
+            if not model.users:
+                self._idle(source)
 
     def take(self, name: str | None) -> LoadedModel | None:
         """Return a model if it is loaded, with one user more: `release` must follow. Raises `ApiError` 404."""
@@ -330,15 +339,19 @@ class Models:
 
     def _watch(self, source: ModelSource, model: LoadedModel) -> None:
         """Unload the model once it has been idle for `keep_alive` seconds; who asked for it has a moment to take it."""
-        model.on_idle = partial(self._idle, source, self._keep_alive)
-        self._idle(source, None if self._keep_alive is None else max(_FIRST, self._keep_alive))
+        model.keep_alive = self._keep_alive
+        model.on_idle = partial(self._idle, source)
+        self._idle(source, _FIRST)
 
-    def _idle(self, source: ModelSource, seconds: float | None) -> None:
-        """Look again in so many seconds. Neither this nor the timer refers to the model: that would keep its memory."""
+    def _idle(self, source: ModelSource, least: float = 0.0) -> None:
+        """Look again in `keep_alive` seconds, or in `least`. Neither this nor the timer refers to the model: that would
+        keep its memory."""
         self._freed.set()
+        seconds = self._loaded[source].keep_alive
         if seconds is not None:
             self._cancel_timer(source)
-            self._timers[source] = asyncio.get_running_loop().call_later(seconds, self._begin_to_expire, source)
+            later = asyncio.get_running_loop().call_later
+            self._timers[source] = later(max(least, seconds), self._begin_to_expire, source)
 
     def _cancel_timer(self, source: ModelSource) -> None:
         if timer := self._timers.pop(source, None):
@@ -356,7 +369,7 @@ class Models:
 
     def _is_due(self, source: ModelSource) -> bool:
         model = self._loaded.get(source)
-        return bool(model and not model.users and time.monotonic() - model.used >= (self._keep_alive or 0.0))
+        return bool(model and not model.users and time.monotonic() - model.used >= (model.keep_alive or 0.0))
 
 
 def in_own_thread(work: Callable[[], T]) -> Future[T]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline.server import chat, completions
 from paceline.server.bodies import validated
@@ -15,10 +15,12 @@ from paceline.server.models import LoadedModel
 from paceline.server.replies import ChatReply, Reasoning, ReplyText
 from paceline.server.schema import ChatRequest
 from paceline.server.schema_completions import CompletionRequest
-from paceline.server.schema_ollama import OllamaChatRequest, OllamaGenerateRequest
+from paceline.server.schema_ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaRequest
 from paceline.server.usage import Usage
 from paceline.server.worker import ReplyRound
 from paceline.server.writers import Event, PreparedRequest, Writer, dumps
+
+B = TypeVar("B", ChatRequest, CompletionRequest)
 
 
 def prepare_chat(model: LoadedModel, settings: Settings, body: OllamaChatRequest) -> PreparedRequest:
@@ -26,9 +28,9 @@ def prepare_chat(model: LoadedModel, settings: Settings, body: OllamaChatRequest
 
     Raises `PacelineError` and `ApiError`.
     """
-    if not body.messages:
+    if body.empty:
         return PreparedRequest([], lambda _: OllamaWriter(body.model, ChatReply(), None, "message"))
-    prepared = chat.prepare(model, settings, validated(body.as_chat(), ChatRequest), orderly=True)
+    prepared = chat.prepare(model, settings, _within(body, body.as_chat(), ChatRequest), orderly=True)
     texts = model.token_texts if body.logprobs else None
     return PreparedRequest(prepared.jobs, lambda _: OllamaWriter(body.model, prepared.reply(), texts, "message"))
 
@@ -38,14 +40,25 @@ def prepare_text(model: LoadedModel, settings: Settings, body: OllamaGenerateReq
 
     Raises `PacelineError` and `ApiError`.
     """
-    if not body.prompt and not body.suffix:
+    if body.empty:
         return PreparedRequest([], lambda _: OllamaWriter(body.model, ChatReply(), None, "response"))
     texts = model.token_texts if body.logprobs else None
     if body.is_text:
-        jobs = completions.prepare(model, settings, validated(body.as_text(), CompletionRequest)).jobs
+        jobs = completions.prepare(model, settings, _within(body, body.as_text(), CompletionRequest)).jobs
         return PreparedRequest(jobs, lambda _: OllamaWriter(body.model, ChatReply(), texts, "response"))
-    prepared = chat.prepare(model, settings, validated(body.as_chat(), ChatRequest), orderly=True)
+    prepared = chat.prepare(model, settings, _within(body, body.as_chat(), ChatRequest), orderly=True)
     return PreparedRequest(prepared.jobs, lambda _: OllamaWriter(body.model, prepared.reply(), texts, "response"))
+
+
+def _within(body: OllamaRequest, other: dict[str, Any], kind: type[B]) -> B:
+    """Return a request in OpenAI's shape, with the parameters that its ranges do not allow. Raises `ApiError` 400."""
+    return validated(other, kind).model_copy(update=body.beyond)
+
+
+def unloaded(body: OllamaRequest) -> dict[str, Any]:
+    """Return the answer to a request that only unloads the model."""
+    nothing = {"response": ""} if isinstance(body, OllamaGenerateRequest) else {"message": _message("")}
+    return {**_head(body.model), **nothing, "done": True, "done_reason": "unload"}
 
 
 class OllamaWriter(Writer):
@@ -105,10 +118,9 @@ class OllamaWriter(Writer):
         more: dict[str, Any] = {"thinking": thinking} if thinking else {}
         if calls:
             more["tool_calls"] = calls
-        found = {"message": {"role": "assistant", "content": text, **more}}
         return {
             **_head(self._model),
-            **(found if self._kind == "message" else {"response": text, **more}),
+            **({"message": {**_message(text), **more}} if self._kind == "message" else {"response": text, **more}),
             "done": False,
         }
 
@@ -134,6 +146,10 @@ class OllamaWriter(Writer):
         counts = {"prompt_eval_count": usage.prompt, "eval_count": usage.written}
         durations = {name: int(1e9 * value) for name, value in seconds.items()}
         return {"done": True, "done_reason": reason, **durations, **counts, "speculation": usage.speculation()}
+
+
+def _message(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
 
 
 def _head(model: str) -> dict[str, Any]:

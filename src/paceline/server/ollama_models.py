@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import re
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from fastapi import Request
 from starlette.responses import Response, StreamingResponse
 
+from paceline.sampling.parameters import Sampling, recommended
 from paceline.server import thinking
 from paceline.server.errors import ApiError, api_error
 from paceline.server.infill import InfillTokens
+from paceline.server.model_files import ModelFacts, facts_of
 from paceline.server.models import LoadedModel, Models, ModelSource
 from paceline.server.schema_ollama import NamedModelRequest, PullRequest
 from paceline.server.writers import dumps
@@ -25,8 +27,6 @@ from paceline.server.writers import dumps
 VERSION = "0.13.0"
 """Version of Ollama whose API this is. Clients compare it with the oldest that they work with (Copilot: 0.6.4)."""
 
-_QUANTIZATION = re.compile(r"(I?Q[1-8]_\w+|BF16|F16|F32|MXFP4)$", re.IGNORECASE)
-"""In the name of a GGUF file."""
 _NEVER = 1e10
 """Seconds after which a model that stays is said to be unloaded; Ollama says some hundred years too."""
 
@@ -45,22 +45,28 @@ class OllamaModels:
 
     async def tags(self) -> dict[str, Any]:
         """List the models, each under its first name."""
-        return {"models": [self._listed(source) for source in self._models.sources]}
+        return {"models": await self._listed([*self._models.sources])}
 
     async def ps(self) -> dict[str, Any]:
         """List the models that are in memory."""
         found = []
-        for source in self._models.sources:
+        sources = [source for source in self._models.sources if self._models.get(source.names[0])]
+        for source, about in zip(sources, await self._listed(sources), strict=True):
             if model := self._models.get(source.names[0]):
                 until = datetime.now(timezone.utc) + timedelta(seconds=min(self._models.expires(source), _NEVER))
                 context = model.llm.model.target.context_length
-                about = {"size_vram": 0, "context_length": context, "expires_at": until.isoformat()}
-                found.append({**self._listed(source), **about})
+                more = {"size_vram": 0, "context_length": context, "expires_at": until.isoformat()}
+                found.append({**about, **more})
         return {"models": found}
 
-    def _listed(self, source: ModelSource) -> dict[str, Any]:
-        name, model = source.names[0], self._models.get(source.names[0])
-        size = _file_bytes(model.llm.model.path) if model else source.size
+    async def _listed(self, sources: Sequence[ModelSource]) -> list[dict[str, Any]]:
+        loaded = [self._models.get(source.names[0]) for source in sources]
+        # In a thread: what has not been listed before is read from its file.
+        return await asyncio.to_thread(lambda: [self._about(*one) for one in zip(sources, loaded, strict=True)])
+
+    def _about(self, source: ModelSource, model: LoadedModel | None) -> dict[str, Any]:
+        name, facts = source.names[0], _facts(source, model)
+        size = facts.size or source.size
         return {
             "name": name,
             "model": name,
@@ -68,33 +74,39 @@ class OllamaModels:
             "size": size,
             # Ollama's client shows twelve of its characters. Hashing the weights themselves would take minutes.
             "digest": hashlib.sha256(f"{source.names} {size}".encode()).hexdigest(),
-            "details": _details(model),
+            "details": _details(facts),
         }
 
-    def show(self, model: LoadedModel) -> dict[str, Any]:
-        """Describe a model."""
-        llm, template = model.llm, model.llm.tokenizer.chat_template or ""
-        details = _details(model)
-        family = details["family"]
+    def show(self, name: str) -> Callable[[], dict[str, Any]]:
+        """Return what describes a model, loaded or not; it reads files. Raises `ApiError` 404."""
+        source = self._models.source(name)
+        return partial(self._shown, self._models.adapter(name) or source.names[0], source, self._models.get(name))
+
+    def _shown(self, name: str, source: ModelSource, model: LoadedModel | None) -> dict[str, Any]:
+        facts = _facts(source, model)
         abilities = {
             "completion": True,
-            "tools": bool(template),
-            "insert": InfillTokens.of(llm) is not None,
-            "thinking": thinking.family(template) is not None,
+            "tools": bool(facts.template),
+            "insert": facts.infill,
+            "thinking": thinking.family(facts.template) is not None,
         }
-        sampling = llm.sampling()
+        sampling = model.llm.sampling() if model else Sampling(**recommended(facts.generation))
         names = ("temperature", "top_p", "top_k", "min_p")
+        numbers = {
+            "general.parameter_count": facts.parameters,
+            f"{facts.family}.context_length": facts.context_length,
+            f"{facts.family}.vocab_size": facts.vocab_size,
+        }
         return {
             "license": "",
-            "modelfile": f"FROM {model.name}",
+            "modelfile": f"FROM {name}",
             "parameters": "\n".join(f"{name} {getattr(sampling, name)}" for name in names),
-            "template": template,
-            "details": details,
+            "template": facts.template,
+            "details": _details(facts),
             "model_info": {
-                "general.architecture": family,
-                "general.basename": model.name,
-                f"{family}.context_length": llm.model.target.context_length,
-                f"{family}.vocab_size": llm.model.target.vocab_size,
+                "general.architecture": facts.family,
+                "general.basename": name,
+                **{name: number for name, number in numbers.items() if number},
             },
             "capabilities": [name for name, able in abilities.items() if able],
             "modified_at": self._began.isoformat(),
@@ -181,22 +193,32 @@ class OllamaModels:
             self._models.add(source)
 
 
-def _details(model: LoadedModel | None) -> dict[str, Any]:
-    """Describe the files of a model; without much to say of one that is not loaded."""
-    loaded = model.llm.model if model else None
-    config = getattr(loaded.target, "config", None) if loaded else None
-    family = getattr(config, "family", "") or "model"
-    form = "gguf" if loaded is None or loaded.path.suffix == ".gguf" else "safetensors"
-    named = _QUANTIZATION.search(loaded.path.stem) if loaded else None
-    held = named[0].upper() if named else str(loaded.quantize or "unknown") if loaded else "unknown"
-    about = {"parameter_size": "", "quantization_level": held}
-    return {"parent_model": "", "format": form, "family": family, "families": [family], **about}
+def _facts(source: ModelSource, model: LoadedModel | None) -> ModelFacts:
+    """Return what is known of a model: from its files, and of a loaded one what it really has."""
+    facts = facts_of(model.llm.model.path if model else source.path) or ModelFacts()
+    if model is None:
+        return facts
+    llm, target = model.llm, model.llm.model.target
+    return replace(
+        facts,
+        context_length=target.context_length,
+        vocab_size=target.vocab_size,
+        template=llm.tokenizer.chat_template or "",
+        infill=InfillTokens.of(llm) is not None,
+    )
 
 
-def _file_bytes(path: Path) -> int:
-    """Return the size of a model's files."""
-    files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.bin"), *path.glob("*.gguf")]
-    return sum(file.stat().st_size for file in files)
+def _details(facts: ModelFacts) -> dict[str, Any]:
+    about = {"parameter_size": _short(facts.parameters), "quantization_level": facts.quantization}
+    names = {"format": facts.format, "family": facts.family, "families": [facts.family]}
+    return {"parent_model": "", **names, **about}
+
+
+def _short(count: int) -> str:
+    """Return a number of parameters as Ollama writes it, such as "1.5B" or "494.03M"; "" for 0, which is unknown."""
+    if count >= 10**9:
+        return f"{count / 10**9:.1f}B"
+    return f"{count / 10**6:.2f}M" if count else ""
 
 
 async def refuse_change(request: Request) -> None:

@@ -1,4 +1,4 @@
-"""Bodies of /v1/embeddings and /api/embed, and of their answers."""
+"""Bodies of /v1/embeddings, /api/embed and /api/embeddings, and of their answers."""
 
 from __future__ import annotations
 
@@ -36,6 +36,18 @@ class OllamaEmbedRequest(Strict):
     dimensions: Dimensions | None = None
 
 
+@accepts("options keep_alive", ())
+class OllamaPromptEmbedRequest(Strict):
+    """Body of /api/embeddings, the older form of /api/embed, for one text."""
+
+    model: ModelName | None = None
+    prompt: Text
+
+    def as_embed(self) -> OllamaEmbedRequest:
+        """Return the same in the newer form."""
+        return OllamaEmbedRequest(model=self.model, input=self.prompt)
+
+
 class Embedding(PlainAnswer):
     """One vector of length 1, as numbers or as little-endian float32 in base64."""
 
@@ -58,6 +70,12 @@ class Embeddings(PlainAnswer):
     data: list[Embedding]
     model: str
     usage: EmbeddingUsage
+
+
+class OllamaPromptEmbedding(PlainAnswer):
+    """Body of the answer of /api/embeddings."""
+
+    embedding: list[float]
 
 
 class OllamaEmbeddings(PlainAnswer):

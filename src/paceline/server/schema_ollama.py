@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from paceline.server.compat import Lenient, Strict, accepts
 from paceline.server.schema import Generating, ModelName, Name, Schema, Stop, Stops, Text, Tools
@@ -19,15 +21,15 @@ from paceline.server.schema import Generating, ModelName, Name, Schema, Stop, St
 class OllamaOptions(Strict):
     """`options` of a request. Those of the machine have no effect, since the model is loaded already."""
 
-    num_predict: Annotated[int, Field(ge=-2, le=2**31, description="-1, -2: as many as fit.")] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    num_predict: Annotated[int, Field(ge=-2, le=2**31, description="0, -1, -2: as many as fit.")] | None = None
+    temperature: Annotated[float, Field(ge=0, le=1000)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
     repeat_penalty: Annotated[float, Field(ge=0.01, le=1000)] | None = None
     repeat_last_n: (
-        Annotated[int, Field(ge=-1, description="-1: the whole text, the only one with a penalty.")] | None
+        Annotated[int, Field(ge=-1, description="0: no penalty. Else it applies to the whole text.")] | None
     ) = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -59,7 +61,14 @@ class OllamaMessage(Strict):
     tool_call_id: Annotated[str, Field(max_length=200)] | None = None
 
 
-@accepts("keep_alive truncate shift", ())
+def _is_zero(value: Any) -> bool:
+    """Return whether a duration, a number or text as "0s", is 0."""
+    if isinstance(value, str):
+        return re.fullmatch(r"0+(ns|us|µs|ms|s|m|h)?", value[:20]) is not None
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == 0
+
+
+@accepts("truncate shift", ())
 class OllamaRequest(Generating):
     """Parameters of chats and of single prompts."""
 
@@ -70,19 +79,37 @@ class OllamaRequest(Generating):
     think: bool | Literal["low", "medium", "high", "max"] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    unloads: Annotated[
+        Any,
+        BeforeValidator(_is_zero),
+        Field(alias="keep_alive", description="0: the model is unloaded after the reply. Others have no effect."),
+    ] = False
+
+    @property
+    @abstractmethod
+    def empty(self) -> bool:
+        """Whether there is nothing to reply to: the model is only loaded, or unloaded."""
 
     @property
     def constrained(self) -> bool:
         """Whether a grammar must be compiled for the reply."""
         return bool(self.format)
 
+    @property
+    def beyond(self) -> dict[str, Any]:
+        """Sampling parameters outside of OpenAI's ranges."""
+        heat = self.options.temperature if self.options else None
+        return {"temperature": heat} if heat is not None and heat > 2 else {}
+
     def chat_body(self, messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         """Return the request as the body of a chat completion."""
-        options = self.options.model_dump(exclude_none=True) if self.options else {}
+        options = self.options.model_dump(exclude_none=True, exclude={*self.beyond}) if self.options else {}
         names = {"num_predict": "max_tokens"}
         found: dict[str, Any] = {names.get(name, name): value for name, value in options.items()}
-        if found.get("max_tokens", 1) < 0:
+        if found.get("max_tokens", 1) < 1:
             found["max_tokens"] = -1
+        if found.pop("repeat_last_n", None) == 0:
+            found.pop("repeat_penalty", None)
         schema = None if isinstance(self.format, str) or not self.format else {"name": "format", "schema": self.format}
         if self.format:
             found["response_format"] = (
@@ -101,6 +128,11 @@ class OllamaChatRequest(OllamaRequest):
 
     messages: Annotated[list[OllamaMessage], Field(max_length=10_000, fail_fast=True)] = Field(default_factory=list)
     tools: Tools | None = None
+
+    @property
+    def empty(self) -> bool:
+        """Whether there are no messages."""
+        return not self.messages
 
     def as_chat(self) -> dict[str, Any]:
         """Return the request as the body of a chat completion."""
@@ -131,6 +163,11 @@ class OllamaGenerateRequest(OllamaRequest):
     suffix: Text | None = None
     system: Text | None = None
     raw: Annotated[bool, Field(description="The prompt is used as it is, without the chat template.")] | None = None
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no prompt."""
+        return not self.prompt and not self.suffix
 
     @property
     def is_text(self) -> bool:

@@ -64,6 +64,7 @@ class DetokenizeRequest(Strict):
     tokens: Annotated[list[TokenId], Field(max_length=1_000_000, fail_fast=True)]
 
 
+@accepts("time", ())
 class InfillFile(Strict):
     """Another file, which the model sees before the text."""
 
@@ -71,7 +72,7 @@ class InfillFile(Strict):
     text: Text
 
 
-@accepts("samplers t_max_prompt_ms t_max_predict_ms n_indent response_fields", ())
+@accepts("samplers t_max_prompt_ms t_max_predict_ms", ())
 class InfillRequest(RequestBody):
     """Body of /infill. `prompt`: the beginning of the current line, after `input_prefix`."""
 
@@ -79,6 +80,17 @@ class InfillRequest(RequestBody):
     input_suffix: Text
     input_extra: Annotated[list[InfillFile], Field(max_length=1000, fail_fast=True)] | None = None
     prompt: Text | None = None
+    n_indent: (
+        Annotated[int, Field(ge=0, le=1000, description="The text ends at a line that begins with fewer blanks.")]
+        | None
+    ) = None
+    response_fields: (
+        Annotated[
+            list[Annotated[str, Field(max_length=100)]],
+            Field(max_length=100, description="What is sent of the answer, such as content or timings/prompt_n."),
+        ]
+        | None
+    ) = None
 
     def completion(self, prompt: list[int]) -> dict[str, Any]:
         """Return the request as the body of a completion of these tokens."""

@@ -40,12 +40,13 @@ from paceline.server.limits import RequestLimit, Settings
 from paceline.server.models import LoadedModel, Models
 from paceline.server.ollama_models import OllamaModels
 from paceline.server.preprocessing import LONG, PoolName, Preprocessor, client_of
-from paceline.server.schema_embeddings import EmbeddingsRequest, OllamaEmbedRequest
+from paceline.server.schema_embeddings import EmbeddingsRequest, OllamaEmbedRequest, OllamaPromptEmbedRequest
 from paceline.server.schema_messages import CountTokensRequest, MessagesRequest
 from paceline.server.schema_ollama import (
     NamedModelRequest,
     OllamaChatRequest,
     OllamaGenerateRequest,
+    OllamaRequest,
     PullRequest,
 )
 from paceline.server.schema_responses import ResponsesRequest
@@ -135,7 +136,13 @@ class Service:
     async def ollama_show(self, request: Request) -> Response:
         """Describe a model (Ollama's API)."""
         async with self.bodies.read(request, NamedModelRequest) as (body, _):
-            return await self._compute(request, body.named, self.ollama.show)
+            work = self.ollama.show(body.named)
+            self.limit.acquire()
+            try:
+                data = await self._preprocess(request, "tokens", lambda: dumps(work()), self.settings.timeout)
+            finally:
+                self.limit.release()
+        return Response(data, media_type="application/json")
 
     async def ollama_pull(self, request: Request) -> Response:
         """Fetch a model (Ollama's API)."""
@@ -191,18 +198,23 @@ class Service:
         """Return a vector for each text (Ollama's API)."""
         return await self._embed(request, OllamaEmbedRequest, embeddings.ollama)
 
+    async def ollama_embed_prompt(self, request: Request) -> Response:
+        """Return a vector for one text (Ollama's older API)."""
+        return await self._embed(request, OllamaPromptEmbedRequest, embeddings.ollama_prompt)
+
     async def _embed(
         self,
         request: Request,
-        kind: type[EmbeddingsRequest] | type[OllamaEmbedRequest],
+        kind: type[EmbeddingsRequest] | type[OllamaEmbedRequest] | type[OllamaPromptEmbedRequest],
         shape: Callable[[str, EmbeddingJobs, float], dict[str, Any]],
     ) -> Response:
         began = time.monotonic()
         deadline = _after(began, self.settings.timeout)
-        async with self.bodies.read(request, kind) as (body, pool):
+        async with self.bodies.read(request, kind) as (given, pool):
+            body = given.as_embed() if isinstance(given, OllamaPromptEmbedRequest) else given
             work = partial(embeddings.prepare, settings=self.settings, body=body)
             running, done = await self._start(request, body, pool, work, "", deadline)
-        del body, work  # the body, which may be large, no longer counts
+        del given, body, work  # the body, which may be large, no longer counts
         try:
             await _unless_disconnected(running.finish(), request.receive)
             answer = partial(shape, running.model.name, done, time.monotonic() - began)
@@ -291,6 +303,8 @@ class Service:
 
     async def _generate(self, request: Request, kind: type[Body], prepare: Prepare[Body], id_prefix: str) -> Response:
         answer, stream = await self._begin(request, kind, prepare, id_prefix)
+        if isinstance(answer, dict):
+            return Response(dumps(answer), media_type="application/json")
         if stream:
             return EventStream(answer, self.settings.stall)
         try:
@@ -301,19 +315,25 @@ class Service:
 
     async def _begin(
         self, request: Request, kind: type[Body], prepare: Prepare[Body], id_prefix: str
-    ) -> tuple[GeneratedAnswer, bool]:
-        """Start the replies. Returns the answer, and whether it is to be streamed.
+    ) -> tuple[GeneratedAnswer | dict[str, Any], bool]:
+        """Start the replies. Returns the answer, and whether it is to be streamed; without replies the whole answer.
 
         The body, which may be large, is released when this returns, and not when the replies end.
         """
         arrived = time.monotonic()
         async with self.bodies.read(request, kind) as (body, pool):
             deadline = _after(arrived, self.settings.timeout if body.timeout is None else body.timeout)
+            unloads = isinstance(body, OllamaRequest) and body.unloads
+            if isinstance(body, OllamaRequest) and unloads and body.empty:
+                self.loader.unload(body.model)
+                return ollama.unloaded(body), False
 
             def work(model: LoadedModel) -> PreparedRequest:
                 return prepare(model, self.settings, body)
 
             running, prepared = await self._start(request, body, self._pool(body, pool), work, id_prefix, deadline)
+            if unloads:
+                self.loader.unload(body.model)
             try:
                 writer = prepared.writer(running.id)
                 return GeneratedAnswer(running, writer, self.settings.heartbeat), bool(body.stream)

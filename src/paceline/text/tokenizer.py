@@ -17,7 +17,8 @@ from paceline.files.schema import TOKENIZER
 from paceline.text.gguf_tokenizer import backend_from_gguf, frame, special_tokens
 from paceline.text.token_bytes import Speller, max_token_chars, token_bytes
 
-_LIMIT = 128 * MIB
+TOKENIZER_LIMIT = 128 * MIB
+"""Bytes of a tokenizer.json."""
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -193,6 +194,11 @@ class Tokenizer:
         return render(self.chat_template, messages, values)
 
 
+def template_of(path: Path) -> str | None:
+    """Return the chat template of a folder in Hugging Face's layout. Raises `CorruptModel`."""
+    return _template(path, read_json_if_exists(path / "tokenizer_config.json", TOKENIZER))
+
+
 def _backend_from_folder(path: Path) -> tokenizers.Tokenizer:
     file = path / "tokenizer.json"
     if not file.exists():
@@ -200,7 +206,7 @@ def _backend_from_folder(path: Path) -> tokenizers.Tokenizer:
             f"{path} has no tokenizer.json",
             "Save one with transformers: AutoTokenizer.from_pretrained(PATH).save_pretrained(PATH)",
         )
-    text = read_text(file, _LIMIT)
+    text = read_text(file, TOKENIZER_LIMIT)
     with library_errors(f"{file} is not a tokenizer"):
         backend = tokenizers.Tokenizer.from_str(text)
     # Settings left over from training: prompts are never cut or padded here.
