@@ -42,9 +42,6 @@ def test_a_completion_wrong_in_many_places_is_told_of_few(body: dict[str, Any]) 
 @pytest.mark.parametrize(
     "more",
     [
-        {"messages": [{"role": "user", "content": "a", **UNKNOWN}]},
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", **UNKNOWN}]}]},
-        {"tools": [{"type": "function", "function": {"name": "f", **UNKNOWN}}]},
         {"tools": [0] * 50_000},
         {"modalities": ["x"] * 50_000},
         {"response_format": {"type": "json_object", **UNKNOWN}},
@@ -67,7 +64,6 @@ def test_one_of_many_unknown_keys_is_named(served: Serving) -> None:
     for body, param in (
         ({"messages": [{"role": "user", "content": "a"}], **UNKNOWN}, "x0"),
         ({**UNKNOWN, "messages": [{"role": "user", "content": "a"}]}, "x0"),
-        ({"messages": [{"role": "user", "content": "a", **UNKNOWN}]}, "messages.0.x0"),
     ):
         error = served.post("/v1/chat/completions", body).json()["error"]
         assert (error["param"], error["message"]) == (param, f"{param}: unknown parameter")
@@ -131,14 +127,15 @@ def test_values_are_counted() -> None:
 
 def test_what_is_ignored_is_not_kept() -> None:
     large = [{"": 0}] * 1000
-    calls = [{"index": large, "function": {"name": "f", "arguments": "{}", "parsed_arguments": large}}]
-    message = {"role": "assistant", "content": "x", "parsed": large, "annotations": large, "tool_calls": calls}
-    given = {"messages": [message], "user": large, "metadata": large, "stream": True}
+    calls = [{"index": large, "function": {"name": "f", "arguments": "{}", **UNKNOWN}}]
+    content = [{"type": "text", "text": "x", **UNKNOWN}]
+    message = {"role": "assistant", "content": content, "parsed": large, "tool_calls": calls, **UNKNOWN}
+    tools = [{"type": "function", "function": {"name": "f", **UNKNOWN}, **UNKNOWN}]
+    given = {"messages": [message], "tools": tools, "user": large, "metadata": large, "stream": True}
     body = ChatRequest.model_validate({**given, "stream_options": {"include_obfuscation": large}})
-    said = body.messages[0]
     assert body.stream_options
-    assert {body.user, body.metadata, body.stream_options.include_obfuscation, said.parsed, said.annotations} == {None}
-    assert {said.calls[0].index, said.calls[0].function.parsed_arguments} == {None}
+    assert {body.user, body.metadata, body.stream_options.include_obfuscation} == {None}
+    assert len(body.model_dump_json()) < 4000
 
 
 @pytest.mark.parametrize(

@@ -269,7 +269,8 @@ class Attention {
         }
     }
 
-    // Like `mix`, block by block: where several groups of queries need a block, its pairs are made once for all of them.
+    // Like `mix` with fewer registers, block by block: the pairs of a block are made once for all groups of queries, whose
+    // sums lie in memory between blocks.
     [[gnu::flatten]] void mix_blocks(const Number* values, int size) {
         const int lines = size / LANES, parts = (count_ + MIXED - 1) / MIXED;
         sums_.assign(count_ * lines, Floats{}), turned_.resize(size / 2);
