@@ -263,6 +263,13 @@ NO_CALLS: list[tuple[CallFormat, str]] = [
     (GEMMA, "<|tool_call>call:add{a:<tool_call|>"),
     (DEEPSEEK, "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{<｜tool▁call▁end｜><｜tool▁calls▁end｜>"),
     (MISTRAL, "[TOOL_CALLS]" + "[" * 5000),
+    # White space that a pattern would try in every way: minutes.
+    (MISTRAL, f"[TOOL_CALLS]add{' ' * 50_000}x"),
+    (DEEPSEEK, f"{DEEPSEEK.call[0]}add{DEEPSEEK.call[1]}{{{' ' * 50_000}x{DEEPSEEK.end}"),
+    # Numbers that JSON does not have.
+    (HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>'),
+    (LFM, "<|tool_call_start|>[add(a=-1e999)]<|tool_call_end|>"),
 ]
 
 
@@ -290,6 +297,15 @@ def test_recorded_replies(case: Any, step: int) -> None:
 @pytest.mark.parametrize(("family", "text"), NO_CALLS)
 def test_what_is_no_call_stays_text(family: CallFormat, text: str, step: int) -> None:
     assert read(family, text, step) == (text, [])
+
+
+def test_half_a_character_stays_escaped() -> None:
+    text, calls = read(HERMES, r'<tool_call>{"name": "add", "arguments": {"a": "\ud800"}}</tool_call>', 5)
+    assert (text, calls[0].arguments.encode()) == ("", rb'{"a": "\ud800"}')
+    shown, calls = read(
+        QWEN, "<tool_call>\n<function=add>\n<parameter=a>\n1e999\n</parameter>\n</function>\n</tool_call>", 5
+    )
+    assert (shown, json.loads(calls[0].arguments, parse_constant=pytest.fail)) == ("", {"a": "1e999"})
 
 
 def test_text_is_not_held_back_longer_than_it_must() -> None:

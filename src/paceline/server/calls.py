@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.server.tagged import TaggedArguments, loose
+from paceline.server.tagged import TaggedArguments, loose, written
 from paceline.server.thinking import overlap
 from paceline.server.tools import FENCED, GEMMA, MISTRAL, NO_ARGUMENTS, CallFormat, Schema
 
@@ -205,7 +205,10 @@ class CallParser:
         found = found or _PARSERS.get(form.name, _hermes)(text.strip())
         if not found or any(name not in self._functions for name, _ in found):
             return None
-        return [Call(name, json.dumps(given, ensure_ascii=False), self._family.new_id()) for name, given in found]
+        try:
+            return [Call(name, written(given), self._family.new_id()) for name, given in found]
+        except ValueError:
+            return None
 
 
 Found = list[tuple[str, dict[str, Any]]]
@@ -240,10 +243,9 @@ def _mistral(text: str) -> Found:
         return _objects(_json(text))
     found: Found = []
     for part in filter(None, text.split(MISTRAL.start)):
-        hit = re.fullmatch(
-            r"\s*([a-zA-Z0-9_.-]{1,64})\s*(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(\{.*\})\s*", part, re.DOTALL
-        )
-        given = _json(hit[2]) if hit else None
+        part = part.strip()
+        hit = re.match(r"([a-zA-Z0-9_.-]{1,64})\s*(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?", part)
+        given = _json(part[hit.end() :]) if hit else None
         if not hit or not isinstance(given, dict):
             return []
         found.append((hit[1], given))
@@ -323,10 +325,8 @@ def _deepseek(text: str) -> Found:
     """Names and objects between markers of their own; R1 and V3 write a word before a name, and fences."""
     found: Found = []
     for part in filter(None, text.replace("<｜tool▁call▁end｜>", "").split("<｜tool▁call▁begin｜>")):
-        hit = re.fullmatch(
-            r"(?:function<｜tool▁sep｜>)?([\w.-]+)\s*(?:<｜tool▁sep｜>|```json)(.*?)(?:```)?\s*", part, re.DOTALL
-        )
-        given = _json(hit[2]) if hit else None
+        hit = re.match(r"(?:function<｜tool▁sep｜>)?([\w.-]+)\s*(?:<｜tool▁sep｜>|```json)", part)
+        given = _json(part[hit.end() :].rstrip().removesuffix("```")) if hit else None
         if not hit or not isinstance(given, dict):
             return []
         found.append((hit[1], given))

@@ -10,7 +10,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from math import isfinite
+from typing import Any, NoReturn
 
 from paceline.server.lark import json_of, literal, quoted
 
@@ -24,6 +25,12 @@ _OBJECT = {*_ABOUT, "type", "properties", "required", "additionalProperties", "$
 """Keywords of a function's schema that tagged text can hold to."""
 _MOST = 1 << 22
 """Characters of a grammar's schemas."""
+
+
+def written(value: Any) -> str:
+    """Return JSON as UTF-8 can hold it. Raises `ValueError` for numbers that JSON does not have."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return json.dumps(value) if re.search(r"[\ud800-\udfff]", text) else text  # half a character
 
 
 def loose(text: str) -> str:
@@ -108,7 +115,7 @@ class TaggedArguments:
             return ""
         found, at = self._tags.read(self._held, 0, self._schema)
         self._held = self._held[at:]
-        return self._after_last(json.dumps(found, ensure_ascii=False)[1:-1])
+        return self._after_last(written(found)[1:-1])
 
     def flush(self) -> str:
         """Return the end of the JSON if the call is complete."""
@@ -139,7 +146,7 @@ def typed(text: str, key: str, schema: Schema) -> Any:
     if known == {"string"}:
         return text
     try:
-        value = json.loads(text, parse_constant=_refuse)
+        value = json.loads(text, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError):
         value = _PYTHON.get(text.strip(), text)
     fits = _kind(value) in known or (isinstance(value, int) and "number" in known)
@@ -150,8 +157,12 @@ def _kind(value: Any) -> str:
     return _KINDS.get(type(value), "array")
 
 
-def _refuse(constant: str) -> None:
+def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
+
+
+def _finite(number: str) -> float:
+    return found if isfinite(found := float(number)) else _refuse(number)
 
 
 def _list(value: Any) -> list[Any]:
