@@ -104,6 +104,18 @@ def test_what_llama_vim_sends_and_asks_for(coder: Serving) -> None:
     assert found["timings/predicted_n"] == 12
     assert found["timings/predicted_per_second"] > 0
     assert coder.post("/infill", {**asked, "n_predict": 0, "response_fields": [""]}).json() == {}
+    assert coder.post("/infill", {**asked, "response_fields": []}).json()["timings"]
+
+
+def test_a_reply_ends_where_its_text_does(coder: Serving) -> None:
+    ask = {"input_prefix": "x = 1\n", "prompt": "def f(", "input_suffix": "):\n", "n_predict": 300}
+    ask |= {"guided_regex": "ab\ncd[a-z]{250,}", "seed": 1}
+    whole = coder.post("/infill", ask).json()
+    cut = coder.post("/infill", {**ask, "n_indent": 1000}).json()
+    assert "\n" in whole["content"]
+    assert cut["stop_type"] == "limit"
+    assert cut["tokens_predicted"] < whole["tokens_predicted"]
+    assert whole["content"].startswith(cut["content"])
 
 
 @pytest.mark.parametrize("size", [1, 2, 100])

@@ -19,6 +19,7 @@ from paceline.files.stores import StoredModel, models_in, stored_models
 from paceline.models.hybrids import text_config
 from paceline.protocols import TargetWithHead
 
+_LOG = logging.getLogger("paceline")
 _MOST_SEEN, _MOST = 1000, 32
 """Models whose vocabulary is counted, which takes a millisecond each, and compared, which takes up to half a second."""
 _PADDING = 1 / 200
@@ -34,7 +35,7 @@ def found_reference(target: Loaded) -> str | None:
     """
     beside, stored = _beside(target.path), stored_models(everything=True)
     reference = next(_heads(target, beside, stored), None) or next(_siblings(target, [*beside, *stored]), None)
-    logging.getLogger("paceline").debug("%s: found %s", target.path, reference or "no drafter with weights")
+    _LOG.debug("%s: found %s", target.path, reference or "no drafter with weights")
     return reference
 
 
@@ -61,8 +62,8 @@ def _heads(target: Loaded, beside: list[StoredModel], stored: list[StoredModel])
             elif verifier_of(config) in names:
                 fits(open_head(model.path), target)
                 yield f"head:{model.path}"
-        except (PacelineError, ValueError, OSError):
-            continue
+        except Exception as error:  # this search is optional: no file of a store may stop a target
+            _LOG.debug("%s: %r", model.path, error)
 
 
 def _siblings(target: Loaded, models: list[StoredModel]) -> Iterator[str]:
@@ -73,8 +74,9 @@ def _siblings(target: Loaded, models: list[StoredModel]) -> Iterator[str]:
     for model in islice((model for model in seen if _may_share(model.path, rows)), _MOST):
         try:
             tokenizer = open_checkpoint(model.path).tokenizer
-        except (PacelineError, OSError):
-            continue  # a head, or a model that does not run here
+        except Exception as error:  # a head, or a model that does not run here, or a damaged one
+            _LOG.debug("%s: %r", model.path, error)
+            continue
         ours = ours or vocabulary_of(target.tokenizer)
         if vocabulary_of(tokenizer) == ours:
             yield f"model:{model.path}"
@@ -87,9 +89,10 @@ def _may_share(path: Path, rows: int) -> bool:
             found = gguf_vocab_size(path)
         else:
             found = text_config(read_json(path / "config.json", IDENTITY)).get("vocab_size") or rows
-    except (PacelineError, OSError):
+        return bool(abs(found - rows) <= _PADDING * rows)
+    except Exception as error:
+        _LOG.debug("%s: %r", path, error)
         return False
-    return abs(found - rows) <= _PADDING * rows
 
 
 def _bytes_of(path: Path) -> int:

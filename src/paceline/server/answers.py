@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,7 +84,7 @@ class RunningRequest:
                 usage.rounds,
             )
 
-    async def rounds(self, pause: float = math.inf) -> AsyncIterator[ReplyRound | None]:
+    async def rounds(self, pause: float = math.inf) -> AsyncGenerator[ReplyRound | None, None]:
         """Yield the rounds of all replies as they come, and None after each `pause` seconds without one.
 
         The first error of one reply ends all, and is raised.
@@ -112,6 +112,12 @@ class RunningRequest:
         except Exception as error:
             self.error = error
             raise
+
+    def stop(self) -> None:
+        """End all replies as a stop string does."""
+        for reply in self.replies:
+            reply.finish_reason = reply.finish_reason or "stop"
+            reply.handle.cancel()
 
     async def finish(self) -> None:
         """Wait until all replies are over. Raises the first error of one."""
@@ -189,8 +195,12 @@ class GeneratedAnswer:
 
     async def _growth(self, pause: float = math.inf) -> AsyncIterator[Sequence[Event]]:
         """Add the rounds as they come, and yield the events of each; none after `pause` seconds without a round."""
-        async for round_ in self._running.rounds(pause):
-            yield self._writer.add(round_) if round_ else ()
+        async with aclosing(self._running.rounds(pause)) as rounds:
+            async for round_ in rounds:
+                yield self._writer.add(round_) if round_ else ()
+                if self._writer.over:
+                    self._running.stop()
+                    return
 
 
 class EventStream(StreamingResponse):

@@ -219,8 +219,8 @@ def _add_ollama(router: APIRouter, service: Service) -> None:
     older = ("OllamaPromptEmbedRequest", "OllamaPromptEmbedding")
     _add_post(router, "/api/embeddings", service.ollama_embed_prompt, *older)
     _add_get(router, "/api/version", service.ollama.version, schema_answers.OllamaVersion)
-    _add_get(router, "/api/tags", service.ollama.tags, schema_answers.OllamaModelList)
-    _add_get(router, "/api/ps", service.ollama.ps, schema_answers.OllamaModelList)
+    _add_get(router, "/api/tags", service.ollama_tags, schema_answers.OllamaModelList)
+    _add_get(router, "/api/ps", service.ollama_ps, schema_answers.OllamaModelList)
     for path in ("create", "copy", "push", "delete"):
         router.add_api_route(f"/api/{path}", refuse_change, methods=["POST", "DELETE"], include_in_schema=False)
 

@@ -59,11 +59,13 @@ def _without_billing(text: str) -> str:
 
 
 def _check_new(messages: Sequence[AnthropicMessage]) -> None:
-    """Raise `ApiError` 400 if the last message is the user's and has a block that is not text. In earlier messages and
-    in results of tools a note stands for it, since the agent that sent it cannot take it back."""
+    """Raise `ApiError` 400 if the last message is the user's and has a block that is not text. In earlier messages,
+    beside results of tools and in them a note stands for it, since the agent that sent it cannot take it back."""
     last = messages[-1]
-    for i, block in enumerate(last.content if last.role == "user" and not isinstance(last.content, str) else ()):
-        if isinstance(block, OtherBlock):
+    blocks = last.content if last.role == "user" and not isinstance(last.content, str) else []
+    results = any(isinstance(block, ToolResultBlock) for block in blocks)
+    for i, block in enumerate(blocks):
+        if isinstance(block, OtherBlock) and not results:
             param = f"messages.{len(messages) - 1}.content.{i}"
             raise bad_request(f"{param}: a new block must be text or a document of text, got {block.type!r}", param)
 

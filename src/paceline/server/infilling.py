@@ -36,12 +36,12 @@ def prepare(model: LoadedModel, settings: Settings, body: InfillRequest) -> Prep
 
 class InfillWriter(Writer):
     """The text of the gap. `empty`: no token was requested, only that the prompt be read. `indent`: the text ends
-    before a line that begins with fewer blanks. `fields`: what of the answer is sent, None for all of it."""
+    before a line that begins with fewer blanks. `fields`: what of the answer is sent, all of it if there are none."""
 
     def __init__(self, model: str, empty: bool, indent: int = 0, fields: Sequence[str] | None = None) -> None:
         self._model, self._empty, self._indent, self._fields = model, empty, indent, fields
         self._outdented = re.compile(rf"\n[ \t]{{0,{indent - 1}}}(?=[^ \t])") if indent else None
-        self._text, self._over = "", empty
+        self._text = ""
         self._finish, self._stop = "", ""
 
     def begin(self, usage: Usage) -> list[Event]:
@@ -52,12 +52,12 @@ class InfillWriter(Writer):
         """Add a round."""
         last = round_.chunks[-1]
         self._finish, self._stop = last.finish_reason or "", last.stop or ""
-        if self._over or not round_.text:
+        if self._empty or self.over or not round_.text:
             return []
         known = len(self._text)
         self._text += round_.text
         if self._outdented and (found := self._outdented.search(self._text, max(0, known - self._indent))):
-            self._text, self._over = self._text[: found.end()], True
+            self._text, self.over = self._text[: found.end()], True
         return [{"content": self._text[known:], "stop": False}]
 
     def heartbeat(self) -> Event:
@@ -84,7 +84,7 @@ class InfillWriter(Writer):
         }
         return {
             "stop": True,
-            "stop_type": "limit" if self._over else kind,
+            "stop_type": "limit" if self._empty or self.over else kind,
             "stopping_word": self._stop,
             "model": self._model,
             "tokens_predicted": usage.written,
@@ -96,7 +96,7 @@ class InfillWriter(Writer):
         }
 
     def _chosen(self, answer: dict[str, Any]) -> dict[str, Any]:
-        if self._fields is None:
+        if not self._fields:
             return answer
         flat = answer | {f"timings/{name}": value for name, value in answer["timings"].items()}
         return {name: flat[name] for name in self._fields if name in flat}

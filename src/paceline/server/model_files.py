@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from paceline.text.tokenizer import TOKENIZER_LIMIT, template_of
 
 _FLOATS = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
 _CONTEXT = "max_position_embeddings"
+_READING = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +51,11 @@ def facts_of(path: Path | None) -> ModelFacts | None:
         state = file.stat() if file else None
     except OSError:
         return None
-    return _read(path, state.st_mtime_ns, state.st_size) if path and state else None
+    with _READING:  # each file once, however many ask
+        return _read(path, state.st_mtime_ns, state.st_size) if path and state else None
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=1 << 16)
 def _read(path: Path, *_: int) -> ModelFacts | None:
     try:
         return _of_folder(path) if path.is_dir() else _of_gguf(path)

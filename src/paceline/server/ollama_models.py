@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fastapi import Request
@@ -43,30 +44,28 @@ class OllamaModels:
         """Return the version of Ollama whose API this is."""
         return {"version": VERSION}
 
-    async def tags(self) -> dict[str, Any]:
-        """List the models, each under its first name."""
-        return {"models": await self._listed([*self._models.sources])}
+    def tags(self) -> Callable[[], dict[str, Any]]:
+        """Return what lists the models, each under its first name; it reads files."""
+        return partial(
+            self._listed, [(one, _facts(one, self._models.get(one.names[0])), {}) for one in self._models.sources]
+        )
 
-    async def ps(self) -> dict[str, Any]:
-        """List the models that are in memory."""
+    def ps(self) -> Callable[[], dict[str, Any]]:
+        """Return what lists the models that are in memory; it reads files."""
         found = []
-        sources = [source for source in self._models.sources if self._models.get(source.names[0])]
-        for source, about in zip(sources, await self._listed(sources), strict=True):
+        for source in self._models.sources:
             if model := self._models.get(source.names[0]):
                 until = datetime.now(timezone.utc) + timedelta(seconds=min(self._models.expires(source), _NEVER))
                 context = model.llm.model.target.context_length
                 more = {"size_vram": 0, "context_length": context, "expires_at": until.isoformat()}
-                found.append({**about, **more})
-        return {"models": found}
+                found.append((source, _facts(source, model), more))
+        return partial(self._listed, found)
 
-    async def _listed(self, sources: Sequence[ModelSource]) -> list[dict[str, Any]]:
-        loaded = [self._models.get(source.names[0]) for source in sources]
-        # In a thread: what has not been listed before is read from its file.
-        return await asyncio.to_thread(lambda: [self._about(*one) for one in zip(sources, loaded, strict=True)])
+    def _listed(self, models: Sequence[tuple[ModelSource, Callable[[], ModelFacts], dict[str, Any]]]) -> dict[str, Any]:
+        return {"models": [{**self._about(source, facts()), **more} for source, facts, more in models]}
 
-    def _about(self, source: ModelSource, model: LoadedModel | None) -> dict[str, Any]:
-        name, facts = source.names[0], _facts(source, model)
-        size = facts.size or source.size
+    def _about(self, source: ModelSource, facts: ModelFacts) -> dict[str, Any]:
+        name, size = source.names[0], facts.size or source.size
         return {
             "name": name,
             "model": name,
@@ -79,18 +78,19 @@ class OllamaModels:
 
     def show(self, name: str) -> Callable[[], dict[str, Any]]:
         """Return what describes a model, loaded or not; it reads files. Raises `ApiError` 404."""
-        source = self._models.source(name)
-        return partial(self._shown, self._models.adapter(name) or source.names[0], source, self._models.get(name))
+        source, model = self._models.source(name), self._models.get(name)
+        shown = self._models.adapter(name) or source.names[0]
+        return partial(self._shown, shown, _facts(source, model), model.llm.sampling() if model else None)
 
-    def _shown(self, name: str, source: ModelSource, model: LoadedModel | None) -> dict[str, Any]:
-        facts = _facts(source, model)
+    def _shown(self, name: str, read: Callable[[], ModelFacts], sampling: Sampling | None) -> dict[str, Any]:
+        facts = read()
         abilities = {
             "completion": True,
             "tools": bool(facts.template),
             "insert": facts.infill,
             "thinking": thinking.family(facts.template) is not None,
         }
-        sampling = model.llm.sampling() if model else Sampling(**recommended(facts.generation))
+        sampling = sampling or Sampling(**recommended(facts.generation))
         names = ("temperature", "top_p", "top_k", "min_p")
         numbers = {
             "general.parameter_count": facts.parameters,
@@ -193,19 +193,24 @@ class OllamaModels:
             self._models.add(source)
 
 
-def _facts(source: ModelSource, model: LoadedModel | None) -> ModelFacts:
-    """Return what is known of a model: from its files, and of a loaded one what it really has."""
-    facts = facts_of(model.llm.model.path if model else source.path) or ModelFacts()
+def _facts(source: ModelSource, model: LoadedModel | None) -> Callable[[], ModelFacts]:
+    """Return what reads the facts about a model from its files. Of a loaded one they are what it really has; that is
+    asked now, so that what is returned does not keep it in memory."""
     if model is None:
-        return facts
+        return partial(_read, source.path)
     llm, target = model.llm, model.llm.model.target
-    return replace(
-        facts,
+    return partial(
+        _read,
+        llm.model.path,
         context_length=target.context_length,
         vocab_size=target.vocab_size,
         template=llm.tokenizer.chat_template or "",
         infill=InfillTokens.of(llm) is not None,
     )
+
+
+def _read(path: Path | None, **known: Any) -> ModelFacts:
+    return replace(facts_of(path) or ModelFacts(), **known)
 
 
 def _details(facts: ModelFacts) -> dict[str, Any]:

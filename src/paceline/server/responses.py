@@ -116,9 +116,10 @@ class ResponsesWriter(Writer):
 
     def heartbeat(self) -> Event:
         """Return an empty delta of the last item. Before there is one, the response is in progress once more: an event
-        that every client knows, but which some take for the whole output so far."""
+        that every client knows, but which some take for the whole output so far. What may be long is left out."""
         if not self._open:
-            return self._event("response.in_progress", response={**self._document, "output": self._output})
+            short = {**self._document, "instructions": None, "tools": []}
+            return self._event("response.in_progress", response={**short, "output": self._output})
         kind = self._output[-1]["type"]
         if kind == "function_call":
             return self._of_item("response.function_call_arguments.delta", delta="")

@@ -108,8 +108,9 @@ class OllamaRequest(Generating):
         found: dict[str, Any] = {names.get(name, name): value for name, value in options.items()}
         if found.get("max_tokens", 1) < 1:
             found["max_tokens"] = -1
-        if found.pop("repeat_last_n", None) == 0:
-            found.pop("repeat_penalty", None)
+        if found.pop("repeat_last_n", None) == 0:  # of no tokens
+            for name in ("repeat_penalty", "presence_penalty", "frequency_penalty"):
+                found.pop(name, None)
         schema = None if isinstance(self.format, str) or not self.format else {"name": "format", "schema": self.format}
         if self.format:
             found["response_format"] = (

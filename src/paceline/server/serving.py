@@ -139,10 +139,17 @@ class Service:
             work = self.ollama.show(body.named)
             self.limit.acquire()
             try:
-                data = await self._preprocess(request, "tokens", lambda: dumps(work()), self.settings.timeout)
+                return await self._document(request, work)
             finally:
                 self.limit.release()
-        return Response(data, media_type="application/json")
+
+    async def ollama_tags(self, request: Request) -> Response:
+        """List the models (Ollama's API)."""
+        return await self._document(request, self.ollama.tags())
+
+    async def ollama_ps(self, request: Request) -> Response:
+        """List the models that are in memory (Ollama's API)."""
+        return await self._document(request, self.ollama.ps())
 
     async def ollama_pull(self, request: Request) -> Response:
         """Fetch a model (Ollama's API)."""

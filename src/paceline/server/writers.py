@@ -20,10 +20,12 @@ _SLICE = 1000
 
 
 class Writer(ABC):
-    """Replies to one request as they grow. `last`: what a stream that was not cut short ends with."""
+    """Replies to one request as they grow. `last`: what a stream that was not cut short ends with. `over`: the rest
+    would not be shown, so the replies end."""
 
     media_type: ClassVar[str] = "text/event-stream"
     last: ClassVar[bytes] = b""
+    over: bool = False
 
     @abstractmethod
     def begin(self, usage: Usage) -> Sequence[Event]:
