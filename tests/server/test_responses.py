@@ -77,19 +77,31 @@ def test_input_items_are_messages(served: Serving, plain: LLM) -> None:
     assert made.output_text == alone(plain, chat).text
 
 
+def test_tools_that_take_text_are_functions_and_references_are_refused(served: Serving) -> None:
+    call = {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": "+ a"}
+    found = {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"}
+    body = ResponsesRequest.model_validate({"model": "m", "input": [call, found]})
+    called, result = chat_body(body, body.input)["messages"]  # type: ignore[arg-type]
+    assert result["content"] == "done"
+    assert called["tool_calls"][0]["function"] == {"name": "patch", "arguments": '{"input": "+ a"}'}
+    refused = served.post("/v1/responses", {"input": [{"type": "item_reference", "id": "msg_1"}]})
+    assert refused.status_code == 400
+    assert "Send the item itself" in refused.json()["error"]["message"]
+
+
 def test_what_is_not_text_leaves_a_note_in_history_and_results(served: Serving) -> None:
     image = {"type": "input_image", "image_url": "data:image/png;base64,eA=="}
     items: Any = [
         {"role": "user", "content": [{"type": "input_text", "text": "a"}, image]},
-        {"type": "custom_tool_call", "call_id": "c", "name": "apply_patch", "input": "x"},
-        {"type": "custom_tool_call_output", "call_id": "c", "output": "y"},
+        {"type": "web_search_call", "id": "w", "action": {"query": "x"}},
+        {"type": "computer_call_output", "call_id": "c", "output": {"image_url": "y"}},
         {"type": "function_call", "call_id": "d", "name": "look", "arguments": "{}", "namespace": "mcp__docs"},
         {"type": "function_call_output", "call_id": "d", "output": [image]},
     ]
     body = ResponsesRequest.model_validate({"input": items, "reasoning": {"effort": "max"}})
     asked, worked, result = chat_body(body, body.input)["messages"]  # type: ignore[arg-type]
     assert asked["content"] == f"a\n{left_out('input_image')}"
-    assert worked["content"] == f"{left_out('custom_tool_call')}\n{left_out('custom_tool_call_output')}"
+    assert worked["content"] == f"{left_out('web_search_call')}\n{left_out('computer_call_output')}"
     assert worked["tool_calls"][0]["function"]["name"] == "mcp__docs__look"
     assert result["content"] == left_out("input_image")
     answer = served.post("/v1/responses", {"input": [items[1], user("a")], "max_output_tokens": 1})

@@ -64,7 +64,8 @@ class OllamaMessage(Strict):
 def _is_zero(value: Any) -> bool:
     """Return whether a duration, a number or text as "0s", is 0."""
     if isinstance(value, str):
-        return re.fullmatch(r"0+(ns|us|µs|ms|s|m|h)?", value[:20]) is not None
+        zero = r"[-+]?(0+|(0+(\.0*)?(ns|us|µs|ms|s|m|h))+)"
+        return len(value) <= 20 and re.fullmatch(zero, value) is not None
     return isinstance(value, int | float) and not isinstance(value, bool) and value == 0
 
 

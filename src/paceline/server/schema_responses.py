@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from paceline.server.compat import Lenient, Strict, accepts, left_out
 from paceline.server.schema import MAX_TOOLS, Effort, Generating, Name, Schema, Text
@@ -88,13 +89,26 @@ def _kind(item: Any) -> str:
     return kind if kind in ("message", "function_call", "function_call_output", "reasoning") else "other"
 
 
+def _as_function(item: Any) -> Any:
+    """Return the call of a tool that takes plain text, or its result, as those of a function."""
+    kind = item.get("type") if isinstance(item, dict) else None
+    if kind == "item_reference":
+        raise ValueError("an item_reference is not resolved here. Send the item itself, or previous_response_id")
+    if kind == "custom_tool_call":
+        return {**item, "type": "function_call", "arguments": json.dumps({"input": item.get("input")})}
+    return {**item, "type": "function_call_output"} if kind == "custom_tool_call_output" else item
+
+
 Item = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[CallItem, Tag("function_call")]
-    | Annotated[CallOutputItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")]
-    | Annotated[OtherItem, Tag("other")],
-    Discriminator(_kind),
+    Annotated[
+        Annotated[MessageItem, Tag("message")]
+        | Annotated[CallItem, Tag("function_call")]
+        | Annotated[CallOutputItem, Tag("function_call_output")]
+        | Annotated[ReasoningItem, Tag("reasoning")]
+        | Annotated[OtherItem, Tag("other")],
+        Discriminator(_kind),
+    ],
+    BeforeValidator(_as_function),
 ]
 Items = Annotated[list[Item], Field(max_length=10_000, fail_fast=True)]
 
