@@ -288,6 +288,7 @@ def test_a_library_that_cannot_be_loaded_is_done_without(empty_cache: Path, monk
 
 @pytest.mark.skipif(len(available()) < 2, reason="this processor has one instruction set")
 def test_a_compiler_may_be_older_than_the_processor(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PACELINE_ISA", raising=False)
     unknown = SETS[available()[-1]].flags[-1]
     text = f'case "$*" in *{unknown}*) exit 1;; esac; while [ "$1" != -o ]; do shift; done; echo "$*" > "$2"'
     monkeypatch.setenv("CXX", script(empty_cache / "old", text))
@@ -325,6 +326,7 @@ def test_an_instruction_set_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> No
     assert ("NEON" if "neon" in SETS else "generic") in subprocess.check_output(
         [sys.executable, "-c", code], env=env, text=True
     )
+    monkeypatch.delenv("PACELINE_ISA", raising=False)
     assert instruction_set().name == available()[-1]
     monkeypatch.setattr(build, "processor_features", lambda: frozenset({"avx2", "fma", "f16c"}))
     for name, cause in {"avx513": "no such instruction set", list(SETS)[-1]: "processor does not have it"}.items():

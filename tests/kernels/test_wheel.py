@@ -48,7 +48,8 @@ def test_a_packaged_library_needs_no_compiler(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(build, "_PACKAGED", tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("CXX", raising=False)
+    for name in ("CXX", "PACELINE_ISA"):
+        monkeypatch.delenv(name, raising=False)
     best = SETS[available()[-1]]
     (tmp_path / packaged_name(best)).touch()
     assert library_for(best) == build.find() == tmp_path / packaged_name(best)
