@@ -100,14 +100,12 @@ def _as_function(item: Any) -> Any:
 
 
 Item = Annotated[
-    Annotated[
-        Annotated[MessageItem, Tag("message")]
-        | Annotated[CallItem, Tag("function_call")]
-        | Annotated[CallOutputItem, Tag("function_call_output")]
-        | Annotated[ReasoningItem, Tag("reasoning")]
-        | Annotated[OtherItem, Tag("other")],
-        Discriminator(_kind),
-    ],
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CallOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[OtherItem, Tag("other")],
+    Discriminator(_kind),
     BeforeValidator(_as_function),
 ]
 Items = Annotated[list[Item], Field(max_length=10_000, fail_fast=True)]

@@ -12,9 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import Receive
 
 from paceline.errors import TimedOut
 from paceline.server import (
@@ -52,6 +50,7 @@ from paceline.server.schema_ollama import (
 from paceline.server.schema_responses import ResponsesRequest
 from paceline.server.stored import ResponseStore
 from paceline.server.tracing import Tracer, tracer
+from paceline.server.waiting import after, left, unless_disconnected
 from paceline.server.writers import PreparedRequest, dumps, dumps_long
 
 T = TypeVar("T")
@@ -216,16 +215,16 @@ class Service:
         shape: Callable[[str, EmbeddingJobs, float], dict[str, Any]],
     ) -> Response:
         began = time.monotonic()
-        deadline = _after(began, self.settings.timeout)
+        deadline = after(began, self.settings.timeout)
         async with self.bodies.read(request, kind) as (given, pool):
             body = given.as_embed() if isinstance(given, OllamaPromptEmbedRequest) else given
             work = partial(embeddings.prepare, settings=self.settings, body=body)
             running, done = await self._start(request, body, pool, work, "", deadline)
         del given, body, work  # the body, which may be large, no longer counts
         try:
-            await _unless_disconnected(running.finish(), request.receive)
+            await unless_disconnected(running.finish(), request.receive)
             answer = partial(shape, running.model.name, done, time.monotonic() - began)
-            data = await self._preprocess(request, "tokens", lambda: dumps(answer()), _left(deadline))
+            data = await self._preprocess(request, "tokens", lambda: dumps(answer()), left(deadline))
         finally:
             running.close()
         return Response(data, media_type="application/json")
@@ -304,7 +303,7 @@ class Service:
         """Return what `work` returns. Ends it and raises `ClientDisconnect` when the client leaves, `TimedOut` after
         `timeout` seconds."""
         try:
-            return await _unless_disconnected(asyncio.wait_for(work, timeout), request.receive)
+            return await unless_disconnected(asyncio.wait_for(work, timeout), request.receive)
         except asyncio.TimeoutError:  # another class until Python 3.11
             raise TimedOut("the request timed out before its reply began", "Increase timeout") from None
 
@@ -315,7 +314,7 @@ class Service:
         if stream:
             return EventStream(answer, self.settings.stall)
         try:
-            document = await _unless_disconnected(answer.document(), request.receive)
+            document = await unless_disconnected(answer.document(), request.receive)
         finally:
             answer.close()
         return Response(dumps(document), media_type="application/json")
@@ -329,7 +328,7 @@ class Service:
         """
         arrived = time.monotonic()
         async with self.bodies.read(request, kind) as (body, pool):
-            deadline = _after(arrived, self.settings.timeout if body.timeout is None else body.timeout)
+            deadline = after(arrived, self.settings.timeout if body.timeout is None else body.timeout)
             unloads = isinstance(body, OllamaRequest) and body.unloads
             if isinstance(body, OllamaRequest) and unloads and body.empty:
                 self.loader.unload(body.model)
@@ -369,45 +368,17 @@ class Service:
             LOG.info("%s %s", REQUEST_ID.get(), body.model_dump_json(exclude_none=True))
         self.limit.acquire()
         try:
-            model = await self._take(request, body.model, _left(deadline))
+            model = await self._take(request, body.model, left(deadline))
         except BaseException:
             self.limit.release()
             raise
         trace = self.tracer.for_request(request.headers, model.name)
         running = RunningRequest(id_prefix + uuid.uuid4().hex, model, self.limit, trace)
         try:
-            prepared = await self._preprocess(request, pool, partial(prepare, model), _left(deadline))
-            more: dict[str, Any] = {"client": client_of(request), "timeout": _left(deadline), "adapter": model.adapter}
+            prepared = await self._preprocess(request, pool, partial(prepare, model), left(deadline))
+            more: dict[str, Any] = {"client": client_of(request), "timeout": left(deadline), "adapter": model.adapter}
             running.start([replace(job, **more) for job in prepared.jobs])
         except BaseException:
             running.close()
             raise
         return running, prepared
-
-
-def _after(began: float, timeout: float | None) -> float | None:
-    return None if timeout is None else began + timeout
-
-
-def _left(deadline: float | None) -> float | None:
-    """Return the seconds until `deadline`; None: there is none."""
-    return None if deadline is None else max(0.0, deadline - time.monotonic())
-
-
-async def _unless_disconnected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
-    """Return what `work` returns. If the client leaves before, cancel it and raise `ClientDisconnect`."""
-
-    async def disconnect() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
-    try:
-        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
-        task.cancel()
-        gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
