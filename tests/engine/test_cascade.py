@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 
 import pytest
 
@@ -162,7 +163,7 @@ def test_the_first_token_waits_for_no_drafter_that_reads_the_prompt(
     target, sampling = tiny_target(), Sampling(max_new_tokens=30)
     plain = run(target, PROMPT, sampling)[0]
     drafter = Watched(Oracle([*PROMPT, *plain], 1.0, 37), free, reads_prompt)
-    engine = Engine(target, drafter)
+    engine = Engine(target, drafter, timer=count().__next__)
     if remembers:
         engine.remember(1 << 20)
     for length in (30, 30, 2, 1):

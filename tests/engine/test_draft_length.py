@@ -31,6 +31,9 @@ class World:
 
     def round(self) -> tuple[float, float]:
         """(tokens of a request, seconds)."""
+        if self.controller.rest():
+            self.sizes.append(0)
+            return 1.0, self.seconds(DraftBudget.chain(0))[1]
         size = self.controller.choose(self.together)
         self.sizes.append(size.nodes)
         drafting, verifying = self.seconds(size)

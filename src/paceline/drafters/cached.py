@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Generic, TypeVar
 
 import torch
@@ -20,34 +21,61 @@ MAX_PENDING = 8 * PREFILL_ROWS
 """Positions whose states may be pending. Requests that never draft never need them read, which is worth some memory (of
 three taps of width 4096 in bfloat16: 48 MiB)."""
 
+_SMALL, _TOGETHER = 16, 16
+"""Rows of passes whose states may be copied later, and how many of these passes at most wait for that."""
+
 
 class PendingStates:
     """Hidden states [n, width] that a drafter has received and not read yet, in the order of positions."""
 
     def __init__(self, parts: Sequence[Tensor] = ()) -> None:
-        self.parts = list(parts)
+        self._parts = list(parts)
         self._count = sum(map(len, parts))
+        self._plain: list[list[Tensor]] = []
+        """Taps [T, H] of rounds that kept row 0 alone, after `_parts`: joining many at once costs what one does."""
 
     def __len__(self) -> int:
         return self._count
 
+    @property
+    def parts(self) -> list[Tensor]:
+        """The states, in tensors [n, width]."""
+        self._join()
+        return self._parts
+
     def add(self, taps: Sequence[Tap], out: Mapping[Tap, Tensor], path: Sequence[int] | None = None) -> None:
         """Append the taps of a pass [T, H], side by side. `path`: keep only row 0 and these; None: all rows.
 
-        They are copied: a view would hold the states of the whole pass, or follow a buffer that is used again.
+        They are copied: a view would hold the states of the whole pass, or follow a buffer that is used again (on a
+        GPU). Those of small passes on a CPU are copied a few rounds later, so that a drafter that is off costs less.
         """
+        rows = out[taps[0]]
+        if path is not None and not path and len(rows) <= _SMALL and rows.device.type == "cpu":
+            self._plain.append([out[tap] for tap in taps])
+            self._count += 1
+            if len(self._plain) == _TOGETHER:
+                self._join()
+            return
         kept: slice | list[int] = slice(None)
         if path is not None:
             # A chain's rows are the first ones, and a slice spares a gather for each tap.
             chain = not path or path[-1] == len(path)
             kept = slice(1 + len(path)) if chain else [0, *path]
         self.parts.append(torch.cat([out[tap][kept] for tap in taps], -1))
-        self._count += len(self.parts[-1])
+        self._count += len(self._parts[-1])
+
+    def _join(self) -> None:
+        if not self._plain:
+            return
+        first = torch.tensor([0, *accumulate(len(taps[0]) for taps in self._plain[:-1])])
+        joined = [torch.cat(states)[first] for states in zip(*self._plain, strict=True)]
+        self._parts.append(torch.cat(joined, -1))
+        self._plain = []
 
     def take(self, count: int) -> Tensor:
         """Remove and return the first `count` states, or all if there are fewer; there must be one."""
         states = torch.cat(self.parts)
-        self.parts = [states[count:].clone()] if len(states) > count else []
+        self._parts = [states[count:].clone()] if len(states) > count else []
         self._count = max(0, self._count - count)
         return states[:count]
 

@@ -68,11 +68,14 @@ def stages(requests: Sequence[Request], drafts: Sequence[Draft], cache: KVCache)
 def _stages(
     policy: DraftPolicy, indices: list[int], requests: Sequence[Request], drafts: Sequence[Draft], cache: KVCache
 ) -> Iterator[PolicyGroup]:
-    """Yield a group for each stage of a drafter, of the requests that no earlier one has drafted for, if any."""
+    """Yield a group for each stage of a drafter, of the requests that no earlier one has drafted for, if any; none for
+    a stage that rests."""
     earlier: list[PolicyGroup] = []
     for stage, controller in enumerate(policy.controllers):
         own = [i for i in indices if not drafts[i].tokens and _waits(controller, requests[i])]
         members = [requests[i] for i in own]
+        if members and controller.rest(any(controller not in request.judged for request in members)):
+            continue
         draft = _chosen(controller, members, len(requests)) if members else DraftBudget.chain(0)
         group = PolicyGroup(policy, own, [_budget(draft, r, cache) for r in members], controller, stage)
         group.left = [i for i in indices if drafts[i].tokens]
@@ -114,6 +117,8 @@ def learn(
     groups: Sequence[PolicyGroup], drafts: Sequence[Draft], verdicts: Sequence[Verdict], verifying: float
 ) -> None:
     """Report a round's outcome to the controllers. `verifying`: seconds."""
+    if not groups:
+        return
     rows, resumed = sum(1 + len(draft.tokens) for draft in drafts), any(draft.carried for draft in drafts)
     for group in groups:
         if group.controller:

@@ -27,8 +27,9 @@ _SHARE = 0.005
 """Share of the time that may be lost to trying sizes other than the best."""
 _EARLY, _EARLY_SHARE = 1000, 0.01
 """`_SHARE` of the first rounds, so that a first text with low acceptance does not settle the size."""
-_GAP = 4
-"""Least rounds between two such tries, and rounds for which a decision to draft nothing stands."""
+_GAP, _LONGEST_GAP = 4, 8
+"""Least rounds between two such tries, and rounds for which a decision to draft nothing stands: each time that it is
+repeated twice as many, up to a limit."""
 _FIRST = 2
 """Drafts of the smallest size before larger ones: the price of a draft is unknown, and the first one warms up."""
 _SOON, _OFTEN = 16, 4
@@ -148,8 +149,12 @@ class Controller:
         self._batch_costs: dict[int, _BatchCosts] = {}
         self._round = self._last_try = self._rest = 0
         """This round; that of the last try; the last one of a pause, in which nothing is drafted."""
+        self._pause = _GAP
+        """Rounds that the next pause takes."""
         self._saved = 0.0
         """Seconds saved up for tries."""
+        self._plain = 0.0
+        """Seconds that a round without drafts is expected to take."""
         self.pace = 0.0
         """Tokens per second of all requests of a round, at the size that seems best; 0 until something is measured."""
         self._at, self._behind = len(self.sizes) - 1, 0
@@ -175,8 +180,6 @@ class Controller:
         if fresh:
             self._begin(fresh / together)
         self._written = written
-        if self._round <= self._rest and not fresh:
-            return self.sizes[0]
         self._rest = self._round
         batch_costs = self._costs_of(asked)
         # Drafts for some of the requests are judged as if all had them, at as much more.
@@ -189,6 +192,7 @@ class Controller:
         times = [tokens_left * s / t + debt for s, t in zip(seconds, tokens, strict=True)]
         times[0] -= debt
         best = times.index(min(times))
+        self._plain = seconds[0]
         pace = seconds[best] / tokens[best]
         self.pace = together / pace if self._passes[False].known else 0.0
         losses = [s - t * pace + debt for s, t in zip(seconds, tokens, strict=True)]
@@ -196,14 +200,18 @@ class Controller:
         self._at = self._try(best, losses, batch_costs) if self._passes[False].known else 0
         if self._at > 1 and not batch_costs.drafting.known and batch_costs.tries[1] < _FIRST:
             self._at = 1
-        elif not self._at and self._passes[False].known:
-            self._rest += _GAP - 1
+        if best:
+            self._pause = _GAP
+        elif self._passes[False].known:
+            self._rest += self._pause - 1
+            self._pause = min(2 * self._pause, _LONGEST_GAP)
         batch_costs.tried[self._at] = self._round
         batch_costs.tries[self._at] += 1
         return self.sizes[self._at]
 
     def _begin(self, share: float) -> None:
         """Expect of texts that begin, a share of all, what is usual."""
+        self._pause = _GAP
         for depths in {*self._rates, self._drafted}:
             depths.forget(share)
         if self._written:
@@ -235,6 +243,19 @@ class Controller:
         self._last_try = self._round
         return found
 
+    def rest(self, fresh: bool = False) -> bool:
+        """Return whether a decision to draft nothing still stands, and count the round if so: neither `choose` nor
+        `learn` follow then, and a drafter that is off costs no more than this.
+
+        `fresh`: whether there is a request that it has not chosen for yet.
+        """
+        if fresh or self._round >= self._rest:
+            return False
+        self._round += 1
+        self._at = 0
+        self._save(self._plain)
+        return True
+
     @property
     def drafting(self) -> bool:
         """Whether anything was to be drafted in the last round that it chose for."""
@@ -262,9 +283,7 @@ class Controller:
         rest. `together`, `rows`: requests and rows of the whole round. `resumed`: whether the pass began where
         drafting had stopped.
         """
-        self._saved += (_SHARE if self._round > _EARLY else _EARLY_SHARE) * (drafting + verifying)
-        if self._round < self._rest:
-            return
+        self._save(drafting + verifying)
         self._passes[resumed].add(rows, verifying, self._round)
         if not self._catch_up.value and self._passes[False].known and self.reads_prompt:
             self._catch_up = Fading(_TOKEN * self._passes[False].at(1))
@@ -274,10 +293,16 @@ class Controller:
             # Not from drafts cut short by the end of a text or of a cache block.
             self._learn_costs(drafts, drafting, together, resumed)
         for budget, draft, verdict in zip(budgets, drafts, verdicts, strict=True):
+            if verdict.path:
+                self._rest = self._round
             if verdict.finish is None:
                 self._learn_acceptance(min(len(verdict.path), draft.own), budget.depth)
                 if self._chains:
                     self._drafted.add(min(draft.own, budget.depth), budget.depth, 1.0, self._round)
+
+    def _save(self, seconds: float) -> None:
+        """Save up for tries, of a round's time."""
+        self._saved += (_SHARE if self._round > _EARLY else _EARLY_SHARE) * seconds
 
     def _learn_costs(self, drafts: Sequence[Draft], seconds: float, together: int, resumed: bool) -> None:
         """Learn what drafting and the pass took. Drafting that had to catch up counts for the cost of that alone."""
