@@ -19,6 +19,7 @@ from paceline.cli import app
 from paceline.drafters.factory import make_drafter, to_tree
 from paceline.llm import LLM
 from paceline.recording.file import Recording
+from paceline.recording.states import StateFiles, states_beside
 from paceline.sampling.parameters import Sampling
 from paceline.types import DraftBudget
 from tests.toys import toy_model
@@ -59,6 +60,21 @@ def test_record_writes_the_replies_that_generate_writes(recorded: Path, tmp_path
     (reply,) = Recording(own)
     assert list(reply.reply) == json.loads(done.stdout)["token_ids"] == list(Recording(recorded)[2].reply)
     assert len(Recording(recorded)) == 3
+
+
+def test_record_stores_hidden_states_beside_the_same_replies(recorded: Path, tmp_path: Path) -> None:
+    prompts, path = tmp_path / "prompts.jsonl", tmp_path / "own.jsonl"
+    done = run(
+        *("record", str(path), "--prompts", str(prompts), "-n", "24", "--ignore-eos", "-t", "0", "--batch", "2"),
+        *("--states", "1"),
+    )
+    assert done.exit_code == 0, done.output
+    assert {r.reply for r in Recording(path)} == {r.reply for r in Recording(recorded)}
+    for reply in Recording(path):
+        states = StateFiles(states_beside(path), (1, 0), 0).read(reply.token_ids[:-2])
+        assert states
+        assert len(states["final"]) == len(reply.token_ids) - 2
+    assert not states_beside(recorded).exists()
 
 
 def test_replay_predicts_named_drafters(recorded: Path, toy: dict[str, Any]) -> None:

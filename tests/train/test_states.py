@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from paceline.engine.engine import Engine
+from paceline.recording.states import StateFiles, StateKeeper
 from paceline.sampling.parameters import Sampling
 from paceline.testing import run
 from paceline.train.documents import Document
-from paceline.train.state_files import StateFiles, StateKeeper
 from paceline.train.states import SHARD, DocumentBatch, States
 from paceline.types import DraftBudget, Forward, Rows, Want
 from paceline.verify.tree import pack_prefix
@@ -118,7 +118,7 @@ def test_a_full_disk_keeps_nothing_and_loses_nothing(tmp_path: Path, monkeypatch
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("paceline.train.state_files.save_file", full)
+    monkeypatch.setattr("paceline.recording.states.save_file", full)
     assert len(all_of(States(TARGET, selection(documents(5)), TAPS, stored(tmp_path)))) == 5
     assert not list(tmp_path.iterdir())
 

@@ -12,6 +12,7 @@ from paceline.bench.peer_process import PeerProcess
 from paceline.bench.peers import PEERS, PeerPrompt, peer_drafters
 from paceline.bench.questions import Question
 from paceline.drafters.factory import AUTO, check_spec, open_drafter, parse_size
+from paceline.drafters.trimmed import DraftVocab
 from paceline.engine.draft_policy import shown_name
 from paceline.errors import InvalidOption
 from paceline.kernels.quantize import Precision, check_precision
@@ -58,8 +59,8 @@ class Comparison:
 
     `drafters`: as for `paceline.load`, each with its own draft size as DRAFTER@LENGTH or DRAFTER@NODESxDEPTHxBRANCH;
     without one, Paceline's draft policy decides. `against`: names of `PEERS`, each measured plainly and with its own
-    drafters. `repeats`: how often each question is asked. `widths`: numbers of requests answered together. Raises
-    `InvalidOption`.
+    drafters. `repeats`: how often each question is asked. `widths`: numbers of requests answered together.
+    `draft_vocab`: see `open_drafter`. Raises `InvalidOption`.
     """
 
     drafters: Sequence[str] = (AUTO,)
@@ -71,6 +72,7 @@ class Comparison:
     seed: int = 0
     threads: int = 1
     widths: Sequence[int] = (1,)
+    draft_vocab: DraftVocab = "auto"
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.against if name not in PEERS]:
@@ -125,7 +127,8 @@ def own_systems(targets: Mapping[str, LLM], comparison: Comparison) -> dict[Syst
     for precision, llm in targets.items():
         for name in names:
             spec, size = split_size(name)
-            drafting = LLM(llm.model, open_drafter(spec, llm.model, split_precision(precision)[1]), size)
+            quantize, vocab = split_precision(precision)[1], comparison.draft_vocab
+            drafting = LLM(llm.model, open_drafter(spec, llm.model, quantize, draft_vocab=vocab), size)
             drafter = "" if spec == "none" else shown_name(name) if short else name
             for temperature in comparison.temperatures:
                 for width in comparison.widths:

@@ -14,9 +14,11 @@ from paceline.cli.options import (
     DEMO,
     DataType,
     Device,
+    DraftVocab,
     ModelName,
     Quiet,
     Threads,
+    parse_draft_vocab,
     parse_names,
     parse_numbers,
     progress_wanted,
@@ -66,6 +68,7 @@ class BenchOptions:
         metavar="MODES",
         default="auto",
     )
+    draft_vocab: DraftVocab = "auto"
     against: str = _systems(
         "Other programs, if installed: transformers, llama.cpp, llama-server, openvino.", metavar="PROGRAMS", default=""
     )
@@ -95,6 +98,7 @@ class BenchOptions:
             self.seed,
             torch.get_num_threads(),
             tuple(widths),
+            parse_draft_vocab(self.draft_vocab),
         )
 
     def precisions(self) -> dict[str, Any]:

@@ -12,11 +12,13 @@ from paceline.cli.commands import option
 from paceline.cli.options import (
     AsJson,
     DraftQuantize,
+    DraftVocab,
     ModelArgument,
     ModelOptions,
     Quantize,
     Quiet,
     note,
+    parse_draft_vocab,
     progress_wanted,
 )
 from paceline.cli.show import facts_table, figures_table
@@ -35,6 +37,7 @@ def doctor(
         option("Drafter, as for generate.", "-d", metavar="DRAFTER", show_default="all that suit the model"),
     ] = None,
     draft_quantize: DraftQuantize = "auto",
+    draft_vocab: DraftVocab = "auto",
     details: Annotated[bool, option("Also show measurements, forecasts by kind of text, and limits.")] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -51,12 +54,13 @@ def doctor(
 
     check_spec(drafter)
     check_precision(draft_quantize, "draft_quantize")
+    vocab = parse_draft_vocab(draft_vocab)
     llm = model.with_model(argument).open(progress=progress_wanted(quiet), drafter=None, quantize=quantize)
     names = choose_drafters(llm.model, drafter)
     with Console(stderr=True).status("timing passes") as status:
         if not progress_wanted(quiet):
             status.stop()
-        result = examine(llm.model, names, draft_quantize, status.update)  # type: ignore[arg-type]
+        result = examine(llm.model, names, draft_quantize, vocab, status.update)  # type: ignore[arg-type]
     if as_json:
         typer.echo(json.dumps(result))
         return

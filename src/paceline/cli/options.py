@@ -92,6 +92,16 @@ DraftQuantize = Annotated[
     str,
     option("The same for the drafter; auto holds a draft model in 4 bits.", panel="Speculation", metavar="MODE"),
 ]
+DraftVocab = Annotated[
+    str,
+    option(
+        "Tokens a draft model or EAGLE head chooses from: auto, a number or FILE.\n\n0 is all of them. FILE holds "
+        "answers of the model (JSONL, as `paceline train` writes them): the most frequent tokens are taken. auto takes "
+        "the 49,152 lowest ids of a vocabulary beyond 65,536.",
+        panel="Speculation",
+        metavar="SIZE",
+    ),
+]
 
 _Options = TypeVar("_Options", bound="ModelOptions")
 Number = TypeVar("Number", int, float)
@@ -218,13 +228,7 @@ class LoadOptions(ModelOptions):
     draft_revision: str | None = _speculation(
         "Branch, tag or commit of the drafter's hub id.", metavar="NAME", default=None
     )
-    draft_vocab: str = _speculation(
-        "Tokens a draft model or EAGLE head chooses from: auto, a number or FILE.\n\n0 is all of them. FILE holds "
-        "answers of the model (JSONL, as `paceline train` writes them): the most frequent tokens are taken. auto takes "
-        "the 49,152 lowest ids of a vocabulary beyond 65,536.",
-        metavar="SIZE",
-        default="auto",
-    )
+    draft_vocab: DraftVocab = "auto"
 
     def load(self, *, progress: bool, drafter: str | list[str] | None = None) -> LLM:
         """Load the model with its drafter, or with `drafter` if given. Raises `PacelineError`."""
@@ -236,8 +240,17 @@ class LoadOptions(ModelOptions):
             draft_quantize=self.draft_quantize,
             draft_device_map=self.draft_device_map,
             draft_revision=self.draft_revision,
-            draft_vocab=int(self.draft_vocab) if self.draft_vocab.isdecimal() else self.draft_vocab,
+            draft_vocab=parse_draft_vocab(self.draft_vocab),
         )
+
+
+def parse_draft_vocab(text: str) -> int | str:
+    """Return the value of --draft-vocab. Raises `InvalidOption`."""
+    from paceline.drafters.trimmed import check_draft_vocab
+
+    wanted = int(text) if text.isdecimal() else text
+    check_draft_vocab(wanted)
+    return wanted
 
 
 def parse_draft(text: str) -> DraftBudget | Literal["auto"]:

@@ -18,12 +18,14 @@ from paceline.cli.options import (
     DEMO,
     AsJson,
     DraftQuantize,
+    DraftVocab,
     LoadOptions,
     ModelOptions,
     Quantize,
     Quiet,
     SamplingOptions,
     note,
+    parse_draft_vocab,
     parse_names,
     progress_wanted,
 )
@@ -58,6 +60,17 @@ def record(
     ] = False,
     samples: Annotated[int, option("Replies per prompt; they share its prefill.", min=1, panel="Input and output")] = 1,
     batch: Annotated[int, option("Prompts to answer at once.", min=1, panel="Input and output")] = 1,
+    states: Annotated[
+        float,
+        option(
+            "GiB of hidden states to store in FILE.states at most; 0: none.\n\nreplay and tune read those that heads "
+            "draft from (a low, a middle, a high layer and the last) instead of computing them. Replies are then "
+            "written without drafting.",
+            min=0,
+            metavar="GIB",
+            panel="Input and output",
+        ),
+    ] = 0.0,
     quiet: Quiet = False,
 ) -> None:
     """Answer prompts, and record the replies for replay and tune.
@@ -67,7 +80,9 @@ def record(
     """
     sampling.check()
     rows = read_rows(prompts)
-    llm = load.load(progress=progress_wanted(quiet))
+    llm = load.load(progress=progress_wanted(quiet), drafter="none" if states else None)
+    if states:
+        llm = _keeping_states(llm, file, states)
     with recording(llm, file), open(os.devnull, "w", encoding="utf-8") as nowhere:
         writer = ReplyWriter(llm, sampling.resolve(llm), raw, True, nowhere)
         failed = write_batch(writer, rows, samples, max(batch, samples), quiet)
@@ -76,6 +91,19 @@ def record(
     note(f"{llm.recorder.count} replies recorded in {file}{left_out}: `paceline tune {shlex.quote(str(file))}`")
     if failed:
         raise typer.Exit(1)
+
+
+def _keeping_states(llm: LLM, file: Path, gib: float) -> LLM:
+    """Return the model with a drafter that stores hidden states beside the recording, and drafts nothing. Raises
+    `UnsupportedModel`, `OSError`."""
+    from paceline.llm import LLM
+    from paceline.recording.states import StateFiles, StateKeeper, states_beside
+    from paceline.train.eagle3 import default_taps
+    from paceline.train.kinds import native
+    from paceline.types import DraftBudget
+
+    files = StateFiles(states_beside(file), default_taps(native(llm).config.layers), int(gib * 2**30))
+    return LLM(llm.model, StateKeeper(files), DraftBudget.chain(0))
 
 
 @contextlib.contextmanager
@@ -104,13 +132,14 @@ class ReplayOptions:
     prefix_memory: float = _replay("GiB for the prefix cache, as serve has it; 0: off.", min=0, default=0.0)
 
     def open(
-        self, file: Path, model: ModelOptions, quantize: str, draft_quantize: str, progress: bool
+        self, file: Path, model: ModelOptions, quantize: str, draft_quantize: str, draft_vocab: str, progress: bool
     ) -> tuple[Predictor, list[RecordedReply]]:
         """Read the recording, load its model and measure what its rounds cost. Raises `PacelineError`."""
         from paceline.bench.replay.predict import Predictor, check_model, measured
         from paceline.recording.file import Recording
+        from paceline.recording.states import states_beside
 
-        recorded = Recording(file)
+        vocab, recorded = parse_draft_vocab(draft_vocab), Recording(file)
         if not recorded:
             raise InvalidData(f"{file} holds no replies", "Record some: paceline record")
         replies = recorded[:: max(1, -(-len(recorded) // self.count))]
@@ -119,8 +148,16 @@ class ReplayOptions:
         llm = model.open(progress=progress, drafter=None, quantize=quantize)
         check_model(recorded.header, llm.model)
         prices = measured(llm.model, replies[0], self.batch)
-        memory = int(self.prefix_memory * 2**30)
-        return Predictor(llm.model, prices, draft_quantize, self.batch, memory), replies  # type: ignore[arg-type]
+        predictor = Predictor(
+            llm.model,
+            prices,
+            draft_quantize,  # type: ignore[arg-type]
+            vocab,
+            self.batch,
+            int(self.prefix_memory * 2**30),
+            states_beside(file),
+        )
+        return predictor, replies
 
 
 def replay(
@@ -130,6 +167,7 @@ def replay(
     model: ModelOptions,
     quantize: Quantize = "auto",
     draft_quantize: DraftQuantize = "auto",
+    draft_vocab: DraftVocab = "auto",
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -147,7 +185,7 @@ def replay(
     for candidate in named:
         check_spec(candidate.drafter)
     with _status("timing passes", quiet) as say:
-        predictor, replies = options.open(file, model, quantize, draft_quantize, progress_wanted(quiet))
+        predictor, replies = options.open(file, model, quantize, draft_quantize, draft_vocab, progress_wanted(quiet))
         found = []
         for candidate in named or [Candidate(part) for part in parts_of(predictor.model)]:
             say(f"replaying {candidate.name}")
@@ -162,6 +200,7 @@ def tune(
     model: ModelOptions,
     quantize: Quantize = "auto",
     draft_quantize: DraftQuantize = "auto",
+    draft_vocab: DraftVocab = "auto",
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -180,10 +219,10 @@ def tune(
     for part in named:
         check_spec(part)
     with _status("timing passes", quiet) as say:
-        predictor, replies = options.open(file, model, quantize, draft_quantize, progress_wanted(quiet))
+        predictor, replies = options.open(file, model, quantize, draft_quantize, draft_vocab, progress_wanted(quiet))
         found = search(predictor, replies, named or parts_of(predictor.model), lambda name: say(f"replaying {name}"))
     best = recommended(found)
-    given = shlex.join(_given(model, quantize=quantize, draft_quantize=draft_quantize))
+    given = shlex.join(_given(model, quantize=quantize, draft_quantize=draft_quantize, draft_vocab=draft_vocab))
     line = f"paceline generate -m {shlex.quote(str(predictor.model.path))} {given}".rstrip()
     line += f" {best.candidate.options if best else '--drafter none'}"
     gain = f"{_interval(best.ratio)} times as fast as plain decoding, predicted" if best else "no drafter surely gains"

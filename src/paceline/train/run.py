@@ -18,13 +18,13 @@ from paceline.drafters.vocabulary import choose, count, coverage
 from paceline.errors import InvalidData, InvalidOption
 from paceline.llm import LLM
 from paceline.models.heads import HeadFile, taps_of
+from paceline.recording.states import StateFiles, StateKeeper
 from paceline.train import loop
 from paceline.train.documents import Documents
 from paceline.train.kinds import KINDS, TrainJob, check_taps, config_for, native, recipe_for
 from paceline.train.prompts import Prompts
 from paceline.train.recipe import Recipe
 from paceline.train.self_prompts import write_prompts
-from paceline.train.state_files import StateFiles, StateKeeper
 from paceline.train.states import States
 from paceline.train.writing import Progress, write_answers
 from paceline.types import DraftBudget, Want

@@ -13,8 +13,8 @@ from torch.utils.data import Subset
 
 from paceline.errors import is_out_of_memory
 from paceline.protocols import Target
+from paceline.recording.states import StateFiles
 from paceline.train.documents import Document
-from paceline.train.state_files import StateFiles
 from paceline.types import Rows, Tap, Want
 
 SHARD = 64

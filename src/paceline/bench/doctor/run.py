@@ -19,6 +19,7 @@ from paceline.bench.replay.run import Replayer
 from paceline.checkpoints.loader import Loaded
 from paceline.drafters.base import Drafter
 from paceline.drafters.factory import AUTO, open_drafter, spec_name
+from paceline.drafters.trimmed import DraftVocab
 from paceline.engine.draft_length import Controller
 from paceline.kernels.quantize import Precision
 from paceline.recording.rows import RecordedReply
@@ -40,13 +41,14 @@ def examine(
     model: Loaded,
     drafters: Sequence[str],
     draft_quantize: Precision = "auto",
+    draft_vocab: DraftVocab = "auto",
     on_progress: Callable[[str], object] = lambda text: None,
 ) -> dict[str, Any]:
     """Measure, forecast and recommend; return the result for JSON and the command's tables.
 
     `on_progress` gets a line at each step. Raises `PacelineError`.
     """
-    opened = {name: open_drafter(name, model, draft_quantize) for name in drafters}
+    opened = {name: open_drafter(name, model, draft_quantize, draft_vocab=draft_vocab) for name in drafters}
     on_progress("timing passes")
     machine, threads = measure_machine(model), torch.get_num_threads()
     on_progress("writing short replies")

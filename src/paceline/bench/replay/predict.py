@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
+from pathlib import Path
 from typing import Any
 
 from paceline.bench.costs import Costs, PassTimer, measure_costs
@@ -16,6 +17,7 @@ from paceline.checkpoints.head_fit import same_target
 from paceline.checkpoints.loader import Loaded, load_model
 from paceline.drafters.base import Drafter
 from paceline.drafters.factory import open_drafter
+from paceline.drafters.trimmed import DraftVocab
 from paceline.errors import InvalidData
 from paceline.kernels.quantize import Precision
 from paceline.recording.file import header_of
@@ -112,24 +114,32 @@ def measured(model: Loaded, reply: RecordedReply, width: int) -> MeasuredPrices:
 
 @dataclass
 class Predictor:
-    """Predicts for recorded replies of a model. `width`: replies that share passes. `prefix_bytes`: see `Replayer`."""
+    """Predicts for recorded replies of a model. `width`: replies that share passes. `prefix_bytes`, `states`: see
+    `Replayer`. `draft_vocab`: see `open_drafter`."""
 
     model: Loaded
     prices: MeasuredPrices
     draft_quantize: Precision = "auto"
+    draft_vocab: DraftVocab = "auto"
     width: int = 1
     prefix_bytes: int = 0
+    states: Path | None = None
     _slow: dict[str, Slowdown] = field(default_factory=dict)
     _plain: dict[tuple[int, ...], Replayed] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._replayer = Replayer(self.model, self.prices, self.width, self.prefix_bytes)
+        self._replayer = Replayer(self.model, self.prices, self.width, self.prefix_bytes, states=self.states)
         self._probe = PassTimer(self.model.target)
         # Weights are read once, however many candidates use them.
         device: Any = self.model.target.device.type
         read = cache(partial(load_model, device=device))
         self._open = partial(
-            open_drafter, target=self.model, quantize=self.draft_quantize, read=read, head=cache(open_head)
+            open_drafter,
+            target=self.model,
+            quantize=self.draft_quantize,
+            read=read,
+            head=cache(open_head),
+            draft_vocab=self.draft_vocab,
         )
         self._opened = cache(self._open)
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from statistics import median
 
 from torch import Tensor
@@ -107,7 +108,8 @@ class Replayer:
 
     With a fixed draft size, all counts are those of real replies with the same drafter: rounds, drafted and accepted
     tokens, and at which depth. Where a controller chooses sizes it does so by prices, and counts are predictions too.
-    `prefix_bytes`: size of the prefix cache, 0 for none. `timer`: measures drafting.
+    `prefix_bytes`: size of the prefix cache, 0 for none. `timer`: measures drafting. `states`: folder of hidden states
+    that were stored with the recording.
     """
 
     def __init__(
@@ -117,11 +119,12 @@ class Replayer:
         width: int = 1,
         prefix_bytes: int = 0,
         timer: Timer = time.perf_counter,
+        states: Path | None = None,
     ) -> None:
         self._model, self._prices, self._width = model, prices or Free(), width
         self._prefix_bytes, self._timer = prefix_bytes, timer
         self._vocabulary = LLM(model).vocabulary
-        self._states = TargetStates(model.target)
+        self._states = TargetStates(model.target, states)
 
     def run(
         self,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -19,6 +20,7 @@ from paceline.bench.replay.prices import Prices
 from paceline.cache.slots import SlotTable
 from paceline.errors import InvalidOption
 from paceline.protocols import KVCache, Saved, Target
+from paceline.recording.states import StateFiles
 from paceline.sampling.sampler import Prefix, Sampler
 from paceline.types import DraftBudget, Forward, Rows, Tap, Want
 from paceline.verify.tree import MIN_ROWS, PREFILL_ROWS, pack_prefix
@@ -137,10 +139,12 @@ class TextCache(SlotTable):
 
 
 class TargetStates:
-    """The target's hidden states along texts, from one prefill of each. The latest are kept, up to `limit` bytes."""
+    """The target's hidden states along texts: those stored in `folder` while the texts were written, or from one
+    prefill of each. The latest are kept, up to `limit` bytes."""
 
-    def __init__(self, target: Target, limit: int = 1 << 30) -> None:
+    def __init__(self, target: Target, folder: Path | None = None, limit: int = 1 << 30) -> None:
         self._target, self._limit, self._held = target, limit, 0
+        self._folder = folder if folder and folder.is_dir() else None
         self._kept: OrderedDict[tuple[Sequence[int], tuple[Tap, ...]], Mapping[Tap, Tensor]] = OrderedDict()
 
     def of(self, text: Sequence[int], taps: tuple[Tap, ...]) -> Mapping[Tap, Tensor]:
@@ -149,12 +153,17 @@ class TargetStates:
             return {}
         key = (tuple(text), taps)
         if key not in self._kept:
-            self._kept[key] = self._compute(text, taps)
+            self._kept[key] = self._stored(text, taps) or self._compute(text, taps)
             self._held += _bytes(self._kept[key])
         self._kept.move_to_end(key)
         while self._held > self._limit and len(self._kept) > 1:
             self._held -= _bytes(self._kept.popitem(last=False)[1])
         return self._kept[key]
+
+    def _stored(self, text: Sequence[int], taps: tuple[Tap, ...]) -> Mapping[Tap, Tensor] | None:
+        # No pass sees a text's last token, no drafter the last pass: no replay reads the states of these two.
+        found = StateFiles(self._folder, taps, 0).read(text[:-2]) if self._folder else None
+        return found and {tap: found[tap] for tap in taps}
 
     @torch.inference_mode()
     def _compute(self, text: Sequence[int], taps: tuple[Tap, ...]) -> Mapping[Tap, Tensor]:

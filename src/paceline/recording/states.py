@@ -21,13 +21,18 @@ _HEADER = 1024
 """Upper bound of a file's header, in bytes."""
 
 
+def states_beside(recording: Path) -> Path:
+    """Return the folder of the hidden states of a recording's texts."""
+    return recording.with_name(recording.name + ".states")
+
+
 class StateFiles:
     """The target's hidden states at `taps` over texts, one file each, in a folder of at most `limit` bytes."""
 
     def __init__(self, folder: Path, taps: Sequence[Tap], limit: int) -> None:
         self.taps: tuple[Tap, ...] = tuple(dict.fromkeys([*taps, "final"]))
         self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(0o700, parents=True, exist_ok=True)  # states tell the text
         self._room = limit - sum(file.stat().st_size for file in folder.iterdir())
 
     def _path(self, token_ids: Sequence[int]) -> Path:
