@@ -161,7 +161,7 @@ void matrices() {
         products_of(source.name, w, in, {1.0f, 1e-3f, 1e4f});
     }
     for (const Source* source : {&F32_SOURCE, &Q6_K_SOURCE})
-        for (int kind : {int(EIGHT), int(FOUR_AND_FLOOR), int(WIDE), int(HALF), int(FULL)}) {
+        for (int kind : {int(EIGHT), int(FOUR_AND_FLOOR), int(IQ4_NL), int(WIDE), int(HALF), int(FULL)}) {
             const Packed w(*source, kind, 37, 256, 6);
             const std::string name = std::string(source->name) + " to " + std::to_string(kind);
             report("packed " + name, w.packed);

@@ -10,17 +10,21 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.errors import CorruptModel
 from paceline.files.reading import map_file
-from paceline.kernels.cpu.build import SETS, available, library
-from paceline.kernels.cpu.matrix import EIGHT, FOUR_AND_FLOOR, NativeGated, NativeLinear
+from paceline.kernels.cpu.build import SETS, available, instruction_set, library
+from paceline.kernels.cpu.matrix import BYTE_PRODUCTS, EIGHT, FOUR_AND_FLOOR, IQ4_NL, NativeGated, NativeLinear
 from paceline.kernels.quantize import quantize, round_activations
 from paceline.kernels.stored import FLOATS, Form, Stored
 from tests.kernels.sets import FUSED, using
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+
+FEWER = IQ4_NL if library() and instruction_set().needs & BYTE_PRODUCTS else FOUR_AND_FLOOR
+"""The kind of a draft model's matrices."""
 
 HALVES = {
     **{"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,)},
@@ -219,18 +223,37 @@ def test_codes_become_fewer_bits_where_that_is_asked(kind: str, bits: int) -> No
     """As if their values had been floats; types that take no more bits stay."""
     matrix, weight = stored(kind, 37, 512)
     fewer, own = NativeLinear(replace(matrix, form=bits, fewer=True), None), NativeLinear(matrix, None)
-    if gguf.GGML_QUANT_SIZES[number(kind)][1] * 8 <= (bits + 1) * gguf.GGML_QUANT_SIZES[number(kind)][0]:
+    wanted = {8: 8.5, 4: 4.5 if FEWER == IQ4_NL else 5.0}[bits]
+    if gguf.GGML_QUANT_SIZES[number(kind)][1] * 8 <= wanted * gguf.GGML_QUANT_SIZES[number(kind)][0]:
         assert fewer.matrix.kinds == own.matrix.kinds
         assert torch.equal(fewer.weight(), weight)
     else:
         assert fewer.matrix.nbytes < own.matrix.nbytes
-        assert torch.equal(fewer.weight(), NativeLinear(Stored.floats(weight, bits), None).weight())
+        floats = replace(Stored.floats(weight, bits), fewer=True)
+        assert torch.equal(fewer.weight(), NativeLinear(floats, None).weight())
+
+
+@pytest.mark.skipif(FEWER != IQ4_NL, reason="this processor does not add up products of bytes")
+def test_draft_models_have_the_nearest_of_values_that_are_not_evenly_spaced() -> None:
+    weight = torch.randn(37, 208, generator=torch.Generator().manual_seed(0)) / 9
+    weight[0, :40] = 0
+    ours = NativeLinear(replace(Stored.floats(weight, 4), fewer=True), None)
+    assert ours.matrix.kinds == (IQ4_NL,)
+    error, fours = ((x - weight).square().mean() for x in (ours.weight(), quantize(weight, 4).dequantised()))
+    assert error < 1.25 * fours
+    packed = ours.matrix._parts[0][2]
+    scales = packed.view(3, 7, 18 * 16)[..., 16 * 16 :].contiguous().view(torch.float16)  # [blocks, groups, lanes]
+    scale = scales.float().transpose(1, 2).flatten(0, 1)[:37, :, None]
+    table = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
+    groups = F.pad(weight, (0, 16)).unflatten(1, (-1, 32))
+    nearest = (groups[..., None] - scale[..., None] * table).abs().amin(-1).flatten(1)[:, :208]
+    torch.testing.assert_close((weight - ours.weight()).abs(), nearest)
 
 
 def test_stacked_types_become_one_where_fewer_bits_are_asked() -> None:
     parts = [stored("Q5_0", 24, 256, 1)[0], stored("Q8_0", 24, 256, 2)[0]]
     ours = NativeLinear(Stored.stack([replace(part, form=4, fewer=True) for part in parts]), None)
-    assert ours.matrix.kinds == (FOUR_AND_FLOOR,)
+    assert ours.matrix.kinds == (FEWER,)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -124,6 +124,38 @@ inline void pack_four(const FloatGroup& x, uint8_t* to) {
     store_codes(to, codes, GROUP / 2, 4);
 }
 
+// The value of IQ4_NL nearest to x, and its code.
+struct NonLinear {
+    Floats value = all(NON_LINEAR[0] - 128.0f), code{};
+
+    explicit NonLinear(const Floats& x) {
+        for (int i = 0; i < 15; i++) {
+            const float low = NON_LINEAR[i] - 128.0f, high = NON_LINEAR[i + 1] - 128.0f;
+            const auto above = x > (low + high) / 2;
+            value = select(above, all(high), value), code = select(above, all(i + 1.0f), code);
+        }
+    }
+};
+
+inline void pack_non_linear(const FloatGroup& x, uint8_t* to) {
+    constexpr int FITS = 2;
+    Floats largest{}, codes[GROUP];
+    for (int i = 0; i < GROUP; i++) largest = select(x[i] * x[i] > largest * largest, x[i], largest);
+    Floats scale = largest / -127.0f;  // the value furthest from 0
+    for (int fit = 0; fit < FITS; fit++) {
+        const Floats step = divisor(scale);
+        Floats products{}, squares{};
+        for (int i = 0; i < GROUP; i++) {
+            const Floats value = NonLinear(x[i] / step).value;
+            products = fma(value, x[i], products), squares = fma(value, value, squares);
+        }
+        scale = products / squares;
+    }
+    const Floats step = divisor(stored_half(scale, to + GROUP * LANES / 2));
+    for (int i = 0; i < GROUP; i++) codes[i] = NonLinear(x[i] / step).code;
+    store_codes(to, codes, GROUP / 2, 4);
+}
+
 // Pairs of neighbouring inputs, a lane per output; zeros beyond the end.
 inline void pack_wide(const BlockRows& block, int k, uint8_t* to) {
     const int n = std::min(GROUP, block.in - k);
@@ -163,6 +195,7 @@ inline int float_group_bytes(int kind) {
         case WIDE: case HALF: return LANES * GROUP * 2;
         case EIGHT: return LANES * (GROUP + 2);
         case FOUR_AND_FLOOR: return LANES * (GROUP / 2 + 4);
+        case IQ4_NL: return LANES * (GROUP / 2 + 2);
     }
     return 0;
 }
@@ -201,6 +234,7 @@ inline void pack_float_block(int kind, BlockRows block, uint8_t* to, float* deco
             case HALF: pack_single<half>(block, k, to, [](float x) { return to_half(x); }); break;
             case WIDE: pack_wide(block, k, to); break;
             case EIGHT: pack_eight(FloatGroup(block, k), to); break;
+            case IQ4_NL: pack_non_linear(FloatGroup(block, k), to); break;
             default: pack_four(FloatGroup(block, k), to);
         }
     }
