@@ -106,6 +106,18 @@ def test_more_rows_are_known_to_read_more_experts(most: DraftBudget, right: floa
     assert world.speed(600) > 0.95 * world.best()
 
 
+def test_a_drafter_that_is_off_is_seldom_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, asked = World(DraftBudget.chain(5), per_row=0.1, per_level=0.5, right=0.0), list[int]()
+    world.speed(300)
+    choose = world.controller.choose
+    monkeypatch.setattr(world.controller, "choose", lambda *given: asked.append(1) or choose(*given))
+    world.speed(400)
+    assert 40 < len(asked) < 80
+    while not world.controller.rest():
+        world.round()
+    assert not world.controller.rest(fresh=True), "another text may be easier to guess"
+
+
 def test_it_gives_up_and_comes_back() -> None:
     world = World(DraftBudget.chain(5), per_row=0.02, per_level=0.3, right=0.9)
     world.speed(50)

@@ -279,11 +279,11 @@ class Engine:
             groups.append(members)
             if members.drafts:
                 made = members.policy.propose(self._asks(requests, members), self.target.vocab_size)
-                # With the choice of its size, which a drafter that is off is spared.
+                # With the choice of its size, which takes no time while a drafter rests.
                 members.seconds = self._timer() - began
                 for i, draft in zip(members.indices, made, strict=True):
                     drafts[i] = draft
-                began = self._timer()
+            began = self._timer()
         return groups
 
     @staticmethod
