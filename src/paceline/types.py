@@ -188,7 +188,8 @@ class Want:
 class Forward:
     """Output of a pass: `logits` float32 (float64 for a float64 model) [B, T | 1 | 0, V], `taps` each [B, T, H].
 
-    Padding rows (`Rows.counts`) hold anything; logits of all rows may end with the last real row of any slot.
+    Padding rows (`Rows.counts`) hold anything; logits of all rows may end with the last real row of any slot. Later
+    passes leave these tensors as they are.
     """
 
     logits: Tensor

@@ -16,6 +16,7 @@ from paceline.bench.figures import ratio_of_sums
 from paceline.bench.replay import search
 from paceline.bench.replay.predict import Candidate
 from paceline.cli import app
+from paceline.drafters import factory
 from paceline.drafters.factory import make_drafter, to_tree
 from paceline.llm import LLM
 from paceline.recording.file import Recording
@@ -75,6 +76,34 @@ def test_record_stores_hidden_states_beside_the_same_replies(recorded: Path, tmp
         assert states
         assert len(states["final"]) == len(reply.token_ids) - 2
     assert not states_beside(recorded).exists()
+    assert "hidden states of 3 texts stored in" in done.stderr
+    for wrong in (("-d", "suffix"), ("--states", "inf")):
+        done = run("record", str(path), "--prompts", str(prompts), "--states", "1", *wrong)
+        assert done.exit_code == 1
+        assert "--states" in done.stderr
+
+
+def test_draft_vocab_reaches_the_drafters(recorded: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked, honest = list[object](), factory.open_drafter
+
+    def opened(*given: Any, **named: Any) -> Any:
+        asked.append(named.get("draft_vocab"))
+        return honest(*given, **named)
+
+    for user in ("bench.replay.predict", "bench.doctor.run", "bench.systems"):
+        monkeypatch.setattr(f"paceline.{user}.open_drafter", opened)
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"category": "a", "prompt": "ab ab"}\n')
+    vocab = ("--draft-vocab", "16", "-q")
+    for command in (
+        ("replay", str(recorded), "--drafters", "suffix"),
+        ("doctor", "toy", "--drafter", "suffix"),
+        ("bench", "--prompts", str(questions), "--count", "1", "--tokens", "8"),
+    ):
+        before = len(asked)
+        done = run(*command, *vocab)
+        assert done.exit_code == 0, done.output
+        assert set(asked[before:]) == {16}
 
 
 def test_replay_predicts_named_drafters(recorded: Path, toy: dict[str, Any]) -> None:
@@ -120,11 +149,13 @@ def test_tune_prints_a_command_that_exists(recorded: Path) -> None:
 def test_tune_repeats_the_options_that_it_measured_with(recorded: Path) -> None:
     done = run(
         "tune", str(recorded), "--drafters", "ngram", "-q", "--dtype", "float32", "--draft-quantize", "none",
-        "--threads", "1",
+        "--threads", "1", "--draft-vocab", "16",
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     line = done.stdout.partition("fastest: ")[2].splitlines()[0]
-    assert line.startswith("paceline generate -m toy --dtype float32 --threads 1 --draft-quantize none --drafter ")
+    assert line.startswith(
+        "paceline generate -m toy --dtype float32 --threads 1 --draft-quantize none --draft-vocab 16 --drafter "
+    )
 
 
 def test_the_wrong_model_is_refused(recorded: Path) -> None:

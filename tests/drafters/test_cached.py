@@ -30,3 +30,14 @@ def test_states_come_out_in_order_whatever_rounds_kept() -> None:
         if dice.random() < 0.05:
             assert torch.equal(pending.take(number), torch.stack(expected[:number]))
             expected = expected[number:]
+
+
+def test_few_passes_wait_and_none_that_are_large() -> None:
+    """A view holds all of a pass."""
+    pending = PendingStates()
+    for _ in range(100):
+        pending.add(TAPS, {tap: torch.zeros(2, 8) for tap in TAPS}, ())
+        assert len(pending._plain) < 16
+    large = {tap: torch.zeros(64, 2, 4096)[0] for tap in TAPS}
+    pending.add(TAPS, large, ())
+    assert pending.parts[-1].untyped_storage().nbytes() == 3 * 4096 * 4

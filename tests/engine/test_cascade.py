@@ -16,6 +16,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.request import Request
 from paceline.engine.results import Batch
 from paceline.engine.scheduler import Task
+from paceline.models.decoder import Decoder
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Prefix
 from paceline.testing import Oracle, run, run_together, tiny_target
@@ -59,18 +60,25 @@ class Lookup(Slow):
         return [draft if ask.position // 10 % 2 else Draft() for ask, draft in zip(asks, made, strict=True)]
 
 
-def written(seconds: float) -> tuple[float, Slow, Lookup]:
-    """Rounds per token of plain decoding, with a learned drafter of this price, in rounds of a plain pass."""
-    clock, target = Clock(), tiny_target()
+def charged(clock: Clock) -> Decoder:
+    """A target that charges a second for a pass."""
+    target = tiny_target()
     honest = target.forward
 
     def forward(*args: object) -> object:
         clock.now += 1.0
         return honest(*args)  # type: ignore[arg-type]
 
-    sampling = Sampling(max_new_tokens=200)
-    plain = run(tiny_target(), PROMPT, sampling)[0]
     target.forward = forward  # type: ignore[method-assign, assignment]
+    return target
+
+
+def written(seconds: float) -> tuple[float, Slow, Lookup, Controller]:
+    """Rounds per token of plain decoding, with a learned drafter of this price, in plain rounds; the drafters; the
+    controller of the learned one."""
+    clock = Clock()
+    target, sampling = charged(clock), Sampling(max_new_tokens=200)
+    plain = run(tiny_target(), PROMPT, sampling)[0]
     text = [*PROMPT, *plain]
     lookup, slow = Lookup(Oracle(text, 1.0, 37), clock), Slow(Oracle(text, 1.0, 37), clock, seconds)
     engine = Engine(target, DrafterStack([lookup, slow]), timer=clock)
@@ -79,21 +87,32 @@ def written(seconds: float) -> tuple[float, Slow, Lookup]:
         tokens, _, stats = run(target, PROMPT, sampling, engine=engine)
         assert tokens == plain
         rounds = stats.rounds
-    return rounds / len(plain), slow, lookup
+    return rounds / len(plain), slow, lookup, next(iter(engine.policies)).controllers[1]
 
 
 def test_lookups_go_on_where_a_learned_drafter_does_not_pay() -> None:
-    cheap, slow, _ = written(0.1)
-    dear, idle, lookup = written(50.0)
+    cheap, slow, _, _ = written(0.1)
+    dear, idle, lookup, resting = written(50.0)
     assert cheap < 0.35, "both draft"
     assert 0.4 < dear < 0.7, "half of the text is looked up, at full length"
     assert idle.asked < slow.asked / 4
     assert lookup.asked > 100
+    assert resting._own.value > 0.2 * resting._all.value, "its rounds count while it rests"
+
+
+def test_a_drafter_that_is_off_is_left_alone_in_most_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, chosen, honest = Clock(), list[int](), Controller.choose
+    monkeypatch.setattr(Controller, "choose", lambda *given, **named: chosen.append(1) or honest(*given, **named))
+    engine = Engine(charged(clock), Slow(Oracle([1], 0.0, 37), clock, 5.0), timer=clock)
+    rounds = sum(run(engine.target, PROMPT, Sampling(max_new_tokens=200), engine=engine)[2].rounds for _ in range(4))
+    assert rounds > 700
+    assert len(chosen) < 0.25 * rounds
 
 
 def test_a_text_that_lookups_write_does_not_keep_the_learned_drafter_from_another() -> None:
     """Two requests in one batch: lookups know all of the first, so that nobody reads its prompt, and nothing else."""
-    clock, target = Clock(), tiny_target()
+    clock = Clock()
+    target = charged(clock)
     texts = [[*prompt, *run(tiny_target(), prompt, Sampling(max_new_tokens=150))[0]] for prompt in ([5] * 60, PROMPT)]
 
     class First(Slow):
@@ -105,13 +124,6 @@ def test_a_text_that_lookups_write_does_not_keep_the_learned_drafter_from_anothe
             return [d if a.token_ids[0] == 5 else Draft() for a, d in zip(asks, super().propose(asks), strict=True)]
 
     slow = Slow(Oracle(texts[1], 1.0, 37), clock, 0.1)
-    honest = target.forward
-
-    def forward(*args: object) -> object:
-        clock.now += 1.0
-        return honest(*args)  # type: ignore[arg-type]
-
-    target.forward = forward  # type: ignore[method-assign, assignment]
     engine = Engine(target, DrafterStack([First(), slow]), timer=clock)
     sampling = Sampling(max_new_tokens=150)
     for _ in range(3):

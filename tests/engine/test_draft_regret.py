@@ -45,9 +45,6 @@ class Machine:
         """Return a reply's speed over plain decoding's, end to end. `right`: the chance of a drafted token."""
         unread, written, seconds = prompt, 0, prompt * _PREFILL
         while written < length:
-            if self._controller.rest(fresh=not written):
-                unread, written, seconds = unread + 1, written + 1, seconds + 1.0
-                continue
             size = self._controller.choose(1, unread, length - written, written, int(not written))
             budget = size.within(min(size.depth, length - written - 1))
             drafted, kept = self._draft(budget, right)

@@ -15,15 +15,15 @@ from torch import Tensor
 
 from paceline.errors import CorruptModel
 from paceline.files.reading import map_file
-from paceline.kernels.cpu.build import SETS, available, instruction_set, library
-from paceline.kernels.cpu.matrix import BYTE_PRODUCTS, EIGHT, FOUR_AND_FLOOR, IQ4_NL, NativeGated, NativeLinear
+from paceline.kernels.cpu.build import SETS, available, library
+from paceline.kernels.cpu.matrix import EIGHT, FOUR_AND_FLOOR, IQ4_NL, NativeGated, NativeLinear, fewest_bits
 from paceline.kernels.quantize import quantize, round_activations
 from paceline.kernels.stored import FLOATS, Form, Stored
 from tests.kernels.sets import FUSED, using
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
 
-FEWER = IQ4_NL if library() and instruction_set().needs & BYTE_PRODUCTS else FOUR_AND_FLOOR
+FEWER = fewest_bits() if library() else FOUR_AND_FLOOR
 """The kind of a draft model's matrices."""
 
 HALVES = {
@@ -233,7 +233,7 @@ def test_codes_become_fewer_bits_where_that_is_asked(kind: str, bits: int) -> No
         assert torch.equal(fewer.weight(), NativeLinear(floats, None).weight())
 
 
-@pytest.mark.skipif(FEWER != IQ4_NL, reason="this processor does not add up products of bytes")
+@pytest.mark.skipif(FEWER != IQ4_NL, reason="this processor has no byte dot products")
 def test_draft_models_have_the_nearest_of_values_that_are_not_evenly_spaced() -> None:
     weight = torch.randn(37, 208, generator=torch.Generator().manual_seed(0)) / 9
     weight[0, :40] = 0

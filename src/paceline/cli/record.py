@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from paceline.bench.replay.predict import CandidatePrediction, Predictor
     from paceline.llm import LLM
     from paceline.recording.rows import RecordedReply
+    from paceline.recording.states import StateFiles
 
 _replay = options_of("Replay")
 RecordingFile = Annotated[Path, typer.Argument(metavar="FILE", help="Recording.", show_default=False)]
@@ -78,32 +79,40 @@ def record(
     A recording holds the token ids of prompts and replies, seeds and sampling parameters. generate and serve record
     what they write, too: --record.
     """
+    from paceline.llm import LLM
+    from paceline.recording.states import StateKeeper, states_beside
+    from paceline.types import DraftBudget
+
     sampling.check()
     rows = read_rows(prompts)
+    if states and load.drafter not in ("auto", "none"):
+        raise InvalidOption("--states stores what the target has while it writes without drafts", "Leave out --drafter")
     llm = load.load(progress=progress_wanted(quiet), drafter="none" if states else None)
-    if states:
-        llm = _keeping_states(llm, file, states)
+    files = _state_files(llm, file, states) if states else None
+    if files:
+        llm = LLM(llm.model, StateKeeper(files), DraftBudget.chain(0))
     with recording(llm, file), open(os.devnull, "w", encoding="utf-8") as nowhere:
         writer = ReplyWriter(llm, sampling.resolve(llm), raw, True, nowhere)
         failed = write_batch(writer, rows, samples, max(batch, samples), quiet)
     assert llm.recorder
     left_out = f", {llm.recorder.skipped} left out" if llm.recorder.skipped else ""
     note(f"{llm.recorder.count} replies recorded in {file}{left_out}: `paceline tune {shlex.quote(str(file))}`")
+    if files:
+        lacking = f", those of {files.refused} did not fit" if files.refused else ""
+        note(f"hidden states of {files.count} texts stored in {states_beside(file)}{lacking}")
     if failed:
         raise typer.Exit(1)
 
 
-def _keeping_states(llm: LLM, file: Path, gib: float) -> LLM:
-    """Return the model with a drafter that stores hidden states beside the recording, and drafts nothing. Raises
-    `UnsupportedModel`, `OSError`."""
-    from paceline.llm import LLM
-    from paceline.recording.states import StateFiles, StateKeeper, states_beside
+def _state_files(llm: LLM, file: Path, gib: float) -> StateFiles:
+    """Return where hidden states are stored beside the recording. Raises `UnsupportedModel`, `InvalidOption`."""
+    from paceline.recording.states import StateFiles, states_beside
     from paceline.train.eagle3 import default_taps
     from paceline.train.kinds import native
-    from paceline.types import DraftBudget
 
-    files = StateFiles(states_beside(file), default_taps(native(llm).config.layers), int(gib * 2**30))
-    return LLM(llm.model, StateKeeper(files), DraftBudget.chain(0))
+    if not gib < 1 << 20:
+        raise InvalidOption(f"--states must be a number of GiB, got {gib:g}", "Give 4, for example")
+    return StateFiles(states_beside(file), default_taps(native(llm).config.layers), int(gib * 2**30))
 
 
 @contextlib.contextmanager
@@ -148,14 +157,15 @@ class ReplayOptions:
         llm = model.open(progress=progress, drafter=None, quantize=quantize)
         check_model(recorded.header, llm.model)
         prices = measured(llm.model, replies[0], self.batch)
+        same = recorded.header.quantize == llm.model.quantize and model.dtype == "auto"  # or states are others
         predictor = Predictor(
             llm.model,
             prices,
-            draft_quantize,  # type: ignore[arg-type]
-            vocab,
-            self.batch,
-            int(self.prefix_memory * 2**30),
-            states_beside(file),
+            draft_quantize=draft_quantize,  # type: ignore[arg-type]
+            draft_vocab=vocab,
+            width=self.batch,
+            prefix_bytes=int(self.prefix_memory * 2**30),
+            states=states_beside(file) if same else None,
         )
         return predictor, replies
 

@@ -21,8 +21,8 @@ MAX_PENDING = 8 * PREFILL_ROWS
 """Positions whose states may be pending. Requests that never draft never need them read, which is worth some memory (of
 three taps of width 4096 in bfloat16: 48 MiB)."""
 
-_SMALL, _TOGETHER = 16, 16
-"""Rows of passes whose states may be copied later, and how many of these passes at most wait for that."""
+_SMALL, _TOGETHER = 1 << 20, 16
+"""Bytes of a pass's states up to which they may be copied later, and how many of these passes at most wait for that."""
 
 
 class PendingStates:
@@ -46,11 +46,10 @@ class PendingStates:
     def add(self, taps: Sequence[Tap], out: Mapping[Tap, Tensor], path: Sequence[int] | None = None) -> None:
         """Append the taps of a pass [T, H], side by side. `path`: keep only row 0 and these; None: all rows.
 
-        They are copied: a view would hold the states of the whole pass, or follow a buffer that is used again (on a
-        GPU). Those of small passes on a CPU are copied a few rounds later, so that a drafter that is off costs less.
+        They are copied: a view would hold the states of the whole pass. Those of small passes are copied a few rounds
+        later, many at once, so that a drafter that is off costs less.
         """
-        rows = out[taps[0]]
-        if path is not None and not path and len(rows) <= _SMALL and rows.device.type == "cpu":
+        if path is not None and not path and out[taps[0]].untyped_storage().nbytes() <= _SMALL:
             self._plain.append([out[tap] for tap in taps])
             self._count += 1
             if len(self._plain) == _TOGETHER:

@@ -68,5 +68,5 @@ class LastState(Drafter):
         self._states.pop(slot, None)
 
     def _receive(self, slot: int, taps: Mapping[Tap, Tensor], row: int) -> None:
-        # A copy: a view would keep the states of the whole pass, or follow a buffer that is used again.
+        # A copy: a view would keep the states of the whole pass.
         self._states[slot] = taps["final"][row].clone()

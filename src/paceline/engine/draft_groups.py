@@ -68,15 +68,17 @@ def stages(requests: Sequence[Request], drafts: Sequence[Draft], cache: KVCache)
 def _stages(
     policy: DraftPolicy, indices: list[int], requests: Sequence[Request], drafts: Sequence[Draft], cache: KVCache
 ) -> Iterator[PolicyGroup]:
-    """Yield a group for each stage of a drafter, of the requests that no earlier one has drafted for, if any; none for
-    a stage that rests."""
+    """Yield a group for each stage of a drafter, of the requests that no earlier one has drafted for, if any. A stage
+    that rests has a group only beside others, to learn which tokens were theirs."""
     earlier: list[PolicyGroup] = []
     for stage, controller in enumerate(policy.controllers):
         own = [i for i in indices if not drafts[i].tokens and _waits(controller, requests[i])]
         members = [requests[i] for i in own]
-        if members and controller.rest(any(controller not in request.judged for request in members)):
+        fresh = any(controller not in request.judged for request in members)
+        resting = bool(members) and controller.rest(fresh, _written(members))
+        if resting and len(policy.controllers) == 1:
             continue
-        draft = _chosen(controller, members, len(requests)) if members else DraftBudget.chain(0)
+        draft = _chosen(controller, members, len(requests)) if members and not resting else DraftBudget.chain(0)
         group = PolicyGroup(policy, own, [_budget(draft, r, cache) for r in members], controller, stage)
         group.left = [i for i in indices if drafts[i].tokens]
         if len(policy.controllers) > 1 and not controller.free:  # lookups lengthen chains of the others alone
@@ -98,12 +100,16 @@ def _waits(controller: Controller, request: Request) -> bool:
 
 def _chosen(controller: Controller, members: Sequence[Request], together: int) -> DraftBudget:
     behind = sum(len(r.token_ids) - r.num_seen_tokens for r in members) if controller.reads_prompt else 0
-    written = [len(r.token_ids) - r.num_prompt_tokens for r in members]
     left = max(r.stream.left for r in members)
     fresh = [r for r in members if controller not in r.judged]
     for request in fresh:
         request.judged.add(controller)
-    return controller.choose(together, behind, left, max(written), len(fresh), len(members))
+    return controller.choose(together, behind, left, _written(members), len(fresh), len(members))
+
+
+def _written(members: Sequence[Request]) -> int:
+    """Return the tokens of the longest reply."""
+    return max(len(r.token_ids) - r.num_prompt_tokens for r in members)
 
 
 def _budget(draft: DraftBudget, request: Request, cache: KVCache) -> DraftBudget:

@@ -27,9 +27,9 @@ _SHARE = 0.005
 """Share of the time that may be lost to trying sizes other than the best."""
 _EARLY, _EARLY_SHARE = 1000, 0.01
 """`_SHARE` of the first rounds, so that a first text with low acceptance does not settle the size."""
-_GAP, _LONGEST_GAP = 4, 8
-"""Least rounds between two such tries, and rounds for which a decision to draft nothing stands: each time that it is
-repeated twice as many, up to a limit."""
+_GAP, _LONG_GAP = 4, 8
+"""Least rounds between two such tries, and rounds for which a decision to draft nothing stands; then when it is
+repeated."""
 _FIRST = 2
 """Drafts of the smallest size before larger ones: the price of a draft is unknown, and the first one warms up."""
 _SOON, _OFTEN = 16, 4
@@ -149,8 +149,8 @@ class Controller:
         self._batch_costs: dict[int, _BatchCosts] = {}
         self._round = self._last_try = self._rest = 0
         """This round; that of the last try; the last one of a pause, in which nothing is drafted."""
-        self._pause = _GAP
-        """Rounds that the next pause takes."""
+        self._pause, self._resting = _GAP, False
+        """Rounds that the next pause takes, and whether this round is in one."""
         self._saved = 0.0
         """Seconds saved up for tries."""
         self._plain = 0.0
@@ -174,13 +174,15 @@ class Controller:
         `behind`: tokens the drafter has not seen of them, summed. `ahead`: the most tokens that one of them may still
         get. `written`: tokens of the longest reply so far. `fresh`: requests that it chooses for the first time.
         """
+        if self.rest(fresh > 0, written):
+            return self.sizes[0]
         asked = asked or together
         self._round += 1
         self._behind = behind
         if fresh:
             self._begin(fresh / together)
         self._written = written
-        self._rest = self._round
+        self._rest, self._resting = self._round, False
         batch_costs = self._costs_of(asked)
         # Drafts for some of the requests are judged as if all had them, at as much more.
         share = together / asked
@@ -204,7 +206,7 @@ class Controller:
             self._pause = _GAP
         elif self._passes[False].known:
             self._rest += self._pause - 1
-            self._pause = min(2 * self._pause, _LONGEST_GAP)
+            self._pause = _LONG_GAP
         batch_costs.tried[self._at] = self._round
         batch_costs.tries[self._at] += 1
         return self.sizes[self._at]
@@ -243,22 +245,22 @@ class Controller:
         self._last_try = self._round
         return found
 
-    def rest(self, fresh: bool = False) -> bool:
-        """Return whether a decision to draft nothing still stands, and count the round if so: neither `choose` nor
-        `learn` follow then, and a drafter that is off costs no more than this.
+    def rest(self, fresh: bool = False, written: int = 0) -> bool:
+        """Return whether a decision to draft nothing still stands, and count the round if so. It then needs neither
+        `choose` nor `learn`, so that a drafter that is off costs next to nothing.
 
-        `fresh`: whether there is a request that it has not chosen for yet.
+        `fresh`: whether there is a request that it has not chosen for yet. `written`: as in `choose`.
         """
         if fresh or self._round >= self._rest:
             return False
         self._round += 1
-        self._at = 0
+        self._at, self._written, self._resting = 0, written, True
         self._save(self._plain)
         return True
 
     @property
     def drafting(self) -> bool:
-        """Whether anything was to be drafted in the last round that it chose for."""
+        """Whether anything was to be drafted in the last round."""
         return self._at > 0
 
     def share(self, own: int, others: int) -> None:
@@ -283,6 +285,8 @@ class Controller:
         rest. `together`, `rows`: requests and rows of the whole round. `resumed`: whether the pass began where
         drafting had stopped.
         """
+        if self._resting:
+            return
         self._save(drafting + verifying)
         self._passes[resumed].add(rows, verifying, self._round)
         if not self._catch_up.value and self._passes[False].known and self.reads_prompt:
@@ -294,7 +298,7 @@ class Controller:
             self._learn_costs(drafts, drafting, together, resumed)
         for budget, draft, verdict in zip(budgets, drafts, verdicts, strict=True):
             if verdict.path:
-                self._rest = self._round
+                self._rest, self._pause = self._round, _GAP
             if verdict.finish is None:
                 self._learn_acceptance(min(len(verdict.path), draft.own), budget.depth)
                 if self._chains:

@@ -274,16 +274,15 @@ class Engine:
 
     def _draft(self, requests: Sequence[Request], drafts: list[Draft]) -> list[PolicyGroup]:
         """Fill in the drafts, stage by stage. Returns the groups that were asked."""
-        groups, began = [], self._timer()
+        groups = []
         for members in stages(requests, drafts, self.cache):
             groups.append(members)
             if members.drafts:
+                began = self._timer()
                 made = members.policy.propose(self._asks(requests, members), self.target.vocab_size)
-                # With the choice of its size, which takes no time while a drafter rests.
                 members.seconds = self._timer() - began
                 for i, draft in zip(members.indices, made, strict=True):
                     drafts[i] = draft
-            began = self._timer()
         return groups
 
     @staticmethod

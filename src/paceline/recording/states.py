@@ -6,6 +6,7 @@ import hashlib
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -27,13 +28,21 @@ def states_beside(recording: Path) -> Path:
 
 
 class StateFiles:
-    """The target's hidden states at `taps` over texts, one file each, in a folder of at most `limit` bytes."""
+    """The target's hidden states at `taps` over texts, one file each, in a folder of at most `limit` bytes.
+
+    `count`, `refused`: texts stored, and left out for want of room, by this object.
+    """
 
     def __init__(self, folder: Path, taps: Sequence[Tap], limit: int) -> None:
         self.taps: tuple[Tap, ...] = tuple(dict.fromkeys([*taps, "final"]))
-        self._folder = folder
-        folder.mkdir(0o700, parents=True, exist_ok=True)  # states tell the text
-        self._room = limit - sum(file.stat().st_size for file in folder.iterdir())
+        self.count = self.refused = 0
+        self._folder, self._limit = folder, limit
+
+    @cached_property
+    def _room(self) -> int:
+        """Bytes left. Makes the folder, its owner's alone: texts can be reconstructed from their states."""
+        self._folder.mkdir(0o700, parents=True, exist_ok=True)
+        return self._limit - sum(file.stat().st_size for file in self._folder.iterdir())
 
     def _path(self, token_ids: Sequence[int]) -> Path:
         digest = hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16)
@@ -46,7 +55,13 @@ class StateFiles:
     def write(self, token_ids: Sequence[int], states: Mapping[Tap, Tensor]) -> bool:
         """Store the states [T, H] of a text of T tokens; False where there is no room or the disk is full."""
         tensors = {str(tap): states[tap].contiguous() for tap in self.taps}
-        path = self._path(token_ids)
+        if stored := self._store(self._path(token_ids), tensors):
+            self.count += 1
+        else:
+            self.refused += 1
+        return stored
+
+    def _store(self, path: Path, tensors: dict[str, Tensor]) -> bool:
         room = self._room + (path.stat().st_size if path.exists() else 0)
         if sum(tensor.nbytes for tensor in tensors.values()) + _HEADER > room:
             return False

@@ -139,8 +139,7 @@ def native(llm: LLM) -> Decoder:
     """Return the target. Raises `UnsupportedModel` for one that does not run natively."""
     if not isinstance(llm.model.target, Decoder):
         raise UnsupportedModel(
-            f"{llm.model.path} runs through transformers: hidden states are stored, and drafters trained, for native "
-            "models only",
+            f"{llm.model.path} runs through transformers, which Paceline cannot read hidden states from",
             "Choose a model of a native family (see paceline info MODEL)",
         )
     return llm.model.target

@@ -148,7 +148,7 @@ class TargetStates:
         self._kept: OrderedDict[tuple[Sequence[int], tuple[Tap, ...]], Mapping[Tap, Tensor]] = OrderedDict()
 
     def of(self, text: Sequence[int], taps: tuple[Tap, ...]) -> Mapping[Tap, Tensor]:
-        """Return each tap at every token, [len(text), H]."""
+        """Return each tap at every token, [len(text), H]; stored ones lack the last two, which no drafter reads."""
         if not taps:
             return {}
         key = (tuple(text), taps)
@@ -161,9 +161,9 @@ class TargetStates:
         return self._kept[key]
 
     def _stored(self, text: Sequence[int], taps: tuple[Tap, ...]) -> Mapping[Tap, Tensor] | None:
-        # No pass sees a text's last token, no drafter the last pass: no replay reads the states of these two.
+        # No pass sees a text's last token, and no drafter the last pass.
         found = StateFiles(self._folder, taps, 0).read(text[:-2]) if self._folder else None
-        return found and {tap: found[tap] for tap in taps}
+        return found and {tap: found[tap].to(self._target.device) for tap in taps}
 
     @torch.inference_mode()
     def _compute(self, text: Sequence[int], taps: tuple[Tap, ...]) -> Mapping[Tap, Tensor]:
@@ -176,7 +176,7 @@ class TargetStates:
             out = self._target.forward(rows, cache, Want("none", taps=taps)).taps
             cache.commit(rows, [range(1, len(chunk))])
             for tap in taps:
-                # A copy: the rows may lie in a buffer that the next pass uses again.
+                # A copy: a view would keep the rows that fill up the pass.
                 parts[tap].append(out[tap][0, : len(chunk)].clone())
         return {tap: torch.cat(part) for tap, part in parts.items()}
 

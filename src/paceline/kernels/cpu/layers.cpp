@@ -311,6 +311,16 @@ EXPORTED int paceline_pack(int kind, int out, int in, const uint8_t* const* rows
     return 0;
 }
 
+// The kind of 4-bit codes for draft models: values that are not evenly spaced take bytes, whose products the others cannot
+// add up at once.
+EXPORTED int paceline_fewest_bits() {
+#if defined(PACELINE_VNNI) || defined(__ARM_FEATURE_DOTPROD)
+    return IQ4_NL;
+#else
+    return FOUR_AND_FLOOR;
+#endif
+}
+
 // The kind that holds a ggml type as it is; 0: none.
 EXPORTED int paceline_kind(int type) { return kind_of_type(type); }
 

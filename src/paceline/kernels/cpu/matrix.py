@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.errors import CorruptModel, OutOfMemory
 from paceline.kernels.activations import ACTIVATIONS
-from paceline.kernels.cpu.build import instruction_set, kernel
+from paceline.kernels.cpu.build import kernel
 from paceline.kernels.quantize import GROUP, Codes, quantize
 from paceline.kernels.stored import FLOATS, Stored
 
@@ -35,8 +35,6 @@ FLOAT_KINDS = {torch.bfloat16: WIDE, torch.float16: 17, torch.float32: 32}
 """Float types that the kernels run, and their kinds."""
 _FLOATS_OF = {kind: dtype for dtype, kind in FLOAT_KINDS.items()}
 _CODE_KINDS = {8: EIGHT, 4: FOUR_AND_FLOOR}
-BYTE_PRODUCTS = {"avx512vnni", "avxvnni", "dot"}
-"""Features of processors that add up products of whole bytes."""
 
 _PIECE = 1 << 24
 """Bytes that are packed before the pages that they come from are given back."""
@@ -153,9 +151,15 @@ def _wanted(weight: Stored) -> int:
     """The kind that rows become which do not stay as they are; 0: all stay."""
     if weight.form is None:
         return 0
-    if weight.fewer and weight.form == 4 and instruction_set().needs & BYTE_PRODUCTS:
-        return IQ4_NL  # half a bit less, for an error 7 % larger; without these instructions it takes longer
+    if weight.fewer and weight.form == 4:
+        return fewest_bits()
     return _CODE_KINDS[weight.form] if isinstance(weight.form, int) else FLOAT_KINDS[weight.form]
+
+
+def fewest_bits() -> int:
+    """The kind of a draft model's matrices: IQ4_NL, half a bit less than `FOUR_AND_FLOOR`, where the library has byte
+    dot products; without them it takes longer."""
+    return int(kernel("paceline_fewest_bits")())
 
 
 def _converts(number: int, weight: Stored, wanted: int) -> bool:
