@@ -16,6 +16,7 @@ from paceline.checkpoints.head_fit import fingerprint, fits
 from paceline.checkpoints.head_write import check_folder, write_head
 from paceline.drafters.vocabulary import choose, count, coverage
 from paceline.errors import InvalidData, InvalidOption
+from paceline.files.sole import sole_user
 from paceline.llm import LLM
 from paceline.models.heads import HeadFile, taps_of
 from paceline.recording.states import StateFiles, StateKeeper
@@ -57,8 +58,12 @@ def train(llm: LLM, job: TrainJob, listener: Listener | None = None) -> loop.Rep
     choose(torch.zeros(llm.model.target.vocab_size), job.vocabulary or llm.model.target.vocab_size, llm.model.eos)
     check_taps(job.taps or (), native(llm).config.layers)
     start = None if job.start is None else fits(open_head(job.start), llm.model)
-    listener = listener or Listener()
     job.work.mkdir(parents=True, exist_ok=True)
+    with sole_user(job.work):
+        return _train(llm, job, start, listener or Listener())
+
+
+def _train(llm: LLM, job: TrainJob, start: HeadFile | None, listener: Listener) -> loop.Report:
     torch.manual_seed(job.plan.seed)
     name = _target_digest(llm)
     files = StateFiles(job.work / f"states-{name}", taps_of(config_for(llm, job, 1)), int(job.cache * GIB))
