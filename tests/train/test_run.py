@@ -2,7 +2,7 @@ import json
 import multiprocessing
 import os
 import signal
-from dataclasses import replace
+from dataclasses import field, make_dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from paceline.sampling.parameters import Sampling
 from paceline.testing.tiny import TINY, random_tensors
 from paceline.train import answers, loop, run
 from paceline.train.kinds import TrainJob
-from paceline.train.run import Listener, train
+from paceline.train.run import Listener, _stated, train
 from tests.toys import loaded, toy_llm
 
 KINDS = {"eagle3": EagleConfig, "medusa": MedusaConfig, "early-exit": ExitConfig, "block": BlockConfig}
@@ -189,3 +189,10 @@ def test_a_bad_order_is_refused(changes: dict[str, object], said: str, llm: LLM,
 def test_a_bad_order_is_refused_before_anything_is_loaded(order: TrainJob) -> None:
     with pytest.raises(InvalidOption):
         run.check(replace(order, kind="nothing"))
+
+
+def test_a_field_that_an_update_adds_refuses_no_checkpoint() -> None:
+    old = make_dataclass("Config", [("width", int), ("scale", float, field(default=1.0))])
+    new = make_dataclass("Config", [("width", int), ("scale", float, field(default=1.0)), ("bias", bool, False)])
+    assert _stated((old(3), 1)) == _stated((new(3), 1)) == "(Config(width=3), 1)"
+    assert len({_stated(x) for x in (new(3), new(4), new(3, 0.5), new(3, 1.0, True))}) == 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from importlib.metadata import version
 
 import torch
@@ -78,7 +78,7 @@ def _train(llm: LLM, job: TrainJob, start: HeadFile | None, listener: Listener) 
     states.prepare(listener.states)
     listener.stage(f"training {job.kind}")
     begun = "" if start is None else f" from {_weights_digest(recipe)}"
-    identity = f"{job.kind} {documents.digest[:12]}-{name} {recipe.config} {len(states)}{begun}"
+    identity = f"{job.kind} {documents.digest[:12]}-{name} {_stated(recipe.config)} {len(states)}{begun}"
     report = loop.Trainer(recipe, states, held, job.plan, job.work, identity, listener.training).run()
     extra = {
         "fingerprint": fingerprint(llm.model),
@@ -100,6 +100,18 @@ def _target_digest(llm: LLM) -> str:
     cache, tokens = target.new_cache(), list(range(min(32, target.vocab_size)))
     rows = pack_prefix(tokens, cache.acquire(len(tokens)), 0, target.device)
     return _digest(target.forward(rows, cache, Want("all")).logits[0].topk(8).indices.tolist())
+
+
+def _stated(value: object) -> str:
+    """Return a config as text, without fields that have their defaults: an update that adds one refuses no checkpoint."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_stated, value))})"
+    if not is_dataclass(value) or isinstance(value, type):
+        return repr(value)
+    own = {f: getattr(value, f.name) for f in fields(value)}
+    usual = {f: f.default if f.default_factory is MISSING else f.default_factory() for f in own}
+    shown = (f"{f.name}={_stated(x)}" for f, x in own.items() if x != usual[f])
+    return f"{type(value).__name__}({', '.join(shown)})"
 
 
 def _weights_digest(recipe: Recipe) -> str:
