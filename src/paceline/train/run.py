@@ -103,7 +103,7 @@ def _target_digest(llm: LLM) -> str:
 
 
 def _stated(value: object) -> str:
-    """Return a config as text, without fields that have their defaults: an update that adds one refuses no checkpoint."""
+    """Return a config as text, without fields that have their defaults: an update may add one, and refuse nothing."""
     if isinstance(value, tuple):
         return f"({', '.join(map(_stated, value))})"
     if not is_dataclass(value) or isinstance(value, type):
