@@ -172,11 +172,9 @@ def open_drafter(
 
 def _takes_codes(head: HeadFile, target: Loaded) -> bool:
     """Whether a head is held in codes by default, where there are kernels for them: in its file's own, or in 4 bits, as
-    a draft model, if it is the MTP layer of a quantised target."""
-    host, config = host_of(target), head.config
-    coded = mostly_codes(head.tensors) or (
-        target.quantize is not None and isinstance(config, EagleConfig) and config.built_in
-    )
+    a draft model, if it is an EAGLE head or MTP layer of a quantised target."""
+    host = host_of(target)
+    coded = mostly_codes(head.tensors) or (target.quantize is not None and isinstance(head.config, EagleConfig))
     return coded and host.dtype != torch.float64 and takes_stored(host.dtype, True, host.device)
 
 
