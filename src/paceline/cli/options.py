@@ -90,7 +90,11 @@ Quantize = Annotated[
 ]
 DraftQuantize = Annotated[
     str,
-    option("The same for the drafter; auto holds a draft model in 4 bits.", panel="Speculation", metavar="MODE"),
+    option(
+        "The same for the drafter; auto is 4 bits for draft models, and for EAGLE heads of quantised models.",
+        panel="Speculation",
+        metavar="MODE",
+    ),
 ]
 DraftVocab = Annotated[
     str,

@@ -86,7 +86,7 @@ def record(
     sampling.check()
     rows = read_rows(prompts)
     if states and load.drafter not in ("auto", "none"):
-        raise InvalidOption("--states stores what the target has while it writes without drafts", "Leave out --drafter")
+        raise InvalidOption("--states writes replies without drafts, so it takes no --drafter", "Leave out --drafter")
     llm = load.load(progress=progress_wanted(quiet), drafter="none" if states else None)
     files = _state_files(llm, file, states) if states else None
     if files:
