@@ -224,7 +224,9 @@ def test_a_system_is_named_by_all_that_it_is() -> None:
 @pytest.mark.parametrize(("precision", "quantize"), [("", "auto"), ("int4", "auto"), ("int4+int8", "int8")])
 def test_drafters_have_a_precision_of_their_own(precision: str, quantize: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr("paceline.bench.systems.open_drafter", lambda spec, target, mode: asked.append((spec, mode)))
+    monkeypatch.setattr(
+        "paceline.bench.systems.open_drafter", lambda spec, target, mode, **_: asked.append((spec, mode))
+    )
     own_systems({precision: toy_llm()}, Comparison(("suffix@3",)))
     assert asked == [("none", quantize), ("suffix", quantize)]
 

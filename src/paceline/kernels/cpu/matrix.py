@@ -163,10 +163,11 @@ def fewest_bits() -> int:
 
 
 def _converts(number: int, weight: Stored, wanted: int) -> bool:
-    """Whether rows of this ggml type become of the wanted kind: codes where that saves a twentieth."""
+    """Whether rows of this ggml type become of the wanted kind: codes of up to 5 bits stay what they are."""
     if number in FLOATS.values():
         return True
-    return weight.fewer and _bytes(_kind(number), LANES, _UNIT) > 1.05 * _bytes(wanted, LANES, _UNIT) > 0
+    most = FOUR_AND_FLOOR if wanted == IQ4_NL else wanted
+    return weight.fewer and _bytes(_kind(number), LANES, _UNIT) > _bytes(most, LANES, _UNIT) > 0
 
 
 def _bytes(kind: int, out: int, width: int) -> int:
