@@ -1,7 +1,9 @@
 """Heads whose matrices are stored in codes of 4 bits."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +12,11 @@ from safetensors.torch import load_file, save_file
 from paceline.checkpoints.head_check import shapes_of
 from paceline.checkpoints.head_files import open_head
 from paceline.checkpoints.head_write import write_head
+from paceline.drafters.eagle import Eagle
 from paceline.drafters.factory import open_drafter
 from paceline.errors import CorruptModel
-from paceline.kernels.quantize import quantize
+from paceline.kernels.cpu.build import library
+from paceline.kernels.quantize import GROUP, quantize
 from paceline.llm import LLM
 from paceline.models.heads import EagleConfig, ExitConfig, HeadConfig, HeadFile, MedusaConfig
 from paceline.models.lazy import codes_of, stored_of
@@ -67,6 +71,19 @@ def test_a_coded_head_drafts_what_its_floats_draft_at_four_bits(tmp_path: Path) 
         drafted.append((reply.token_ids, reply.stats.rounds, reply.stats.accepted))
     assert drafted[0] == drafted[1]
     assert stored_of(open_head(tmp_path / "4").tensors, "fc.weight") is not None
+
+
+@pytest.mark.skipif(library() is None, reason="codes are the CPU kernels'")
+@pytest.mark.parametrize(
+    ("target", "asked", "few"), [("int8", "auto", True), ("int8", "none", False), (None, "auto", False)]
+)
+def test_an_eagle_head_of_floats_has_4_bits_beside_a_quantised_target(
+    target: str | None, asked: Any, few: bool, tmp_path: Path
+) -> None:
+    made(tmp_path / "head", bits=16)
+    drafter = open_drafter(f"eagle3:{tmp_path / 'head'}", replace(loaded(TARGET), quantize=target), asked)
+    assert isinstance(drafter, Eagle)
+    assert (len(drafter._net._entry._fc.weight()[0, :GROUP].unique()) <= 16) == few
 
 
 def test_damaged_codes_are_named(tmp_path: Path) -> None:

@@ -260,7 +260,7 @@ class Controller:
 
     @property
     def drafting(self) -> bool:
-        """Whether anything was to be drafted in the last round."""
+        """True if anything was to be drafted in the last round."""
         return self._at > 0
 
     def share(self, own: int, others: int) -> None:

@@ -163,7 +163,7 @@ def fewest_bits() -> int:
 
 
 def _converts(number: int, weight: Stored, wanted: int) -> bool:
-    """Whether rows of this ggml type become of the wanted kind: codes of up to 5 bits stay what they are."""
+    """Return whether rows of this ggml type become of the wanted kind: codes of up to 5 bits stay what they are."""
     if number in FLOATS.values():
         return True
     most = FOUR_AND_FLOOR if wanted == IQ4_NL else wanted
