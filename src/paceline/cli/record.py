@@ -87,6 +87,8 @@ def record(
     rows = read_rows(prompts)
     if states and load.drafter not in ("auto", "none"):
         raise InvalidOption("--states writes replies without drafts, so it takes no --drafter", "Leave out --drafter")
+    if not states < 1 << 20:
+        raise InvalidOption(f"--states must be a number of GiB, got {states:g}", "Give 4, for example")
     llm = load.load(progress=progress_wanted(quiet), drafter="none" if states else None)
     files = _state_files(llm, file, states) if states else None
     if files:
@@ -105,13 +107,11 @@ def record(
 
 
 def _state_files(llm: LLM, file: Path, gib: float) -> StateFiles:
-    """Return where hidden states are stored beside the recording. Raises `UnsupportedModel`, `InvalidOption`."""
+    """Return where hidden states are stored beside the recording. Raises `UnsupportedModel`."""
     from paceline.recording.states import StateFiles, states_beside
     from paceline.train.eagle3 import default_taps
     from paceline.train.kinds import native
 
-    if not gib < 1 << 20:
-        raise InvalidOption(f"--states must be a number of GiB, got {gib:g}", "Give 4, for example")
     return StateFiles(states_beside(file), default_taps(native(llm).config.layers), int(gib * 2**30))
 
 
