@@ -11,9 +11,9 @@ from typing import Any
 import common  # noqa: F401, makes tests importable
 import psutil
 from ray import serve
-from tests.integrations.replicas import Replicas, cluster
-from tests.integrations.tiny_model import write_tiny
-from tests.server.server_process import ServerProcess, paceline_serve
+from tests.support.replicas import Replicas, cluster
+from tests.support.server_process import ServerProcess, paceline_serve
+from tests.support.tiny_model import write_tiny
 
 _KINDS = {
     "Replica:paceline:Replica": "replica",

@@ -19,8 +19,8 @@ from typing import Any
 from common import PROMPTS, RESULTS, Question, load_prompts, pick, progress, provenance, report, write
 from serve_figures import Table, Text, Turn, goal_grid, goals, summarise, text_of
 from serve_systems import AUTO, LLAMA, LLAMA_EXTRA, OFF, Http, LoadRequest, OpenVino, System, llama_command
-from tests.server.load_client import Load
-from tests.server.server_process import ServerProcess, paceline_serve
+from tests.support.load_client import Load
+from tests.support.server_process import ServerProcess, paceline_serve
 
 from paceline.files.locate import resolve
 

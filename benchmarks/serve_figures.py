@@ -9,7 +9,7 @@ from typing import Any
 
 from common import Grid, median
 from serve_systems import AUTO, OFF, OPENVINO, OURS, LoadRequest
-from tests.server.load_client import Load, Reply
+from tests.support.load_client import Load, Reply
 
 from paceline.bench.figures import ratio_interval
 from paceline.bench.tables import interval

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import psutil
 from common import fail
-from tests.server.load_client import Load, Reply, closed_loop
-from tests.server.server_process import ServerProcess
+from tests.support.load_client import Load, Reply, closed_loop
+from tests.support.server_process import ServerProcess
 
 from paceline.checkpoints.checkpoint import eos_token_ids, open_checkpoint
 

@@ -26,8 +26,8 @@ from paceline.sampling.parameters import Sampling
 from paceline.session import Session
 from paceline.testing import Oracle, ToyTarget, check_drafter, run, tiny_target
 from paceline.types import DraftBudget
-from tests.toys import toy_llm, toy_tokenizer
-from tests.vocabularies import byte_level, speaker
+from tests.support.toys import toy_llm, toy_tokenizer
+from tests.support.vocabularies import byte_level, speaker
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

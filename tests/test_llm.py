@@ -23,8 +23,8 @@ from paceline.errors import InvalidOption, InvalidPrompt, NonFiniteLogits, Promp
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
 from paceline.types import DraftBudget
-from tests.fuzz_files import _write_model
-from tests.toys import toy_foreigner, toy_llm, toy_model
+from tests.support.fuzz_files import _write_model
+from tests.support.toys import toy_foreigner, toy_llm, toy_model
 
 SHORT = Sampling(max_new_tokens=24)
 

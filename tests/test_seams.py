@@ -29,8 +29,8 @@ from paceline.protocols import Target
 from paceline.sampling.parameters import Sampling
 from paceline.testing import TINY, ListCache, ToyTarget, check_drafter, check_target, random_tensors, run, tiny_target
 from paceline.types import Draft, DraftBudget, Tap, Verdict
-from tests.tiny_heads import TINY_BLOCK, TINY_MEDUSA, block_tensors, eagle_config, eagle_tensors, medusa_tensors
-from tests.toys import toy_foreigner, toy_model
+from tests.support.tiny_heads import TINY_BLOCK, TINY_MEDUSA, block_tensors, eagle_config, eagle_tensors, medusa_tensors
+from tests.support.toys import toy_foreigner, toy_model
 
 OTHER = tiny_target(seed=9)
 SHARED = replace(TINY_MEDUSA, shared=True, layers=2)

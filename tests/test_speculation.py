@@ -10,7 +10,7 @@ from paceline.errors import InvalidOption
 from paceline.llm import LLM
 from paceline.sampling.grammar import Grammar
 from paceline.sampling.parameters import Sampling
-from tests.toys import toy_llm, toy_model
+from tests.support.toys import toy_llm, toy_model
 
 PROMPT = "abcabcab"
 SAMPLINGS = (

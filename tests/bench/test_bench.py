@@ -33,7 +33,7 @@ from paceline.errors import InvalidData, InvalidOption
 from paceline.types import DraftBudget
 from tests.cli.test_cli import failure
 from tests.cli.test_cli import run as command
-from tests.toys import toy_llm, toy_tokenizer
+from tests.support.toys import toy_llm, toy_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -250,7 +250,7 @@ JOB = PeerSetup("toy", (36, 5), 8, 40, 2)
 
 @pytest.fixture
 def child() -> Iterator[PeerProcess]:
-    child = PeerProcess("tests.fake_peers:counting", JOB)
+    child = PeerProcess("tests.support.fake_peers:counting", JOB)
     yield child
     child.close()
 
@@ -270,9 +270,9 @@ def test_a_peer_spins_as_long_as_it_likes(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_peer_that_cannot_begin_says_why() -> None:
     with pytest.raises(PeerUnavailable, match=r"^absent is not installed. pip install absent$"):
-        PeerProcess("tests.fake_peers:absent", JOB)
+        PeerProcess("tests.support.fake_peers:absent", JOB)
     with pytest.raises(PeerUnavailable, match=r"it could not start \(RuntimeError: no such instruction\)"):
-        PeerProcess("tests.fake_peers:broken", JOB)
+        PeerProcess("tests.support.fake_peers:broken", JOB)
 
 
 class Page(HTMLParser):
@@ -308,7 +308,7 @@ def result() -> dict[str, Any]:
     kinds = {"good": "without_lookup", "bad": "broken", "dead": "dying"}
     with pytest.MonkeyPatch.context() as patch:
         for name, kind in kinds.items():
-            patch.setitem(peers.PEERS, name, f"tests.fake_peers:{kind}")
+            patch.setitem(peers.PEERS, name, f"tests.support.fake_peers:{kind}")
         patch.setattr("paceline.bench.measure.PAUSE", 0.0)
         order = Comparison(("none", "suffix", "ngram@2"), tuple(kinds), (0.0, 0.7), tokens=12, repeats=2, seed=3)
         targets = {"": toy_llm(), "int8": toy_llm(seed=5)}
@@ -425,7 +425,7 @@ def test_the_command_shows_a_table_and_writes_files(
 ) -> None:
     loaded: list[dict[str, Any]] = []
     monkeypatch.setattr(paceline.llm, "load", lambda model, **options: loaded.append(options) or toy_llm())
-    monkeypatch.setitem(peers.PEERS, "openvino", "tests.fake_peers:absent")
+    monkeypatch.setitem(peers.PEERS, "openvino", "tests.support.fake_peers:absent")
     out, report, notes = (tmp_path / f"bench.{kind}" for kind in ("json", "html", "md"))
     words = "--drafters ngram@1 --against openvino --tokens 4 --temperature 0,0.5 --context 4"
     words += " --quantize none,int4+int8,int4"

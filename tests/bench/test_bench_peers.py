@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from paceline.bench.peers import PeerPrompt, PeerSetup, PeerUnavailable, llama_cpp, openvino, transformers
-from tests.toys import toy_tokenizer
+from tests.support.toys import toy_tokenizer
 
 JOB = PeerSetup("model.gguf", (36, 5), 4, 40, 2)
 

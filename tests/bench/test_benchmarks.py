@@ -136,7 +136,7 @@ def test_every_rule_runs_on_a_toy(rules):
     from paceline.drafters.model import DraftModel
     from paceline.testing import tiny_target
     from paceline.types import DraftBudget
-    from tests.toys import toy_llm
+    from tests.support.toys import toy_llm
 
     llm = toy_llm(DraftModel(tiny_target(seed=9), 37), DraftBudget(4, 2, 2))
     prompts = [common.Question(1, "qa", "why?"), common.Question(2, "qa", "how?")]

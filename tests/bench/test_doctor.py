@@ -45,7 +45,7 @@ from paceline.testing import Oracle, tiny_target
 from paceline.types import DraftBudget, Forward, Rows, Want
 from paceline.verify.tree import PREFILL_ROWS
 from tests.checkpoints.test_gguf import write as write_gguf
-from tests.toys import toy_llm, toy_model
+from tests.support.toys import toy_llm, toy_model
 
 SIZES = {
     "chains": [DraftBudget.chain(n) for n in (1, 2, 4, 6)],

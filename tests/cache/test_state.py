@@ -18,7 +18,7 @@ from paceline.protocols import KVCache
 from paceline.testing import check_target
 from paceline.types import Draft, Want
 from paceline.verify.tree import chunk_end, pack, pack_prefix
-from tests.hybrids import DELTA, tiny_hybrid, tiny_mamba
+from tests.support.hybrids import DELTA, tiny_hybrid, tiny_mamba
 
 TARGET = tiny_hybrid()
 CPU = torch.device("cpu")

@@ -24,7 +24,7 @@ from paceline.models.families import read_config
 from paceline.types import Want
 from paceline.verify.tree import pack_prefix
 from tests.checkpoints.test_lora import ATTENTION, SIZES, VARIANTS, base_model, save_tokenizer, train
-from tests.toys import toy_tokenizer
+from tests.support.toys import toy_tokenizer
 
 peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from tests.fuzz_files import Files
+from tests.support.fuzz_files import Files
 
 
 def test_a_few_hundred_damaged_model_files_are_read_or_refused(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from paceline.kernels.quantize import Codes, Mode, quantize
 from paceline.kernels.stored import Stored
 from paceline.models.lazy import Quantised
 from paceline.models.weights import Weights
-from tests.gguf_writing import finish
+from tests.support.gguf_writing import finish
 
 Q = gguf.GGMLQuantizationType
 HIDDEN, HEADS, KV_HEADS, FFN, VOCAB = 64, 4, 2, 96, 5

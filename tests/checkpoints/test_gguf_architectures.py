@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from paceline.checkpoints.gguf import open_gguf
-from tests.gguf_writing import finish
+from tests.support.gguf_writing import finish
 
 SMALL = {
     "vocab_size": 48,

@@ -14,9 +14,9 @@ from paceline.checkpoints.gguf import open_gguf
 from paceline.errors import UnsupportedModel
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
-from tests.gguf_writing import finish
 from tests.models.test_families import assert_close, expected, feed, text
 from tests.models.test_gemma4 import CASES, models
+from tests.support.gguf_writing import finish
 
 TOP = {
     "model.embed_tokens": "token_embd",

@@ -16,9 +16,9 @@ from paceline.checkpoints.head_files import open_head
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
 from tests.checkpoints.test_gguf_architectures import rope_tensors
-from tests.gguf_writing import finish
 from tests.models.test_families import assert_close, expected, feed, models, text
-from tests.mtp_reference import Reference
+from tests.support.gguf_writing import finish
+from tests.support.mtp_reference import Reference
 
 CASES = {"glm4.5": "glm4moe", "glm4.5 without groups": "glm4moe", "llama4 as published": "llama4"}
 CASES["llama4 without experts"] = "llama4"

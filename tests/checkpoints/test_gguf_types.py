@@ -14,7 +14,7 @@ from paceline.checkpoints import gguf_file
 from paceline.checkpoints.gguf_codes import BITS
 from paceline.checkpoints.gguf_file import read_gguf
 from paceline.kernels.quantize import GROUP
-from tests.gguf_writing import finish
+from tests.support.gguf_writing import finish
 
 Q = gguf.GGMLQuantizationType
 ROWS, COLUMNS = 6, 512

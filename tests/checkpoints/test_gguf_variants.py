@@ -14,8 +14,8 @@ import torch
 from paceline.checkpoints.gguf import open_gguf
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
-from tests.gguf_writing import finish
 from tests.models.test_families import assert_close, expected, feed, models, text
+from tests.support.gguf_writing import finish
 
 CASES = {
     "olmo2": "olmo2",

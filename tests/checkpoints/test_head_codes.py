@@ -23,7 +23,7 @@ from paceline.models.lazy import codes_of, stored_of
 from paceline.sampling.parameters import Sampling
 from paceline.testing import tiny_target
 from paceline.train.kinds import one_layer
-from tests.toys import loaded
+from tests.support.toys import loaded
 
 TARGET = tiny_target(dtype=torch.float32, layers=4)
 LAYER = one_layer(TARGET.config, 64)

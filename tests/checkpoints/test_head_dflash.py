@@ -14,7 +14,18 @@ from paceline.checkpoints.head_files import open_head
 from paceline.checkpoints.head_write import write_head
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.models.heads import BlockConfig
-from tests.random_heads import BLOCK, DFLASH2, DSPARK, MUTUAL, QWEN3, REDUCED, WINDOWED, folder_of, head_of, speculators
+from tests.support.random_heads import (
+    BLOCK,
+    DFLASH2,
+    DSPARK,
+    MUTUAL,
+    QWEN3,
+    REDUCED,
+    WINDOWED,
+    folder_of,
+    head_of,
+    speculators,
+)
 
 
 def test_dflash_names_the_layers_whose_output_it_takes(tmp_path: Path) -> None:

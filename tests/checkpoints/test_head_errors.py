@@ -20,7 +20,7 @@ from paceline.checkpoints.head_write import write_head
 from paceline.errors import CorruptModel, HeadMismatch, ModelNotFound, PacelineError, UnsupportedModel
 from paceline.models.heads import EagleConfig, HeadConfig
 from paceline.testing.tiny import TINY
-from tests.random_heads import BLOCK, COMPACT, EAGLE3, EXIT, LAYER, LLAMA, MEDUSA, folder_of, head_of
+from tests.support.random_heads import BLOCK, COMPACT, EAGLE3, EXIT, LAYER, LLAMA, MEDUSA, folder_of, head_of
 
 TARGET = replace(LAYER, layers=8)
 

@@ -22,10 +22,10 @@ from paceline.models.heads import BlockConfig, EagleConfig, HeadFile
 from paceline.sampling.parameters import Sampling
 from paceline.testing import TINY, run, tiny_target
 from paceline.types import DraftBudget
-from tests.cli.toy_cli import run as run_command
-from tests.gguf_writing import finish
-from tests.random_heads import BLOCK, DSPARK, EAGLE3, MUTUAL, REDUCED, WINDOWED, head_of
-from tests.tiny_heads import eagle_config, eagle_tensors
+from tests.support.gguf_writing import finish
+from tests.support.random_heads import BLOCK, DSPARK, EAGLE3, MUTUAL, REDUCED, WINDOWED, head_of
+from tests.support.tiny_heads import eagle_config, eagle_tensors
+from tests.support.toy_cli import run as run_command
 
 EAGLE = replace(EAGLE3, fc_norm=False, norm_output=False)  # 3.1 has no GGUF
 EAGLES = {

@@ -31,7 +31,7 @@ from paceline.protocols import TargetWithHead
 from paceline.testing import Oracle
 from paceline.testing.tiny import random_tensors
 from paceline.text.tokenizer import Tokenizer
-from tests.random_heads import BLOCK, COMPACT, EAGLE, EAGLE3, EXIT, LAYER, MEDUSA, head_of
+from tests.support.random_heads import BLOCK, COMPACT, EAGLE, EAGLE3, EXIT, LAYER, MEDUSA, head_of
 
 CONFIG = replace(LAYER, layers=8, tied=True)
 

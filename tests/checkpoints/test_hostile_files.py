@@ -31,7 +31,7 @@ from paceline.files.reading import read_json
 from paceline.files.schema import IDENTITY
 from tests.checkpoints.test_gguf import write
 from tests.models.test_families import SIZES
-from tests.random_heads import COMPACT, EAGLE3, head_of
+from tests.support.random_heads import COMPACT, EAGLE3, head_of
 
 DEEP = '{"a":' * 200_000 + "1" + "}" * 200_000
 DEEP_LIST = '{"a":' + "[" * 200_000 + "]" * 200_000 + "}"

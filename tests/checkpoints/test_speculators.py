@@ -21,7 +21,7 @@ from paceline.checkpoints.head_write import write_head
 from paceline.models.heads import EagleConfig, HeadFile
 from paceline.models.norms import RMSNorm
 from paceline.models.rope import Rotary, rotate
-from tests.random_heads import EAGLE3, LAYER, folder_of, head_of
+from tests.support.random_heads import EAGLE3, LAYER, folder_of, head_of
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 pytest.importorskip("speculators", reason="the speculators library is not installed")

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 import paceline.llm
 from paceline.testing import TINY, random_tensors
-from tests.cli.toy_cli import (
+from tests.support.toy_cli import (
     Shop,
 )
 

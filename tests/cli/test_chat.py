@@ -19,7 +19,7 @@ from paceline.cli.writing import _ProgressLine
 from paceline.engine.detokenizer import Chunk
 from paceline.errors import InvalidData
 from paceline.llm import LLM
-from tests.cli.toy_cli import (
+from tests.support.toy_cli import (
     Letters,
     Shop,
     chat,

@@ -25,7 +25,7 @@ from paceline.models.runner_choice import Runner, runner_of
 from paceline.sampling.parameters import Sampling
 from paceline.testing import TINY, random_tensors
 from paceline.types import DraftBudget
-from tests.cli.toy_cli import (
+from tests.support.toy_cli import (
     failure,
     generate,
     run,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.toy_cli import Shop, failure, run
+from tests.support.toy_cli import Shop, failure, run
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from paceline.cli.demo import _first_difference, _report
 from paceline.engine.results import Completion
 from paceline.engine.stats import Stats
-from tests.cli.toy_cli import (
+from tests.support.toy_cli import (
     Shop,
     run,
 )

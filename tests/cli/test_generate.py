@@ -15,7 +15,7 @@ import torch
 from paceline.cli.prompts import single_prompt
 from paceline.sampling.parameters import Sampling
 from paceline.types import DraftBudget
-from tests.cli.toy_cli import (
+from tests.support.toy_cli import (
     LETTERS,
     RECOMMENDED,
     STATS,

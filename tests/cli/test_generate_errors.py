@@ -10,7 +10,7 @@ import pytest
 import paceline.llm
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
-from tests.cli.toy_cli import (
+from tests.support.toy_cli import (
     Shop,
     failure,
     generate,

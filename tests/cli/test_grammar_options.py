@@ -16,7 +16,7 @@ from paceline.cli.options import parse_grammar
 from paceline.errors import InvalidOption
 from paceline.llm import LLM
 from paceline.sampling.grammar import Grammar
-from tests.vocabularies import byte_level, speaker
+from tests.support.vocabularies import byte_level, speaker
 
 pytest.importorskip("llguidance")
 

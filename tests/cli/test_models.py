@@ -11,8 +11,8 @@ from huggingface_hub import constants
 
 from paceline.cli import app
 from paceline.files.names import ALIASES
-from tests.cli.toy_cli import failure, run
-from tests.files.hub_server import hub_server
+from tests.support.hub_server import hub_server
+from tests.support.toy_cli import failure, run
 
 GGUF = b"GGUF" + bytes(1000)
 

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.engine.engine import Engine
 from paceline.errors import NonFiniteLogits, OutOfMemory
-from tests.cli.toy_cli import (
+from tests.support.toy_cli import (
     Shop,
     failure,
     generate,

@@ -23,7 +23,7 @@ from paceline.recording.file import Recording
 from paceline.recording.states import StateFiles, states_beside
 from paceline.sampling.parameters import Sampling
 from paceline.types import DraftBudget
-from tests.toys import toy_model
+from tests.support.toys import toy_model
 
 
 @pytest.fixture(autouse=True)

@@ -30,9 +30,9 @@ from paceline.sampling.sampler import Ranked
 from paceline.testing import TINY, run, run_together, tiny_target
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 from paceline.verify.tree import PREFILL_ROWS
-from tests.eagle_reference import Reference
-from tests.tiny_heads import eagle_config, eagle_tensors
-from tests.toys import ask_for
+from tests.support.eagle_reference import Reference
+from tests.support.tiny_heads import eagle_config, eagle_tensors
+from tests.support.toys import ask_for
 
 TOY = tiny_target()
 LONG = tiny_target(context_length=2048)

@@ -28,8 +28,8 @@ from paceline.testing import TINY, ToyTarget, random_tensors, run, run_together,
 from paceline.types import Carried, Draft, DraftBudget, Tap, Verdict, Want
 from paceline.verify.tree import MIN_ROWS, PREFILL_ROWS, depths, pack, pack_prefix
 from tests.models import test_families as families
-from tests.random_heads import folder_of
-from tests.toys import ask_for
+from tests.support.random_heads import folder_of
+from tests.support.toys import ask_for
 from tests.verify.test_tree import path_to
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from paceline.sampling.sampler import Prefix, Ranked, RuleName
 from paceline.testing import TINY, random_tensors, run, tiny_target
 from paceline.types import Draft, DraftBudget, Forward, Rows, Verdict, Want
 from paceline.verify.tree import MIN_ROWS
-from tests.toys import ask_for
+from tests.support.toys import ask_for
 
 CPU = torch.device("cpu")
 PROMPTS = [[1, 5, 9, 5, 9, 5, 2, 1, 5, 9], [3], [i * i % 37 for i in range(SHARED + 20)], [7, 7, 8], [4] * SHARED]

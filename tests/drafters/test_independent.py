@@ -16,8 +16,8 @@ from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Prefix
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 from paceline.verify.tree import check, depths
-from tests.bigram import Bigram
-from tests.toys import ask_for
+from tests.support.bigram import Bigram
+from tests.support.toys import ask_for
 from tests.verify.test_rules import CHAIN, TREE, chi_square
 
 PROMPT = [1, 2, 3]
@@ -93,7 +93,7 @@ def test_rows_that_are_not_finite_end_the_draft() -> None:
 
 
 class Guess(Drafter):
-    """Guesses each depth from a table, as `tests.bigram` knows it, going by the pending token alone."""
+    """Guesses each depth from a table, as `tests.support.bigram` knows it, going by the pending token alone."""
 
     def __init__(self, model: Bigram, vocab_size: int) -> None:
         chances = [model.table.softmax(-1)]

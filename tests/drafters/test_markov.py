@@ -22,8 +22,8 @@ from paceline.sampling.sampler import Ranked
 from paceline.testing import check_drafter, run, run_together, tiny_target
 from paceline.types import Draft, DraftBudget
 from tests.drafters.test_block import Dense, taps_of
-from tests.tiny_heads import TINY_BLOCK, block_tensors
-from tests.toys import ask_for
+from tests.support.tiny_heads import TINY_BLOCK, block_tensors
+from tests.support.toys import ask_for
 
 TOY = tiny_target()
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]

@@ -18,8 +18,8 @@ from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Prefix
 from paceline.testing import ToyTarget, check_drafter, run, run_together, tiny_target
 from paceline.types import Draft, DraftBudget, Tap, Verdict
-from tests.tiny_heads import TINY_MEDUSA, fitted_medusa, medusa_tensors
-from tests.toys import ask_for
+from tests.support.tiny_heads import TINY_MEDUSA, fitted_medusa, medusa_tensors
+from tests.support.toys import ask_for
 
 TOY = tiny_target()
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]

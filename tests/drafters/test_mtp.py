@@ -30,8 +30,8 @@ from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Ranked
 from paceline.testing import run, run_together
 from paceline.types import DraftBudget, Tap
-from tests.cli.toy_cli import run as run_command
-from tests.mtp_reference import Reference
+from tests.support.mtp_reference import Reference
+from tests.support.toy_cli import run as run_command
 
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
 WARM = Sampling(max_new_tokens=16, temperature=0.8, seed=5)

@@ -13,7 +13,7 @@ from paceline.drafters.ngram import NGram
 from paceline.errors import InvalidOption
 from paceline.sampling.parameters import Sampling
 from paceline.types import Draft, DraftBudget, Verdict
-from tests.toys import ask_for
+from tests.support.toys import ask_for
 
 
 def ask(drafter: NGram, text: Sequence[int], budget: DraftBudget, slot: int = 0) -> Draft:

@@ -21,9 +21,9 @@ from paceline.models.heads import EagleConfig
 from paceline.sampling.parameters import Sampling
 from paceline.testing import check_drafter, run, run_together, tiny_target
 from paceline.types import DraftBudget
-from tests.eagle_reference import Reference
-from tests.random_heads import EAGLE3, folder_of, head_of, speculators
-from tests.tiny_heads import eagle_config, eagle_tensors
+from tests.support.eagle_reference import Reference
+from tests.support.random_heads import EAGLE3, folder_of, head_of, speculators
+from tests.support.tiny_heads import eagle_config, eagle_tensors
 
 TOY = tiny_target()
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]

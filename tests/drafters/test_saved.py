@@ -25,9 +25,9 @@ from paceline.sampling.parameters import Sampling
 from paceline.testing import tiny_target
 from paceline.types import Draft, DraftBudget, Forward, Rows, Want
 from paceline.verify.tree import PREFILL_ROWS
-from tests import random_heads as heads
-from tests.cached_engine import CachedEngine, begun
-from tests.toys import toy_foreigner, toy_model
+from tests.support import random_heads as heads
+from tests.support.cached_engine import CachedEngine, begun
+from tests.support.toys import toy_foreigner, toy_model
 
 TARGET = tiny_target(layers=8, vocab_size=64, context_length=1024)
 FOREIGN = VocabMap(toy_model(context_length=1024), toy_foreigner(seed=9, context_length=1024))

@@ -14,7 +14,7 @@ from paceline.errors import InvalidOption
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import RuleName
 from paceline.types import Draft, DraftBudget, Tap, Verdict
-from tests.toys import ask_for
+from tests.support.toys import ask_for
 
 BUDGET = DraftBudget.chain(3)
 

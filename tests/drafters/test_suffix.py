@@ -17,7 +17,7 @@ from paceline.errors import InvalidOption
 from paceline.sampling.parameters import Sampling
 from paceline.types import Draft, DraftBudget, Verdict
 from paceline.verify.tree import check, depths
-from tests.toys import ask_for
+from tests.support.toys import ask_for
 
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=60)
 BUDGETS = st.builds(DraftBudget, st.integers(0, 12), st.integers(0, 8), st.integers(1, 3))

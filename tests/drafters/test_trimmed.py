@@ -20,8 +20,8 @@ from paceline.sampling.parameters import Sampling
 from paceline.testing import TINY, random_tensors, run, tiny_target
 from paceline.types import DraftBudget, Want
 from paceline.verify.tree import pack_prefix
-from tests.tiny_heads import eagle_config, eagle_tensors
-from tests.toys import toy_foreigner, toy_model
+from tests.support.tiny_heads import eagle_config, eagle_tensors
+from tests.support.toys import toy_foreigner, toy_model
 
 CPU = torch.device("cpu")
 KEPT = torch.tensor([0, 2, 3, 5, 9, 17, 20, 36])

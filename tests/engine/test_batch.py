@@ -21,7 +21,7 @@ from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
 from paceline.testing import tiny_target
 from paceline.types import DraftBudget, Forward
-from tests.toys import toy_llm, toy_model
+from tests.support.toys import toy_llm, toy_model
 
 PROMPTS = [
     "hello, world",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from paceline.engine.detokenizer import Detokenizer, StopStrings, TextStream
 from paceline.sampling.parameters import Sampling
 from paceline.types import Draft, Verdict
-from tests import vocabularies
+from tests.support import vocabularies
 
 
 def byte_decode(ids: Sequence[int]) -> str:

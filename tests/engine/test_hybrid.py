@@ -27,8 +27,8 @@ from paceline.session import Session
 from paceline.testing import run, run_together
 from paceline.types import Draft, DraftBudget
 from tests.cache.test_state import Twice, broken, text
-from tests.hybrids import HYBRID, tiny_hybrid, tiny_mamba
-from tests.tiny_heads import (
+from tests.support.hybrids import HYBRID, tiny_hybrid, tiny_mamba
+from tests.support.tiny_heads import (
     TINY_BLOCK,
     TINY_MEDUSA,
     block_tensors,

@@ -34,7 +34,7 @@ from paceline.sampling.sampler import Prefix, Sampler
 from paceline.testing import TINY, Oracle, random_tensors, run, tiny_target
 from paceline.types import DraftBudget, Rows, Want
 from paceline.verify.tree import pack_prefix
-from tests.tiny_heads import (
+from tests.support.tiny_heads import (
     TINY_BLOCK,
     TINY_MEDUSA,
     block_tensors,
@@ -43,7 +43,7 @@ from tests.tiny_heads import (
     fitted_medusa,
     medusa_tensors,
 )
-from tests.toys import toy_foreigner, toy_model
+from tests.support.toys import toy_foreigner, toy_model
 from tests.verify.test_tree import drafts
 
 TOY = tiny_target()

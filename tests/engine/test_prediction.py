@@ -19,7 +19,7 @@ from paceline.sampling.grammar import Grammar
 from paceline.sampling.parameters import Sampling
 from paceline.testing import tiny_target
 from paceline.types import Draft
-from tests.toys import toy_llm
+from tests.support.toys import toy_llm
 
 LENGTH = 120
 SAMPLINGS = {

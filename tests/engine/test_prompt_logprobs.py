@@ -8,7 +8,7 @@ import torch
 from paceline.engine.engine import Engine
 from paceline.engine.prompt_logprobs import PromptLogprobs
 from paceline.sampling.parameters import Sampling
-from tests.toys import toy_llm
+from tests.support.toys import toy_llm
 
 PROMPT = [i * 5 % 36 for i in range(40)]
 

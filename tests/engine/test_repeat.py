@@ -16,7 +16,7 @@ from paceline.models.heads import ExitConfig
 from paceline.sampling.parameters import Sampling
 from paceline.testing import tiny_target
 from paceline.types import DraftBudget
-from tests.toys import toy_model
+from tests.support.toys import toy_model
 
 PROMPTS = ["hello", "abcabc", "x"]
 

@@ -35,7 +35,7 @@ from paceline.sampling.sampler import Prefix
 from paceline.testing import Oracle, run, tiny_target
 from paceline.types import Draft, DraftBudget, Forward, Rows, Tap, Verdict, Want
 from paceline.verify.tree import PREFILL_ROWS
-from tests.tiny_heads import TINY_MEDUSA, eagle_config, eagle_tensors, medusa_tensors
+from tests.support.tiny_heads import TINY_MEDUSA, eagle_config, eagle_tensors, medusa_tensors
 
 TOY = tiny_target(context_length=2048)
 

@@ -16,7 +16,7 @@ from paceline.files.gguf_names import choose, parts_of, quantization_of, whole
 from paceline.files.hub import _is_safe, hub_model
 from paceline.files.locate import resolve
 from paceline.files.names import ALIASES, hub_name, short_name
-from tests.files.hub_server import COMMIT, Hub, hub_server
+from tests.support.hub_server import COMMIT, Hub, hub_server
 
 GGUF = b"GGUF" + bytes(range(256)) * 4096
 

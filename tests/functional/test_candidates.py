@@ -13,7 +13,7 @@ from paceline.errors import InvalidOption
 from paceline.functional import CandidateTree, TreeConfig, attention_bias, inputs, mask, paths, positions, topk
 from paceline.types import Draft
 from paceline.verify.tree import depths, pack
-from tests.functional.batches import batches, drafts_of, padded, tree_of
+from tests.support.draft_batches import batches, drafts_of, padded, tree_of
 from tests.verify.test_tree import path_to
 
 SMALL = tree_of([Draft((1, 2, 3), (0, 0, 1)), Draft((5,), (0,))])

@@ -8,7 +8,7 @@ import torch
 from paceline.errors import InvalidOption
 from paceline.functional import Accepted, append, gather_kv_, verify_greedy
 from paceline.types import Draft
-from tests.functional.batches import tree_of
+from tests.support.draft_batches import tree_of
 
 TREE = tree_of([Draft((4, 5, 6, 7), (0, 0, 2, 3)), Draft((4,), (0,)), Draft()])
 LENGTHS = torch.tensor([1, 3, 0])

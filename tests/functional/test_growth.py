@@ -24,7 +24,7 @@ from paceline.functional import (
 )
 from paceline.types import Draft
 from paceline.verify.tree import check, depths, from_paths
-from tests.functional.batches import chi_square, drafts_of
+from tests.support.draft_batches import chi_square, drafts_of
 
 CONFIGS = st.builds(
     TreeConfig,

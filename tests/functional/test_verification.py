@@ -25,7 +25,7 @@ from paceline.sampling.sampler import Prefix, Sampler
 from paceline.types import Draft, Verdict
 from paceline.verify import rejection
 from paceline.verify.rules import match
-from tests.functional.batches import batches, chi_square, padded, tree_of
+from tests.support.draft_batches import batches, chi_square, padded, tree_of
 
 
 def random_logits(tree: CandidateTree, vocab: int, seed: int) -> Tensor:

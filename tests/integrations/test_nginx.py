@@ -14,9 +14,9 @@ import httpx2 as httpx
 import pytest
 
 import paceline
-from tests.integrations.tiny_model import write_tiny
-from tests.server.running import Serving, serving
-from tests.server.server_process import ServerProcess, free_port, paceline_serve
+from tests.support.running import Serving, serving
+from tests.support.server_process import ServerProcess, free_port, paceline_serve
+from tests.support.tiny_model import write_tiny
 
 NGINX = shutil.which("nginx")
 CONFIG = Path(__file__).parents[2] / "deploy" / "nginx.conf"

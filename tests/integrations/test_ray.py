@@ -35,9 +35,9 @@ from paceline.integrations.ray import Front, PrefixRouter, Replica, app, front_s
 from paceline.integrations.replica_streams import known  # noqa: E402
 from paceline.integrations.routing import SESSION, Route, ranks, route_of  # noqa: E402
 from paceline.server.limits import Settings  # noqa: E402
-from tests.integrations.replicas import DEPLOY, Replicas, cluster  # noqa: E402
-from tests.integrations.tiny_model import write_tiny  # noqa: E402
-from tests.server.running import Serving, serving  # noqa: E402
+from tests.support.replicas import DEPLOY, Replicas, cluster  # noqa: E402
+from tests.support.running import Serving, serving  # noqa: E402
+from tests.support.tiny_model import write_tiny  # noqa: E402
 
 pytestmark = pytest.mark.slow
 CHAT = "/v1/chat/completions"

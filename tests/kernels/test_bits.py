@@ -12,7 +12,7 @@ import pytest
 from paceline.kernels.cpu import toolchain
 from paceline.kernels.cpu.build import SETS, available, compiled, library
 from paceline.kernels.cpu.toolchain import InstructionSet, find_compiler, sets_of
-from tests.kernels.sets import FUSED
+from tests.support.instruction_sets import FUSED
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(library() is None, reason="there is no C++ compiler")]
 

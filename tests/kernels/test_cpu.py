@@ -25,7 +25,7 @@ from paceline.kernels.cpu.toolchain import sets_of
 from paceline.kernels.linear import _Coded
 from paceline.kernels.quantize import Codes, quantize, round_activations
 from paceline.models.norms import RMSNorm
-from tests.kernels.sets import using
+from tests.support.instruction_sets import using
 
 needs_kernels = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
 FOLDER = Path(build.__file__).parent

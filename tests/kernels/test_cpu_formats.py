@@ -19,7 +19,7 @@ from paceline.kernels.cpu.build import SETS, available, library
 from paceline.kernels.cpu.matrix import EIGHT, FOUR_AND_FLOOR, IQ4_NL, NativeGated, NativeLinear, fewest_bits
 from paceline.kernels.quantize import quantize, round_activations
 from paceline.kernels.stored import FLOATS, Form, Stored
-from tests.kernels.sets import FUSED, using
+from tests.support.instruction_sets import FUSED, using
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
 

@@ -29,7 +29,7 @@ from paceline.protocols import KVCache
 from paceline.testing import random_tensors
 from paceline.types import Carried, Draft, Rows, Tap, Want
 from paceline.verify.tree import beside, pack, pack_prefix
-from tests.tiny_heads import block_tensors
+from tests.support.tiny_heads import block_tensors
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
 CPU = torch.device("cpu")

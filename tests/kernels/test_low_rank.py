@@ -21,9 +21,9 @@ from paceline.models.lazy import Quantised
 from paceline.testing import TINY, random_tensors
 from paceline.types import Draft, Want
 from paceline.verify.tree import pack, pack_prefix
-from tests.hybrids import HYBRID, MAMBA_HYBRID, hybrid_tensors, mamba_tensors
 from tests.kernels.test_cpu_groups import watched
 from tests.kernels.test_cpu_layers import BASE, MODELS, tensors_of
+from tests.support.hybrids import HYBRID, MAMBA_HYBRID, hybrid_tensors, mamba_tensors
 
 CPU = torch.device("cpu")
 needs_kernels = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")

@@ -30,7 +30,7 @@ from paceline.sampling.parameters import Sampling
 from paceline.testing import TINY, random_tensors, run
 from paceline.types import Draft, DraftBudget, Want
 from paceline.verify.tree import pack, pack_prefix
-from tests.tiny_heads import TINY_BLOCK, TINY_MEDUSA, block_tensors, eagle_config, eagle_tensors, medusa_tensors
+from tests.support.tiny_heads import TINY_BLOCK, TINY_MEDUSA, block_tensors, eagle_config, eagle_tensors, medusa_tensors
 
 CPU = torch.device("cpu")
 MODES: tuple[Mode, ...] = ("int8", "int4")

@@ -26,8 +26,8 @@ from paceline.models.shards import RankTensors, divide, spans
 from paceline.testing import TINY, random_tensors
 from tests.kernels.test_cpu_formats import number, stored
 from tests.kernels.test_low_rank import factors
-from tests.models.divided_worker import WITH_ADAPTERS
-from tests.server.server_process import free_port
+from tests.support.divided_worker import WITH_ADAPTERS
+from tests.support.server_process import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,7 +42,7 @@ def run_ranks(*arguments: str, count: int = 2, shared_memory: bool = True) -> li
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))),
     }
-    command = [sys.executable, "-m", "tests.models.divided_worker", *arguments]
+    command = [sys.executable, "-m", "tests.support.divided_worker", *arguments]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
     ranks = [subprocess.Popen(command, env=shared | {"RANK": str(rank)}, **pipes) for rank in range(count)]
     try:

@@ -15,7 +15,7 @@ from paceline.checkpoints.head_write import write_head
 from paceline.errors import CannotWrite, InvalidOption, UnsupportedModel
 from paceline.models.config import LayerConfig
 from paceline.models.heads import EagleConfig, HeadConfig, HeadFile, MedusaConfig, kind_of
-from tests.random_heads import (
+from tests.support.random_heads import (
     BLOCK,
     COMPACT,
     EAGLE,

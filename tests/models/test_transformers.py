@@ -25,8 +25,8 @@ from paceline.sampling.parameters import Sampling
 from paceline.testing import Oracle, run, tiny_target
 from paceline.types import Draft, DraftBudget, Want
 from paceline.verify.tree import pack, pack_prefix
-from tests.cached_engine import CachedEngine
-from tests.toys import toy_tokenizer
+from tests.support.cached_engine import CachedEngine
+from tests.support.toys import toy_tokenizer
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()

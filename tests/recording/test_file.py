@@ -20,7 +20,7 @@ from paceline.recording import file as recording_file
 from paceline.recording.file import Recording
 from paceline.recording.rows import RecordedReply, parse_header, parse_reply
 from paceline.sampling.parameters import Sampling
-from tests.toys import toy_llm
+from tests.support.toys import toy_llm
 
 HOW = Sampling(max_new_tokens=9, temperature=0.8, top_p=0.9, seed=4)
 
@@ -105,7 +105,7 @@ def test_a_file_is_appended_to_for_the_same_model_alone(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from paceline.sampling.parameters import Sampling
-from tests.toys import toy_llm
+from tests.support.toys import toy_llm
 llm = toy_llm()
 llm.record(sys.argv[1])
 while True:

@@ -32,8 +32,8 @@ from paceline.recording.states import StateFiles, StateKeeper, states_beside
 from paceline.sampling.parameters import Sampling
 from paceline.testing import tiny_target
 from paceline.types import Draft, DraftBudget
-from tests.tiny_heads import TINY_BLOCK, TINY_MEDUSA, block_tensors, eagle_config, eagle_tensors, fitted_medusa
-from tests.toys import toy_foreigner, toy_model
+from tests.support.tiny_heads import TINY_BLOCK, TINY_MEDUSA, block_tensors, eagle_config, eagle_tensors, fitted_medusa
+from tests.support.toys import toy_foreigner, toy_model
 
 MODEL = toy_model()
 TOY: Any = MODEL.target

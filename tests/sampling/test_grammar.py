@@ -24,7 +24,7 @@ from paceline.sampling.parameters import Sampling, Vocabulary
 from paceline.sampling.sampler import Prefix, Sampler
 from paceline.text.tokenizer import Tokenizer
 from paceline.types import DraftBudget
-from tests.grammars import (
+from tests.support.grammars import (
     END,
     GRAMMARS,
     NESTED,
@@ -37,7 +37,7 @@ from tests.grammars import (
     how,
     matcher,
 )
-from tests.vocabularies import KINDS, byte_level, speaker, tokenizer
+from tests.support.vocabularies import KINDS, byte_level, speaker, tokenizer
 
 pytest.importorskip("llguidance")
 

@@ -28,7 +28,7 @@ from paceline.sampling.grammar_matcher import Matcher
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Prefix, Sampler
 from paceline.types import Draft, DraftBudget, Tap, Verdict
-from tests.grammars import (
+from tests.support.grammars import (
     END,
     GRAMMARS,
     SIZE,
@@ -41,8 +41,8 @@ from tests.grammars import (
     how,
     matcher,
 )
-from tests.tiny_heads import eagle_config, eagle_tensors, medusa_tensors
-from tests.vocabularies import speaker
+from tests.support.tiny_heads import eagle_config, eagle_tensors, medusa_tensors
+from tests.support.vocabularies import speaker
 
 pytest.importorskip("llguidance")
 

@@ -7,9 +7,9 @@ import pytest
 from paceline.drafters.ngram import NGram
 from paceline.drafters.suffix import Suffix
 from paceline.llm import LLM
-from tests.server.running import Serving, serving
-from tests.toys import toy_model
-from tests.vocabularies import byte_level, speaker
+from tests.support.running import Serving, serving
+from tests.support.toys import toy_model
+from tests.support.vocabularies import byte_level, speaker
 
 TOOLS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.tool_calls %}<tool_call>{% endif %}\n{% endfor %}"
 """A template that knows tools, and tells of them in few tokens."""

@@ -22,8 +22,8 @@ from paceline.server.models import ModelSource
 from paceline.server.worker import Worker
 from paceline.testing import TINY, random_tensors
 from tests.kernels.test_low_rank import SETS, factors
-from tests.server.running import Serving, serving
-from tests.toys import loaded
+from tests.support.running import Serving, serving
+from tests.support.toys import loaded
 
 TENSORS = random_tensors(TINY)
 HELD = [factors(TENSORS, name, *what, scale=3.0) for name, what in SETS.items()]

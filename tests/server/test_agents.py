@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.agents import (
+from tests.support.agents import (
     CLAUDE,
     CLAUDE_CALL,
     CLAUDE_HEADERS,
@@ -19,8 +19,8 @@ from tests.server.agents import (
     CODEX_NAMESPACED,
     COPILOT,
 )
-from tests.server.running import Serving, serving
-from tests.server.scripted import scripted
+from tests.support.running import Serving, serving
+from tests.support.scripted import scripted
 
 THOUGHT = "<think>\nI look.\n</think>\n\n"
 

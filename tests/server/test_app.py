@@ -17,8 +17,8 @@ from paceline.server import errors
 from paceline.server.app import POLICY, add_page
 from paceline.server.models import ModelSource
 from paceline.server.worker import Busy, ServerStopping, Worker
-from tests.server.running import Serving, serving
-from tests.toys import toy_llm, toy_model
+from tests.support.running import Serving, serving
+from tests.support.toys import toy_llm, toy_model
 
 BODIES = {"/v1/chat/completions": "ChatRequest", "/v1/completions": "CompletionRequest"}
 

@@ -14,9 +14,9 @@ from paceline.server.bodies import parse
 from paceline.server.errors import ApiError
 from paceline.server.schema import ChatRequest
 from paceline.server.schema_completions import CompletionRequest
-from tests.server.described import Document, FuzzRequest
-from tests.server.fuzz import BODIES, PATHS, check_response
-from tests.server.running import Serving
+from tests.support.described import Document, FuzzRequest
+from tests.support.fuzz import BODIES, PATHS, check_response
+from tests.support.running import Serving
 
 JSON = {"Content-Type": "application/json"}
 UNKNOWN = {f"x{i}": 1 for i in range(50_000)}

@@ -12,10 +12,10 @@ from pydantic import BaseModel
 from paceline.sampling.grammar import Grammar
 from paceline.server.calls import Call, ForcedCallParser
 from paceline.server.tools import GLM, HERMES, LLAMA, MINIMAX, MISTRAL, QWEN, SEED, CallFormat
-from tests.grammars import allowed, matcher
-from tests.server.running import Serving, serving
-from tests.server.scripted import scripted
-from tests.vocabularies import byte_level
+from tests.support.grammars import allowed, matcher
+from tests.support.running import Serving, serving
+from tests.support.scripted import scripted
+from tests.support.vocabularies import byte_level
 
 pytest.importorskip("llguidance")
 

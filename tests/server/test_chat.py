@@ -14,8 +14,8 @@ from paceline.engine.stats import Stats
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
 from paceline.server.usage import Usage
-from tests.server.running import Serving, serving
-from tests.toys import toy_model
+from tests.support.running import Serving, serving
+from tests.support.toys import toy_model
 
 CHAT: Any = [{"role": "user", "content": "abc abc abc"}]
 

@@ -18,12 +18,12 @@ import pytest
 
 from paceline.drafters.suffix import Suffix
 from paceline.llm import LLM
-from tests.server.running import Serving, serving
-from tests.server.scripted import scripted
 from tests.server.test_infill import filler
 from tests.server.test_responses import SCHEMA, THINKS, user
-from tests.toys import toy_model
-from tests.vocabularies import byte_level, speaker
+from tests.support.running import Serving, serving
+from tests.support.scripted import scripted
+from tests.support.toys import toy_model
+from tests.support.vocabularies import byte_level, speaker
 
 anthropic = pytest.importorskip("anthropic")
 ollama = pytest.importorskip("ollama")

@@ -19,8 +19,8 @@ from paceline.server.models import Models, ModelSource
 from paceline.server.schema_completions import CompletionRequest
 from paceline.server.worker import Worker
 from paceline.text.sandbox import ABANDONED, Unfinished
-from tests.server.running import Serving, serving
-from tests.vocabularies import framed, speaker, tokenizer
+from tests.support.running import Serving, serving
+from tests.support.vocabularies import framed, speaker, tokenizer
 
 
 def texts(made: Any) -> list[str]:

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from paceline.server import listen
-from tests.server.running import Serving, serving
 from tests.server.test_limits import ENDLESS, connect, request, slow_llm
-from tests.toys import toy_llm
+from tests.support.running import Serving, serving
+from tests.support.toys import toy_llm
 
 HEAD = b"GET /health HTTP/1.1\r\nHost: x\r\n"
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from paceline.drafters.suffix import Suffix
 from paceline.llm import LLM
 from tests.conftest import packaged_model
-from tests.server.running import Serving, serving
+from tests.support.running import Serving, serving
 
 pytestmark = pytest.mark.model
 

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.checkpoints.test_gguf import FFN, HIDDEN, Q, write
-from tests.server.server_process import ServerProcess, free_port
+from tests.support.server_process import ServerProcess, free_port
 
 
 @pytest.fixture

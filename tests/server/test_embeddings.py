@@ -14,7 +14,7 @@ from paceline.server.bodies import BodyReader
 from paceline.server.worker import Worker
 from paceline.types import Rows, Want
 from paceline.verify.tree import pack_prefix
-from tests.server.running import Serving, serving
+from tests.support.running import Serving, serving
 
 TEXTS = ["abc abc", "the long text of a toy", "b"]
 

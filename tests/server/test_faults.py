@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.server import faults
-from tests.server.server_process import ServerProcess, paceline_serve
+from tests.support import faults
+from tests.support.server_process import ServerProcess, paceline_serve
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 COMMAND = paceline_serve("--model demo --quantize int8")

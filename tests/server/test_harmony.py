@@ -11,8 +11,8 @@ import pytest
 from paceline.server import harmony
 from paceline.server.harmony import HarmonyParser
 from paceline.server.thinking import HARMONY, family
-from tests.server.running import serving
-from tests.server.scripted import scripted
+from tests.support.running import serving
+from tests.support.scripted import scripted
 
 TEMPLATE = "go:<|start|>assistant{# tools <|channel|><|message|> #}"
 """A template whose prompt is always the same."""

@@ -14,9 +14,9 @@ import pytest
 from paceline.llm import LLM
 from paceline.protocols import KVCache
 from paceline.types import Forward, Rows, Want
-from tests.server.running import Serving, serving
-from tests.server.scripted import scripted
 from tests.server.test_responses import SCHEMA, THINKS, user
+from tests.support.running import Serving, serving
+from tests.support.scripted import scripted
 
 anthropic = pytest.importorskip("anthropic")
 ollama = pytest.importorskip("ollama")

@@ -17,9 +17,9 @@ from paceline.server.infilling import InfillWriter
 from paceline.server.usage import Usage
 from paceline.server.worker import ReplyRound
 from paceline.text.tokenizer import Tokenizer
-from tests.server.running import Serving, serving
 from tests.server.test_completions import PROMPT
-from tests.vocabularies import byte_level, speaker
+from tests.support.running import Serving, serving
+from tests.support.vocabularies import byte_level, speaker
 
 FIM = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>", "<|endoftext|>")
 

@@ -21,8 +21,8 @@ from paceline.server.limits import Settings, check_host, check_key
 from paceline.server.listen import check_address
 from paceline.server.models import in_own_thread
 from paceline.server.worker import WorkerLimits
-from tests.server.running import Serving, serving
-from tests.toys import toy_llm, toy_model
+from tests.support.running import Serving, serving
+from tests.support.toys import toy_llm, toy_model
 
 CHAT: Any = [{"role": "user", "content": "abc abc abc"}]
 ENDLESS: dict[str, Any] = {"messages": CHAT, "ignore_eos": True, "max_tokens": 100_000, "stream": True}

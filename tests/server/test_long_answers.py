@@ -12,8 +12,8 @@ import pytest
 from paceline.server import writers
 from paceline.server.preprocessing import Preprocessor
 from paceline.server.stored import ResponseStore, StoredResponse, memory
-from tests.server.running import Serving
 from tests.server.test_responses import SCHEMA, user
+from tests.support.running import Serving
 
 LARGE = 200_000
 NOTES: Any = [

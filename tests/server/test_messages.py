@@ -13,9 +13,9 @@ from paceline.server.blocks import chat_body
 from paceline.server.compat import left_out
 from paceline.server.errors import ApiError
 from paceline.server.schema_messages import MessagesRequest
-from tests.server.running import Serving, serving
-from tests.server.scripted import fail_before_the_end, scripted
 from tests.server.test_responses import SCHEMA, THINKS, user
+from tests.support.running import Serving, serving
+from tests.support.scripted import fail_before_the_end, scripted
 
 anthropic = pytest.importorskip("anthropic")
 TOOL: Any = {"name": "add", "input_schema": SCHEMA}

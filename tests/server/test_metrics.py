@@ -12,8 +12,8 @@ from paceline.drafters.suffix import Suffix
 from paceline.errors import InvalidOption
 from paceline.llm import LLM
 from paceline.server import tracing
-from tests.server.running import Serving, serving
-from tests.toys import toy_model
+from tests.support.running import Serving, serving
+from tests.support.toys import toy_model
 
 CHAT: Any = [{"role": "user", "content": "abc abc abc"}]
 

@@ -23,8 +23,8 @@ from paceline.server import models as served_models
 from paceline.server.errors import ApiError
 from paceline.server.models import LoadedModel, Models, ModelSource
 from paceline.server.worker import Busy, ServerStopping, Worker
-from tests.server.running import serving_models
-from tests.toys import toy_llm, toy_model
+from tests.support.running import serving_models
+from tests.support.toys import toy_llm, toy_model
 
 ASK: Any = [{"role": "user", "content": "abc abc"}]
 

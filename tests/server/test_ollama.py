@@ -20,10 +20,10 @@ from paceline.sampling.parameters import Sampling
 from paceline.server.models import ModelSource
 from paceline.server.worker import Worker
 from tests.checkpoints.test_gguf import Q, write
-from tests.server.running import Serving, serving, serving_models
-from tests.server.scripted import fail_before_the_end, scripted
 from tests.server.test_responses import SCHEMA, THINKS, user
-from tests.toys import toy_llm
+from tests.support.running import Serving, serving, serving_models
+from tests.support.scripted import fail_before_the_end, scripted
+from tests.support.toys import toy_llm
 
 ollama = pytest.importorskip("ollama")
 TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}

@@ -8,8 +8,8 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests.server.described import EXAMPLES
-from tests.server.running import Serving
+from tests.support.described import EXAMPLES
+from tests.support.running import Serving
 
 schemathesis = pytest.importorskip("schemathesis", reason="the extra dev has it")
 GENERATING = (

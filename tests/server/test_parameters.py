@@ -9,9 +9,9 @@ import pytest
 
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
-from tests.server.running import Serving, serving
-from tests.toys import toy_model
-from tests.vocabularies import byte_level
+from tests.support.running import Serving, serving
+from tests.support.toys import toy_model
+from tests.support.vocabularies import byte_level
 
 CHAT: Any = [{"role": "user", "content": "go on"}]
 BASE: dict[str, Any] = {"temperature": 1.0, "seed": 3}

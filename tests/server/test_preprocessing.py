@@ -21,10 +21,10 @@ from paceline.server.errors import ApiError
 from paceline.server.preprocessing import Preprocessor
 from paceline.server.schema_completions import CompletionRequest
 from paceline.server.schema_tokens import TokenizeRequest
-from tests.server.running import Serving, serving
 from tests.server.test_limits import slow_llm
-from tests.toys import toy_llm
-from tests.vocabularies import byte_level, speaker
+from tests.support.running import Serving, serving
+from tests.support.toys import toy_llm
+from tests.support.vocabularies import byte_level, speaker
 
 pytest.importorskip("llguidance")
 

@@ -15,8 +15,8 @@ from paceline.server.errors import ApiError
 from paceline.server.items import chat_body
 from paceline.server.schema_responses import MessageItem, ResponsesRequest
 from paceline.server.stored import ResponseStore, StoredResponse, memory
-from tests.server.running import Serving, serving
-from tests.server.scripted import fail_before_the_end, scripted
+from tests.support.running import Serving, serving
+from tests.support.scripted import fail_before_the_end, scripted
 
 SCHEMA = {
     "type": "object",

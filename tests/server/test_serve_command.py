@@ -21,8 +21,8 @@ from paceline.recording.file import Recording
 from paceline.server.limits import Settings
 from paceline.server.models import Models, ModelSource
 from paceline.server.worker import Worker
-from tests.files.hub_server import hub_server
-from tests.toys import toy_llm, toy_model
+from tests.support.hub_server import hub_server
+from tests.support.toys import toy_llm, toy_model
 
 NAME = "--served-model-name"
 

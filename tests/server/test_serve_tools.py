@@ -10,9 +10,9 @@ from random import Random
 
 import pytest
 
-from tests.server import faults, traffic
-from tests.server import load_client as client
-from tests.server.server_process import ServerProcess
+from tests.support import faults, traffic
+from tests.support import load_client as client
+from tests.support.server_process import ServerProcess
 
 HERE = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(HERE.parent / "benchmarks"))

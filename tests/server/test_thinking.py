@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from paceline.server.thinking import ThoughtFormat, ThoughtParser, family
-from tests.server.running import serving
-from tests.server.scripted import TEMPLATE, scripted
+from tests.support.running import serving
+from tests.support.scripted import TEMPLATE, scripted
 
 CHAT: Any = [{"role": "user", "content": "go"}]
 THINK = ThoughtFormat("<think>", "</think>")

@@ -34,7 +34,7 @@ from paceline.server.tools import (
 )
 from paceline.server.worker import ReplyRound
 from paceline.text.chat_template import check_messages, render
-from tests.toys import toy_tokenizer
+from tests.support.toys import toy_tokenizer
 
 LIST: Any = {"type": "array", "items": {"type": "integer"}}
 FUNCTIONS: Any = {

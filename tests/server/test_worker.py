@@ -47,7 +47,7 @@ from paceline.server.worker import (
 from paceline.testing import tiny_target
 from paceline.types import Draft, DraftBudget
 from tests.conftest import packaged_model
-from tests.toys import toy_llm, toy_model
+from tests.support.toys import toy_llm, toy_model
 
 T = TypeVar("T")
 SUFFIX = Speculation("suffix")

@@ -13,7 +13,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from tests.server.server_process import ServerProcess, paceline_serve
+from tests.support.server_process import ServerProcess, paceline_serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.model]
 

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from paceline.drafters.suffix import Suffix
 from paceline.llm import LLM
-from tests.server.fuzz import BODIES, PATHS, check_response
-from tests.server.running import serving
-from tests.toys import toy_model
+from tests.support.fuzz import BODIES, PATHS, check_response
+from tests.support.running import serving
+from tests.support.toys import toy_model
 
 pytestmark = pytest.mark.slow
 

@@ -10,9 +10,9 @@ import pytest
 from paceline.drafters.ngram import NGram
 from paceline.drafters.suffix import Suffix
 from paceline.llm import LLM
-from tests.server.described import EXAMPLES, Document, FuzzRequest
-from tests.server.running import Serving, serving
-from tests.toys import toy_model
+from tests.support.described import EXAMPLES, Document, FuzzRequest
+from tests.support.running import Serving, serving
+from tests.support.toys import toy_model
 
 pytestmark = pytest.mark.slow
 

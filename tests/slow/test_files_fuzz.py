@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz_files import MEMORY, Files
+from tests.support.fuzz_files import MEMORY, Files
 
 pytestmark = pytest.mark.slow
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
-from tests.server.faults import RUNNING, WAITING, describe, is_error, read_gauges
-from tests.server.load_client import Client, Exchange, read
-from tests.server.server_process import ServerProcess, paceline_serve
-from tests.server.traffic import CHAT, Traffic, TrafficRequest, largest, probes
+from tests.support.faults import RUNNING, WAITING, describe, is_error, read_gauges
+from tests.support.load_client import Client, Exchange, read
+from tests.support.server_process import ServerProcess, paceline_serve
+from tests.support.traffic import CHAT, Traffic, TrafficRequest, largest, probes
 
 pytestmark = [pytest.mark.slow, pytest.mark.model]
 

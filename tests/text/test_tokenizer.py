@@ -17,7 +17,7 @@ from paceline.errors import CorruptModel, InvalidPrompt, PacelineError, Unsuppor
 from paceline.files.locate import resolve
 from paceline.text.gguf_splitters import SPLITTERS
 from paceline.text.tokenizer import Tokenizer
-from tests import vocabularies
+from tests.support import vocabularies
 
 AWKWARD = [
     "",

@@ -18,8 +18,8 @@ from paceline.sampling.parameters import Sampling
 from paceline.train.answers import Answer, AnswerPlan, derive_seed, parse_answer
 from paceline.train.prompts import Prompts
 from paceline.train.writing import Progress, write_answers
-from tests.toys import toy_llm
-from tests.train.data import some_prompts, words, write_rows
+from tests.support.toys import toy_llm
+from tests.support.training_data import some_prompts, words, write_rows
 
 PLAN = AnswerPlan(answer_tokens=8, width=4)
 
@@ -95,7 +95,7 @@ torch.set_num_threads(1)
 from paceline.train.answers import AnswerPlan
 from paceline.train.prompts import Prompts
 from paceline.train.writing import write_answers
-from tests.toys import toy_llm
+from tests.support.toys import toy_llm
 folder = Path(sys.argv[1])
 write_answers(toy_llm(), Prompts(folder / "p.jsonl"), folder / "answers.jsonl", AnswerPlan(answer_tokens=8, width=4),
               lambda progress: time.sleep(0.02))

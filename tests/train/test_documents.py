@@ -14,8 +14,8 @@ from paceline.llm import LLM
 from paceline.train.documents import Document, Documents, cut
 from paceline.train.prompts import Prompts, is_held
 from tests.conftest import SHARED, packaged_model
-from tests.toys import toy_llm
-from tests.train.data import some_prompts, words, write_rows
+from tests.support.toys import toy_llm
+from tests.support.training_data import some_prompts, words, write_rows
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from paceline.train.loop import Trainer, TrainPlan
 from paceline.train.states import States
 from paceline.types import Draft, DraftBudget
 from paceline.verify.tree import pack, pack_prefix
-from tests.train.toys import TAPS, TARGET, documents, recipe, selection, trainer
+from tests.support.train_toys import TAPS, TARGET, documents, recipe, selection, trainer
 
 
 @pytest.mark.parametrize("flags", [{}, {"norm_output": True}])

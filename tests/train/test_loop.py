@@ -10,7 +10,7 @@ from paceline.train.documents import Document
 from paceline.train.loop import CHECKPOINT, Report, Trainer, TrainPlan
 from paceline.train.recipe import Guesses, Teacher, simulate_rounds
 from paceline.train.states import States
-from tests.train.toys import TAPS, TARGET, documents, recipe, selection, trainer
+from tests.support.train_toys import TAPS, TARGET, documents, recipe, selection, trainer
 
 PLAN = TrainPlan(epochs=1, batch=4, rate=5e-3, every=1e9, evaluate=1e9)
 

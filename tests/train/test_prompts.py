@@ -17,8 +17,8 @@ from paceline.train.prompts import Prompts, is_held
 from paceline.train.self_prompts import SHORTEST, UserTurn, write_prompts
 from paceline.train.writing import Progress
 from tests.conftest import SHARED, packaged_model
-from tests.toys import toy_llm, toy_tokenizer
-from tests.train.data import some_prompts, write_rows
+from tests.support.toys import toy_llm, toy_tokenizer
+from tests.support.training_data import some_prompts, write_rows
 
 
 def prompts_of(path: Path, data: bytes) -> Prompts:

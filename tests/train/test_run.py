@@ -20,7 +20,7 @@ from paceline.testing.tiny import TINY, random_tensors
 from paceline.train import answers, loop, run
 from paceline.train.kinds import TrainJob
 from paceline.train.run import Listener, _stated, train
-from tests.toys import loaded, toy_llm
+from tests.support.toys import loaded, toy_llm
 
 KINDS = {"eagle3": EagleConfig, "medusa": MedusaConfig, "early-exit": ExitConfig, "block": BlockConfig}
 

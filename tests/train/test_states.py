@@ -11,7 +11,7 @@ from paceline.train.documents import Document
 from paceline.train.states import SHARD, DocumentBatch, States
 from paceline.types import DraftBudget, Forward, Rows, Want
 from paceline.verify.tree import pack_prefix
-from tests.train.toys import TAPS, TARGET, documents, selection
+from tests.support.train_toys import TAPS, TARGET, documents, selection
 
 
 def stored(folder: Path, limit: int = 10**9) -> StateFiles:

@@ -15,7 +15,7 @@ from paceline.checkpoints.head_files import open_head
 from paceline.cli.train import _TimeLeft
 from paceline.train.prompts import Prompts, is_held
 from tests.cli.test_cli import failure, run
-from tests.toys import toy_llm
+from tests.support.toys import toy_llm
 
 
 @pytest.fixture

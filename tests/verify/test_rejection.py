@@ -20,7 +20,7 @@ from paceline.sampling.noise import ACCEPT, Noise
 from paceline.types import Draft, Verdict
 from paceline.verify import rejection
 from paceline.verify.rejection import RoundChance, Shaped, block_walk, rejection_walk
-from tests.enumerate import Script, outcomes
+from tests.support.enumerate import Script, outcomes
 
 Walk = Callable[[Draft, Shaped, Script], Verdict]
 WALKS: dict[str, Walk] = {"rejection": rejection_walk, "block": block_walk}

@@ -29,8 +29,8 @@ from paceline.types import Draft, DraftBudget
 from paceline.verify import rejection
 from paceline.verify.rules import RULES, text_guarantee, typical
 from paceline.verify.tree import shape
-from tests.bigram import Bigram
-from tests.toys import ask_for, toy_llm
+from tests.support.bigram import Bigram
+from tests.support.toys import ask_for, toy_llm
 
 VOCAB, LENGTH, SEEDS, WARM = 3, 3, 400, 0.8
 # What the drafter leaves to the target lies on two tokens, one that the drafter likes and one that it does not: there

@@ -17,7 +17,7 @@ from paceline.sampling.parameters import Sampling
 from paceline.testing import TINY, Oracle, check_target, random_tensors, run, run_together, tiny_target
 from paceline.types import Draft, DraftBudget, Want
 from paceline.verify.tree import pack, pack_prefix
-from tests.kernels.cuda.tape import tape
+from tests.support.cuda_tape import tape
 
 CPU = torch.device("cpu")
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]

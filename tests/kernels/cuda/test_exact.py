@@ -15,7 +15,7 @@ from paceline.kernels.linear import linear, products
 from paceline.models.cuda_decoder import DeviceDecoder
 from paceline.models.decoder import Decoder
 from paceline.testing import TINY, random_tensors
-from tests.toys import toy_model
+from tests.support.toys import toy_model
 
 CUDA = torch.device("cuda")
 

@@ -15,7 +15,7 @@ pytest.importorskip("playwright", reason="the page is tested with playwright: pi
 
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
-from tests.server.page.fake_server import MODEL, Fake, serving
+from tests.support.fake_server import MODEL, Fake, serving
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 # Long enough for a busy machine of two cores; nothing waits that long unless it fails.

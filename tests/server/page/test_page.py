@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Locator, expect
 
 from tests.server.page.conftest import Open, Tab
-from tests.server.page.fake_server import MARKUP, SKY, Fake, serving
+from tests.support.fake_server import MARKUP, SKY, Fake, serving
 
 TEXT = "".join(text for _, texts in SKY for text in texts)
 TOKENS = sum(len(texts) for _, texts in SKY)

@@ -11,7 +11,7 @@ from playwright.sync_api import Page, expect
 
 from paceline.cli.chat import read_conversation
 from tests.server.page.conftest import Open, Tab
-from tests.server.page.fake_server import MODEL, SKY, Fake, serving
+from tests.support.fake_server import MODEL, SKY, Fake, serving
 
 TEXT = "".join(text for _, texts in SKY for text in texts)
 

@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import expect
 
 from tests.server.page.conftest import Open, Tab
-from tests.server.page.fake_server import SKY, Fake
+from tests.support.fake_server import SKY, Fake
 
 TEXT = "".join(text for _, texts in SKY for text in texts)
 TOKENS = sum(len(texts) for _, texts in SKY)

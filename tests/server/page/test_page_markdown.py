@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import expect
 
 from tests.server.page.conftest import Tab
-from tests.server.page.fake_server import Fake
+from tests.support.fake_server import Fake
 
 DRAW = """async ([text, step]) => {
   const { FormattedView } = await import('./views.js');

@@ -17,8 +17,8 @@ from paceline.server.models import ModelSource
 from paceline.server.worker import Worker
 from paceline.testing import tiny_target
 from tests.server.page.conftest import Open
-from tests.server.running import Serving, serving, serving_models
-from tests.toys import toy_model
+from tests.support.running import Serving, serving, serving_models
+from tests.support.toys import toy_model
 
 SHOWN = "all => all.map(token => token.textContent).join('')"
 

@@ -17,7 +17,7 @@ from types import TracebackType
 
 import psutil
 
-from tests.server.load_client import HOST, Client
+from tests.support.load_client import HOST, Client
 
 
 def free_port() -> int:

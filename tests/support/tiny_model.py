@@ -9,7 +9,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from paceline.testing import TINY, random_tensors
-from tests.vocabularies import byte_level
+from tests.support.vocabularies import byte_level
 
 _TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"

@@ -1,6 +1,6 @@
 """The page's test double: the endpoints that the page calls, with recorded replies instead of a model.
 
-To look at the page by hand: `python -m tests.server.page.fake_server`, then http://127.0.0.1:8017/.
+To look at the page by hand: `python -m tests.support.fake_server`, then http://127.0.0.1:8017/.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from ray.cluster_utils import Cluster
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
-from tests.server.running import Serving
-from tests.server.server_process import free_port
+from tests.support.running import Serving
+from tests.support.server_process import free_port
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 

@@ -21,7 +21,7 @@ from paceline.sampling.sampler import Prefix, Sampler
 from paceline.testing import Oracle
 from paceline.text.tokenizer import Tokenizer
 from paceline.types import DraftBudget
-from tests.vocabularies import byte_level, renumbered, speaker
+from tests.support.vocabularies import byte_level, renumbered, speaker
 
 WORDS = byte_level()
 SIZE = max(WORDS.vocabulary.values()) + 1

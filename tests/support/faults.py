@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.server.load_client import HOST, Client, Exchange, events, read
-from tests.server.server_process import ServerProcess, free_port
-from tests.server.traffic import CHAT, Traffic
+from tests.support.load_client import HOST, Client, Exchange, events, read
+from tests.support.server_process import ServerProcess, free_port
+from tests.support.traffic import CHAT, Traffic
 
 RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 

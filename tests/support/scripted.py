@@ -15,8 +15,8 @@ from paceline.llm import LLM
 from paceline.protocols import KVCache
 from paceline.text.tokenizer import Tokenizer
 from paceline.types import Forward, Rows, Want
-from tests.bigram import Bigram
-from tests.vocabularies import byte_level
+from tests.support.bigram import Bigram
+from tests.support.vocabularies import byte_level
 
 TEMPLATE = "{# of a family that knows tools, <tool_call>, and writes <think>...</think> #}go:"
 """A template whose prompt is always the same."""

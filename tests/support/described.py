@@ -13,8 +13,8 @@ from urllib.parse import quote
 import httpx2 as httpx
 from hypothesis import strategies as st
 
-from tests.server.fuzz import MESSAGE, ODD, check_response
-from tests.server.running import Serving
+from tests.support.fuzz import MESSAGE, ODD, check_response
+from tests.support.running import Serving
 
 EXAMPLES = int(os.environ.get("PACELINE_EXAMPLES", "100"))
 """Requests of each operation in the slow tests; .ci/run has time for fewer."""

@@ -35,7 +35,7 @@ from paceline.testing.tiny import TINY, random_tensors
 from tests.checkpoints.test_gguf import Q, write
 from tests.models.test_config import OLDER
 from tests.models.test_families import CASES, SIZES
-from tests.random_heads import BLOCK, COMPACT, EAGLE3, EXIT, MEDUSA, head_of
+from tests.support.random_heads import BLOCK, COMPACT, EAGLE3, EXIT, MEDUSA, head_of
 
 CASE_SECONDS, MEMORY = 5.0, 1 << 30
 """The most that one file may take; the memory is beyond what the process held at the start."""
