@@ -25,7 +25,8 @@ THREADS = max(1, min(2, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIS
 
 def pytest_configure() -> None:
     # The same examples every time: a suite that fails by chance teaches people to run it again.
-    hypothesis.settings.register_profile("paceline", derandomize=True, deadline=None)
+    examples = 100 if os.environ.get("PACELINE_EXHAUSTIVE") else 25
+    hypothesis.settings.register_profile("paceline", derandomize=True, deadline=None, max_examples=examples)
     hypothesis.settings.load_profile("paceline")
     torch.set_num_threads(1)
 
