@@ -18,6 +18,7 @@ from paceline.recording.rows import RecordedReply
 from paceline.sampling.parameters import Sampling
 from paceline.types import DraftBudget, Prompt
 from tests.conftest import packaged_model
+from tests.support.cover import some
 
 pytestmark = pytest.mark.model
 PROMPTS: list[Prompt] = [
@@ -46,15 +47,20 @@ def replies(demo: Loaded, tmp_path_factory: pytest.TempPathFactory) -> list[Reco
     return Recording(path)[:]
 
 
-@pytest.mark.parametrize("size", [DraftBudget.chain(4), DraftBudget(12, 4, 3)], ids=["chain", "tree"])
-@pytest.mark.parametrize("name", ["suffix", "ngram", "eagle3", "medusa", "model:demo", "suffix+eagle3"])
-def test_counts_are_equal(name: str, size: DraftBudget, demo: Loaded, replies: list[RecordedReply]) -> None:
-    for width in (1, 3):
-        llm = LLM(demo, open_drafter(name, demo), size)
-        real = [c.stats for c in llm.generate(PROMPTS, HOW, width=width)]
-        found = Replayer(demo, width=width).run(replies, open_drafter(name, demo), size).stats
-        counts = [[(s.rounds, s.tokens, s.drafted, s.accepted_at) for s in stats] for stats in (real, found)]
-        assert counts[0] == counts[1]
+SIZES = {"chain": DraftBudget.chain(4), "tree": DraftBudget(12, 4, 3)}
+NAMES = ("suffix", "ngram", "eagle3", "medusa", "model:demo", "suffix+eagle3")
+CASES = {f"{name}-{size}-{width}": (name, size, width) for name in NAMES for size in SIZES for width in (1, 3)}
+
+
+@some("case", CASES, fast=["suffix+eagle3-tree-3"])
+def test_counts_are_equal(case: tuple[str, str, int], demo: Loaded, replies: list[RecordedReply]) -> None:
+    name, shape, width = case
+    size = SIZES[shape]
+    llm = LLM(demo, open_drafter(name, demo), size)
+    real = [c.stats for c in llm.generate(PROMPTS, HOW, width=width)]
+    found = Replayer(demo, width=width).run(replies, open_drafter(name, demo), size).stats
+    counts = [[(s.rounds, s.tokens, s.drafted, s.accepted_at) for s in stats] for stats in (real, found)]
+    assert counts[0] == counts[1]
 
 
 def test_the_model_writes_what_was_recorded(demo: Loaded, replies: list[RecordedReply], tmp_path: Path) -> None:

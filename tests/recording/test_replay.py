@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -32,6 +34,7 @@ from paceline.recording.states import StateFiles, StateKeeper, states_beside
 from paceline.sampling.parameters import Sampling
 from paceline.testing import tiny_target
 from paceline.types import Draft, DraftBudget
+from tests.support.cover import cover
 from tests.support.tiny_heads import TINY_BLOCK, TINY_MEDUSA, block_tensors, eagle_config, eagle_tensors, fitted_medusa
 from tests.support.toys import toy_foreigner, toy_model
 
@@ -94,21 +97,25 @@ def recorded(path: Path, sampling: Sampling, model: Loaded = MODEL, width: int =
     return Recording(path)[:]
 
 
+@cache
+def recorded_once(sampling: str) -> list[RecordedReply]:
+    """The replies of one of `SAMPLINGS`, written once per process."""
+    with TemporaryDirectory() as folder:
+        return recorded(Path(folder) / "r.jsonl", SAMPLINGS[sampling])
+
+
 def real(drafter: Drafter, size: DraftBudget | None, sampling: Sampling, width: int = 1) -> list[Stats]:
     llm = LLM(MODEL, drafter, size)
     return [c.stats for c in llm.generate(list(PROMPTS), samplings(sampling), width=width)]
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_counts_are_equal(name: str, size: str, sampling: str, tmp_path: Path) -> None:
-    replies = recorded(tmp_path / "r.jsonl", SAMPLINGS[sampling])
-    for width in (1, 3):
-        stats = real(DRAFTERS[name](), SIZES[size], SAMPLINGS[sampling], width)
-        replayed = Replayer(MODEL, width=width).run(replies, DRAFTERS[name](), SIZES[size])
-        assert counts(replayed.stats) == counts(stats)
-        assert replayed.tokens == sum(len(reply.reply) for reply in replies)
+@cover(name=DRAFTERS.keys(), sampling=SAMPLINGS.keys(), size=SIZES, width={"1": 1, "3": 3})
+def test_counts_are_equal(name: str, sampling: str, size: DraftBudget, width: int) -> None:
+    replies = recorded_once(sampling)
+    stats = real(DRAFTERS[name](), size, SAMPLINGS[sampling], width)
+    replayed = Replayer(MODEL, width=width).run(replies, DRAFTERS[name](), size)
+    assert counts(replayed.stats) == counts(stats)
+    assert replayed.tokens == sum(len(reply.reply) for reply in replies)
     assert sum(s.drafted for s in replayed.stats) > 0
 
 

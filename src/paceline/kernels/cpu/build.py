@@ -14,8 +14,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from paceline.errors import InvalidOption
 from paceline.files.wheels import cache_folder
 from paceline.kernels.cpu.toolchain import (
@@ -177,25 +175,26 @@ def _failure(command: Sequence[str]) -> str | None:
 @cache
 def processor_features() -> frozenset[str]:
     """Features of the processor that the operating system has switched on, named as by GCC's flags."""
-    if hasattr(torch.cpu, "get_capabilities"):
-        found = {
-            name.replace("_", "").replace("fma3", "fma") for name, has in torch.cpu.get_capabilities().items() if has
-        }
-        return frozenset(found)
-    # Older ones do not tell.
-    try:
+    # Linux first: the kernels can then be compiled while pip still installs torch (Makefile).
+    with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
+        names = next((line.split(":")[1] for line in lines if line.startswith(("flags", "Features"))), "")
+        return frozenset(names.replace("_", "").replace("asimddp", "dot").split())
+    import torch
+
+    if not hasattr(torch.cpu, "get_capabilities"):
         return _level()
-    names = next((line.split(":")[1] for line in lines if line.startswith(("flags", "Features"))), "")
-    return frozenset(names.replace("_", "").replace("asimddp", "dot").split())
+    found = torch.cpu.get_capabilities()
+    return frozenset(name.replace("_", "").replace("fma3", "fma") for name, has in found.items() if has)
 
 
 def _level() -> frozenset[str]:
-    """At least these, where neither torch nor the system lists them (macOS and Windows with torch 2.9)."""
+    """Features that are certain where neither the system nor torch lists them (macOS and Windows with torch 2.9)."""
     if sys.platform == "darwin" and platform.machine() == "arm64":
         names = {"dot": b"FEAT_DotProd", "i8mm": b"FEAT_I8MM"}
         return frozenset(name for name, feature in names.items() if _apple_has(feature))
+    import torch
+
     avx2 = {"sse41", "avx2", "fma", "f16c"}
     levels = {"AVX2": avx2, "AVX512": avx2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}}
     return frozenset(levels.get(torch.backends.cpu.get_cpu_capability(), ()))
