@@ -1,4 +1,7 @@
-"""Puts the compiled kernels into a wheel, one library for each instruction set of this machine's architecture."""
+"""Puts the compiled kernels into a wheel, one library for each instruction set of this machine's architecture.
+
+PACELINE_ISA limits a wheel to one instruction set, for a wheel that stays on this machine.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,11 @@ class Kernels(BuildHookInterface[Any]):
             return
         self._folder = TemporaryDirectory()
         os.environ.setdefault("MACOSX_DEPLOYMENT_TARGET", "11.0")  # torch's own
+        sets = toolchain.sets_of(platform.machine())
+        only = os.environ.get("PACELINE_ISA")
         jobs = {
             Path(self._folder.name) / toolchain.packaged_name(one): toolchain.flags_of(one)
-            for one in toolchain.sets_of(platform.machine()).values()
+            for one in ([sets[only]] if only else sets.values())
         }
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             commands = [toolchain.compile_command(compiler, (*flags, "-s"), to) for to, flags in jobs.items()]
