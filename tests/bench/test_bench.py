@@ -268,6 +268,7 @@ def test_a_peer_spins_as_long_as_it_likes(monkeypatch: pytest.MonkeyPatch) -> No
     assert environment["OMP_NUM_THREADS"] == "1"
 
 
+@pytest.mark.slow
 def test_a_peer_that_cannot_begin_says_why() -> None:
     with pytest.raises(PeerUnavailable, match=r"^absent is not installed. pip install absent$"):
         PeerProcess("tests.support.fake_peers:absent", JOB)
@@ -318,6 +319,7 @@ def result() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_measures_every_drafter_at_every_precision_and_temperature(result: dict[str, Any]) -> None:
     drafters, precisions, heats = ("plain", "suffix", "ngram@2"), ("", " int8"), ("", " T=0.7")
     own = {f"{d}{p}{t}" for d in drafters for p in precisions for t in heats}

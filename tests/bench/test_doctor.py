@@ -322,6 +322,7 @@ def test_threads_that_were_disturbed_are_told_and_do_not_decide_the_weights() ->
     assert advice.warnings(replace(busy, threads={2: 0.048, 4: 0.012}), threads=2) == []
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_bytes_of_quantised_weights_are_those_of_the_quantised_model() -> None:
     said = quantised_bytes(load_model("demo", dtype="bfloat16"))

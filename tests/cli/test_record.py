@@ -83,6 +83,7 @@ def test_record_stores_hidden_states_beside_the_same_replies(recorded: Path, tmp
         assert "--states" in done.stderr
 
 
+@pytest.mark.slow
 def test_draft_vocab_reaches_the_drafters(recorded: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked, honest = list[object](), factory.open_drafter
 

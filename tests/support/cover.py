@@ -1,4 +1,4 @@
-"""Two tiers of one product: an all-pairs cover in `make test`, every combination in `make test-all`.
+"""Two tiers of one product: a cover of all pairs in `make test`, every combination in `make test-all`.
 
 A test is written once, over all combinations. The combinations outside the cover are marked `slow`, so nothing is lost.
 """
@@ -18,30 +18,27 @@ def _named(axis: Axis) -> dict[str, Any]:
     return dict(axis) if isinstance(axis, Mapping) else {str(value): value for value in axis}
 
 
-def _pairs(row: Sequence[str]) -> set[tuple[int, str, int, str]]:
-    return {(i, row[i], j, row[j]) for i in range(len(row)) for j in range(i + 1, len(row))}
-
-
-def _all_pairs(rows: Sequence[tuple[str, ...]]) -> set[tuple[str, ...]]:
-    """Choose rows greedily until every pair of values that occurs in some row is covered.
+def _covering(rows: Sequence[tuple[str, ...]], strength: int) -> set[tuple[str, ...]]:
+    """Choose rows greedily until every tuple of `strength` values that occurs in some row is covered.
 
     allpairspy does the same for products without constraints; with constraints it leaves pairs out.
     """
-    pairs = {row: _pairs(row) for row in rows}
-    missing = set().union(*pairs.values())
+    holds = {row: set(itertools.combinations(enumerate(row), strength)) for row in rows}
+    missing = set().union(*holds.values())
     chosen = set()
     while missing:
-        best = max(pairs, key=lambda row: len(pairs[row] & missing))
-        missing -= pairs.pop(best)
+        best = max(holds, key=lambda row: len(holds[row] & missing))
+        missing -= holds.pop(best)
         chosen.add(best)
     return chosen
 
 
-def cover(valid: Callable[..., bool] = lambda **_: True, **axes: Axis) -> pytest.MarkDecorator:
-    """Parametrize a test over the product of two or more axes; the fast tier runs every pair of values at least once.
+def cover(valid: Callable[..., bool] = lambda **_: True, strength: int = 2, **axes: Axis) -> pytest.MarkDecorator:
+    """Parametrize a test over the product of its axes; the fast tier runs every pair of values at least once.
 
     Args:
         valid: Called with one value per axis, by keyword. Combinations for which it returns False do not exist.
+        strength: 1 runs every value at least once in the fast tier, 2 every pair, 3 every triple.
         **axes: Argument name -> values. A mapping's keys are the ids; other values are their own ids.
     """
     named = {name: _named(axis) for name, axis in axes.items()}
@@ -50,7 +47,7 @@ def cover(valid: Callable[..., bool] = lambda **_: True, **axes: Axis) -> pytest
         values = {name: named[name][key] for name, key in zip(named, ids, strict=True)}
         if valid(**values):
             rows[ids] = list(values.values())
-    fast = _all_pairs(list(rows))
+    fast = _covering(list(rows), strength)
     return pytest.mark.parametrize(
         list(named),
         [
