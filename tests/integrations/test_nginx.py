@@ -1,4 +1,4 @@
-"""Two `paceline serve` behind nginx, with deploy/nginx.conf: `make test-ray` runs this too."""
+"""Two `paceline serve` behind nginx, with deploy/nginx.conf."""
 
 from __future__ import annotations
 

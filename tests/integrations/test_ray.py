@@ -1,4 +1,4 @@
-"""Replicas on a Ray cluster of this machine, deployed from deploy/ray-serve.yaml: `make test-ray`."""
+"""Replicas on a Ray cluster of this machine, deployed from deploy/ray-serve.yaml."""
 
 from __future__ import annotations
 
