@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import hypothesis
@@ -46,12 +47,17 @@ def toy() -> Decoder:
     return tiny_target()
 
 
+@cache
+def _loaded(name: str) -> Loaded:
+    return load_model(name)
+
+
 @contextmanager
 def packaged_model(name: str) -> Iterator[Loaded]:
     """A real model from PyPI wheels, on `THREADS` threads. Skips where it cannot be had, but not in CI."""
     torch.set_num_threads(THREADS)
     try:
-        yield load_model(name)
+        yield _loaded(name)
     except ModelNotFound as error:
         if os.environ.get("CI"):
             raise

@@ -102,6 +102,7 @@ write_answers(toy_llm(), Prompts(folder / "p.jsonl"), folder / "answers.jsonl", 
 """
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_it_goes_on_and_ends_with_the_same_file(whole: Path, tmp_path: Path) -> None:
     prompts, path = some_prompts(tmp_path / "p.jsonl", 5), tmp_path / "answers.jsonl"
     root = Path(__file__).parents[2]

@@ -58,6 +58,7 @@ def test_documents_are_prompts_with_answers_split_by_prompt_and_shuffled(llm: LL
         documents.train[len(documents.train)]
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_documents_of_the_demo_model(tmp_path: Path, shared_prompts: Path) -> None:
     """Real template, tokenizer and answers: what `LLM.prompt_ids` and the tokenizer give."""

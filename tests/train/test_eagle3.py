@@ -61,6 +61,7 @@ def written(count: int, seed: int) -> list[Document]:
     return made
 
 
+@pytest.mark.slow
 def test_a_trained_head_drafts_as_well_as_training_said(tmp_path) -> None:
     made = recipe(steps=3, vocabulary=37)
     texts = written(16, seed=0)

@@ -240,6 +240,7 @@ def test_a_model_that_never_ends_its_turn_is_given_up(
         write_prompts(mute, tmp_path / "own.jsonl", 3, width=8)
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_demo_model_asks_questions(short: None, tmp_path: Path) -> None:
     with packaged_model("demo") as model:

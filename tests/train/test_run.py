@@ -20,6 +20,7 @@ from paceline.testing.tiny import TINY, random_tensors
 from paceline.train import answers, loop, run
 from paceline.train.kinds import TrainJob
 from paceline.train.run import Listener, _stated, train
+from tests.support.cover import some
 from tests.support.toys import loaded, toy_llm
 
 KINDS = {"eagle3": EagleConfig, "medusa": MedusaConfig, "early-exit": ExitConfig, "block": BlockConfig}
@@ -45,7 +46,7 @@ def text(llm: LLM, drafter: str | None) -> list[int]:
     return LLM(llm.model, made).generate("abab", Sampling(max_new_tokens=20)).token_ids
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@some("kind", KINDS.keys(), fast=["eagle3"])
 def test_one_call_makes_a_drafter_that_drafts(kind: str, llm: LLM, order: TrainJob) -> None:
     stages: list[str] = []
     report = train(llm, replace(order, kind=kind), Listener(stage=stages.append))

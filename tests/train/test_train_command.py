@@ -50,6 +50,7 @@ def test_the_time_left_follows_from_what_was_done_since_the_first_report() -> No
     assert left.after(150, 400, 67.0) == "5 min left, "
 
 
+@pytest.mark.slow
 def test_a_head_is_stored_in_four_bits(prompts: Path) -> None:
     result = train(prompts, "--bits", "4")
     assert result.exit_code == 0, result.output
@@ -62,12 +63,14 @@ def test_a_head_is_stored_in_four_bits(prompts: Path) -> None:
     assert "--bits must be 4 or 16, got 8" in failure(train(prompts, "--bits", "8"))
 
 
+@pytest.mark.slow
 def test_layers_and_lengths_can_be_chosen(prompts: Path) -> None:
     result = train(prompts, "--taps", "0, 3,1", "--max-length", "16")
     assert result.exit_code == 0, result.output
     assert open_head(prompts.parent / "head").config.taps == (0, 3, 1)
 
 
+@pytest.mark.slow
 def test_quiet_says_nothing(prompts: Path) -> None:
     result = train(prompts, "--quiet")
     assert result.exit_code == 0
