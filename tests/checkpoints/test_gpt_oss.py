@@ -31,8 +31,8 @@ from paceline.models.layers import Mixture
 from paceline.sampling.parameters import Sampling
 from paceline.testing import Oracle, run
 from paceline.types import DraftBudget
-from tests.models.test_families import expected, feed, text
 from tests.support.gguf_writing import finish
+from tests.support.logits import expected, feed, text
 
 transformers = pytest.importorskip("transformers")
 convert_moe_packed_tensors = pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors

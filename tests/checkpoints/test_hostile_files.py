@@ -30,8 +30,8 @@ from paceline.files.locate import resolve
 from paceline.files.reading import read_json
 from paceline.files.schema import IDENTITY
 from tests.checkpoints.test_gguf import write
-from tests.models.test_families import SIZES
 from tests.support.random_heads import COMPACT, EAGLE3, head_of
+from tests.support.tiny_families import SIZES
 
 DEEP = '{"a":' * 200_000 + "1" + "}" * 200_000
 DEEP_LIST = '{"a":' + "[" * 200_000 + "]" * 200_000 + "}"

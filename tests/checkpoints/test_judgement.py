@@ -24,7 +24,7 @@ from paceline.models.decoder import Decoder
 from paceline.models.refusals import refuse_other_heads
 from paceline.sampling.parameters import Sampling
 from paceline.testing import run
-from tests.models.test_families import SIZES
+from tests.support.tiny_families import SIZES
 
 transformers = pytest.importorskip("transformers")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.models.families import read_config
-from tests.models.test_families import SIZES
+from tests.support.tiny_families import SIZES
 
 transformers = pytest.importorskip("transformers")
 

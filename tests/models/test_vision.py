@@ -10,7 +10,8 @@ import torch
 from paceline.checkpoints.checkpoint import open_folder
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
-from tests.models.test_families import LLAMA4, SIZES, assert_close, expected, feed, text
+from tests.support.logits import assert_close, expected, feed, text
+from tests.support.tiny_families import LLAMA4, SIZES
 
 transformers = pytest.importorskip("transformers")
 

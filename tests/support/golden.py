@@ -27,10 +27,11 @@ from paceline.checkpoints.expert_tensors import ExpertTensors
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
 from paceline.models.tensor_names import translated
-from tests.support.logits import CPU, assert_close, chunks_and_tokens, expected, text
+from tests.support.logits import CPU, assert_close, chunks_and_tokens, expected, relative_error, text
 from tests.support.tiny_families import CASES, GEMMA4, HYBRIDS, WINDOWED
 
 FOLDER = Path(__file__).parents[1] / "golden"
+ROUNDED = ("qwen3", "gemma2", "gemma3", "phi3, sliding")
 Shapes = Mapping[str, Sequence[int]]
 
 
@@ -44,6 +45,7 @@ class Golden:
         shapes: Names in model.safetensors -> shapes.
         text: Token ids.
         logits: Position -> logits, of six digits.
+        bfloat16: Relative error of transformers' logits of the first 60 tokens in bfloat16, of the cases in `ROUNDED`.
     """
 
     transformers: str
@@ -51,6 +53,7 @@ class Golden:
     shapes: dict[str, list[int]]
     text: list[int]
     logits: dict[int, list[float]]
+    bfloat16: float | None = None
 
 
 def path_of(case: str) -> Path:
@@ -78,11 +81,11 @@ def _weight(name: str, shape: Sequence[int], family: str) -> Tensor:
 
 
 def _law(name: str, dimensions: int, family: str) -> tuple[float, float]:
-    """Mean and standard deviation. Norms and biases are random too: at their usual start an exchange would go unseen."""
+    """Mean and deviation. Norms and biases are random too: at their usual start an exchange would go unseen."""
     adds_one = family in ("gemma", "gemma2", "gemma3_text") or family.startswith(("qwen3_next", "qwen3_5"))
     if name.endswith("A_log"):
         return 1.0, 0.6
-    if name.endswith(("expert_bias", "correction_bias")) or "conv" in name and dimensions == 3:
+    if name.endswith(("expert_bias", "correction_bias")) or ("conv" in name and dimensions == 3):
         return 0.0, 0.3
     if name.endswith("_bias") and dimensions == 2:  # of gpt-oss's experts, beyond what its SwiGLU clamps
         return 0.0, 4.0
@@ -105,7 +108,7 @@ def decoder_of(golden: Golden, dtype: torch.dtype = torch.float64) -> Decoder:
 def tensors_of(golden: Golden) -> Mapping[str, Tensor]:
     """The weights of a golden file, by the names of the native decoder."""
     family = read_config(golden.config).family
-    tensors = translated({"model_type": family}, weights(golden.shapes, family))
+    tensors = translated(golden.config, weights(golden.shapes, family))
     return ExpertTensors(tensors) if family == "gpt_oss" else tensors
 
 
@@ -152,9 +155,11 @@ def made(case: str) -> Golden:
         shapes = {name: list(tensor.shape) for name, tensor in load_file(path).items()}
         written = json.loads((Path(folder) / "config.json").read_text())
         logits = expected(_reference(Path(folder), shapes, torch.float64), text(length(case)))
+        rounded = _reference(Path(folder), shapes, torch.bfloat16) if case in ROUNDED else None
+        error = relative_error(expected(rounded, text(60)), logits[:60]) if rounded else None
     version = written.pop("transformers_version")
     rows = {at: [float(f"{x:.6g}") for x in logits[at].tolist()] for at in _positions(case)}
-    return Golden(version, written, shapes, text(length(case)), rows)
+    return Golden(version, written, shapes, text(length(case)), rows, error)
 
 
 def length(case: str) -> int:

@@ -232,7 +232,12 @@ GEMMA4: dict[str, dict[str, Any]] = {
     "gemma4, small": {"num_kv_shared_layers": 2, "use_double_wide_mlp": True},
     "gemma4, large": {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
     "gemma4, experts": {"hidden_size_per_layer_input": 0, **_GEMMA4_EXPERTS},
-    "gemma4, all at once": {"num_kv_shared_layers": 3, "attention_k_eq_v": True, "num_global_key_value_heads": 1, **_GEMMA4_EXPERTS},
+    "gemma4, all at once": {
+        "num_kv_shared_layers": 3,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        **_GEMMA4_EXPERTS,
+    },
 }
 
 HYBRID_SIZES: dict[str, Any] = SIZES | {
