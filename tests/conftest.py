@@ -47,11 +47,11 @@ def toy() -> Decoder:
 
 
 @contextmanager
-def packaged_model(name: str) -> Iterator[Loaded]:
+def packaged_model(name: str, quantize: str | None = None) -> Iterator[Loaded]:
     """A real model from PyPI wheels, on `THREADS` threads. Skips where it cannot be had, but not in CI."""
     torch.set_num_threads(THREADS)
     try:
-        yield load_model(name)
+        yield load_model(name, quantize=quantize)
     except ModelNotFound as error:
         if os.environ.get("CI"):
             raise

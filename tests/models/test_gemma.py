@@ -20,12 +20,17 @@ PROMPT = "The capital of France is Paris. The capital of Italy is Rome. The capi
 
 
 @pytest.fixture(scope="module")
-def gemma() -> Iterator[Loaded]:
-    with packaged_model("gemma3-270m") as model:
+def gemma(request: pytest.FixtureRequest) -> Iterator[Loaded]:
+    with packaged_model("gemma3-270m", request.param) as model:
         yield model
 
 
 @some("temperature", [0.0, 0.8], fast=["0.0"])
+@pytest.mark.parametrize(
+    "gemma",
+    [pytest.param("auto", id="the file's codes"), pytest.param(None, id="bfloat16", marks=pytest.mark.slow)],
+    indirect=True,
+)
 def test_it_writes_sense_and_the_same_with_a_drafter(gemma: Loaded, temperature: float) -> None:
     how = Sampling(max_new_tokens=24, temperature=temperature, top_k=40 if temperature else 0, seed=2)
     plain = LLM(gemma).generate(PROMPT, how, raw=True)
@@ -38,6 +43,7 @@ def test_it_writes_sense_and_the_same_with_a_drafter(gemma: Loaded, temperature:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("gemma", [None], indirect=True)
 def test_a_text_longer_than_its_windows_goes_on_as_it_began(gemma: Loaded) -> None:
     """1,300 tokens: the local layers' rings of 1,024 columns have wrapped."""
     llm = LLM(gemma, Suffix())
