@@ -48,16 +48,16 @@ def toy() -> Decoder:
 
 
 @cache
-def _loaded(name: str) -> Loaded:
-    return load_model(name)
+def _loaded(name: str, quantize: str | None) -> Loaded:
+    return load_model(name, quantize=quantize)
 
 
 @contextmanager
-def packaged_model(name: str) -> Iterator[Loaded]:
+def packaged_model(name: str, quantize: str | None = None) -> Iterator[Loaded]:
     """A real model from PyPI wheels, on `THREADS` threads. Skips where it cannot be had, but not in CI."""
     torch.set_num_threads(THREADS)
     try:
-        yield _loaded(name)
+        yield _loaded(name, quantize)
     except ModelNotFound as error:
         if os.environ.get("CI"):
             raise

@@ -44,7 +44,7 @@ from paceline.sampling.parameters import Sampling
 from paceline.testing import Oracle, tiny_target
 from paceline.types import DraftBudget, Forward, Rows, Want
 from paceline.verify.tree import PREFILL_ROWS
-from tests.checkpoints.test_gguf import write as write_gguf
+from tests.support.gguf_writing import write_gguf
 from tests.support.toys import toy_llm, toy_model
 
 SIZES = {

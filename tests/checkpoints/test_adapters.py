@@ -23,12 +23,9 @@ from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
 from paceline.types import Want
 from paceline.verify.tree import pack_prefix
-from tests.checkpoints.test_lora import ATTENTION, SIZES, VARIANTS, base_model, save_tokenizer, train
+from tests.support.lazy import peft, transformers
+from tests.support.lora_training import ATTENTION, SIZES, VARIANTS, base_model, save_tokenizer, train
 from tests.support.toys import toy_tokenizer
-
-peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-
-from paceline.models.transformers import CausalLM  # noqa: E402
 
 CPU = torch.device("cpu")
 TOKENS = [3, 14, 15, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6]
@@ -207,6 +204,8 @@ def peft_model(**options: Any) -> Any:
 
 def test_a_peft_model_runs_through_transformers() -> None:
     # The same model as a drafter: it knows no adapters.
+    from paceline.models.transformers import CausalLM
+
     drafter = DraftModel(CausalLM(gpt2()), 37)
     llm = paceline.load(peft_model(), tokenizer=toy_tokenizer(), drafter=drafter, draft=3)
     names = [None, "one", "two"]

@@ -27,61 +27,12 @@ from paceline.kernels.quantize import Codes, Mode, quantize
 from paceline.kernels.stored import Stored
 from paceline.models.lazy import Quantised
 from paceline.models.weights import Weights
-from tests.support.gguf_writing import finish
-
-Q = gguf.GGMLQuantizationType
-HIDDEN, HEADS, KV_HEADS, FFN, VOCAB = 64, 4, 2, 96, 5
-
-
-def write(path: Path, arch: str = "llama", tied: bool = True, kind: Q = Q.F32, **extra: Any) -> dict[str, np.ndarray]:
-    """A model of one layer; returns its tensors by GGUF name as float32. `extra`: metadata of the architecture."""
-    writer = gguf.GGUFWriter(path, arch)
-    writer.add_block_count(extra.pop("layers", 1))
-    writer.add_context_length(256)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(FFN)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    for key, value in extra.pop("fields", {}).items():
-        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(extra.pop("tokens", ["a", "b", "ab", "<s>", "</s>"]))
-    writer.add_token_merges(["a b"])
-    writer.add_token_types([1, 1, 1, 3, 3])
-    writer.add_bos_token_id(3)
-    writer.add_eos_token_id(4)
-    shapes = {
-        "token_embd.weight": (VOCAB, HIDDEN),
-        "output_norm.weight": (HIDDEN,),
-        "blk.0.attn_norm.weight": (HIDDEN,),
-        "blk.0.attn_q.weight": (HIDDEN, HIDDEN),
-        "blk.0.attn_k.weight": (HIDDEN // 2, HIDDEN),
-        "blk.0.attn_v.weight": (HIDDEN // 2, HIDDEN),
-        "blk.0.attn_output.weight": (HIDDEN, HIDDEN),
-        "blk.0.ffn_norm.weight": (HIDDEN,),
-        "blk.0.ffn_gate.weight": (FFN, HIDDEN),
-        "blk.0.ffn_up.weight": (FFN, HIDDEN),
-        "blk.0.ffn_down.weight": (HIDDEN, FFN),
-        **({} if tied else {"output.weight": (VOCAB, HIDDEN)}),
-        **extra.pop("tensors", {}),
-    }
-    tensors = {}
-    for seed, (name, shape) in enumerate(shapes.items()):
-        values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-        stored = kind if len(shape) > 1 else Q.F32
-        raw = values if stored in (Q.F32, Q.F16) else gguf.quantize(values, stored)
-        raw = raw.astype(np.float16) if stored == Q.F16 else raw
-        tensors[name] = gguf.dequantize(raw, stored)
-        writer.add_tensor(name, raw, raw_dtype=None if stored in (Q.F32, Q.F16) else stored)
-    finish(writer)
-    return tensors
+from tests.support.gguf_writing import FFN, HEADS, HIDDEN, KV_HEADS, VOCAB, Q, finish, write_gguf
 
 
 @pytest.mark.parametrize("kind", [Q.F32, Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q8_0])
 def test_values_equal_those_of_the_gguf_library(tmp_path: Path, kind: Q) -> None:
-    expected = write(tmp_path / "m.gguf", "qwen2", kind=kind)
+    expected = write_gguf(tmp_path / "m.gguf", "qwen2", kind=kind)
     tensors = open_gguf(tmp_path / "m.gguf")[1]
     assert len(tensors) == len(expected)
     for hf, theirs in {
@@ -95,7 +46,7 @@ def test_values_equal_those_of_the_gguf_library(tmp_path: Path, kind: Q) -> None
 
 
 def test_the_size_of_the_vocabulary_alone(tmp_path: Path) -> None:
-    write(tmp_path / "m.gguf")
+    write_gguf(tmp_path / "m.gguf")
     assert gguf_vocab_size(tmp_path / "m.gguf") == VOCAB
     data = (tmp_path / "m.gguf").read_bytes()
     (tmp_path / "cut.gguf").write_bytes(data[:200])
@@ -104,7 +55,7 @@ def test_the_size_of_the_vocabulary_alone(tmp_path: Path) -> None:
 
 
 def test_types_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    write(tmp_path / "m.gguf", kind=Q.Q8_0)
+    write_gguf(tmp_path / "m.gguf", kind=Q.Q8_0)
     data = (tmp_path / "m.gguf").read_bytes()
     entry = (
         b"token_embd.weight" + (2).to_bytes(4, "little") + HIDDEN.to_bytes(8, "little") + VOCAB.to_bytes(8, "little")
@@ -118,7 +69,7 @@ def test_types_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 
 
 def test_config_of_a_tied_llama(tmp_path: Path) -> None:
-    write(tmp_path / "m.gguf", fields={"llama.rope.freq_base": 5e5, "tokenizer.ggml.eot_token_id": 2})
+    write_gguf(tmp_path / "m.gguf", fields={"llama.rope.freq_base": 5e5, "tokenizer.ggml.eot_token_id": 2})
     opened = open_checkpoint(tmp_path / "m.gguf")
     assert opened.config == {
         "model_type": "llama",
@@ -144,13 +95,13 @@ def test_config_of_a_tied_llama(tmp_path: Path) -> None:
 
 
 def test_tokens_spelled_as_an_end_end_a_reply(tmp_path: Path) -> None:
-    write(tmp_path / "m.gguf", tokens=["a", "<end_of_turn>", "ab", "<|eot_id|>", "</s>"])
+    write_gguf(tmp_path / "m.gguf", tokens=["a", "<end_of_turn>", "ab", "<|eot_id|>", "</s>"])
     assert open_gguf(tmp_path / "m.gguf")[0]["eos_token_id"] == [4, 1, 3]
 
 
 def test_windows_tell_mistral_from_llama(tmp_path: Path) -> None:
     for window, expected in ((0, ("llama", None)), (8, ("mistral", 8))):
-        write(tmp_path / "m.gguf", fields={"llama.attention.sliding_window": window})
+        write_gguf(tmp_path / "m.gguf", fields={"llama.attention.sliding_window": window})
         config = open_gguf(tmp_path / "m.gguf")[0]
         assert (config["model_type"], config.get("sliding_window")) == expected
 
@@ -168,7 +119,7 @@ def test_windows_tell_mistral_from_llama(tmp_path: Path) -> None:
     ],
 )
 def test_which_layers_of_gemma_have_windows(tmp_path: Path, fields: dict[str, Any], windowed: str) -> None:
-    write(tmp_path / "m.gguf", "gemma3", layers=3, fields=fields)
+    write_gguf(tmp_path / "m.gguf", "gemma3", layers=3, fields=fields)
     assert "".join(kind[0] for kind in open_gguf(tmp_path / "m.gguf")[0]["layer_types"]) == windowed
 
 
@@ -180,13 +131,13 @@ def test_which_layers_of_gemma_have_windows(tmp_path: Path, fields: dict[str, An
     ],
 )
 def test_metadata_of_fewer_layers_than_there_are_is_damaged(tmp_path: Path, fields: dict[str, Any], said: str) -> None:
-    write(tmp_path / "m.gguf", "gemma3", layers=3, fields=fields)
+    write_gguf(tmp_path / "m.gguf", "gemma3", layers=3, fields=fields)
     with pytest.raises(CorruptModel, match=said):
         open_gguf(tmp_path / "m.gguf")
 
 
 def test_untied_qwen2_with_biases(tmp_path: Path) -> None:
-    write(tmp_path / "m.gguf", "qwen2", tied=False, tensors={"blk.0.attn_q.bias": (HIDDEN,)})
+    write_gguf(tmp_path / "m.gguf", "qwen2", tied=False, tensors={"blk.0.attn_q.bias": (HIDDEN,)})
     config, tensors, _ = open_gguf(tmp_path / "m.gguf")
     assert config["model_type"] == "qwen2"
     assert config["attention_bias"] is True
@@ -210,12 +161,12 @@ def test_untied_qwen2_with_biases(tmp_path: Path) -> None:
     ],
 )
 def test_rope_scaling(tmp_path: Path, fields: dict[str, Any], scaling: dict[str, Any] | None) -> None:
-    write(tmp_path / "m.gguf", fields=fields)
+    write_gguf(tmp_path / "m.gguf", fields=fields)
     assert open_gguf(tmp_path / "m.gguf")[0].get("rope_scaling") == scaling
 
 
 def test_llama3_factors(tmp_path: Path) -> None:
-    expected = write(tmp_path / "m.gguf", tensors={"rope_freqs.weight": (8,)})
+    expected = write_gguf(tmp_path / "m.gguf", tensors={"rope_freqs.weight": (8,)})
     config, tensors, _ = open_gguf(tmp_path / "m.gguf")
     assert config["rope_freqs"] == expected["rope_freqs.weight"].astype(float).tolist()
     assert not any("rope" in name for name in tensors)
@@ -227,7 +178,7 @@ def test_unpair_undoes_the_converters_order(tmp_path: Path) -> None:
     paired = torch.stack([rows.view(2, 2, 4)[:, 0], rows.view(2, 2, 4)[:, 1]], dim=-1).flatten()
     assert paired[:8].tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
     assert unpair(paired, heads=2).tolist() == rows.tolist()
-    expected = write(tmp_path / "m.gguf")
+    expected = write_gguf(tmp_path / "m.gguf")
     tensors = open_gguf(tmp_path / "m.gguf")[1]
     for part, heads in (("q", HEADS), ("k", KV_HEADS)):
         stored = torch.from_numpy(expected[f"blk.0.attn_{part}.weight"].copy())
@@ -236,7 +187,7 @@ def test_unpair_undoes_the_converters_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [Q.F32, Q.Q4_1, Q.Q8_0])
 def test_codes_lie_as_their_tensors_do(tmp_path: Path, kind: Q) -> None:
-    write(tmp_path / "m.gguf", kind=kind)
+    write_gguf(tmp_path / "m.gguf", kind=kind)
     tensors = open_gguf(tmp_path / "m.gguf")[1]
     for name in tensors:
         codes = tensors.codes(name)
@@ -249,7 +200,7 @@ def test_codes_lie_as_their_tensors_do(tmp_path: Path, kind: Q) -> None:
 @pytest.mark.parametrize(("kind", "bits"), [(Q.Q4_0, 4), (Q.Q4_1, 4), (Q.Q5_0, 8), (Q.Q8_0, 8), (Q.F16, None)])
 def test_a_quantised_file_keeps_its_codes_of(tmp_path: Path, kind: Q, bits: int | None, mode: Mode) -> None:
     """Whatever the mode: codes of codes would lose twice."""
-    write(tmp_path / "m.gguf", "qwen2", kind=kind, tied=False)
+    write_gguf(tmp_path / "m.gguf", "qwen2", kind=kind, tied=False)
     opened = open_checkpoint(tmp_path / "m.gguf")
     weights = Weights(Quantised(opened.tensors, mode), torch.float32, torch.device("cpu"))
     for name, tensor in opened.tensors.items():
@@ -271,7 +222,7 @@ def test_a_type_without_kernels_is_quantised_only_if_that_was_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gguf_file, "packs", lambda number: False)
-    write(tmp_path / "m.gguf", "qwen2", kind=Q.Q4_1)
+    write_gguf(tmp_path / "m.gguf", "qwen2", kind=Q.Q4_1)
     tensors = open_checkpoint(tmp_path / "m.gguf").tensors
     name = "model.layers.0.mlp.up_proj"
     weight = tensors[name + ".weight"]
@@ -284,7 +235,7 @@ def test_a_type_without_kernels_is_quantised_only_if_that_was_asked(
 @pytest.mark.parametrize("kind", [Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q8_0, Q.F16])
 def test_requantised_matrices_have_the_bits_asked_for(tmp_path: Path, kind: Q) -> None:
     """Of a draft model: whatever the file holds, and the output head too."""
-    write(tmp_path / "m.gguf", "qwen2", kind=kind, tied=False)
+    write_gguf(tmp_path / "m.gguf", "qwen2", kind=kind, tied=False)
     opened = open_checkpoint(tmp_path / "m.gguf")
     weights = Weights(Quantised(opened.tensors, "int4", requantise=True), torch.float32, torch.device("cpu"))
     for name, tensor in opened.tensors.items():
@@ -301,7 +252,7 @@ def test_requantised_matrices_have_the_bits_asked_for(tmp_path: Path, kind: Q) -
 
 
 def test_draft_models_are_requantised_unless_told_otherwise(tmp_path: Path) -> None:
-    write(tmp_path / "m.gguf", "qwen2", kind=Q.Q8_0)
+    write_gguf(tmp_path / "m.gguf", "qwen2", kind=Q.Q8_0)
     load = partial(load_model, tmp_path / "m.gguf", quantize="auto")
     keep_all: HeadTokens = lambda tokenizer, size: None  # noqa: E731
     assert load().quantize == ("int8" if library() else None)
@@ -332,13 +283,13 @@ def test_draft_models_are_requantised_unless_told_otherwise(tmp_path: Path) -> N
     ],
 )
 def test_what_is_not_supported(tmp_path: Path, arch: str, options: dict[str, Any], message: str) -> None:
-    write(tmp_path / "m.gguf", arch, **options)
+    write_gguf(tmp_path / "m.gguf", arch, **options)
     with pytest.raises(UnsupportedModel, match=message):
         open_gguf(tmp_path / "m.gguf")
 
 
 def test_every_truncation_is_noticed(tmp_path: Path) -> None:
-    write(tmp_path / "m.gguf")
+    write_gguf(tmp_path / "m.gguf")
     data = (tmp_path / "m.gguf").read_bytes()
     for size in [*range(0, 1200, 7), len(data) // 2, len(data) - 32]:
         (tmp_path / "cut.gguf").write_bytes(data[:size])
@@ -347,7 +298,7 @@ def test_every_truncation_is_noticed(tmp_path: Path) -> None:
 
 
 def test_damaged_headers_raise_nothing_but_our_errors(tmp_path: Path) -> None:
-    write(tmp_path / "m.gguf")
+    write_gguf(tmp_path / "m.gguf")
     data = (tmp_path / "m.gguf").read_bytes()
     random = np.random.default_rng(0)
     for _ in range(150):
@@ -420,7 +371,7 @@ def split(path: Path, folder: Path, count: int) -> list[Path]:
 
 
 def test_a_split_file_is_read_as_one(tmp_path: Path) -> None:
-    expected = write(tmp_path / "whole.gguf", kind=Q.Q8_0)
+    expected = write_gguf(tmp_path / "whole.gguf", kind=Q.Q8_0)
     folder = tmp_path / "parts"
     folder.mkdir()
     parts = split(tmp_path / "whole.gguf", folder, 3)
@@ -435,7 +386,7 @@ def test_a_split_file_is_read_as_one(tmp_path: Path) -> None:
 
 
 def test_a_split_file_that_is_incomplete(tmp_path: Path) -> None:
-    write(tmp_path / "whole.gguf")
+    write_gguf(tmp_path / "whole.gguf")
     parts = split(tmp_path / "whole.gguf", tmp_path, 3)
     with pytest.raises(UnsupportedModel, match=r"later part of a split GGUF. Name the first, m-00001-of-00003.gguf"):
         read_gguf(parts[1])

@@ -12,13 +12,12 @@ from typing import Any
 import gguf
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from paceline.checkpoints.gguf import open_gguf
-from tests.support.gguf_writing import finish
+from tests.support.gguf_writing import finish, rope_tensors
+from tests.support.lazy import transformers
 
 SMALL = {
     "vocab_size": 48,
@@ -108,18 +107,18 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 WITNESSED = ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "qwen3moe")
 
 
-def random_model(kind: str, options: dict[str, Any]) -> PreTrainedModel:
+def random_model(kind: str, options: dict[str, Any]) -> Any:
     """Norms and biases are random too: at their usual start, all ones or zeros, an exchange would go unseen."""
     torch.manual_seed(0)
     config = getattr(transformers, kind)(**{**SMALL, **options})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     for name, weight in model.named_parameters():
         if weight.dim() == 1:
             torch.nn.init.uniform_(weight, -0.5, 0.5) if "bias" in name else torch.nn.init.normal_(weight, 1.0, 0.3)
     return model
 
 
-def convert(path: Path, arch: str, config: PreTrainedConfig, tensors: dict[str, Tensor]) -> None:
+def convert(path: Path, arch: str, config: Any, tensors: dict[str, Tensor]) -> None:
     """As convert_hf_to_gguf.py lays a model out."""
     writer = gguf.GGUFWriter(path, arch)
     metadata(writer, arch, config)
@@ -128,7 +127,7 @@ def convert(path: Path, arch: str, config: PreTrainedConfig, tensors: dict[str, 
     finish(writer)
 
 
-def metadata(writer: gguf.GGUFWriter, arch: str, config: PreTrainedConfig) -> None:
+def metadata(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -176,7 +175,7 @@ def metadata(writer: gguf.GGUFWriter, arch: str, config: PreTrainedConfig) -> No
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
 
 
-def gguf_tensors(arch: str, config: PreTrainedConfig, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def gguf_tensors(arch: str, config: Any, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Names by the gguf library's own table; query and key rows interleaved, experts stacked, norms plus 1."""
     number = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
     table = gguf.get_tensor_name_map(number, config.num_hidden_layers)
@@ -197,18 +196,7 @@ def gguf_tensors(arch: str, config: PreTrainedConfig, tensors: dict[str, Tensor]
     yield from rope_tensors(config)
 
 
-def rope_tensors(config: PreTrainedConfig) -> Iterator[tuple[str, Tensor]]:
-    rope = config.rope_parameters
-    if rope.get("rope_type") == "longrope":
-        yield "rope_factors_long.weight", torch.tensor(rope["long_factor"])
-        yield "rope_factors_short.weight", torch.tensor(rope["short_factor"])
-    if rope.get("rope_type") == "llama3":
-        plain = 1 / rope["rope_theta"] ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim)
-        scaled, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
-        yield "rope_freqs.weight", plain / scaled
-
-
-Store = Callable[[str], tuple[PreTrainedModel, Path]]
+Store = Callable[[str], tuple[Any, Path]]
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +204,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     """Case -> its model and its folder, in which the GGUF lies as model.gguf."""
 
     @cache
-    def stored(case: str) -> tuple[PreTrainedModel, Path]:
+    def stored(case: str) -> tuple[Any, Path]:
         arch, kind, options = CASES[case]
         folder = tmp_path_factory.mktemp(case.replace(" ", "_"))
         model = random_model(kind, options)
@@ -254,7 +242,7 @@ def test_the_config_means_the_same_to_transformers(store: Store, case: str) -> N
     raw = dict(open_gguf(folder / "model.gguf")[0])
     assert raw["eos_token_id"] == [2]
     assert raw["head_dim"] == (model.config.to_dict().get("head_dim") or 8)
-    ours = AutoConfig.for_model(**raw).to_dict()
+    ours = transformers.AutoConfig.for_model(**raw).to_dict()
     theirs = model.config.to_dict()
     if case == "llama with its rope":  # comes as divisors per frequency
         assert raw["rope_freqs"] == pytest.approx(dict(rope_tensors(model.config))["rope_freqs.weight"].tolist())
@@ -272,7 +260,7 @@ def test_a_folder_made_of_it_is_the_same_model(store: Store, case: str, tmp_path
     # Families have defaults for it, beyond this vocabulary.
     (tmp_path / "config.json").write_text(json.dumps(config | {"pad_token_id": 0}))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     ids = torch.randint(0, 48, (1, 40), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         assert torch.allclose(loaded(ids).logits, model(ids).logits, atol=2e-5)
@@ -282,5 +270,5 @@ def test_a_folder_made_of_it_is_the_same_model(store: Store, case: str, tmp_path
 def test_transformers_reads_the_same_tensors_from_the_file(store: Store, case: str) -> None:
     """So the file is laid out as others expect, and not just as both halves of this test agree."""
     model, folder = store(case)
-    witness = AutoModelForCausalLM.from_pretrained(folder, gguf_file="model.gguf", dtype=torch.float32)
+    witness = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file="model.gguf", dtype=torch.float32)
     assert_same(witness.state_dict(), model.state_dict())

@@ -14,9 +14,10 @@ from paceline.checkpoints.gguf import open_gguf
 from paceline.errors import UnsupportedModel
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
-from tests.models.test_families import assert_close, expected, feed, text
-from tests.models.test_gemma4 import CASES, models
 from tests.support.gguf_writing import finish
+from tests.support.golden import models
+from tests.support.logits import assert_close, expected, feed, text
+from tests.support.tiny_families import GEMMA4
 
 TOP = {
     "model.embed_tokens": "token_embd",
@@ -98,7 +99,7 @@ def write(path: Path, theirs: Any, changes: dict[str, Any], factors: Tensor | No
     finish(writer)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", GEMMA4)
 def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
     theirs, _ = models(case)
     write(tmp_path / "m.gguf", theirs, {})
@@ -109,6 +110,8 @@ def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
 
 
 def test_wavelengths_that_are_neither_turned_nor_still_are_refused(tmp_path: Path) -> None:
-    write(tmp_path / "m.gguf", models("large")[0], {}, torch.tensor([1.0, 1.0, 4.0, 1e30, 1e30, 1e30, 1e30, 1e30]))
+    write(
+        tmp_path / "m.gguf", models("gemma4, large")[0], {}, torch.tensor([1.0, 1.0, 4.0, 1e30, 1e30, 1e30, 1e30, 1e30])
+    )
     with pytest.raises(UnsupportedModel, match="stretches some wavelengths"):
         open_gguf(tmp_path / "m.gguf")

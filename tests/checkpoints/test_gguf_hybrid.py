@@ -17,9 +17,9 @@ from paceline.checkpoints.head_files import open_head
 from paceline.errors import CorruptModel
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
-from tests.models.test_families import expected, feed, text
-from tests.models.test_hybrid import models
 from tests.support.gguf_writing import finish
+from tests.support.golden import models
+from tests.support.logits import expected, feed, text
 from tests.support.mtp_reference import Reference
 
 ARCHITECTURES = {

@@ -17,8 +17,9 @@ from paceline.checkpoints.head_files import open_head
 from paceline.errors import UnsupportedModel
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
-from tests.models.test_families import assert_close, expected, feed, models, text
 from tests.support.gguf_writing import finish
+from tests.support.golden import models
+from tests.support.logits import assert_close, expected, feed, text
 from tests.support.mtp_reference import Reference
 
 CASES = ["deepseek v2", "deepseek v2, no query latent, groups, stretched", "deepseek v3", "glm 4.7 flash"]

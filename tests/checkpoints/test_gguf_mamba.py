@@ -20,9 +20,9 @@ from paceline.errors import UnsupportedModel
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
 from paceline.models.mamba_hybrids import multipliers
-from tests.models.test_families import assert_close, expected, feed, text
-from tests.models.test_hybrid import models
 from tests.support.gguf_writing import finish
+from tests.support.golden import models
+from tests.support.logits import assert_close, expected, feed, text
 
 Config = dict[str, Any]
 ARCH = gguf.MODEL_ARCH

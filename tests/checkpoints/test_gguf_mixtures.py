@@ -15,9 +15,9 @@ from paceline.checkpoints.gguf import open_gguf
 from paceline.checkpoints.head_files import open_head
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
-from tests.checkpoints.test_gguf_architectures import rope_tensors
-from tests.models.test_families import assert_close, expected, feed, models, text
-from tests.support.gguf_writing import finish
+from tests.support.gguf_writing import finish, rope_tensors
+from tests.support.golden import models
+from tests.support.logits import assert_close, expected, feed, text
 from tests.support.mtp_reference import Reference
 
 CASES = {"glm4.5": "glm4moe", "glm4.5 without groups": "glm4moe", "llama4 as published": "llama4"}

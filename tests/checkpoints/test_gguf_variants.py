@@ -14,8 +14,9 @@ import torch
 from paceline.checkpoints.gguf import open_gguf
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
-from tests.models.test_families import assert_close, expected, feed, models, text
 from tests.support.gguf_writing import finish
+from tests.support.golden import models
+from tests.support.logits import assert_close, expected, feed, text
 
 CASES = {
     "olmo2": "olmo2",

@@ -31,11 +31,10 @@ from paceline.models.layers import Mixture
 from paceline.sampling.parameters import Sampling
 from paceline.testing import Oracle, run
 from paceline.types import DraftBudget
-from tests.models.test_families import expected, feed, text
 from tests.support.gguf_writing import finish
+from tests.support.lazy import transformers
+from tests.support.logits import expected, feed, text
 
-transformers = pytest.importorskip("transformers")
-convert_moe_packed_tensors = pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors
 native = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
 
 EXPERTS, HIDDEN, FFN, LAYERS = 4, 64, 96, 2
@@ -64,7 +63,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
             blocks = torch.randint(0, 256, (EXPERTS, out, width // 32, 16), dtype=torch.uint8, generator=draw)
             scales = torch.randint(121, 126, blocks.shape[:3], dtype=torch.uint8, generator=draw)
             packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-            parameter.data = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            unpacked = transformers.integrations.mxfp4.convert_moe_packed_tensors
+            parameter.data = unpacked(blocks, scales, dtype=torch.float32)
         elif parameter.dim() == 1 or name.endswith("_bias"):
             torch.nn.init.normal_(parameter, float("norm" in name or "sinks" in name), 0.5)
     model.save_pretrained(root / "floats")

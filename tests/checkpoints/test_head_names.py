@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer as Backend
-from tokenizers.models import WordLevel
 from typer.testing import CliRunner
 
 from paceline.checkpoints import head_fit
@@ -25,22 +23,10 @@ from paceline.drafters import factory as make
 from paceline.drafters.factory import check_spec, make_drafter
 from paceline.drafters.suffix import Suffix
 from paceline.errors import HeadMismatch, InvalidOption, UnsupportedModel
-from paceline.models.decoder import Decoder
 from paceline.models.heads import AssistantConfig, ExitConfig, HeadConfig
 from paceline.protocols import TargetWithHead
 from paceline.testing import Oracle
-from paceline.testing.tiny import random_tensors
-from paceline.text.tokenizer import Tokenizer
-from tests.support.random_heads import BLOCK, COMPACT, EAGLE, EAGLE3, EXIT, LAYER, MEDUSA, head_of
-
-CONFIG = replace(LAYER, layers=8, tied=True)
-
-
-def loaded(seed: int = 0, dtype: torch.dtype = torch.float64, word: str = "w", noise: float = 0.0) -> Loaded:
-    tensors = random_tensors(CONFIG, seed)
-    tensors["model.embed_tokens.weight"] += noise * torch.randn(64, 32, generator=torch.Generator().manual_seed(9))
-    tokenizer = Tokenizer(Backend(WordLevel({f"{word}{i}": i for i in range(64)}, f"{word}0")))
-    return Loaded(Decoder(CONFIG, tensors, dtype, torch.device("cpu")), tokenizer, (), {}, Path("toy"))
+from tests.support.random_heads import BLOCK, COMPACT, EAGLE, EAGLE3, EXIT, LAYER, MEDUSA, head_of, loaded
 
 
 class Fake(Suffix):

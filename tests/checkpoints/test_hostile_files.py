@@ -29,9 +29,9 @@ from paceline.errors import CorruptModel, PacelineError, UnsupportedModel, one_l
 from paceline.files.locate import resolve
 from paceline.files.reading import read_json
 from paceline.files.schema import IDENTITY
-from tests.checkpoints.test_gguf import write
-from tests.models.test_families import SIZES
+from tests.support.gguf_writing import write_gguf
 from tests.support.random_heads import COMPACT, EAGLE3, head_of
+from tests.support.tiny_families import SIZES
 
 DEEP = '{"a":' * 200_000 + "1" + "}" * 200_000
 DEEP_LIST = '{"a":' + "[" * 200_000 + "]" * 200_000 + "}"
@@ -340,7 +340,7 @@ def gguf_judged(path: Path) -> object:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("layers", [4_000_000_000, 4097, 0])
 def test_a_gguf_of_absurdly_many_layers(tmp_path: Path, architecture: str, layers: int) -> None:
-    write(tmp_path / "m.gguf", architecture, layers=layers)
+    write_gguf(tmp_path / "m.gguf", architecture, layers=layers)
     assert f"{architecture}.block_count" in refused(lambda: gguf_judged(tmp_path / "m.gguf")).cause
 
 
@@ -366,14 +366,14 @@ def test_a_gguf_of_absurdly_many_layers(tmp_path: Path, architecture: str, layer
     ids=str,
 )
 def test_gguf_metadata_of_the_wrong_kind(tmp_path: Path, fields: dict[str, Any]) -> None:
-    write(tmp_path / "m.gguf", fields=fields)
+    write_gguf(tmp_path / "m.gguf", fields=fields)
     error = refused(lambda: gguf_judged(tmp_path / "m.gguf"))
     assert isinstance(error, CorruptModel)
     assert f"{next(iter(fields))} must be" in error.cause
 
 
 def test_a_gguf_vocabulary_with_an_endless_token(tmp_path: Path) -> None:
-    write(tmp_path / "m.gguf", tokens=["a", "b", "a" * 2_000_000, "<s>", "</s>"])
+    write_gguf(tmp_path / "m.gguf", tokens=["a", "b", "a" * 2_000_000, "<s>", "</s>"])
     assert "2000000 characters" in refused(lambda: gguf_judged(tmp_path / "m.gguf")).cause
 
 
@@ -426,7 +426,7 @@ def test_a_gguf_header_that_is_wrong(tmp_path: Path, data: bytes, cause: str) ->
 
 
 def test_a_gguf_that_stacks_absurdly_many_experts(tmp_path: Path) -> None:
-    write(tmp_path / "m.gguf", tensors={"blk.0.ffn_gate_exps.weight": (5000, 1, 32)})
+    write_gguf(tmp_path / "m.gguf", tensors={"blk.0.ffn_gate_exps.weight": (5000, 1, 32)})
     assert "5000 experts" in refused(lambda: gguf_judged(tmp_path / "m.gguf")).cause
 
 

@@ -24,9 +24,10 @@ from paceline.models.decoder import Decoder
 from paceline.models.refusals import refuse_other_heads
 from paceline.sampling.parameters import Sampling
 from paceline.testing import run
-from tests.models.test_families import SIZES
+from tests.support.gguf_writing import write_gguf
+from tests.support.lazy import transformers
+from tests.support.tiny_families import SIZES
 
-transformers = pytest.importorskip("transformers")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -198,9 +199,8 @@ def test_info_says_what_runs_through_transformers(tmp_path: Path) -> None:
 
 def test_info_reads_no_tensor_to_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from paceline.checkpoints.gguf_tensors import GGUFTensors
-    from tests.checkpoints.test_gguf import write
 
-    write(tmp_path / "m.gguf")
+    write_gguf(tmp_path / "m.gguf")
     checkpoint = open_checkpoint(tmp_path / "m.gguf")
 
     def read(self: GGUFTensors, name: str) -> torch.Tensor:

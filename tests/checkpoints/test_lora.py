@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import warnings
 from collections.abc import Iterator
@@ -29,21 +28,11 @@ from paceline.models.lazy import Quantised, codes_of
 from paceline.sampling.parameters import Sampling
 from paceline.types import Want
 from paceline.verify.tree import pack_prefix
+from tests.support.gguf_writing import HIDDEN, write_gguf
+from tests.support.lazy import transformers
+from tests.support.lora_training import SIZES, VARIANTS, base_model, train
 
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
 CPU = torch.device("cpu")
-SIZES = {
-    "vocab_size": 27,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 24,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-}
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
@@ -53,34 +42,6 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def base_model(path: Path, *, tied: bool = False, seed: int = 0, **changes: Any) -> Any:
-    """A tiny Llama with biases, and its folder."""
-    torch.manual_seed(seed)
-    config = transformers.LlamaConfig(**(SIZES | {"attention_bias": True} | changes), tie_word_embeddings=tied)
-    model = transformers.LlamaForCausalLM(config).eval()
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            torch.nn.init.normal_(parameter, 1.0, 0.3)
-    model.save_pretrained(path)
-    save_tokenizer(path)
-    return model
-
-
-def save_tokenizer(path: Path) -> None:
-    Backend(models.BPE(vocab={chr(97 + i): i for i in range(27)}, merges=[])).save(str(path / "tokenizer.json"))
-
-
-def train(model: Any, path: Path, **options: Any) -> Any:
-    """An adapter whose every trained tensor is random, saved to `path`; the model with it on top."""
-    adapted = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(**options)).eval()
-    torch.manual_seed(1)
-    for parameter in adapted.parameters():
-        if parameter.requires_grad:
-            torch.nn.init.normal_(parameter, 0.1, 0.3)
-    adapted.save_pretrained(path)
-    return adapted
 
 
 def logits(checkpoint: Checkpoint, tokens: list[int]) -> Tensor:
@@ -95,25 +56,6 @@ def check_logits(checkpoint: Checkpoint, adapted: Any, vocab: int = 27) -> None:
         theirs = adapted(torch.tensor([tokens])).logits[0]
     ours = logits(checkpoint, tokens)
     assert float((ours - theirs).norm() / theirs.norm()) < 1e-4
-
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "a list of modules": {"target_modules": ATTENTION, "r": 4, "lora_alpha": 10},
-    "all linear, rank-stabilised": {"target_modules": "all-linear", "r": 4, "use_rslora": True},
-    "a regex with patterns": {
-        "target_modules": r".*\.1\.(mlp\.\w+_proj|self_attn\.q_proj)",
-        "r": 2,
-        "lora_alpha": 3,
-        "rank_pattern": {"down_proj": 5, "mlp.*": 3},
-        "alpha_pattern": {r"self_attn\.q_proj": 7, "^model.layers.1.mlp.up_proj": 1},
-    },
-    "weight-decomposed": {"target_modules": [*ATTENTION, "down_proj", "embed_tokens"], "r": 4, "use_dora": True},
-    "embedding and head": {"target_modules": ["embed_tokens", "lm_head", "v_proj"], "r": 3},
-    "whole modules": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head", "norm"]},
-    "trained biases": {"target_modules": ["q_proj"], "bias": "lora_only"},
-    "all biases": {"target_modules": ["q_proj"], "bias": "all"},
-    "biases of its own": {"target_modules": ["q_proj", "o_proj"], "lora_bias": True, "lora_alpha": 3},
-}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -292,9 +234,7 @@ def test_a_path_with_an_at_sign_is_no_pair(tmp_path: Path) -> None:
 
 
 def test_a_gguf_base_merges_by_hugging_face_names(tmp_path: Path) -> None:
-    from tests.checkpoints.test_gguf import HIDDEN, write
-
-    write(tmp_path / "m.gguf", kind=gguf.GGMLQuantizationType.Q8_0)
+    write_gguf(tmp_path / "m.gguf", kind=gguf.GGMLQuantizationType.Q8_0)
     base = open_checkpoint(tmp_path / "m.gguf")
     sizes = {key: base.config[key] for key in SIZES if key in base.config}
     model = transformers.LlamaForCausalLM(
@@ -307,9 +247,7 @@ def test_a_gguf_base_merges_by_hugging_face_names(tmp_path: Path) -> None:
 
 
 def test_only_what_an_adapter_leaves_alone_keeps_the_codes_of_its_base(tmp_path: Path) -> None:
-    from tests.checkpoints.test_gguf import write
-
-    write(tmp_path / "m.gguf", kind=gguf.GGMLQuantizationType.Q4_1)
+    write_gguf(tmp_path / "m.gguf", kind=gguf.GGMLQuantizationType.Q4_1)
     base = open_checkpoint(tmp_path / "m.gguf")
     sizes = {key: base.config[key] for key in SIZES if key in base.config}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=True))
@@ -326,9 +264,7 @@ def test_only_what_an_adapter_leaves_alone_keeps_the_codes_of_its_base(tmp_path:
 @pytest.mark.parametrize("changed", ["q_proj", "v_proj", "up_proj"])
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
 def test_merged_projections_run_beside_the_codes_of_the_base(tmp_path: Path, kind: str, changed: str) -> None:
-    from tests.checkpoints.test_gguf import write
-
-    write(tmp_path / "m.gguf", kind=gguf.GGMLQuantizationType[kind])
+    write_gguf(tmp_path / "m.gguf", kind=gguf.GGMLQuantizationType[kind])
     config = open_checkpoint(tmp_path / "m.gguf").config
     sizes = {key: config[key] for key in SIZES if key in config}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=True))

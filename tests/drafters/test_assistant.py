@@ -30,9 +30,10 @@ from paceline.sampling.parameters import Sampling
 from paceline.testing import run
 from paceline.types import Draft, DraftBudget, Want
 from paceline.verify.tree import pack_prefix
-from tests.models.test_families import assert_close, feed, text
-from tests.models.test_families import models as families
-from tests.models.test_gemma4 import SIZES, models
+from tests.support.golden import decoder
+from tests.support.golden import reference as transformers_model
+from tests.support.logits import assert_close, feed, text
+from tests.support.tiny_families import GEMMA4_SIZES as SIZES
 
 transformers = pytest.importorskip("transformers")
 
@@ -41,7 +42,7 @@ transformers = pytest.importorskip("transformers")
 def tiny(case: str) -> Any:
     """transformers' assistant of two layers for a target."""
     torch.manual_seed(1)
-    target = models(case)[0].config
+    target = transformers_model(case).config
     wide = target.per_layer_config[2]
     config = {
         **SIZES,
@@ -73,13 +74,13 @@ def saved(case: str, folder: Path) -> HeadFile:
 def drafter(case: str, folder: Path) -> Assistant:
     head = saved(case, folder)
     assert isinstance(head.config, AssistantConfig)
-    return Assistant(head.config, head.tensors, models(case)[1])
+    return Assistant(head.config, head.tensors, decoder(case))
 
 
 @torch.inference_mode()
 def reference(case: str, tokens: list[int], steps: int) -> tuple[list[torch.Tensor], list[int]]:
     """Logits of a greedy chain after `tokens`, of which the target has read all but the last."""
-    target, assistant = models(case)[0], tiny(case)
+    target, assistant = transformers_model(case), tiny(case)
     out = target(torch.tensor([tokens[:-1]]), output_hidden_states=True, return_shared_kv_states=True, use_cache=True)
     window = SIZES["sliding_window"]
     # A row at the position after the text sees one position less of it than the window has.
@@ -102,10 +103,10 @@ def reference(case: str, tokens: list[int], steps: int) -> tuple[list[torch.Tens
     return found, chain
 
 
-@pytest.mark.parametrize("case", ["small", "all at once"])
+@pytest.mark.parametrize("case", ["gemma4, small", "gemma4, all at once"])
 @pytest.mark.parametrize("length", [9, 17, 45])
 def test_a_chain_is_that_of_transformers(case: str, length: int, tmp_path: Path) -> None:
-    head, target = saved(case, tmp_path), models(case)[1]
+    head, target = saved(case, tmp_path), decoder(case)
     assert isinstance(head.config, AssistantConfig)
     net = AssistantNetwork(head.config, head.tensors, target)
     tokens = text(length)
@@ -130,25 +131,25 @@ def feed_taps(target: Any, store: Any, slot: int, tokens: list[int]) -> torch.Te
     return last
 
 
-@pytest.mark.parametrize("case", ["small", "large"])
+@pytest.mark.parametrize("case", ["gemma4, small", "gemma4, large"])
 @pytest.mark.parametrize("shape", [DraftBudget.chain(4), DraftBudget(9, 3, 3)], ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_text_is_that_without_it(case: str, shape: DraftBudget, temperature: float, tmp_path: Path) -> None:
-    how, prompt, ours = Sampling(max_new_tokens=40, temperature=temperature, seed=3), text(20), models(case)[1]
+    how, prompt, ours = Sampling(max_new_tokens=40, temperature=temperature, seed=3), text(20), decoder(case)
     drafted = run(ours, prompt, how, drafter(case, tmp_path), shape)
     assert drafted[0] == run(ours, prompt, how)[0]
     assert drafted[2].drafted
 
 
 def test_an_assistant_of_another_model_is_refused(tmp_path: Path) -> None:
-    head = saved("large", tmp_path)
+    head = saved("gemma4, large", tmp_path)
     assert isinstance(head.config, AssistantConfig)
     with pytest.raises(UnsupportedModel, match="keys and values"):
-        Assistant(head.config, head.tensors, families("qwen3")[1])
+        Assistant(head.config, head.tensors, decoder("qwen3"))
 
 
 def test_a_config_without_layers_is_refused(tmp_path: Path) -> None:
-    saved("large", tmp_path)
+    saved("gemma4, large", tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     raw["text_config"]["enable_moe_block"] = True
     raw["text_config"] |= {"num_experts": 2, "top_k_experts": 1, "moe_intermediate_size": 8}
@@ -175,7 +176,7 @@ class Checked(Assistant):
 
 def check_rounds(case: str, folder: Path) -> int:
     """Compare the drafts of a whole reply, of which rounds accept nothing, some and all. Returns the tokens."""
-    target, prompt, how = models(case)[1], text(11), Sampling(max_new_tokens=24)
+    target, prompt, how = decoder(case), text(11), Sampling(max_new_tokens=24)
     reply = run(target, prompt, how)[0]
     drafting = Checked(saved(case, folder).config, tiny(case).state_dict(), target)  # type: ignore[arg-type]
     drafting.case, drafting.whole = case, (*prompt, *reply)
@@ -184,7 +185,7 @@ def check_rounds(case: str, folder: Path) -> int:
 
 
 def test_drafts_see_the_text_and_the_state_that_the_target_committed(tmp_path: Path) -> None:
-    assert check_rounds("small", tmp_path) > 15
+    assert check_rounds("gemma4, small", tmp_path) > 15
 
 
 @pytest.mark.parametrize("off", ["state", "position"])
@@ -208,11 +209,11 @@ def test_an_error_of_one_position_would_be_seen(off: str, tmp_path: Path, monkey
 
         monkeypatch.setattr(SlabCache, "view", late)
     with pytest.raises(AssertionError):
-        check_rounds("small", tmp_path)
+        check_rounds("gemma4, small", tmp_path)
 
 
 def test_info_says_what_an_assistant_is(tmp_path: Path) -> None:
-    saved("large", tmp_path)
+    saved("gemma4, large", tmp_path)
     shown = CliRunner().invoke(app, ["info", str(tmp_path)]).stdout
     assert "Gemma 4 assistant" in shown
     assert "2, over the target's keys and values" in shown
@@ -220,9 +221,9 @@ def test_info_says_what_an_assistant_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["assistant", "head"])
 def test_it_is_named_by_its_folder(name: str, tmp_path: Path) -> None:
-    saved("small", tmp_path)
-    target: Any = Loaded(models("small")[1], None, (), {}, tmp_path)  # type: ignore[arg-type]
+    saved("gemma4, small", tmp_path)
+    target: Any = Loaded(decoder("gemma4, small"), None, (), {}, tmp_path)  # type: ignore[arg-type]
     made = make_drafter(f"suffix+{name}:{tmp_path}", target, lambda reference: target)
     assert isinstance(made, DrafterStack)
     with pytest.raises(HeadMismatch, match="vocabulary of 101"):
-        fits(open_head(tmp_path), replace(models("small")[1].config, vocab_size=102))
+        fits(open_head(tmp_path), replace(decoder("gemma4, small").config, vocab_size=102))

@@ -27,8 +27,10 @@ from paceline.sampling.parameters import Sampling
 from paceline.testing import TINY, ToyTarget, random_tensors, run, run_together, tiny_target
 from paceline.types import Carried, Draft, DraftBudget, Tap, Verdict, Want
 from paceline.verify.tree import MIN_ROWS, PREFILL_ROWS, depths, pack, pack_prefix
-from tests.models import test_families as families
+from tests.support.golden import decoder
+from tests.support.logits import text
 from tests.support.random_heads import folder_of
+from tests.support.tiny_families import FAMILIES
 from tests.support.toys import ask_for
 from tests.verify.test_tree import path_to
 
@@ -86,7 +88,7 @@ def plain_rows(target: Decoder, cache: KVCache, slot: int, draft: Draft) -> Tens
 
 
 def filled(target: Decoder, cache: KVCache, length: int) -> int:
-    slot, tokens = cache.acquire(length), families.text(length)
+    slot, tokens = cache.acquire(length), text(length)
     for start in range(0, length, PREFILL_ROWS):
         chunk = tokens[start : start + PREFILL_ROWS]
         rows = pack_prefix(chunk, slot, start, CPU)
@@ -151,21 +153,21 @@ BITS = pytest.param(torch.bfloat16, marks=pytest.mark.skipif(not packs_bfloat16(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, BITS], ids=["float64", "bfloat16"])
-@pytest.mark.parametrize("case", families.CASES)
+@pytest.mark.parametrize("case", FAMILIES)
 def test_rows_that_stop_early_and_go_on_are_those_of_plain_decoding(case: str, dtype: torch.dtype) -> None:
-    check_resumed(families.models(case, dtype)[1], (47, 46, 30))
+    check_resumed(decoder(case, dtype), (47, 46, 30))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, BITS], ids=["float64", "bfloat16"])
 @pytest.mark.parametrize("case", ["gemma3", "mistral, sliding"])
 def test_they_are_over_a_ring_that_has_wrapped(case: str, dtype: torch.dtype) -> None:
-    check_resumed(families.models(case, dtype)[1], (1110, 47, 700))
+    check_resumed(decoder(case, dtype), (1110, 47, 700))
 
 
-@pytest.mark.parametrize("case", families.CASES)
+@pytest.mark.parametrize("case", FAMILIES)
 def test_an_exit_gives_the_stream_of_its_layer_and_the_head_on_it(case: str) -> None:
-    target = families.models(case)[1]
-    rows = lambda cache: pack_prefix(families.text(20), cache.acquire(20), 0, CPU)  # noqa: E731
+    target = decoder(case)
+    rows = lambda cache: pack_prefix(text(20), cache.acquire(20), 0, CPU)  # noqa: E731
     cache = target.new_cache()
     full = target.forward(rows(cache), cache, Want(taps=(*exits(target), "final")))
     for layer in exits(target):

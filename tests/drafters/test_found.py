@@ -17,7 +17,7 @@ from paceline.drafters.stack import DrafterStack
 from paceline.errors import HeadMismatch, InvalidOption
 from paceline.files.stores import StoredModel
 from paceline.llm import load
-from tests.checkpoints.test_gguf import Q, write
+from tests.support.gguf_writing import Q, write_gguf
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loaded:
     monkeypatch.setattr(found, "stored_models", lambda everything: [])
     folder = tmp_path / "models"
     folder.mkdir()
-    write(folder / "large.gguf")
+    write_gguf(folder / "large.gguf")
     return load_model(folder / "large.gguf")
 
 
@@ -40,22 +40,22 @@ def head(folder: Path, of: str) -> None:
 def test_nothing_is_found(target: Loaded) -> None:
     folder = target.path.parent
     (folder / "damaged.gguf").write_bytes(b"GGUF")
-    write(folder / "other-words.gguf", kind=Q.Q4_0, tokens=["b", "a", "ab", "<s>", "</s>"])
-    write(folder / "too-large.gguf", kind=Q.F16)
+    write_gguf(folder / "other-words.gguf", kind=Q.Q4_0, tokens=["b", "a", "ab", "<s>", "</s>"])
+    write_gguf(folder / "too-large.gguf", kind=Q.F16)
     head(folder / "head", of="0" * 32 + ":" + "f" * 256)
     assert drafter_for("found", target) == "suffix"
 
 
 def test_the_smallest_model_with_the_same_vocabulary(target: Loaded) -> None:
     folder = target.path.parent
-    write(folder / "small.gguf", kind=Q.Q8_0)
-    write(folder / "smallest.gguf", kind=Q.Q4_0)
+    write_gguf(folder / "small.gguf", kind=Q.Q8_0)
+    write_gguf(folder / "smallest.gguf", kind=Q.Q4_0)
     assert drafter_for("found", target) == f"suffix+model:{folder / 'smallest.gguf'}"
 
 
 def test_a_model_in_a_store(target: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "blob"
-    write(path, kind=Q.Q4_0)
+    write_gguf(path, kind=Q.Q4_0)
     stored = StoredModel("ollama:a:b", path, path.stat().st_size, "ollama")
     monkeypatch.setattr(found, "stored_models", lambda everything: [stored] if everything else [])
     assert drafter_for("found", target) == f"suffix+model:{path}"
@@ -71,7 +71,7 @@ def test_many_small_models_of_other_vocabularies_hide_none(target: Loaded, monke
     monkeypatch.setattr(found, "open_checkpoint", counted)
     for i in range(50):
         unrelated(folder / f"other-{i}", vocab_size=7)
-    write(folder / "small.gguf", kind=Q.Q4_0)
+    write_gguf(folder / "small.gguf", kind=Q.Q4_0)
     assert drafter_for("found", target) == f"suffix+model:{folder / 'small.gguf'}"
     assert opened == [folder / "small.gguf"]
     for i in range(50):
@@ -110,14 +110,14 @@ def test_a_published_head_that_names_the_target(
 
 def test_a_head_goes_before_a_model(target: Loaded) -> None:
     folder = target.path.parent
-    write(folder / "smallest.gguf", kind=Q.Q4_0)
+    write_gguf(folder / "smallest.gguf", kind=Q.Q4_0)
     head(folder / "my-head", of=fingerprint(target))
     assert drafter_for("found", target) == f"suffix+head:{folder / 'my-head'}"
 
 
 def test_found_is_a_drafter_of_load(target: Loaded) -> None:
     folder = target.path.parent
-    write(folder / "smallest.gguf", kind=Q.Q4_0)
+    write_gguf(folder / "smallest.gguf", kind=Q.Q4_0)
     llm = load(target.path, drafter=["found", "suffix"], draft=2)
     assert [policy.name for policy in llm.engine.policies] == ["suffix+model:smallest.gguf", "suffix"]
     assert isinstance(open_drafter("found", target), DrafterStack)

@@ -12,14 +12,14 @@ from paceline.drafters.eagle import Eagle
 from paceline.engine.engine import Engine
 from paceline.models.cuda_decoder import DeviceDecoder
 from paceline.models.heads import EagleConfig
-from paceline.models.tensor_names import translated
 from paceline.testing import run_together
 from paceline.types import DraftBudget
 from tests.engine.test_mixtures import CHAIN, PROMPTS, SAMPLINGS, TREE, plain
-from tests.models.test_families import check_drafts, feed, models, text
+from tests.support.golden import decoder, read, tensors_of
+from tests.support.logits import check_drafts, feed, text
 from tests.support.mtp_reference import Reference
 
-V3 = models("deepseek v3")[1]
+V3 = decoder("deepseek v3")
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
@@ -44,11 +44,10 @@ def test_the_cache_holds_one_row_by_token() -> None:
 
 
 def test_the_cache_of_a_device_holds_one_tensor_too() -> None:
-    theirs, ours = models("deepseek v3")
-    tensors, tokens = translated({"model_type": "deepseek_v3"}, theirs.state_dict()), text(47)
-    target = DeviceDecoder(ours.config, tensors, torch.float64, torch.device("cpu"), capture=None)
+    tensors, tokens = tensors_of(read("deepseek v3")), text(47)
+    target = DeviceDecoder(V3.config, tensors, torch.float64, torch.device("cpu"), capture=None)
     cache = target.new_cache()
     slot = cache.acquire(len(tokens))
     feed(target, cache, slot, tokens)
     assert {len(slab.tensors) for slab in cache.slabs} == {1}
-    check_drafts(theirs, target, cache, slot, tokens, rows=(2, 5, 7, 8))
+    check_drafts(V3, target, cache, slot, tokens, rows=(2, 5, 7, 8))

@@ -18,7 +18,8 @@ from paceline.sampling.parameters import Sampling
 from paceline.session import Session
 from paceline.testing import run, run_together
 from paceline.types import Draft, DraftBudget
-from tests.models.test_families import models, text
+from tests.support.golden import decoder
+from tests.support.logits import text
 
 CASES = {"glm4.5": "glm4.5 without groups", "llama4, sliding": "llama4", "deepseek v3": "deepseek v2"}
 """Target -> a model that drafts for it."""
@@ -35,7 +36,7 @@ def plain(target: Decoder) -> list[list[int]]:
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("case", CASES)
 def test_the_text_does_not_depend_on_the_drafter(case: str, shape: DraftBudget) -> None:
-    target, other = models(case)[1], models(CASES[case])[1]
+    target, other = decoder(case), decoder(CASES[case])
     itself = DraftModel(target, 101)
     drafters: list[Drafter] = [NGram(), DraftModel(other, 101), itself]
     for drafter in drafters:
@@ -48,7 +49,7 @@ def test_the_text_does_not_depend_on_the_drafter(case: str, shape: DraftBudget) 
 
 @pytest.mark.parametrize("case", CASES)
 def test_prompts_begin_where_earlier_texts_were_the_same(case: str) -> None:
-    target = models(case)[1]
+    target = decoder(case)
     engine = Engine(target, NGram(), CHAIN)
     engine.remember(1 << 26)
     short = Sampling(max_new_tokens=8, temperature=0.7, seed=1)
@@ -61,7 +62,7 @@ def test_prompts_begin_where_earlier_texts_were_the_same(case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_sessions_roll_back_to_any_token(case: str) -> None:
-    target, tokens = models(case)[1], text(60)
+    target, tokens = decoder(case), text(60)
     session = Session(target, (), lambda *a, **b: [], lambda ids: "")
     session.observe(tokens)
     session.logits_after([1, 2, 3])
@@ -78,8 +79,8 @@ def test_sessions_roll_back_to_any_token(case: str) -> None:
 @pytest.mark.skipif(library() is None, reason="no bfloat16 products that keep bits")
 @pytest.mark.parametrize("case", CASES)
 def test_bfloat16_keeps_bits(case: str) -> None:
-    target = models(case, torch.bfloat16)[1]
+    target = decoder(case, torch.bfloat16)
     assert guarantee(target) == "bits"
     for shape in (CHAIN, TREE):
-        replies = run_together(Engine(target, DraftModel(models(CASES[case])[1], 101), shape), PROMPTS, SAMPLINGS)
+        replies = run_together(Engine(target, DraftModel(decoder(CASES[case]), 101), shape), PROMPTS, SAMPLINGS)
         assert [reply[0] for reply in replies] == plain(target)

@@ -13,7 +13,7 @@ from paceline.errors import InvalidOption
 from paceline.integrations.transformers import Speculator, speculate
 from paceline.testing import Oracle, tiny_target
 from paceline.types import DraftBudget
-from tests.models.test_transformers import BASE, CHAINS, TREES, model_of
+from tests.support.adapted_models import BASE, CHAINS, TREES, model_of
 from tests.support.toys import ALPHABET, toy_tokenizer
 
 transformers = pytest.importorskip("transformers")

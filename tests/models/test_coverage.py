@@ -8,13 +8,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from paceline.errors import UnsupportedModel
 from paceline.models.families import FAMILIES, read_config
+from tests.support.lazy import transformers
 
-transformers = pytest.importorskip("transformers")
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 

@@ -16,8 +16,8 @@ from paceline.models.weights import Weights
 from paceline.testing import TINY, random_tensors, tiny_target
 from paceline.types import Want
 from paceline.verify.tree import pack_prefix
+from tests.support.lazy import transformers
 
-transformers = pytest.importorskip("transformers")
 CPU = torch.device("cpu")
 
 SIZES: dict[str, Any] = {

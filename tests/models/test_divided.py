@@ -26,62 +26,58 @@ from paceline.models.shards import RankTensors, divide, spans
 from paceline.testing import TINY, random_tensors
 from tests.kernels.test_cpu_formats import number, stored
 from tests.kernels.test_low_rank import factors
-from tests.support.divided_worker import WITH_ADAPTERS
-from tests.support.server_process import free_port
+from tests.support.cover import some
+from tests.support.divided_ranks import run_ranks
+from tests.support.divided_worker import NAMES, WITH_ADAPTERS, cases
 
-ROOT = Path(__file__).parents[2]
-
-
-def run_ranks(*arguments: str, count: int = 2, shared_memory: bool = True) -> list[subprocess.CompletedProcess[str]]:
-    """Run the worker in as many processes; in the order of the ranks."""
-    shared = os.environ | {
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count if shared_memory else 1),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))),
-    }
-    command = [sys.executable, "-m", "tests.support.divided_worker", *arguments]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
-    ranks = [subprocess.Popen(command, env=shared | {"RANK": str(rank)}, **pipes) for rank in range(count)]
-    try:
-        ended = [rank.communicate(timeout=120) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return [subprocess.CompletedProcess(command, r.returncode, *said) for r, said in zip(ranks, ended, strict=True)]
+SHARED = some("shared_memory", {"shared memory": True, "sockets": False}, fast=["shared memory"])
 
 
-@pytest.mark.parametrize("shared_memory", [True, False])
-def test_two_processes_write_what_one_writes(shared_memory: bool) -> None:
-    first, second = run_ranks(shared_memory=shared_memory)
+def fast(name: str, shared_memory: bool) -> bool:
+    """Every kind of layers is divided once in the fast tier, and each way to exchange sums is tried."""
+    socket = ("joined projections",)
+    memory = ("torch.bfloat16", "int4", "biases and sinks", "side by side", "experts beside a shared one, in float64")
+    return name in (memory if shared_memory else socket)
+
+
+@pytest.mark.parametrize(
+    ("name", "shared_memory"),
+    [
+        pytest.param(name, shared_memory, marks=() if fast(name, shared_memory) else pytest.mark.slow)
+        for name in NAMES
+        for shared_memory in (True, False)
+    ],
+)
+def test_two_processes_write_what_one_writes(name: str, shared_memory: bool) -> None:
+    first, second = run_ranks("compare", name, shared_memory=shared_memory)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
-    found = json.loads(first.stdout)
-    assert len(found) == 10
-    for name, model in found.items():
-        assert model["shared"] == (shared_memory and library() is not None and sys.platform == "linux")
-        exact = "float64" in name or name in ("joined projections", "side by side")
-        assert model["same"], name
-        assert min(model["accepted"]) > 0, "nothing was accepted, so nothing was shown"
-        assert (model["embedding"], model["head"], model["kv_heads"]) == (True, True, 1)
-        assert model["logits"] < 1e-5
-        assert len(model["adapters"]) == 3 * name.endswith(WITH_ADAPTERS)
-        assert all(change > 0.1 for change in model["adapters"])
-        assert model["error"] < (1e-12 if exact else 0.05 if "bfloat16" in name or "int" in name else 1e-4), name
-        if library() is not None and not exact:
-            assert (model["native"], model["guarantee"]) == (True, "bits"), name
+    model = json.loads(first.stdout)[name]
+    assert model["shared"] == (shared_memory and library() is not None and sys.platform == "linux")
+    exact = "float64" in name or name in ("joined projections", "side by side")
+    assert model["same"]
+    assert min(model["accepted"]) > 0, "nothing was accepted, so nothing was shown"
+    assert (model["embedding"], model["head"], model["kv_heads"]) == (True, True, 1)
+    assert model["logits"] < 1e-5
+    assert len(model["adapters"]) == 3 * name.endswith(WITH_ADAPTERS)
+    assert all(change > 0.1 for change in model["adapters"])
+    assert model["error"] < (1e-12 if exact else 0.05 if "bfloat16" in name or "int" in name else 1e-4)
+    if library() is not None and not exact:
+        assert (model["native"], model["guarantee"]) == (True, "bits")
 
 
-@pytest.mark.parametrize("shared_memory", [True, False])
+def test_the_names_are_those_of_all_models() -> None:
+    assert [name for name, _ in cases()] == [*NAMES]
+
+
+@SHARED
 def test_an_error_at_one_process_ends_both(shared_memory: bool) -> None:
-    first, second = run_ranks("fail", shared_memory=shared_memory)
+    first, second = run_ranks("fail", "torch.float32", shared_memory=shared_memory)
     assert min(first.returncode, second.returncode) > 0
     assert "RankLost: another process of this model has ended" in first.stderr
     assert "UnpicklingError" in second.stderr
 
 
-@pytest.mark.parametrize("shared_memory", [True, False])
+@SHARED
 @pytest.mark.parametrize("rank", [0, 1])
 def test_no_process_waits_for_one_that_has_run_out_of_memory(rank: int, shared_memory: bool, tmp_path: Path) -> None:
     """Whether that one lives on, as a server does, or not."""

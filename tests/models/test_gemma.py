@@ -12,6 +12,7 @@ from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
 from paceline.types import DraftBudget
 from tests.conftest import packaged_model
+from tests.support.cover import some
 
 pytestmark = pytest.mark.model
 
@@ -19,22 +20,30 @@ PROMPT = "The capital of France is Paris. The capital of Italy is Rome. The capi
 
 
 @pytest.fixture(scope="module")
-def gemma() -> Iterator[Loaded]:
-    with packaged_model("gemma3-270m") as model:
+def gemma(request: pytest.FixtureRequest) -> Iterator[Loaded]:
+    with packaged_model("gemma3-270m", request.param) as model:
         yield model
 
 
-def test_it_writes_sense_and_the_same_with_a_drafter(gemma: Loaded) -> None:
-    for how in (Sampling(max_new_tokens=24), Sampling(max_new_tokens=24, temperature=0.8, top_k=40, seed=2)):
-        plain = LLM(gemma).generate(PROMPT, how, raw=True)
-        drafted = LLM(gemma, Suffix(), DraftBudget(15, 15, 3)).generate(PROMPT, how, raw=True)
-        assert drafted.token_ids == plain.token_ids
-        assert drafted.stats.guarantee in ("bits", "rounding")
-        if not how.temperature:
-            assert plain.text.startswith(" Madrid")
-            assert drafted.stats.tokens_per_round > 1.2
+@some("temperature", [0.0, 0.8], fast=["0.0"])
+@pytest.mark.parametrize(
+    "gemma",
+    [pytest.param("auto", id="the file's codes"), pytest.param(None, id="bfloat16", marks=pytest.mark.slow)],
+    indirect=True,
+)
+def test_it_writes_sense_and_the_same_with_a_drafter(gemma: Loaded, temperature: float) -> None:
+    how = Sampling(max_new_tokens=24, temperature=temperature, top_k=40 if temperature else 0, seed=2)
+    plain = LLM(gemma).generate(PROMPT, how, raw=True)
+    drafted = LLM(gemma, Suffix(), DraftBudget(15, 15, 3)).generate(PROMPT, how, raw=True)
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.stats.guarantee in ("bits", "rounding")
+    if not temperature:
+        assert plain.text.startswith(" Madrid")
+        assert drafted.stats.tokens_per_round > 1.2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("gemma", [None], indirect=True)
 def test_a_text_longer_than_its_windows_goes_on_as_it_began(gemma: Loaded) -> None:
     """1,300 tokens: the local layers' rings of 1,024 columns have wrapped."""
     llm = LLM(gemma, Suffix())

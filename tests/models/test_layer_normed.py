@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from copy import copy
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -27,44 +30,64 @@ from paceline.models.tensor_names import translated
 from paceline.sampling.parameters import Sampling
 from paceline.testing import Oracle, check_target, run, run_together
 from paceline.types import DraftBudget
-from tests.models.test_families import SIZES, VOCAB, assert_close, expected, feed, models, text
+from tests.support.cover import some
+from tests.support.golden import decoder, read, reference, tensors_of, weights
+from tests.support.logits import assert_close, expected, feed, text
+from tests.support.tiny_families import SIZES, VOCAB
 
 CASES = (
     *("cohere, norms of heads", "cohere2, sliding", "starcoder2", "stablelm, parallel", "phi"),
     *("gpt-neox", "gpt-neox, one after the other"),
 )
+PROMPTS = [text(34), text(9) * 2, text(34), text(50)]
+WAYS = [Sampling(max_new_tokens=20, temperature=t, seed=3) for t in (0.0, 0.0, 0.8, 0.8)]
 CHAIN, TREE = DraftBudget.chain(4), DraftBudget(8, 4, 3)
 DRAFTERS: dict[str, tuple[Callable[[Decoder], Drafter], DraftBudget]] = {
     "ngram": (lambda target: NGram(), CHAIN),
     "suffix": (lambda target: Suffix(), TREE),
     "itself": (lambda target: DraftModel(target, VOCAB), CHAIN),
-    "another": (lambda target: DraftModel(models("qwen3")[1], VOCAB), TREE),
+    "another": (lambda target: DraftModel(decoder("qwen3"), VOCAB), TREE),
     "early exit": (lambda target: EarlyExit(ExitConfig(target.config.hidden, 2), {}, target, threshold=0.0), TREE),
 }
 
 
+# Every family once and every drafter once in the fast tier.
+FAST = {*zip(CASES, itertools.cycle(DRAFTERS), strict=False)}
+
+
+@cache
+def alone(case: str) -> list[list[int]]:
+    """What `WAYS` write of `PROMPTS`, each without the others and without drafts."""
+    target = decoder(case, torch.bfloat16)
+    return [run(target, prompt, how)[0] for prompt, how in zip(PROMPTS, WAYS, strict=True)]
+
+
 @pytest.mark.skipif(library() is None, reason="no bfloat16 products that keep bits")
-@pytest.mark.parametrize("case", CASES)
-def test_the_text_is_the_same_with_drafters_and_in_batches(case: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "drafter"),
+    [
+        pytest.param(*pair, marks=() if pair in FAST else pytest.mark.slow)
+        for pair in itertools.product(CASES, DRAFTERS)
+    ],
+)
+def test_the_text_is_the_same_with_drafters_and_in_batches(case: str, drafter: str) -> None:
     """Bit for bit in bfloat16."""
-    target = models(case, torch.bfloat16)[1]
+    target = decoder(case, torch.bfloat16)
     assert guarantee(target) == "bits"
-    prompts = [text(34), text(9) * 2, text(34), text(50)]
-    ways = [Sampling(max_new_tokens=20, temperature=t, seed=3) for t in (0.0, 0.0, 0.8, 0.8)]
-    alone = [run(target, prompt, how)[0] for prompt, how in zip(prompts, ways, strict=True)]
-    for make, budget in DRAFTERS.values():
-        replies = run_together(Engine(target, make(target), budget), prompts, ways)
-        assert [tokens for tokens, _, _ in replies] == alone
-        assert sum(stats.drafted for _, _, stats in replies)
+    make, budget = DRAFTERS[drafter]
+    replies = run_together(Engine(target, make(target), budget), PROMPTS, WAYS)
+    assert [tokens for tokens, _, _ in replies] == alone(case)
+    assert sum(stats.drafted for _, _, stats in replies)
 
 
+@pytest.mark.slow
 def test_they_keep_the_contract_of_targets() -> None:
     """Trees, chunks, ragged passes, roll-back, forks and saved slots."""
-    check_target(lambda: models("cohere2, sliding")[1], tolerance=2e-5, taps=(1, "final"))
+    check_target(lambda: decoder("cohere2, sliding"), tolerance=2e-5, taps=(1, "final"))
 
 
 def test_a_layer_whose_parts_follow_each_other_would_be_noticed() -> None:
-    theirs, ours = models("cohere2, sliding")
+    ours = decoder("cohere2, sliding")
     wrong, tokens = copy(ours), text(20)
     wrong._stack = copy(ours._stack)
     wrong._stack._parts = [copy(part) for part in ours._stack._parts]
@@ -76,15 +99,16 @@ def test_a_layer_whose_parts_follow_each_other_would_be_noticed() -> None:
     cache = wrong.new_cache()
     logits = feed(wrong, cache, cache.acquire(), tokens)
     with pytest.raises(AssertionError):
-        assert_close(logits, expected(theirs, tokens))
+        assert_close(logits, expected(ours, tokens))
 
 
+@some("truth", {"float64": decoder, "transformers": reference}, fast=["float64"])
 @pytest.mark.parametrize("case", CASES)
-def test_float32_is_within_a_millionth_of_transformers(case: str) -> None:
-    tokens, ours = text(60), models(case, torch.float32)[1]
+def test_float32_is_within_a_millionth_of(truth: Callable[[str], Any], case: str) -> None:
+    tokens, ours = text(60), decoder(case, torch.float32)
     cache = ours.new_cache()
-    logits, truth = feed(ours, cache, cache.acquire(), tokens), expected(models(case)[0], tokens)
-    assert float((logits - truth).norm() / truth.norm()) < 1e-6
+    logits, right = feed(ours, cache, cache.acquire(), tokens), expected(truth(case), tokens)
+    assert float((logits - right).norm() / right.norm()) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["gelu", "gelu_pytorch_tanh"])
@@ -137,7 +161,7 @@ def test_an_activation_without_a_gate_must_be_known() -> None:
 
 def test_a_wrong_draft_is_rolled_back_past_the_window() -> None:
     """A drafter that is mostly wrong, over more tokens than the ring of the sliding layers holds."""
-    target, prompt, how = models("cohere2, sliding")[1], text(600), Sampling(max_new_tokens=60)
+    target, prompt, how = decoder("cohere2, sliding"), text(600), Sampling(max_new_tokens=60)
     plain = run(target, prompt, how)[0]
     for budget in (DraftBudget.chain(6), DraftBudget(12, 4, 3)):
         tokens, _, stats = run(target, prompt, how, Oracle([*prompt, *plain], 0.3, VOCAB), budget)
@@ -147,8 +171,9 @@ def test_a_wrong_draft_is_rolled_back_past_the_window() -> None:
 
 def test_older_files_of_gpt_neox_are_read() -> None:
     """Their output head has another name, and they hold masks, which are no weights."""
-    theirs, ours = models("gpt-neox")
-    tensors = {name.replace("lm_head", "embed_out"): x for name, x in theirs.state_dict().items()}
+    ours = decoder("gpt-neox")
+    tensors = weights(read("gpt-neox").shapes, "gpt_neox")
+    tensors = {name.replace("lm_head", "embed_out"): x for name, x in tensors.items()}
     for i in range(ours.layers):
         layer = f"gpt_neox.layers.{i}.attention."
         tensors |= {layer + "bias": torch.ones(1, 1, 8, 8).bool(), layer + "masked_bias": torch.tensor(-1e9)}
@@ -161,8 +186,8 @@ def test_older_files_of_gpt_neox_are_read() -> None:
 
 @pytest.mark.parametrize("case", ["cohere, norms of heads", "stablelm, parallel", "phi", "gpt-neox"])
 def test_names_and_shapes_are_checked_before_weights_are_read(case: str) -> None:
-    theirs, ours = models(case)
-    tensors = translated({"model_type": ours.config.family}, {**theirs.state_dict()})
+    ours = decoder(case)
+    tensors = tensors_of(read(case))
     Decoder(ours.config, Outlines(tensors), torch.float32, torch.device("meta"))
     less = {name: tensors[name] for name in tensors if not name.endswith("layers.1.self_attn.o_proj.weight")}
     with pytest.raises(CorruptModel, match=r"lacks model.layers.1.self_attn.o_proj.weight"):

@@ -11,8 +11,8 @@ import torch
 
 from paceline.models.config import RopeConfig
 from paceline.models.rope import KINDS, Rotary, inverse_frequencies, read_rope, rotate, span_of
+from tests.support.lazy import transformers
 
-transformers = pytest.importorskip("transformers")
 CPU = torch.device("cpu")
 CONTEXT, HEAD = 128, 16
 FACTORS = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [1.0 + i for i in range(8)]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,90 +26,16 @@ from paceline.sampling.parameters import Sampling
 from paceline.testing import Oracle, run, tiny_target
 from paceline.types import Draft, DraftBudget, Want
 from paceline.verify.tree import pack, pack_prefix
+from tests.support.adapted_models import ALL, BASE, CHAINS, FULL, HEADS, OLD, TREES, adapter, causal, model_of
 from tests.support.cached_engine import CachedEngine
+from tests.support.lazy import transformers
 from tests.support.toys import toy_tokenizer
-
-transformers = pytest.importorskip("transformers")
-transformers.logging.set_verbosity_error()
-
-from paceline.models.transformers import CausalLM  # noqa: E402
-
-BASE: dict[str, Any] = {
-    "vocab_size": 37,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-}
-HEADS = BASE | {"head_dim": 8}
-OLD = {"vocab_size": 37, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
-FULL = BASE | {"num_key_value_heads": 4}
-# Experts are multiplied in groups, which torch does in up to 32 bits only.
-MOE = HEADS | {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "experts_implementation": "eager"}
-WINDOW = HEADS | {"sliding_window": 3}  # less than a draft's depth
-
-TREES: dict[str, tuple[str, dict[str, Any]]] = {
-    "GPT-2": ("GPT2", OLD),
-    "GPT-J": ("GPTJ", OLD | {"rotary_dim": 4}),
-    "GPT-NeoX": ("GPTNeoX", FULL),
-    "OPT": ("OPT", FULL | {"ffn_dim": 48, "word_embed_proj_dim": 32}),
-    "Falcon": ("Falcon", FULL),
-    "Phi": ("Phi", FULL),
-    "Phi-3 with a window": ("Phi3", BASE | {"sliding_window": 3}),
-    "StableLM": ("StableLm", BASE),
-    "StarCoder2 with a window": ("Starcoder2", BASE | {"sliding_window": 3}),
-    "Cohere": ("Cohere", BASE),
-    "OLMo 2": ("Olmo2", BASE),
-    "Granite": ("Granite", BASE),
-    "GLM-4": ("Glm4", HEADS),
-    "Qwen2-MoE": ("Qwen2Moe", MOE | {"num_experts": 4, "shared_expert_intermediate_size": 16}),
-    "Mixtral": ("Mixtral", MOE | {"num_local_experts": 4}),
-    "Gemma 2, every other layer a window": ("Gemma2", WINDOW | {"query_pre_attn_scalar": 8}),
-    "Gemma 3": ("Gemma3Text", WINDOW),
-    "gpt-oss": ("GptOss", WINDOW | {"num_local_experts": 4, "experts_implementation": "eager"}),
-}
-CHAINS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Bloom": ("Bloom", {"vocab_size": 37, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
-    "MPT": ("Mpt", {"vocab_size": 37, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 256}),
-    "Falcon with ALiBi": ("Falcon", FULL | {"alibi": True}),
-    "GPT-Neo, whose window counts columns": (
-        "GPTNeo",
-        FULL | {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 8},
-    ),
-}
-ALL = TREES | CHAINS
-
-
-def model_of(kind: str, sizes: dict[str, Any], seed: int = 0, dtype: torch.dtype = torch.float64) -> Any:
-    """A random model, its weights large enough for texts that vary."""
-    sizes = dict(sizes)
-    experts = sizes.pop("experts_implementation", None)
-    config = getattr(transformers, kind + "Config")(**sizes)
-    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation=experts)
-    generator = torch.Generator().manual_seed(seed)
-    for weight in model.parameters():
-        mean, spread = (0.0, 0.35) if weight.dim() > 1 else (1.0, 0.2)
-        weight.data.copy_(torch.randn(weight.shape, generator=generator) * spread + mean)
-    return model.to(dtype).eval()
-
 
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
 
-_ADAPTERS: dict[str, CausalLM] = {}
-
-
-def adapter(name: str) -> CausalLM:
-    """One per name: they hold no state."""
-    if name not in _ADAPTERS:
-        _ADAPTERS[name] = CausalLM(model_of(*ALL[name]))
-    return _ADAPTERS[name]
-
 
 @torch.inference_mode()
-def plain(target: CausalLM, tokens: list[int]) -> torch.Tensor:
+def plain(target: Any, tokens: list[int]) -> torch.Tensor:
     """The logits [V] after a text, by the model in one pass without a cache."""
     return target.model(torch.tensor([tokens]), use_cache=False).logits[0, -1]  # type: ignore[no-any-return]
 
@@ -275,8 +202,7 @@ def test_native_and_adapted_llama_write_the_same() -> None:
     native = Decoder(read_config(model.config.to_dict()), model.state_dict(), torch.float64, torch.device("cpu"))
     for sampling in (Sampling(max_new_tokens=40), Sampling(max_new_tokens=40, temperature=0.8, top_p=0.9, seed=1)):
         assert (
-            run(native, PROMPT, sampling)[0]
-            == run(CausalLM(model), PROMPT, sampling, Suffix(), DraftBudget(8, 4, 2))[0]
+            run(native, PROMPT, sampling)[0] == run(causal(model), PROMPT, sampling, Suffix(), DraftBudget(8, 4, 2))[0]
         )
 
 
@@ -291,7 +217,7 @@ def test_drafts_reach_the_end_of_the_context() -> None:
 def test_rotary_factors_that_change_end_the_context() -> None:
     factors = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
     sizes = BASE | {"rope_parameters": factors, "original_max_position_embeddings": 64}
-    assert CausalLM(model_of("Phi3", sizes)).context_length == 64
+    assert causal(model_of("Phi3", sizes)).context_length == 64
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -302,7 +228,7 @@ def test_models_of_any_dtype_verify(dtype: torch.dtype) -> None:
         ("Gemma 2, every other layer a window", True),
         ("Bloom", False),
     ):
-        target = CausalLM(model_of(*ALL[name], dtype=dtype))
+        target = causal(model_of(*ALL[name], dtype=dtype))
         assert target.trees is trees
         cache = target.new_cache()
         rows = pack_prefix(PROMPT, cache.acquire(), 0, target.device)
@@ -324,7 +250,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_models_whose_past_cannot_be_cut_are_refused_by_name(name: str) -> None:
     kind, sizes, said = REFUSED[name]
     with pytest.raises(UnsupportedModel, match=said):
-        CausalLM(model_of(kind, sizes, dtype=torch.float32))
+        causal(model_of(kind, sizes, dtype=torch.float32))
 
 
 def test_other_kinds_of_models_are_refused_by_name() -> None:
@@ -335,30 +261,34 @@ def test_other_kinds_of_models_are_refused_by_name() -> None:
     model = model_of("Llama", BASE)
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(UnsupportedModel, match="sdpa"):
-        CausalLM(model)
+        causal(model)
 
 
-class IgnoresMasks(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
-    """Attends to every row before it."""
+@cache
+def ignoring() -> tuple[Any, Any]:
+    """Classes of models that attend to every row before each, and to none of an earlier pass."""
 
-    def forward(self, input_ids, attention_mask=None, position_ids=None, **rest):  # type: ignore[no-untyped-def]
-        return super().forward(input_ids, attention_mask=None, position_ids=position_ids, **rest)
+    class IgnoresMasks(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        def forward(self, input_ids, attention_mask=None, position_ids=None, **rest):  # type: ignore[no-untyped-def]
+            return super().forward(input_ids, attention_mask=None, position_ids=position_ids, **rest)
 
+    class IgnoresItsPast(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        def forward(self, input_ids, past_key_values=None, position_ids=None, **rest):  # type: ignore[no-untyped-def]
+            rest.pop("attention_mask", None)
+            return super().forward(input_ids, position_ids=position_ids, **rest)
 
-class IgnoresItsPast(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
-    def forward(self, input_ids, past_key_values=None, position_ids=None, **rest):  # type: ignore[no-untyped-def]
-        rest.pop("attention_mask", None)
-        return super().forward(input_ids, position_ids=position_ids, **rest)
+    return IgnoresMasks, IgnoresItsPast
 
 
 def test_the_check_at_the_start_notices_what_a_model_does_not_do() -> None:
     weights = model_of("Llama", BASE)
-    model = IgnoresMasks(weights.config).double()
+    masks, past = ignoring()
+    model = masks(weights.config).double()
     model.load_state_dict(weights.state_dict())
-    assert CausalLM(weights).trees
-    assert not CausalLM(model).trees
+    assert causal(weights).trees
+    assert not causal(model).trees
     with pytest.raises(UnsupportedModel, match="IgnoresItsPast cannot verify"):
-        CausalLM(IgnoresItsPast(weights.config).double())
+        causal(past(weights.config).double())
 
 
 # Loading.
@@ -378,7 +308,7 @@ def test_a_model_object_is_loaded_with_its_tokenizer() -> None:
     assert llm.tokenizer.special_tokens == {"eos_token": "</s>"}
     out = llm.generate([{"role": "user", "content": "what is it?"}], Sampling(max_new_tokens=20))
     assert out.prompt_tokens == len("<user:what is it?><a:")
-    assert out.token_ids == run(CausalLM(model), words.encode("<user:what is it?><a:"), Sampling(max_new_tokens=20))[0]
+    assert out.token_ids == run(causal(model), words.encode("<user:what is it?><a:"), Sampling(max_new_tokens=20))[0]
     assert paceline.load(model, tokenizer=words).generate("hi", Sampling(max_new_tokens=4)).text
 
 
@@ -413,7 +343,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_folder_of_an_unknown_family_goes_through_transformers(folder: Path) -> None:
     llm = paceline.load(folder, dtype="float32", device="cpu")
-    assert isinstance(llm.model.target, CausalLM)
+    assert type(llm.model.target).__name__ == "CausalLM"
     plain = paceline.load(folder, dtype="float32", device="cpu", drafter=None)
     how = Sampling(max_new_tokens=30)
     assert llm.generate("hello", how).token_ids == plain.generate("hello", how).token_ids

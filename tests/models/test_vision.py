@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from paceline.checkpoints.checkpoint import open_folder
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
-from tests.models.test_families import LLAMA4, SIZES, assert_close, expected, feed, text
-
-transformers = pytest.importorskip("transformers")
+from tests.support.lazy import transformers
+from tests.support.logits import assert_close, expected, feed, text
+from tests.support.tiny_families import LLAMA4, SIZES
 
 MROPE = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True, "rope_theta": 5e6}
 VISION = {"hidden_size": 32, "depth": 2, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 48}

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.checkpoints.test_gguf import FFN, HIDDEN, Q, write
+from tests.support.gguf_writing import FFN, HIDDEN, Q, write_gguf
 from tests.support.server_process import ServerProcess, free_port
 
 
@@ -25,7 +25,7 @@ from tests.support.server_process import ServerProcess, free_port
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerProcess]:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PACELINE_CONFIG", "")
-    write(tmp_path / "tiny.gguf", kind=Q.Q8_0)
+    write_gguf(tmp_path / "tiny.gguf", kind=Q.Q8_0)
     write_lora(tmp_path / "lora")
     started = [
         sys.executable,

@@ -19,8 +19,8 @@ from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
 from paceline.server.models import ModelSource
 from paceline.server.worker import Worker
-from tests.checkpoints.test_gguf import Q, write
 from tests.server.test_responses import SCHEMA, THINKS, user
+from tests.support.gguf_writing import Q, write_gguf
 from tests.support.running import Serving, serving, serving_models
 from tests.support.scripted import fail_before_the_end, scripted
 from tests.support.toys import toy_llm
@@ -144,7 +144,7 @@ def test_models_are_described_without_loading_them(tmp_path: Path) -> None:
     template = "{% if tools %}{% endif %}<think></think>"
     fields = {"tokenizer.chat_template": template, "general.file_type": 15}
     words = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<s>", "</s>"]
-    write(tmp_path / "m.gguf", "qwen2", kind=Q.Q4_0, fields=fields, tokens=words)
+    write_gguf(tmp_path / "m.gguf", "qwen2", kind=Q.Q4_0, fields=fields, tokens=words)
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 64}))
@@ -177,7 +177,7 @@ def test_models_are_described_without_loading_them(tmp_path: Path) -> None:
         assert (shown.modelinfo["general.parameter_count"], shown.template) == (4, "a template")
         assert shown.capabilities == ["completion", "tools", "insert"]
         assert client.show("missing").capabilities == ["completion"]
-        write(tmp_path / "m.gguf", "llama", kind=Q.F16)
+        write_gguf(tmp_path / "m.gguf", "llama", kind=Q.F16)
         assert client.list().models[0].details.family == "llama"
         assert client.ps().models == []
 

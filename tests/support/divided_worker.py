@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -36,6 +35,12 @@ CPU = torch.device("cpu")
 WIDE = replace(TINY, hidden=96, heads=4, head_dim=32, ffn=200, vocab_size=101)
 Case = tuple[ModelConfig, dict[str, Tensor], torch.dtype, Any]
 WITH_ADAPTERS = "float64", "bfloat16", "int8", "joined projections"
+
+
+NAMES = (
+    *("torch.float64", "torch.float32", "torch.bfloat16", "int8", "int4", "biases and sinks", "joined projections"),
+    *("experts", "side by side", "experts beside a shared one, in float64"),
+)
 
 
 def cases() -> Iterator[tuple[str, Case]]:
@@ -215,24 +220,23 @@ def run_out(mirror: Mirror, where: str, rank: int, ended: Path) -> None:
     print(json.dumps({"raised": raised, "ended": ended.exists()}))
 
 
-def main() -> None:
+def main(task: str, *arguments: str) -> None:
+    """Be one of the ranks. `task`: "compare" the models of these names, "fail" or "run out"."""
     torch.set_num_threads(1)
     mirror = Mirror(Ranks())
-    if sys.argv[1:2] == ["run out"]:
-        run_out(mirror, sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]))
+    if task == "run out":
+        run_out(mirror, arguments[0], int(arguments[1]), Path(arguments[2]))
         return
     made: dict[str, tuple[Decoder, DividedDecoder]] = {}
     for name, (config, tensors, dtype, mode) in cases():
-        held = Quantised(tensors, mode) if mode else tensors
-        adapters = adapters_of(name, tensors)
-        divided = DividedDecoder(config, held, dtype, CPU, lambda done, total: None, mirror, adapters)
-        made[name] = Decoder(config, held, dtype, CPU, adapters=adapters), divided
+        if name in arguments:
+            held = Quantised(tensors, mode) if mode else tensors
+            adapters = adapters_of(name, tensors)
+            divided = DividedDecoder(config, held, dtype, CPU, lambda done, total: None, mirror, adapters)
+            made[name] = Decoder(config, held, dtype, CPU, adapters=adapters), divided
     mirror.follow()
-    if sys.argv[1:] == ["fail"]:
+    if task == "fail":
         mirror.ranks.send(b"no pickle")
-        texts(made["torch.float32"][1])
+        for _, divided in made.values():
+            texts(divided)
     print(json.dumps({name: compare(*pair) for name, pair in made.items()}))
-
-
-if __name__ == "__main__":
-    main()

@@ -32,10 +32,11 @@ from paceline.models.lazy import Quantised
 from paceline.sampling.parameters import Sampling
 from paceline.testing import run
 from paceline.testing.tiny import TINY, random_tensors
-from tests.checkpoints.test_gguf import Q, write
-from tests.models.test_config import OLDER
-from tests.models.test_families import CASES, SIZES
+from tests.support.gguf_writing import Q, write_gguf
+from tests.support.golden import read
+from tests.support.older_configs import OLDER
 from tests.support.random_heads import BLOCK, COMPACT, EAGLE3, EXIT, MEDUSA, head_of
+from tests.support.tiny_families import FAMILIES, SIZES
 
 CASE_SECONDS, MEMORY = 5.0, 1 << 30
 """The most that one file may take; the memory is beyond what the process held at the start."""
@@ -133,13 +134,13 @@ class Files:
         configs = {"eagle3": EAGLE3, "medusa": MEDUSA, "paceline": COMPACT, "block": BLOCK, "exit": EXIT}
         self._heads = [write_head(folder / name, head_of(config)) for name, config in configs.items()]
         self._families = [{"model_type": name} | SIZES | OLDER[name] for name in OLDER]
-        self._families += [_family(name, changes) for name, changes in CASES.values()]
+        self._families += [read(case).config for case in FAMILIES]
         self._gguf = []
         names = ("llama", "smollm3", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "qwen3moe")
         for name, kind in zip(names, (Q.F32, Q.Q8_0, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.F16, Q.BF16), strict=True):
-            write(folder / f"{name}.gguf", name, kind=kind, fields={f"{name}.rope.freq_base": 1e6})
+            write_gguf(folder / f"{name}.gguf", name, kind=kind, fields={f"{name}.rope.freq_base": 1e6})
             self._gguf.append((folder / f"{name}.gguf").read_bytes())
-        write(folder / "spm.gguf", fields=_SENTENCEPIECE)
+        write_gguf(folder / "spm.gguf", fields=_SENTENCEPIECE)
         self._gguf.append((folder / "spm.gguf").read_bytes())
 
     def trial(self, rng: random.Random) -> str:
@@ -197,7 +198,7 @@ class Files:
             return path, damaged(rng, data, 1800), lambda: use(path)
         name = rng.choice(("llama", "smollm3", "qwen3", "phi3", "gemma2", "gemma3", "qwen3moe"))
         keys = rng.sample([key.replace("*", name) for key in _GGUF_KEYS], rng.choice((1, 1, 2)))
-        write(path, name, fields={key: rng.choice(_GGUF_ODD) for key in keys})
+        write_gguf(path, name, fields={key: rng.choice(_GGUF_ODD) for key in keys})
         return path, path.read_bytes(), lambda: use(path)
 
 
@@ -232,14 +233,6 @@ def use(path: Path) -> None:
         (torch.bfloat16, Quantised(checkpoint.tensors, "int8")),
     ):
         run(Decoder(config, tensors, dtype, torch.device("cpu")), [1, 2, 3], Sampling(max_new_tokens=3))
-
-
-def _family(name: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """As transformers writes the config of one of `test_families.CASES`."""
-    import transformers
-
-    config = getattr(transformers, name + "Config")(**deepcopy(SIZES | changes))
-    return dict(json.loads(config.to_json_string(use_diff=False)))
 
 
 def _write_model(folder: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.models.decoder import Decoder
 from paceline.types import Tap, Want
 from paceline.verify.tree import pack_prefix
-from tests.models import test_families, test_hybrid
+from tests.support.golden import models
 
 _QWEN = ("mtp.layers.0.", *(f"mtp.{x}.weight" for x in ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")))
 _DEEPSEEK = (
@@ -37,8 +37,7 @@ class Reference:
     """A random layer of the kind of a model's last attention layer, beside that model, in float64."""
 
     def __init__(self, case: str) -> None:
-        cases = test_hybrid if case in test_hybrid.CASES else test_families
-        self.model, self.target = cases.models("qwen2" if case == "mimo" else case)
+        self.model, self.target = models("qwen2" if case == "mimo" else case)
         config = self.model.config
         self.kind = "mimo" if case == "mimo" else config.model_type
         norm = partial(type(self.model.model.norm), eps=config.rms_norm_eps)

@@ -9,11 +9,17 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
 from torch import Tensor
 
 from paceline.checkpoints.head_check import shapes_of
+from paceline.checkpoints.loader import Loaded
 from paceline.models.config import LayerConfig, ModelConfig, RopeConfig
+from paceline.models.decoder import Decoder
 from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, HeadConfig, HeadFile, MedusaConfig
+from paceline.testing.tiny import random_tensors
+from paceline.text.tokenizer import Tokenizer
 
 LAYER = ModelConfig(
     family="llama",
@@ -42,6 +48,15 @@ REDUCED = replace(BLOCK, draft_vocab=16, from_anchor=True)
 DSPARK = replace(BLOCK, markov=8, confidence=40, from_anchor=True)
 DFLASH2 = replace(BLOCK, conv=2, conv_group=16, selector=8, candidates=16)
 EXIT = ExitConfig(32, 3, 4)
+TARGET = replace(LAYER, layers=8, tied=True)
+
+
+def loaded(seed: int = 0, dtype: torch.dtype = torch.float64, word: str = "w", noise: float = 0.0) -> Loaded:
+    """A random target. `word`: its tokens begin with it. `noise`: added to its embedding."""
+    tensors = random_tensors(TARGET, seed)
+    tensors["model.embed_tokens.weight"] += noise * torch.randn(64, 32, generator=torch.Generator().manual_seed(9))
+    tokenizer = Tokenizer(Backend(WordLevel({f"{word}{i}": i for i in range(64)}, f"{word}0")))
+    return Loaded(Decoder(TARGET, tensors, dtype, torch.device("cpu")), tokenizer, (), {}, Path("toy"))
 
 
 def head_of(config: HeadConfig, dtype: torch.dtype = torch.float32, target: str | None = "owner/name") -> HeadFile:

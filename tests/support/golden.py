@@ -1,0 +1,192 @@
+"""Logits of tiny models, computed by transformers in float64 and kept in tests/golden: compared without transformers.
+
+`python -m tests.support.golden [CASE ...]` writes the files. A file holds no weights: these follow from the names and
+shapes of the tensors, on both sides.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from paceline.checkpoints.expert_tensors import ExpertTensors
+from paceline.models.decoder import Decoder
+from paceline.models.families import read_config
+from paceline.models.tensor_names import translated
+from tests.support.logits import CPU, assert_close, chunks_and_tokens, expected, relative_error, text
+from tests.support.tiny_families import CASES, GEMMA4, HYBRIDS, WINDOWED
+
+FOLDER = Path(__file__).parents[1] / "golden"
+ROUNDED = ("qwen3", "gemma2", "gemma3", "phi3, sliding")
+Shapes = Mapping[str, Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Golden:
+    """The model of a case, a text, and the logits that transformers computes at some of its positions.
+
+    Attributes:
+        transformers: The version.
+        config: config.json as transformers writes it.
+        shapes: Names in model.safetensors -> shapes.
+        text: Token ids.
+        logits: Position -> logits, of six digits.
+        bfloat16: Relative error of transformers' logits of the first 60 tokens in bfloat16, of the cases in `ROUNDED`.
+    """
+
+    transformers: str
+    config: dict[str, Any]
+    shapes: dict[str, list[int]]
+    text: list[int]
+    logits: dict[int, list[float]]
+    bfloat16: float | None = None
+
+
+def path_of(case: str) -> Path:
+    """The file of a case."""
+    return FOLDER / (re.sub("[^a-z0-9.]+", "-", case) + ".json.gz")
+
+
+@cache
+def read(case: str) -> Golden:
+    """The golden file of a case."""
+    document = json.loads(gzip.decompress(path_of(case).read_bytes()))
+    return Golden(**document | {"logits": {int(at): row for at, row in document["logits"].items()}})
+
+
+def weights(shapes: Shapes, family: str) -> dict[str, Tensor]:
+    """Random tensors in float32, each by its name and shape alone."""
+    return {name: _weight(name, shape, family) for name, shape in shapes.items()}
+
+
+def _weight(name: str, shape: Sequence[int], family: str) -> Tensor:
+    mean, spread = _law(name, len(shape), family)
+    # Uniform: a normal distribution takes logarithms, whose last bits are the processor's.
+    unit = torch.rand(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(crc32(name.encode())))
+    return (mean + spread * 3**0.5 * (2 * unit - 1)).float()
+
+
+def _law(name: str, dimensions: int, family: str) -> tuple[float, float]:
+    """Mean and deviation. Norms and biases are random too: at their usual start an exchange would go unseen."""
+    adds_one = family in ("gemma", "gemma2", "gemma3_text") or family.startswith(("qwen3_next", "qwen3_5"))
+    if name.endswith("A_log"):
+        return 1.0, 0.6
+    if name.endswith(("expert_bias", "correction_bias")) or ("conv" in name and dimensions == 3):
+        return 0.0, 0.3
+    if name.endswith("_bias") and dimensions == 2:  # of gpt-oss's experts, beyond what its SwiGLU clamps
+        return 0.0, 4.0
+    if dimensions == 1 or "norm" in name:
+        return float(not adds_one or "linear_attn.norm" in name), 0.1 if name.endswith("layer_scalar") else 0.3
+    return 0.0, 0.2
+
+
+@cache
+def decoder(case: str, dtype: torch.dtype = torch.float64) -> Decoder:
+    """The native decoder of a case."""
+    return decoder_of(read(case), dtype)
+
+
+def decoder_of(golden: Golden, dtype: torch.dtype = torch.float64) -> Decoder:
+    """The native decoder with the weights of a golden file."""
+    return Decoder(read_config(golden.config), tensors_of(golden), dtype, CPU)
+
+
+def tensors_of(golden: Golden) -> Mapping[str, Tensor]:
+    """The weights of a golden file, by the names of the native decoder."""
+    family = read_config(golden.config).family
+    tensors = translated(golden.config, weights(golden.shapes, family))
+    return ExpertTensors(tensors) if family == "gpt_oss" else tensors
+
+
+@cache
+def reference(case: str, dtype: torch.dtype = torch.float64) -> Any:
+    """transformers' model of a case, which reads the same weights from a folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(read(case).config))
+        return _reference(Path(folder), read(case).shapes, dtype)
+
+
+def models(case: str, dtype: torch.dtype = torch.float64) -> tuple[Any, Decoder]:
+    """transformers' model of a case and the native decoder."""
+    return reference(case, dtype), decoder(case, dtype)
+
+
+def _reference(folder: Path, shapes: Shapes, dtype: torch.dtype) -> Any:
+    """transformers' model of a folder that has a config and gets weights."""
+    family = read_config(json.loads((folder / "config.json").read_text())).family
+    save_file(weights(shapes, family), folder / "model.safetensors", {"format": "pt"})
+    model, report = _transformers().AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, experts_implementation="eager", output_loading_info=True
+    )
+    assert not any(report.values()), report
+    return model.to(dtype).eval()
+
+
+def _transformers() -> Any:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    return transformers
+
+
+def made(case: str) -> Golden:
+    """The golden file of a case, made anew."""
+    transformers = _transformers()
+    kind, sizes = CASES[case]
+    config = getattr(transformers, kind + "Config")(**deepcopy(sizes))
+    with tempfile.TemporaryDirectory() as folder:
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        path = Path(folder) / "model.safetensors"
+        shapes = {name: list(tensor.shape) for name, tensor in load_file(path).items()}
+        written = json.loads((Path(folder) / "config.json").read_text())
+        logits = expected(_reference(Path(folder), shapes, torch.float64), text(length(case)))
+        rounded = _reference(Path(folder), shapes, torch.bfloat16) if case in ROUNDED else None
+        error = relative_error(expected(rounded, text(60)), logits[:60]) if rounded else None
+    version = written.pop("transformers_version")
+    rows = {at: [float(f"{x:.6g}") for x in logits[at].tolist()] for at in _positions(case)}
+    return Golden(version, written, shapes, text(length(case)), rows, error)
+
+
+def length(case: str) -> int:
+    """The length of the text of a case: past windows and past the rings that hold them, or past chunks of states."""
+    return 1110 if case in (*WINDOWED, *GEMMA4) else 150 if case in HYBRIDS else 70
+
+
+def _positions(case: str) -> tuple[int, ...]:
+    return {70: (1, 34, 54, 69), 150: (1, 101, 134, 149), 1110: (1, 34, 54, 69, 600, 1109)}[length(case)]
+
+
+def write(case: str) -> None:
+    """Write the golden file of a case."""
+    document = json.dumps(asdict(made(case)), separators=(",", ":"), sort_keys=True)
+    path_of(case).write_bytes(gzip.compress(document.encode(), mtime=0))
+
+
+def check_golden(case: str, cuts: Sequence[int], end: int | None = None) -> None:
+    """Check the native logits of a case in chunks that end at `cuts` and token by token up to `end`."""
+    golden = read(case)
+    tokens = golden.text[:end]
+    logits = chunks_and_tokens(decoder(case), tokens, cuts)
+    at = [position for position in golden.logits if position < len(tokens)]
+    assert_close(logits[at], torch.tensor([golden.logits[position] for position in at]))
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for one in sys.argv[1:] or CASES:
+        write(one)

@@ -1,0 +1,119 @@
+"""Logits of the native decoder in chunks and through trees, and the right ones to compare them with."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from paceline.models.decoder import Decoder
+from paceline.protocols import KVCache
+from paceline.types import Draft, Want
+from paceline.verify.tree import PREFILL_ROWS, pack, pack_prefix
+from tests.support.tiny_families import VOCAB
+from tests.verify.test_tree import path_to
+
+CPU = torch.device("cpu")
+TREE = Draft((7, 8, 9, 10, 11, 12, 7, 8), (0, 0, 1, 1, 2, 3, 4, 6))
+
+
+def text(length: int) -> list[int]:
+    """The first tokens of one random text."""
+    return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def feed(target: Decoder, cache: KVCache, slot: int, tokens: list[int]) -> torch.Tensor:
+    """Commit a chunk; its logits [T, V]."""
+    rows = pack_prefix(tokens, slot, cache.lengths[slot], CPU)
+    out = target.forward(rows, cache, Want())
+    cache.commit(rows, [range(1, len(tokens))])
+    return out.logits[0, : len(tokens)]
+
+
+def verify(target: Decoder, cache: KVCache, slot: int, last: int, draft: Draft) -> torch.Tensor:
+    """Logits of the last token and of the draft's nodes after it, which are not committed."""
+    rows = pack([last], [draft], [slot], [cache.lengths[slot]], CPU)
+    return target.forward(rows, cache, Want()).logits[0]
+
+
+@torch.inference_mode()
+def expected(model: Any, tokens: list[int]) -> torch.Tensor:
+    """Logits [T, V] of a text from its beginning, without drafts: of transformers' model, or of the native decoder."""
+    if isinstance(model, Decoder):
+        return in_chunks(model, tokens, range(PREFILL_ROWS, len(tokens), PREFILL_ROWS))
+    logits: torch.Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0]
+    return logits
+
+
+def in_chunks(target: Decoder, tokens: list[int], cuts: Sequence[int]) -> torch.Tensor:
+    """Logits [T, V] of a text fed in chunks that end at `cuts` and at its end."""
+    cache = target.new_cache()
+    slot = cache.acquire(len(tokens))
+    return torch.cat([feed(target, cache, slot, tokens[a:b]) for a, b in itertools.pairwise((0, *cuts, len(tokens)))])
+
+
+def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """The norm of the difference by the norm of what is right."""
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Check that logits are equal up to rounding."""
+    # transformers' norms (Gemma 2's softmax, the states of hybrids) are in float32 even here.
+    assert relative_error(ours, theirs) < 3e-5
+
+
+def chunks_and_tokens(target: Decoder, tokens: list[int], cuts: Sequence[int]) -> torch.Tensor:
+    """Logits [T, V] of a text fed in chunks that end at `cuts`, then token by token."""
+    cache = target.new_cache()
+    slot = cache.acquire(len(tokens))
+    logits = [feed(target, cache, slot, tokens[a:b]) for a, b in itertools.pairwise((0, *cuts))]
+    for token in tokens[cuts[-1] :]:
+        logits.append(verify(target, cache, slot, token, Draft())[:1])
+        cache.commit(pack([token], [Draft()], [slot], [cache.lengths[slot]], CPU), [()])
+    return torch.cat(logits)
+
+
+def check_chunks(theirs: Any, ours: Decoder, length: int, cuts: Sequence[int]) -> None:
+    """Check that logits of a text fed in chunks that end at `cuts`, then token by token, are those of transformers."""
+    tokens = text(length)
+    assert_close(chunks_and_tokens(ours, tokens, cuts), expected(theirs, tokens))
+
+
+def check_drafts(
+    theirs: Any, ours: Decoder, cache: KVCache, slot: int, tokens: list[int], rows: tuple[int, ...]
+) -> None:
+    """Check these nodes of a tree, then a chain on top of a committed branch of it.
+
+    Args:
+        theirs: Its plain logits are the right ones: transformers' model, or `ours`.
+    """
+    whole = pack([5], [TREE], [slot], [cache.lengths[slot]], CPU)
+    logits = ours.forward(whole, cache, Want()).logits[0]
+    for row in rows:
+        path = path_to(TREE, row)[::-1]
+        assert_close(logits[row], expected(theirs, [*tokens, 5, *(TREE.tokens[r - 1] for r in path[1:])])[-1])
+    path = path_to(TREE, 8)[::-1][1:]
+    cache.commit(whole, [path])
+    tokens = [*tokens, 5, *(TREE.tokens[r - 1] for r in path)]
+    logits = verify(ours, cache, slot, 6, Draft.chain([1, 2, 3, 4, 5]))
+    assert_close(logits[:6], expected(theirs, [*tokens, 6, 1, 2, 3, 4, 5])[-6:])
+
+
+def check_path(theirs: Any, ours: Decoder, length: int) -> None:
+    """Check drafts after a text of so many tokens, fed in one chunk."""
+    tokens, cache = text(length), ours.new_cache()
+    slot = cache.acquire(length)
+    feed(ours, cache, slot, tokens)
+    check_drafts(theirs, ours, cache, slot, tokens, rows=(2, 5, 7, 8))
+
+
+def check_ring(theirs: Any, ours: Decoder) -> None:
+    """Check logits and drafts beyond the columns that a ring of a sliding layer holds: it has wrapped."""
+    tokens, cache = text(1110), ours.new_cache()
+    slot = cache.acquire()
+    parts = [feed(ours, cache, slot, tokens[start : start + PREFILL_ROWS]) for start in range(0, 1110, PREFILL_ROWS)]
+    assert_close(torch.cat(parts), expected(theirs, tokens))
+    check_drafts(theirs, ours, cache, slot, tokens, rows=(8,))
