@@ -18,8 +18,8 @@ import pytest
 
 from paceline.drafters.suffix import Suffix
 from paceline.llm import LLM
-from tests.server.test_infill import filler
-from tests.server.test_responses import SCHEMA, THINKS, user
+from tests.support.calling import SCHEMA, THINKS, user
+from tests.support.filler import filler
 from tests.support.running import Serving, serving
 from tests.support.scripted import scripted
 from tests.support.toys import toy_model

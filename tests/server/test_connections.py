@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from paceline.server import listen
-from tests.server.test_limits import ENDLESS, connect, request, slow_llm
+from tests.support.connections import connect, request
 from tests.support.running import Serving, serving
+from tests.support.slow_llm import ENDLESS, slow_llm
 from tests.support.toys import toy_llm
 
 HEAD = b"GET /health HTTP/1.1\r\nHost: x\r\n"
@@ -66,9 +67,9 @@ def test_bytes_after_an_answer_are_not_read_for_ever() -> None:
 
 @pytest.mark.usefixtures("impatient")
 def test_a_reply_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(slow_llm(monkeypatch)) as it, it.openai as client:
+    with serving(slow_llm(monkeypatch), connections=9) as it:
         body: Any = {**ENDLESS, "max_tokens": 200}
-        stream = client.chat.completions.create(model="toy", extra_body=body, messages=body["messages"], stream=True)
+        stream = it.openai.chat.completions.create(model="toy", extra_body=body, messages=body["messages"], stream=True)
         assert [part.choices[0].finish_reason for part in stream][-1] == "length"
         assert it.get("/health").status_code == 200
 

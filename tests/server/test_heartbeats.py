@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
-import httpx2 as httpx
 import pytest
 
 from paceline.llm import LLM
 from paceline.protocols import KVCache
 from paceline.types import Forward, Rows, Want
-from tests.server.test_responses import SCHEMA, THINKS, user
+from tests.support.calling import SCHEMA, THINKS, user
 from tests.support.running import Serving, serving
 from tests.support.scripted import scripted
 
@@ -60,7 +59,7 @@ BODIES: dict[str, dict[str, Any]] = {
 def test_no_stream_is_silent_for_long(slow: Serving, path: str) -> None:
     """Neither before the first token nor while a call is written, of which nothing is shown before it is complete."""
     times = []
-    with httpx.stream("POST", slow.address + path, json={**BODIES[path], "stream": True}, timeout=60) as answer:
+    with slow.client.stream("POST", path, json={**BODIES[path], "stream": True}) as answer:
         times.append(time.monotonic())
         times += [time.monotonic() for _ in answer.iter_lines()]
     assert times[-1] - times[0] > 1.2

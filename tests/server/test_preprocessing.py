@@ -21,8 +21,8 @@ from paceline.server.errors import ApiError
 from paceline.server.preprocessing import Preprocessor
 from paceline.server.schema_completions import CompletionRequest
 from paceline.server.schema_tokens import TokenizeRequest
-from tests.server.test_limits import slow_llm
 from tests.support.running import Serving, serving
+from tests.support.slow_llm import slow_llm
 from tests.support.toys import toy_llm
 from tests.support.vocabularies import byte_level, speaker
 
