@@ -7,6 +7,7 @@ import logging
 import queue
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
@@ -85,10 +86,13 @@ class AppThread:
             timeout_graceful_shutdown=_GRACE,
         )
         listener = socket.create_server((HOST, 0))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # a client that does not read is soon noticed
         port: int = listener.getsockname()[1]
         self._server = uvicorn.Server(config)
         self._serving = asyncio.run_coroutine_threadsafe(self._server.serve([listener]), self.loop)
-        return port  # the socket listens already
+        while not self._server.started and not self._serving.done():
+            time.sleep(0.005)
+        return port
 
     def close(self) -> None:
         with suppress(RuntimeError):  # the loop has ended with an error

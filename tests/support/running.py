@@ -34,8 +34,9 @@ class Serving:
 
     @cached_property
     def address(self) -> str:
-        """The server's URL, for clients with sockets of their own. The server listens as soon as it is asked for."""
-        return f"http://{HOST}:{self.thread.listen()}"
+        """The server's URL, for clients with sockets of their own. The server listens from its first use."""
+        port = self.client.base_url.port or self.thread.listen()
+        return f"http://{HOST}:{port}"
 
     @cached_property
     def openai(self) -> OpenAI:
