@@ -71,10 +71,11 @@ def test_options_as_clients_of_ollama_send_them(client: Any, plain: LLM) -> None
     hot = {"temperature": 5.0, "seed": 3, "num_predict": 16}
     text = plain.generate(chat, Sampling(max_new_tokens=16, temperature=5.0, seed=3)).text
     assert client.chat("toy", chat, options=hot).message.content == text
+    long = "abc" * 75
     for asked in ({"num_predict": 0}, {"num_predict": -1}):  # as many as fit
-        assert client.chat("toy", chat, options=asked).message == client.chat("toy", chat).message
-        raw = client.generate("toy", "abc", raw=True, options=asked)
-        assert raw.eval_count == len(plain.generate("abc", Sampling(max_new_tokens=255), raw=True).token_ids) > 16
+        assert client.chat("toy", [user(long)], options=asked).message == client.chat("toy", [user(long)]).message
+        raw = client.generate("toy", long, raw=True, options=asked)
+        assert raw.eval_count == len(plain.generate(long, Sampling(max_new_tokens=255), raw=True).token_ids) > 16
 
 
 def test_prompts(client: Any, plain: LLM) -> None:
