@@ -1,4 +1,4 @@
-"""A small sample of `tests/slow/test_files_fuzz.py` in every run."""
+"""A small sample of `test_files_fuzz_long.py` in every run."""
 
 from __future__ import annotations
 

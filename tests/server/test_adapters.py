@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import openai
 import pytest
 import torch
 
@@ -106,9 +105,9 @@ def test_a_prompt_is_cached_for_its_own_adapter(adapted: Serving) -> None:
 
 
 def test_other_names_are_refused(adapted: Serving) -> None:
-    with pytest.raises(
-        openai.NotFoundError, match=r"'others' is not served here\. Use one of 'toy', 'queries and values'"
-    ):
+    from openai import NotFoundError
+
+    with pytest.raises(NotFoundError, match=r"'others' is not served here\. Use one of 'toy', 'queries and values'"):
         chat(adapted, "others")
     with pytest.raises(InvalidOption, match="both called a"):
         ModelSource(("a",), lambda: pytest.fail("loaded"), adapters=("a",))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
+from pydantic import ValidationError
 
 from paceline.drafters.ngram import NGram
 from paceline.drafters.suffix import Suffix
@@ -14,8 +15,9 @@ from paceline.engine.draft_policy import shown_name
 from paceline.errors import InvalidOption, PacelineError
 from paceline.llm import LLM
 from paceline.server import errors
-from paceline.server.app import POLICY, add_page
+from paceline.server.app import _ANSWERS, POLICY, add_page
 from paceline.server.models import ModelSource
+from paceline.server.schema_answers import Health
 from paceline.server.worker import Busy, ServerStopping, Worker
 from tests.support.running import Serving, serving
 from tests.support.toys import toy_llm, toy_model
@@ -182,3 +184,42 @@ def test_a_model_that_is_not_served_is_told_what_is(served: Serving) -> None:
 def test_a_model_has_no_empty_names() -> None:
     with pytest.raises(InvalidOption, match="name must not be empty"):
         ModelSource(("toy", ""), lambda: Worker(toy_llm()))
+
+
+ASKED: list[tuple[str, Any]] = [
+    ("/health", None),
+    ("/v1/models", None),
+    ("/v1/models/toy", None),
+    ("/api/version", None),
+    ("/api/tags", None),
+    ("/api/ps", None),
+    ("/api/show", {"model": "toy"}),
+    ("/tokenize", {"prompt": "hello"}),
+    ("/tokenize", {"prompt": "hello", "with_pieces": True}),
+    ("/detokenize", {"tokens": [7, 4]}),
+    ("/apply-template", {"messages": [{"role": "user", "content": "hi"}]}),
+    ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "hi"}]}),
+    ("/v1/embeddings", {"input": ["hello"]}),
+    ("/api/embed", {"model": "toy", "input": "hello"}),
+    ("/api/embeddings", {"model": "toy", "prompt": "hello"}),
+    ("/v1/models/none", None),
+    ("/v1/completions", {"prompt": "hello", "nonsense": 1}),
+    ("/v1/messages", {"messages": [], "max_tokens": 1}),
+    ("/api/show", {"model": "none"}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), ASKED, ids=str)
+def test_answers_are_as_the_description_says(served: Serving, path: str, body: Any) -> None:
+    answer = served.get(path) if body is None else served.post(path, body)
+    described = served.get("/openapi.json").json()["paths"]
+    route = path if path in described else "/v1/models/{name}"
+    said = described[route]["get" if body is None else "post"]["responses"][str(answer.status_code)]
+    model = said["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    (kind,) = (kind for kind in _ANSWERS if kind.__name__ == model)
+    kind.model_validate(answer.json())
+
+
+def test_an_answer_that_differs_from_the_description_is_found() -> None:
+    with pytest.raises(ValidationError, match="uptime"):
+        Health.model_validate({"status": "ok", "running": 0, "waiting": 0, "uptime": 1})

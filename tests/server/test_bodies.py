@@ -164,7 +164,7 @@ def test_bodies_made_by_hypothesis(served: Serving, case: tuple[str, bytes]) -> 
 
 @pytest.mark.slow
 def test_documented_requests_are_not_the_servers_failure(served: Serving) -> None:
-    """A sample of what tests/slow runs by the thousand."""
+    """A sample of what test_described_requests.py runs by the thousand."""
     requests = Document(served.get("/openapi.json").json()).requests()
 
     @hypothesis.settings(max_examples=150, suppress_health_check=list(hypothesis.HealthCheck))

@@ -8,7 +8,6 @@ import math
 from typing import Any
 
 import pytest
-from openai import BadRequestError
 
 from paceline.engine.stats import Stats
 from paceline.llm import LLM
@@ -197,6 +196,8 @@ def test_a_prediction_is_drafted_and_counted(served: Serving, plain: LLM, parts:
 
 @pytest.mark.parametrize("wrong", ["text", {"type": "content"}, {"type": "image", "content": "a"}, {"content": "a"}])
 def test_what_is_no_prediction_is_refused(served: Serving, wrong: Any) -> None:
+    from openai import BadRequestError
+
     with pytest.raises(BadRequestError) as caught:
         served.openai.chat.completions.create(model="toy", messages=CHAT, max_tokens=4, prediction=wrong)
     assert "prediction" in str(caught.value.param)

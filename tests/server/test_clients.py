@@ -13,21 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from paceline.drafters.suffix import Suffix
 from paceline.llm import LLM
-from tests.server.test_infill import filler
-from tests.server.test_responses import SCHEMA, THINKS, user
+from tests.support.calling import SCHEMA, THINKS, user
+from tests.support.filler import filler
 from tests.support.running import Serving, serving
 from tests.support.scripted import scripted
 from tests.support.toys import toy_model
 from tests.support.vocabularies import byte_level, speaker
 
-anthropic = pytest.importorskip("anthropic")
-ollama = pytest.importorskip("ollama")
-pytest.importorskip("llguidance")
+pytestmark = pytest.mark.slow
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "clients.md"
 BEGIN, END = "<!-- clients: made by tests/server/test_clients.py -->\n\n", "\n<!-- end of clients -->"
@@ -36,6 +33,14 @@ COMPLETIONS = ("openai, completions", "ollama, generate")
 FUNCTION: Any = {"name": "add", "description": "Adds.", "parameters": SCHEMA}
 SKIPPED = "skipped, the reply is one without it"
 IMAGE = "iVBORw0KGgo="
+
+
+def anthropic(it: Serving) -> Any:
+    return pytest.importorskip("anthropic").Anthropic(base_url=it.address, api_key="none", max_retries=0)
+
+
+def ollama(it: Serving) -> Any:
+    return pytest.importorskip("ollama").Client(it.address)
 
 
 @dataclass
@@ -56,19 +61,16 @@ class Clients:
         return it.openai.responses.create(**{"model": "toy", "input": "abc", **asked})
 
     def message(self, it: Serving, **asked: Any) -> Any:
-        client = anthropic.Anthropic(base_url=it.address, api_key="none", max_retries=0)
-        return client.messages.create(**{"model": "toy", "messages": [user("abc")], "max_tokens": 300, **asked})
+        return anthropic(it).messages.create(**{"model": "toy", "messages": [user("abc")], "max_tokens": 300, **asked})
 
     def ollama(self, it: Serving, **asked: Any) -> Any:
-        return ollama.Client(it.address).chat(**{"model": "toy", "messages": [user("abc")], **asked})
+        return ollama(it).chat(**{"model": "toy", "messages": [user("abc")], **asked})
 
     def text(self, it: Serving, **asked: Any) -> Any:
         return it.openai.completions.create(**{"model": "toy", "prompt": "abc", "max_tokens": 8, **asked})
 
     def prompt(self, it: Serving, **asked: Any) -> Any:
-        return ollama.Client(it.address).generate(
-            **{"model": "toy", "prompt": "abc", "options": {"num_predict": 8}, **asked}
-        )
+        return ollama(it).generate(**{"model": "toy", "prompt": "abc", "options": {"num_predict": 8}, **asked})
 
     def row(self, feature: str, *probes: Callable[[], Any] | str) -> None:
         """Add a feature: for each client a probe that returns whether it worked, or what to say without one."""
@@ -77,6 +79,10 @@ class Clients:
 
 
 def outcome(probe: Callable[[], Any]) -> str:
+    import anthropic
+    import ollama
+    import openai
+
     try:
         made = probe()
         assert made
@@ -90,6 +96,8 @@ def outcome(probe: Callable[[], Any]) -> str:
 
 @pytest.fixture(scope="module")
 def clients() -> Iterator[Clients]:
+    for module in ("openai", "anthropic", "ollama", "llguidance"):
+        pytest.importorskip(module)
     with ExitStack() as stack:
         words = LLM(speaker(byte_level(), seed=3), Suffix())
         models = (LLM(toy_model(), Suffix()), scripted(THINKS), words, filler())
@@ -169,11 +177,7 @@ def texts(c: Clients) -> None:
         "count tokens",
         "not in this API",
         "not in this API",
-        lambda: (
-            anthropic.Anthropic(base_url=it.address, api_key="none")
-            .messages.count_tokens(model="toy", messages=[user("abc")])
-            .input_tokens
-        ),
+        lambda: anthropic(it).messages.count_tokens(model="toy", messages=[user("abc")]).input_tokens,
         "not in this API",
     )
     c.row(
@@ -181,30 +185,30 @@ def texts(c: Clients) -> None:
         lambda: it.openai.embeddings.create(model="toy", input=["abc", "b"]).data[1].embedding,
         "not in this API",
         "not in this API",
-        lambda: ollama.Client(it.address).embed("toy", ["abc", "b"]).embeddings[1],
+        lambda: ollama(it).embed("toy", ["abc", "b"]).embeddings[1],
     )
     c.row(
         "embedding of one text, in the older form",
         *["not in this API"] * 3,
-        lambda: ollama.Client(it.address).embeddings("toy", "abc").embedding,
+        lambda: ollama(it).embeddings("toy", "abc").embedding,
     )
     c.row(
         "list of models",
         lambda: it.openai.models.list().data,
         lambda: it.openai.models.retrieve("toy").id,
-        lambda: anthropic.Anthropic(base_url=it.address, api_key="none").models.list().data,
-        lambda: ollama.Client(it.address).list().models,
+        lambda: anthropic(it).models.list().data,
+        lambda: ollama(it).list().models,
     )
 
     c.row(
         "details of a model",
         lambda: it.openai.models.retrieve("toy").id,
         lambda: it.openai.models.retrieve("toy").id,
-        lambda: anthropic.Anthropic(base_url=it.address, api_key="none").models.retrieve("toy").id,
-        lambda: ollama.Client(it.address).show("toy").capabilities,
+        lambda: anthropic(it).models.retrieve("toy").id,
+        lambda: ollama(it).show("toy").capabilities,
     )
-    c.row("models in memory", *["not in this API"] * 3, lambda: ollama.Client(it.address).ps().models[0].model == "toy")
-    c.row("fetch a model", *["not in this API"] * 3, lambda: ollama.Client(it.address).pull("toy").status == "success")
+    c.row("models in memory", *["not in this API"] * 3, lambda: ollama(it).ps().models[0].model == "toy")
+    c.row("fetch a model", *["not in this API"] * 3, lambda: ollama(it).pull("toy").status == "success")
 
 
 def completions(c: Clients) -> None:

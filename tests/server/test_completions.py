@@ -20,6 +20,7 @@ from paceline.server.schema_completions import CompletionRequest
 from paceline.server.worker import Worker
 from paceline.text.sandbox import ABANDONED, Unfinished
 from tests.support.running import Serving, serving
+from tests.support.toys import PROMPT
 from tests.support.vocabularies import framed, speaker, tokenizer
 
 
@@ -91,9 +92,6 @@ def scores(plain: LLM, prompt: list[int]) -> list[Any]:
             session.observe([before])
             found.append(session.next_logits().log_softmax(-1)[token].item())
     return found
-
-
-PROMPT = [7, 4, 11, 11, 14, 26, 3]
 
 
 @pytest.mark.parametrize("length", [0, 1, 5])

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from paceline.server import listen
-from tests.server.test_limits import ENDLESS, connect, request, slow_llm
+from tests.support.connections import connect, request
 from tests.support.running import Serving, serving
+from tests.support.slow_llm import ENDLESS, slow_llm
 from tests.support.toys import toy_llm
 
 HEAD = b"GET /health HTTP/1.1\r\nHost: x\r\n"
@@ -66,9 +67,9 @@ def test_bytes_after_an_answer_are_not_read_for_ever() -> None:
 
 @pytest.mark.usefixtures("impatient")
 def test_a_reply_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(slow_llm(monkeypatch)) as it, it.openai as client:
+    with serving(slow_llm(monkeypatch), connections=9) as it:
         body: Any = {**ENDLESS, "max_tokens": 200}
-        stream = client.chat.completions.create(model="toy", extra_body=body, messages=body["messages"], stream=True)
+        stream = it.openai.chat.completions.create(model="toy", extra_body=body, messages=body["messages"], stream=True)
         assert [part.choices[0].finish_reason for part in stream][-1] == "length"
         assert it.get("/health").status_code == 200
 
@@ -76,7 +77,7 @@ def test_a_reply_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
 def read_after(monkeypatch: pytest.MonkeyPatch, seconds: float, buffer: int | None) -> tuple[int, int]:
     """Bytes of a long answer, and how many of them a client gets that waits first and then reads slowly."""
     monkeypatch.setattr(listen, "_STALL", 0.4)
-    body = json.dumps({"prompt": "a" * 600_000, "with_pieces": True}).encode()
+    body = json.dumps({"prompt": "a" * 100_000, "with_pieces": True}).encode()
     head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     with serving(toy_llm()) as it, connect(it, receive=buffer) as client:
         client.sendall(head % len(body) + body)
@@ -137,9 +138,27 @@ def test_where_every_connection_is_answered_a_new_one_is_told(monkeypatch: pytes
         assert healthy(it)
 
 
+OPEN_FILES = [(256, 300, 300, 150), (1024, 3000, 3000, 1024)]
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="has no such limit")
-@pytest.mark.parametrize(("soft", "hard", "after", "most"), [(256, 300, 300, 150), (1024, 3000, 3000, 1024)])
-def test_the_limit_of_open_files_is_raised(soft: int, hard: int, after: int, most: int) -> None:
+@pytest.mark.parametrize(("soft", "hard", "after", "most"), [*OPEN_FILES, (5000, 9000, 5000, 1024)])
+def test_the_limit_of_open_files_is_raised(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, after: int, most: int
+) -> None:
+    import resource
+
+    limits = [(soft, hard)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, given: limits.append(given))
+    assert listen.max_connections() == most
+    assert limits[-1] == (after, hard)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="has no such limit")
+@pytest.mark.parametrize(("soft", "hard", "after", "most"), OPEN_FILES)
+def test_the_system_raises_the_limit_of_open_files(soft: int, hard: int, after: int, most: int) -> None:
     """In a process of its own, which cannot lower and raise its hard limit."""
     program = f"""
 import resource

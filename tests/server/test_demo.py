@@ -15,7 +15,7 @@ from paceline.llm import LLM
 from tests.conftest import packaged_model
 from tests.support.running import Serving, serving
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 ASK: Any = [{"role": "user", "content": "Name a city in France and how many people live there."}]
 TOOLS: Any = [

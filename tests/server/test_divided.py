@@ -20,6 +20,8 @@ from safetensors.torch import save_file
 from tests.support.gguf_writing import FFN, HIDDEN, Q, write_gguf
 from tests.support.server_process import ServerProcess, free_port
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerProcess]:

@@ -99,6 +99,7 @@ def python(started: Started, block: str) -> dict[str, Any]:
     return names
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_commands(started: Started) -> None:
     chat, stream, text, schema, call, tokens = (curl(started, block) for block in CURLS)
@@ -113,6 +114,7 @@ def test_the_commands(started: Started) -> None:
     assert json.loads(tokens)["count"] == len(json.loads(tokens)["tokens"]) > 3
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_clients(started: Started) -> None:
     openai, *others = blocks("how-to/serve.md")
@@ -127,6 +129,7 @@ def test_the_clients(started: Started) -> None:
             python(started, block)
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_log_has_requests_without_their_text(started: Started) -> None:
     curl(started, CURLS[0])
@@ -134,6 +137,7 @@ def test_the_log_has_requests_without_their_text(started: Started) -> None:
     assert "sky" not in started.log
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_every_metric_is_told(started: Started) -> None:
     with urllib.request.urlopen(f"{started.address}/metrics") as answer:

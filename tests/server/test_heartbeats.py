@@ -5,25 +5,20 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
-import httpx2 as httpx
 import pytest
 
 from paceline.llm import LLM
 from paceline.protocols import KVCache
 from paceline.types import Forward, Rows, Want
-from tests.server.test_responses import SCHEMA, THINKS, user
+from tests.support.calling import SCHEMA, THINKS, user
 from tests.support.running import Serving, serving
 from tests.support.scripted import scripted
 
-anthropic = pytest.importorskip("anthropic")
-ollama = pytest.importorskip("ollama")
-
 FUNCTION: Any = {"name": "add", "description": "Adds.", "parameters": SCHEMA}
 TOOL: Any = {"type": "function", "function": FUNCTION}
-PAUSE, HEARTBEAT = 0.8, 0.1
+PAUSE, HEARTBEAT = 0.2, 0.02
 
 
 def slowed(llm: LLM) -> LLM:
@@ -33,7 +28,7 @@ def slowed(llm: LLM) -> LLM:
 
     def forward(rows: Rows, cache: KVCache, want: Want) -> Forward:
         at = int(rows.positions.max())
-        time.sleep(PAUSE if at <= prompt else 0.05 if at > call else 0)
+        time.sleep(PAUSE if at <= prompt else 0.0125 if at > call else 0)
         return honest(rows, cache, want)
 
     llm.model.target.forward = forward  # type: ignore[method-assign]
@@ -56,15 +51,34 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
+def objects(slow: Serving, path: str) -> list[dict[str, Any]]:
+    """The objects of a stream."""
+    lines = slow.post(path, {**BODIES[path], "stream": True}).text.splitlines()
+    data = [line.removeprefix("data: ") for line in lines if line and not line.startswith("event: ")]
+    return [json.loads(line) for line in data if line != "[DONE]"]
+
+
+def silent(said: dict[str, Any]) -> bool:
+    """Whether an object of a stream says nothing."""
+    if "choices" in said:
+        (choice,) = said["choices"]
+        return choice["finish_reason"] is None and not choice.get("text") and not choice.get("delta")
+    if "type" in said:
+        return said["type"] in ("ping", "response.in_progress") or said.get("delta") == ""
+    message = said.get("message", said)
+    return not any([said["done"], *(message.get(key) for key in ("content", "response", "thinking", "tool_calls"))])
+
+
 @pytest.mark.parametrize("path", BODIES)
 def test_no_stream_is_silent_for_long(slow: Serving, path: str) -> None:
     """Neither before the first token nor while a call is written, of which nothing is shown before it is complete."""
-    times = []
-    with httpx.stream("POST", slow.address + path, json={**BODIES[path], "stream": True}, timeout=60) as answer:
-        times.append(time.monotonic())
-        times += [time.monotonic() for _ in answer.iter_lines()]
-    assert times[-1] - times[0] > 1.2
-    assert max(after - before for before, after in pairwise(times)) < PAUSE / 2
+    said = [silent(each) for each in objects(slow, path)]
+    first = said.index(True)
+    text = said.index(False, first)
+    assert first <= 2, "after what begins the stream"
+    assert text - first >= PAUSE / HEARTBEAT / 3
+    if path not in ("/v1/completions", "/api/generate"):  # which show the call as it is written
+        assert said[text:].count(True) >= 4
 
 
 def test_chats(slow: Serving) -> None:
@@ -119,6 +133,11 @@ def test_messages(slow: Serving) -> None:
     body = BODIES["/v1/messages"]
     text = slow.post("/v1/messages", {**body, "stream": True}).text
     assert text.count('event: ping\ndata: {"type":"ping"}\n\n') > 8
+
+
+@pytest.mark.slow
+def test_anthropics_client(slow: Serving) -> None:
+    anthropic, body = pytest.importorskip("anthropic"), BODIES["/v1/messages"]
     client = anthropic.Anthropic(base_url=slow.address, api_key="none", max_retries=0)
     with client.messages.stream(model="toy", **body) as stream:
         events = list(stream)
@@ -128,8 +147,9 @@ def test_messages(slow: Serving) -> None:
     assert made.content[2].input == {"a": 7}
 
 
-def test_ollama(slow: Serving) -> None:
-    client = ollama.Client(slow.address)
+@pytest.mark.slow
+def test_ollamas_client(slow: Serving) -> None:
+    client = pytest.importorskip("ollama").Client(slow.address)
     lines = list(client.chat("toy", [user("go")], tools=[TOOL], stream=True))
     empty = [line for line in lines if not line.done and not line.message.content and not line.message.thinking]
     assert len(empty) > 8

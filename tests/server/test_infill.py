@@ -8,28 +8,15 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import tokenizers
 
-from paceline.drafters.suffix import Suffix
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
 from paceline.server.infilling import InfillWriter
 from paceline.server.usage import Usage
 from paceline.server.worker import ReplyRound
-from paceline.text.tokenizer import Tokenizer
-from tests.server.test_completions import PROMPT
+from tests.support.filler import filler
 from tests.support.running import Serving, serving
-from tests.support.vocabularies import byte_level, speaker
-
-FIM = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>", "<|endoftext|>")
-
-
-def filler() -> LLM:
-    """A random toy with the tokens for filling gaps."""
-    words = byte_level()
-    backend = tokenizers.Tokenizer.from_str(words._backend.to_str())
-    backend.add_special_tokens(list(FIM))
-    return LLM(speaker(Tokenizer(backend, words.special_tokens), seed=3), {"suffix": Suffix()})
+from tests.support.toys import PROMPT
 
 
 @pytest.fixture(scope="module")

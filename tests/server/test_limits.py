@@ -13,7 +13,6 @@ import httpx2 as httpx
 import pytest
 
 from paceline.cli.serve import ServerOptions
-from paceline.drafters.suffix import Suffix
 from paceline.errors import InvalidOption, OutOfMemory
 from paceline.llm import LLM
 from paceline.server.errors import ApiError
@@ -21,30 +20,16 @@ from paceline.server.limits import Settings, check_host, check_key
 from paceline.server.listen import check_address
 from paceline.server.models import in_own_thread
 from paceline.server.worker import WorkerLimits
+from tests.support.connections import connect, request
 from tests.support.running import Serving, serving
+from tests.support.slow_llm import CHAT, ENDLESS, slow_llm
 from tests.support.toys import toy_llm, toy_model
-
-CHAT: Any = [{"role": "user", "content": "abc abc abc"}]
-ENDLESS: dict[str, Any] = {"messages": CHAT, "ignore_eos": True, "max_tokens": 100_000, "stream": True}
 
 
 def began(stream: Any) -> None:
     """Reads up to the first text of a stream."""
     while not next(stream).choices[0].delta.content:
         pass
-
-
-def slow_llm(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.01, context_length: int = 4096) -> LLM:
-    """A toy whose replies take long."""
-    llm = LLM(toy_model(context_length=context_length), Suffix())
-    honest = llm.model.target.forward
-
-    def forward(*args: Any) -> Any:
-        time.sleep(seconds)
-        return honest(*args)
-
-    monkeypatch.setattr(llm.model.target, "forward", forward)
-    return llm
 
 
 def test_keys() -> None:
@@ -325,7 +310,7 @@ def test_a_preflight_allows_the_headers_that_it_asks_for() -> None:
     with serving(toy_llm(), cors_origins=("https://a.example",)) as it:
 
         def preflight(origin: str) -> httpx.Response:
-            return httpx.options(f"{it.address}/v1/chat/completions", headers={**asked, "Origin": origin})
+            return it.client.options("/v1/chat/completions", headers={**asked, "Origin": origin})
 
         answer = preflight("https://a.example")
         assert answer.status_code == 200
@@ -334,20 +319,6 @@ def test_a_preflight_allows_the_headers_that_it_asks_for() -> None:
         refused = preflight("https://b.example")
         assert refused.status_code == 400
         assert "access-control-allow-origin" not in refused.headers
-
-
-def connect(it: Serving, receive: int | None = None) -> socket.socket:
-    host, port = it.address.removeprefix("http://").split(":")
-    client = socket.socket()
-    if receive:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive)
-    client.connect((host, int(port)))
-    return client
-
-
-def request(body: bytes) -> bytes:
-    head = ("POST /v1/chat/completions HTTP/1.1", "Host: x", "Content-Type: application/json")
-    return "\r\n".join((*head, f"Content-Length: {len(body)}", "", "")).encode() + body
 
 
 def test_an_address_that_is_taken_is_told_before_a_model_is_loaded() -> None:

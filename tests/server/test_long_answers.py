@@ -12,7 +12,7 @@ import pytest
 from paceline.server import writers
 from paceline.server.preprocessing import Preprocessor
 from paceline.server.stored import ResponseStore, StoredResponse, memory
-from tests.server.test_responses import SCHEMA, user
+from tests.support.calling import SCHEMA, user
 from tests.support.running import Serving
 
 LARGE = 200_000

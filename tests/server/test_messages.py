@@ -1,4 +1,4 @@
-"""/v1/messages through Anthropic's own client."""
+"""/v1/messages. Anthropic's own client reads whole replies and streams in test_blocks_of_a_reply_and_back."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ from paceline.server.blocks import chat_body
 from paceline.server.compat import left_out
 from paceline.server.errors import ApiError
 from paceline.server.schema_messages import MessagesRequest
-from tests.server.test_responses import SCHEMA, THINKS, user
+from tests.support.calling import SCHEMA, THINKS, user
+from tests.support.plain_anthropic import PlainAnthropic
 from tests.support.running import Serving, serving
 from tests.support.scripted import fail_before_the_end, scripted
 
-anthropic = pytest.importorskip("anthropic")
 TOOL: Any = {"name": "add", "input_schema": SCHEMA}
 
 
-def client_of(it: Serving) -> Any:
-    return anthropic.Anthropic(base_url=it.address, api_key=it.key, max_retries=0)
+def own_client(it: Serving, **more: Any) -> Any:
+    anthropic = pytest.importorskip("anthropic")
+    how = {"base_url": it.client.base_url, "api_key": it.key, "http_client": it.client, "max_retries": 0}
+    return anthropic.Anthropic(**{**how, **more})
 
 
 @pytest.fixture(scope="module")
 def client(served: Serving) -> Any:
-    return client_of(served)
+    return PlainAnthropic(served)
 
 
 def test_a_message_is_what_the_model_writes_alone(client: Any, plain: LLM) -> None:
@@ -71,7 +73,7 @@ def test_a_context_that_is_full_says_so(client: Any) -> None:
 
 def test_blocks_of_a_reply_and_back() -> None:
     with serving(scripted(THINKS)) as it:
-        client = client_of(it)
+        client = own_client(it)
         asked: Any = {"model": "toy", "max_tokens": 300, "tools": [TOOL, {"type": "bash_20250124", "name": "bash"}]}
         made = client.messages.create(messages=[user("go")], **asked)
         assert [block.type for block in made.content] == ["thinking", "text", "tool_use"]
@@ -101,18 +103,18 @@ def test_results_are_messages_of_their_own(served: Serving, plain: LLM) -> None:
     call = {"type": "tool_use", "id": "c", "name": "add", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "c", "content": "x", "is_error": True}
     chat = [user("abc"), {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
-    made = client_of(served).messages.create(model="toy", messages=chat, max_tokens=8)
+    made = PlainAnthropic(served).messages.create(model="toy", messages=chat, max_tokens=8)
     prompt = "<user:abc><assistant:><tool:Error: x><a:"  # the toy's alphabet has no capitals
     assert made.content[0].text == plain.generate(prompt, Sampling(max_new_tokens=8), raw=True).text
 
 
 def test_forced_calls_and_formats(talker: Serving) -> None:
     pytest.importorskip("llguidance")
-    client = client_of(talker)
+    client = PlainAnthropic(talker)
     asked: Any = {"model": "talker", "max_tokens": 90, "messages": [user("go")]}
     for choice in ({"type": "any"}, {"type": "tool", "name": "add", "disable_parallel_tool_use": True}):
         made = client.messages.create(tools=[TOOL], tool_choice=choice, **asked)
-        assert (made.stop_reason, set(made.content[0].input)) == ("tool_use", {"a"})
+        assert (made.stop_reason, set(vars(made.content[0].input))) == ("tool_use", {"a"})
     form = {"format": {"type": "json_schema", "schema": SCHEMA}}
     made = client.messages.create(output_config=form, **asked)
     assert set(json.loads(made.content[0].text)) == {"a"}
@@ -157,7 +159,7 @@ def test_thinking_can_be_disabled() -> None:
     with serving(
         scripted("yes", "{# </think> #}{% if enable_thinking is false %}no{% else %}yes it is{% endif %}")
     ) as it:
-        client = client_of(it)
+        client = PlainAnthropic(it)
 
         def count(**how: Any) -> int:
             return int(client.messages.count_tokens(model="toy", messages=[user("go")], **how).input_tokens)
@@ -206,7 +208,17 @@ def test_an_error_in_a_stream_is_an_event() -> None:
 
 def test_anthropics_key_and_list(talker: Serving) -> None:
     with serving(talker.llm, api_keys=("secret",)) as it:
-        assert client_of(it).models.list().data[0].id == "toy"
-        assert client_of(it).models.retrieve("toy").display_name == "toy"
-        with pytest.raises(anthropic.AuthenticationError):
-            anthropic.Anthropic(base_url=it.address, api_key="wrong", max_retries=0).models.list()
+        headers = {"x-api-key": "secret", "anthropic-version": "2023-06-01"}
+        (listed,) = it.get("/v1/models", headers=headers).json()["data"]
+        assert listed["id"] == "toy"
+        assert it.get("/v1/models/toy", headers=headers).json()["display_name"] == "toy"
+        assert it.get("/v1/models", headers={**headers, "x-api-key": "wrong"}).status_code == 401
+
+
+@pytest.mark.slow
+def test_the_client_sends_its_key_and_reads_the_list(talker: Serving) -> None:
+    with serving(talker.llm, api_keys=("secret",)) as it:
+        assert own_client(it).models.list().data[0].id == "toy"
+        assert own_client(it).models.retrieve("toy").display_name == "toy"
+        with pytest.raises(pytest.importorskip("anthropic").AuthenticationError):
+            own_client(it, api_key="wrong").models.list()

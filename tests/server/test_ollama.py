@@ -19,18 +19,21 @@ from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
 from paceline.server.models import ModelSource
 from paceline.server.worker import Worker
-from tests.server.test_responses import SCHEMA, THINKS, user
+from tests.support.calling import SCHEMA, THINKS, user
 from tests.support.gguf_writing import Q, write_gguf
 from tests.support.running import Serving, serving, serving_models
 from tests.support.scripted import fail_before_the_end, scripted
 from tests.support.toys import toy_llm
 
-ollama = pytest.importorskip("ollama")
 TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
 
 
 def client_of(it: Serving) -> Any:
-    return ollama.Client(it.address)
+    return pytest.importorskip("ollama").Client(it.address)
+
+
+def refuses(match: str) -> Any:
+    return pytest.raises(pytest.importorskip("ollama").ResponseError, match=match)
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +71,11 @@ def test_options_as_clients_of_ollama_send_them(client: Any, plain: LLM) -> None
     hot = {"temperature": 5.0, "seed": 3, "num_predict": 16}
     text = plain.generate(chat, Sampling(max_new_tokens=16, temperature=5.0, seed=3)).text
     assert client.chat("toy", chat, options=hot).message.content == text
+    long = "abc" * 75
     for asked in ({"num_predict": 0}, {"num_predict": -1}):  # as many as fit
-        assert client.chat("toy", chat, options=asked).message == client.chat("toy", chat).message
-        raw = client.generate("toy", "abc", raw=True, options=asked)
-        assert raw.eval_count == len(plain.generate("abc", Sampling(max_new_tokens=255), raw=True).token_ids) > 16
+        assert client.chat("toy", [user(long)], options=asked).message == client.chat("toy", [user(long)]).message
+        raw = client.generate("toy", long, raw=True, options=asked)
+        assert raw.eval_count == len(plain.generate(long, Sampling(max_new_tokens=255), raw=True).token_ids) > 16
 
 
 def test_prompts(client: Any, plain: LLM) -> None:
@@ -214,20 +218,20 @@ def test_models_are_unloaded_as_ollama_stop_does() -> None:
         client.generate("a", keep_alive=0)
         assert client.chat("a", [user("abc")], keep_alive=0, options={"num_predict": 2}).done
         assert loaded() == ["a"], "it stays"
-        with pytest.raises(ollama.ResponseError, match="'none' is not served"):
+        with refuses("'none' is not served"):
             client.generate("none", keep_alive=0)
 
 
 def test_models_that_are_not_served(client: Any) -> None:
     for ask in (lambda: client.chat("none", [user("a")]), lambda: client.show("none"), lambda: client.generate("none")):
-        with pytest.raises(ollama.ResponseError, match="'none' is not served") as caught:
+        with refuses("'none' is not served") as caught:
             ask()
         assert caught.value.status_code == 404
 
 
 def test_pull(talker: Serving) -> None:
     assert client_of(talker).pull("talker").status == "success"
-    with pytest.raises(ollama.ResponseError, match="this server fetches none"):
+    with refuses("this server fetches none"):
         client_of(talker).pull("other")
 
     gate = threading.Event()
@@ -248,13 +252,13 @@ def test_pull(talker: Serving) -> None:
         assert client.pull("new").status == "success"
         assert [model.model for model in client.list().models] == ["toy", "new"]
         assert client.generate("new", "abc", options={"num_predict": 3}).done
-        with pytest.raises(ollama.ResponseError, match="no such model"):
+        with refuses("no such model"):
             list(client.pull("broken", stream=True))
-        with pytest.raises(ollama.ResponseError, match="no such model"):
+        with refuses("no such model"):
             client.pull("broken")
         slow = client.pull("slow", stream=True)
         assert [next(slow).status, next(slow).status] == ["pulling manifest", "pulling model.gguf"]
-        with pytest.raises(ollama.ResponseError, match="another model is being fetched"):
+        with refuses("another model is being fetched"):
             client.pull("third")
         gate.set()
         assert [step.status for step in slow][-1] == "success"
@@ -262,7 +266,7 @@ def test_pull(talker: Serving) -> None:
 
 def test_models_are_not_changed_over_the_network(client: Any) -> None:
     for ask in (lambda: client.delete("toy"), lambda: client.copy("toy", "new"), lambda: client.create("a", from_="b")):
-        with pytest.raises(ollama.ResponseError, match="not allowed over the network"):
+        with refuses("not allowed over the network"):
             ask()
 
 
@@ -293,5 +297,5 @@ def test_refusals(served: Serving, path: str, body: dict[str, Any], named: str) 
 def test_an_error_in_a_stream_is_a_line() -> None:
     with serving(scripted("Once upon a time")) as it:
         fail_before_the_end(it.llm, "Once upon a time")
-        with pytest.raises(ollama.ResponseError, match="internal error"):
+        with refuses("internal error"):
             list(client_of(it).chat("toy", [user("go")], stream=True))

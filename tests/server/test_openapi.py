@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import hypothesis
@@ -11,7 +12,15 @@ import pytest
 from tests.support.described import EXAMPLES
 from tests.support.running import Serving
 
-schemathesis = pytest.importorskip("schemathesis", reason="the extra dev has it")
+pytestmark = pytest.mark.slow
+
+
+@cache
+def schemathesis() -> Any:
+    """The module, imported by these tests alone."""
+    return pytest.importorskip("schemathesis", reason="the extra dev has it")
+
+
 GENERATING = (
     *("POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses", "POST /v1/messages"),
     *("POST /v1/messages/count_tokens", "POST /api/chat", "POST /api/generate", "POST /apply-template", "POST /infill"),
@@ -25,7 +34,7 @@ def document(served: Serving) -> dict[str, Any]:
 
 
 def operations(served: Serving) -> Mapping[str, Any]:
-    found = schemathesis.openapi.from_dict(document(served)).get_all_operations()
+    found = schemathesis().openapi.from_dict(document(served)).get_all_operations()
     return {one.ok().label: one.ok() for one in found}
 
 
@@ -64,7 +73,6 @@ def test_small_requests_are_answered_as_documented(served: Serving) -> None:
     assert {label for label, statuses in small.items() if 200 not in statuses} <= refused
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("label", GENERATING)
 def test_requests_for_text_are_answered_as_documented(served: Serving, label: str) -> None:
     check(served, operations(served)[label], EXAMPLES)
@@ -75,7 +83,7 @@ def test_an_answer_that_differs_from_the_document_is_found(served: Serving) -> N
     changed["components"]["schemas"]["Health"]["required"].append("uptime")
     [health] = [
         one.ok()
-        for one in schemathesis.openapi.from_dict(changed).get_all_operations()
+        for one in schemathesis().openapi.from_dict(changed).get_all_operations()
         if one.ok().label == "GET /health"
     ]
     from schemathesis.core.failures import FailureGroup

@@ -14,6 +14,8 @@ from tests.support.toys import toy_model
 from tests.support.vocabularies import byte_level
 
 CHAT: Any = [{"role": "user", "content": "go on"}]
+LONG: Any = [{"role": "user", "content": "go on " * 35}]
+"""Fills most of the context."""
 BASE: dict[str, Any] = {"temperature": 1.0, "seed": 3}
 
 HONOURED: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -38,14 +40,19 @@ HONOURED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.fixture(scope="module")
+def unasked(plain: LLM) -> str:
+    """The text without any of them."""
+    return plain.generate(CHAT, Sampling(max_new_tokens=40, **BASE)).text
+
+
 @pytest.mark.parametrize(("asked", "meant"), HONOURED, ids=lambda value: ",".join(value))
-def test_honoured(served: Serving, plain: LLM, asked: dict[str, Any], meant: dict[str, Any]) -> None:
+def test_honoured(served: Serving, plain: LLM, unasked: str, asked: dict[str, Any], meant: dict[str, Any]) -> None:
     body = {"max_tokens": 40, **BASE, **asked}
     chat = served.post("/v1/chat/completions", {"messages": CHAT, **body}).json()
     wanted = plain.generate(CHAT, Sampling(**{"max_new_tokens": 40, **BASE, **meant}))
     assert chat["choices"][0]["message"]["content"] == wanted.text
-    unasked = plain.generate(CHAT, Sampling(max_new_tokens=40, **BASE))
-    assert wanted.text != unasked.text  # or this would say nothing
+    assert wanted.text != unasked  # or this would say nothing
     text = served.post("/v1/completions", {"prompt": "<user:go on><a:", **body}).json()
     assert text["choices"][0]["text"] == wanted.text
 
@@ -66,7 +73,7 @@ def test_the_newer_name_of_max_tokens(served: Serving) -> None:
 
 
 def test_a_reply_without_a_limit_goes_to_the_end_of_the_context(served: Serving) -> None:
-    made = served.post("/v1/chat/completions", {"messages": CHAT, "ignore_eos": True}).json()
+    made = served.post("/v1/chat/completions", {"messages": LONG, "ignore_eos": True}).json()
     assert made["usage"]["total_tokens"] == served.llm.model.target.context_length
     assert made["choices"][0]["finish_reason"] == "length"
 
@@ -104,7 +111,7 @@ def test_other_ways_to_say_it(served: Serving, plain: LLM, asked: dict[str, Any]
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "n_predict"])
 def test_minus_one_token_is_as_many_as_fit(served: Serving, name: str) -> None:
-    made = served.post("/v1/chat/completions", {"messages": CHAT, "ignore_eos": True, name: -1}).json()
+    made = served.post("/v1/chat/completions", {"messages": LONG, "ignore_eos": True, name: -1}).json()
     assert made["usage"]["total_tokens"] == served.llm.model.target.context_length
 
 

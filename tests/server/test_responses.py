@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from openai import BadRequestError, NotFoundError
 
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
@@ -15,25 +14,15 @@ from paceline.server.errors import ApiError
 from paceline.server.items import chat_body
 from paceline.server.schema_responses import MessageItem, ResponsesRequest
 from paceline.server.stored import ResponseStore, StoredResponse, memory
+from tests.support.calling import SCHEMA, THINKS, user
 from tests.support.running import Serving, serving
 from tests.support.scripted import fail_before_the_end, scripted
 
-SCHEMA = {
-    "type": "object",
-    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}},
-    "required": ["a"],
-    "additionalProperties": False,
-}
 TOOL: Any = {"type": "function", "name": "add", "parameters": SCHEMA, "strict": True}
-THINKS = '<think>\nI add.\n</think>\n\nIt is:\n<tool_call>\n{"name": "add", "arguments": {"a": 7}}\n</tool_call>'
 
 
 def alone(plain: LLM, chat: list[dict[str, str]], **changes: Any) -> Any:
     return plain.generate(chat, Sampling(**{"max_new_tokens": 16, **changes}))
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
 
 
 def test_a_response_is_what_the_model_writes_alone(served: Serving, plain: LLM) -> None:
@@ -110,6 +99,8 @@ def test_what_is_not_text_leaves_a_note_in_history_and_results(served: Serving) 
 
 
 def test_a_conversation_goes_on(served: Serving, plain: LLM) -> None:
+    from openai import BadRequestError, NotFoundError
+
     client = served.openai
     first = client.responses.create(model="toy", input="abc", max_output_tokens=16)
     second = client.responses.create(model="toy", input="d", max_output_tokens=16, previous_response_id=first.id)

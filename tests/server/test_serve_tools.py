@@ -80,7 +80,7 @@ def test_percentile_is_a_value_that_occurred():
     assert figures.percentile([5.0], 0.5) == 5.0
 
 
-STUB = [sys.executable, str(HERE / "stub_server.py")]
+STUB = [sys.executable, str(HERE / "support" / "stub_server.py")]
 
 
 def stub(*options: str) -> ServerProcess:
@@ -106,6 +106,7 @@ def test_all_is_well_with_a_good_server():
         assert server.stop() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "key"), [(("--wrong", "9"), "differ"), (("--broken", "9"), "failed")])
 def test_wrong_texts_and_broken_streams_are_counted(words, key):
     with stub(*words) as server:
@@ -169,6 +170,7 @@ def inject(server, fault) -> None:
     asyncio.run(faults.inject(faults.FaultTarget(server.port, "stub", patience=2.0), fault))
 
 
+@pytest.mark.slow
 def test_faults_that_a_server_bears_are_passed():
     with stub("--delay", "0.01") as server:
         for fault in faults.CLIENT_FAULTS:
@@ -176,11 +178,13 @@ def test_faults_that_a_server_bears_are_passed():
                 inject(server, fault)
 
 
+@pytest.mark.slow
 def test_what_runs_on_after_its_client_left_is_noticed():
     with stub("--leak") as server, pytest.raises(AssertionError, match="still"):
         inject(server, faults.vanish)
 
 
+@pytest.mark.slow
 def test_another_reply_than_before_is_noticed():
     async def twice() -> None:
         target = faults.FaultTarget(server.port, "stub", patience=2.0)
@@ -191,6 +195,7 @@ def test_another_reply_than_before_is_noticed():
         asyncio.run(twice())
 
 
+@pytest.mark.slow
 def test_a_stream_that_sigterm_breaks_off_is_noticed():
     command = [*STUB, "--delay", "0.1"]
     with pytest.raises(AssertionError, match="a stream ended as"):

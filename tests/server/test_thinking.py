@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.server.thinking import ThoughtFormat, ThoughtParser, family
+from tests.support.cover import some
 from tests.support.running import serving
 from tests.support.scripted import TEMPLATE, scripted
 
@@ -96,33 +97,47 @@ def test_chats_have_the_reasoning_apart(special: tuple[str, ...], begun: str) ->
             assert raw["content"] == text.removeprefix(begun)
 
 
-@pytest.mark.parametrize(("begun", "special"), [("", ()), ("<think>\n", ()), ("", ("<think>", "</think>"))])
-def test_json_and_calls_begin_after_the_reasoning(special: tuple[str, ...], begun: str) -> None:
+FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+ASKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "form": ('{"a": 7}', {"response_format": FORM}),
+    "schema": ('{"a": 7}', {"guided_json": SCHEMA}),
+    "regex": ("7/8", {"guided_regex": "[0-9]/[0-9]"}),
+    "grammar": ("yes yes", {"guided_grammar": 'start: word " " word\nword: "yes"'}),
+    "required": (CALL, {"tools": [TOOL], "tool_choice": "required"}),
+    "tools, form": (CALL, {"tools": [TOOL], "response_format": FORM}),
+    "tools": (CALL, {"tools": [TOOL]}),
+}
+
+
+def after_reasoning(name: str, begun: str = "", special: tuple[str, ...] = ()) -> None:
+    """The reply obeys what was asked, from the end of its reasoning on."""
     pytest.importorskip("llguidance")
-    thought = '<think>\nNot {"b": 1} yet.\n</think>\n\n'.removeprefix(begun)
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
-    cases: list[tuple[str, dict[str, Any]]] = [
-        ('{"a": 7}', {"response_format": form}),
-        ('{"a": 7}', {"guided_json": SCHEMA}),
-        ("7/8", {"guided_regex": "[0-9]/[0-9]"}),
-        ("yes yes", {"guided_grammar": 'start: word " " word\nword: "yes"'}),
-        (CALL, {"tools": [TOOL], "tool_choice": "required"}),
-        (CALL, {"tools": [TOOL], "response_format": form}),
-        (CALL, {"tools": [TOOL]}),
-    ]
-    for answer, asked in cases:
-        with serving(scripted(thought + answer, TEMPLATE + begun, special)) as it:
-            body = {"messages": CHAT, "max_tokens": 300, **asked}
-            choices = [it.post("/v1/chat/completions", {**body, **how}).json()["choices"][0] for how in ({}, OFF)]
-            message = choices[0]["message"]
-            assert message["reasoning_content"] == 'Not {"b": 1} yet.', asked
-            if answer is CALL:
-                assert choices[0]["finish_reason"] == "tool_calls"
-                assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"a": 7}
-                assert message["content"] is None
-            else:
-                assert message["content"] == answer
-                assert choices[0] == choices[1]
+    thought, (answer, asked) = '<think>\nNot {"b": 1} yet.\n</think>\n\n'.removeprefix(begun), ASKED[name]
+    with serving(scripted(thought + answer, TEMPLATE + begun, special)) as it:
+        body = {"messages": CHAT, "max_tokens": 300, **asked}
+        choices = [it.post("/v1/chat/completions", {**body, **how}).json()["choices"][0] for how in ({}, OFF)]
+    message = choices[0]["message"]
+    assert message["reasoning_content"] == 'Not {"b": 1} yet.'
+    if answer is CALL:
+        assert choices[0]["finish_reason"] == "tool_calls"
+        assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"a": 7}
+        assert message["content"] is None
+    else:
+        assert message["content"] == answer
+        assert choices[0] == choices[1]
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_json_and_calls_begin_after_the_reasoning(name: str) -> None:
+    after_reasoning(name)
+
+
+@some("name", list(ASKED), fast=["form", "required"])
+@pytest.mark.parametrize(("begun", "special"), [("<think>\n", ()), ("", ("<think>", "</think>"))])
+def test_they_do_so_too_where_the_prompt_or_a_special_token_opens_it(
+    name: str, begun: str, special: tuple[str, ...]
+) -> None:
+    after_reasoning(name, begun, special)
 
 
 def test_a_reply_without_reasoning_may_follow_a_schema() -> None:

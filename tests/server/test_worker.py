@@ -272,6 +272,7 @@ def real() -> Iterator[LLM]:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_on_the_real_model_every_reply_is_that_of_its_prompt_alone(real: LLM) -> None:
     """Random arrivals, mixed parameters, every drafter, a prefix cache; the same ids where the self-check promises

@@ -42,7 +42,7 @@ class FuzzRequest:
         """Return the server's response."""
         sent = None if self.body is None else json.dumps(self.body)
         kind = {"Content-Type": "application/json"}
-        return httpx.request(self.method, served.address + self.path, timeout=120, content=sent, headers=kind)
+        return served.request(self.method, self.path, timeout=120, content=sent, headers=kind)
 
     def check(self, served: Serving) -> None:
         """Check that the response has a documented status below 500."""

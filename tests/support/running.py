@@ -1,54 +1,66 @@
-"""A real server on 127.0.0.1, in a thread of the test's own."""
+"""A whole server in this process, and clients for it."""
 
 from __future__ import annotations
 
-import asyncio
-import socket
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import httpx2 as httpx
-import uvicorn
-from openai import AsyncOpenAI, OpenAI
 
 from paceline.llm import LLM
 from paceline.server.app import create_app
 from paceline.server.limits import Settings
-from paceline.server.listen import Connection
 from paceline.server.models import Models, ModelSource, Pull
 from paceline.server.worker import Worker, WorkerLimits
+from tests.support.in_process import HOST, AppThread, AppTransport
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI, OpenAI
 
 
 @dataclass
 class Serving:
     """A server that runs, and clients for it. `llm`, `worker`: of the only model."""
 
-    address: str
+    client: httpx.Client
+    thread: AppThread
     key: str = "none"
     llm: LLM = field(init=False)
     worker: Worker = field(init=False)
 
-    @property
-    def openai(self) -> OpenAI:
-        return OpenAI(base_url=f"{self.address}/v1", api_key=self.key, max_retries=0)
+    @cached_property
+    def address(self) -> str:
+        """The server's URL, for clients with sockets of their own. The server listens from its first use."""
+        port = self.client.base_url.port or self.thread.listen()
+        return f"http://{HOST}:{port}"
 
-    @property
+    @cached_property
+    def openai(self) -> OpenAI:
+        from openai import OpenAI
+
+        return OpenAI(
+            base_url=self.client.base_url.join("/v1"), api_key=self.key, max_retries=0, http_client=self.client
+        )
+
+    @cached_property
     def openai_async(self) -> AsyncOpenAI:
+        from openai import AsyncOpenAI
+
         return AsyncOpenAI(base_url=f"{self.address}/v1", api_key=self.key, max_retries=0)
 
     def get(self, path: str, **more: Any) -> httpx.Response:
-        return httpx.get(self.address + path, timeout=60, **more)
+        return self.client.get(path, **more)
 
     def post(self, path: str, body: Any = None, **more: Any) -> httpx.Response:
         sent = {"json": body} if body is not None else {}
-        return httpx.post(self.address + path, timeout=60, **sent, **more)
+        return self.client.post(path, **sent, **more)
 
-    def request(self, method: str, path: str) -> httpx.Response:
-        return httpx.request(method, self.address + path, timeout=60)
+    def request(self, method: str, path: str, **more: Any) -> httpx.Response:
+        return self.client.request(method, path, **more)
 
     def idle(self, seconds: float = 20) -> bool:
         """Whether nothing runs or waits, soon."""
@@ -77,29 +89,20 @@ def serving(
 def serving_models(
     sources: Sequence[ModelSource], connections: int | None = None, pull: Pull | None = None, **settings: Any
 ) -> Iterator[Serving]:
-    """Serves until the block is left. `connections`: how many there may be, less one."""
-    app = create_app(Models(sources, pull=pull), Settings(**settings))
-    config = uvicorn.Config(
-        app,
-        http=Connection,
-        ws="none",
-        log_config=None,
-        access_log=False,
-        limit_concurrency=connections,
-        timeout_graceful_shutdown=2,
-    )
-    server = uvicorn.Server(config)
-    listener = socket.create_server(("127.0.0.1", 0))
+    """Serves until the block is left.
 
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
-    thread.start()
-    port = listener.getsockname()[1]
+    Requests reach the application without a socket. `connections`: there are sockets, so many less one at most.
+    """
+    thread = AppThread(create_app(Models(sources, pull=pull), Settings(**settings)))
     try:
-        while not server.started and thread.is_alive():
-            time.sleep(0.01)
-        yield Serving(f"http://127.0.0.1:{port}", *settings.get("api_keys", ())[:1])
+        with _client(thread, connections) as client:
+            yield Serving(client, thread, *settings.get("api_keys", ())[:1])
     finally:
-        server.should_exit = True
-        thread.join(20)
-        listener.close()
-        assert not thread.is_alive()
+        thread.close()
+
+
+def _client(thread: AppThread, connections: int | None) -> httpx.Client:
+    if connections is None:
+        return httpx.Client(base_url=f"http://{HOST}", transport=AppTransport(thread), timeout=60, trust_env=False)
+    limits = httpx.Limits(max_keepalive_connections=0)  # a connection for each request
+    return httpx.Client(base_url=f"http://{HOST}:{thread.listen(connections)}", limits=limits, timeout=60)

@@ -26,6 +26,8 @@ def ask_for(slot: int, budget: DraftBudget, sampling: Sampling, token_ids: Seque
 
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz .,!?:\n<>'"
+PROMPT = [7, 4, 11, 11, 14, 26, 3]
+"""Some tokens of the alphabet."""
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}:{{ m.content }}>{% endfor %}{% if add_generation_prompt %}<a:{% endif %}"
 )

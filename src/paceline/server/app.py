@@ -50,11 +50,6 @@ _BODIES = (
     *(schema_embeddings.EmbeddingsRequest, schema_embeddings.OllamaEmbedRequest),
     schema_embeddings.OllamaPromptEmbedRequest,
 )
-_ANSWERS = (
-    *(schema_answers.Tokens, schema_answers.DecodedText, schema_answers.RenderedPrompt, schema_answers.TokenCount),
-    *(schema_answers.OllamaModelAbout, schema_embeddings.Embeddings, schema_embeddings.OllamaEmbeddings),
-    schema_embeddings.OllamaPromptEmbedding,
-)
 _REF = "#/components/schemas/{model}"
 
 
@@ -96,6 +91,13 @@ class OllamaErrorBody(BaseModel):
     error: str
 
 
+_ANSWERS = (
+    *(schema_answers.Tokens, schema_answers.DecodedText, schema_answers.RenderedPrompt, schema_answers.TokenCount),
+    *(schema_answers.ModelListing, schema_answers.ServedModel, schema_answers.DeletedResponse, schema_answers.Health),
+    *(schema_answers.OllamaVersion, schema_answers.OllamaModelList, schema_answers.OllamaModelAbout),
+    *(schema_embeddings.Embeddings, schema_embeddings.OllamaEmbeddings, schema_embeddings.OllamaPromptEmbedding),
+    *(ErrorBody, AnthropicErrorBody, OllamaErrorBody),
+)
 _MEANINGS = {
     400: "The body is malformed, or the parameter in `param` is unknown or out of range.",
     401: "The API key is missing or wrong.",
@@ -113,7 +115,14 @@ _MEANINGS = {
 def _errors(path: str) -> dict[int | str, dict[str, Any]]:
     """Return the error responses of the API that `path` belongs to."""
     shape = {"messages": AnthropicErrorBody, "api": OllamaErrorBody}.get(errors.dialect(path), ErrorBody)
-    return {status: {"model": shape, "description": meaning} for status, meaning in _MEANINGS.items()}
+    return {
+        status: {"description": meaning, "content": _content(shape.__name__)} for status, meaning in _MEANINGS.items()
+    }
+
+
+def _content(model: str) -> dict[str, Any]:
+    """Describe a JSON body. FastAPI would build a validator from a class in each of some 300 places; a name is free."""
+    return {"application/json": {"schema": {"$ref": _REF.format(model=model)}}}
 
 
 def create_app(models: Models, settings: Settings) -> FastAPI:
@@ -175,7 +184,7 @@ def _api(service: Service, app: FastAPI) -> APIRouter:
     _add_post(router, "/infill", service.infill, "InfillRequest", stream="text/event-stream")
     _add_post(router, "/detokenize", service.detokenize, "DetokenizeRequest", "DecodedText")
     _add_get(router, "/v1/responses/{response_id}", service.response)
-    deleted: dict[int | str, dict[str, Any]] = {200: {"model": schema_answers.DeletedResponse}, **_errors("/v1")}
+    deleted: dict[int | str, dict[str, Any]] = {200: {"content": _content("DeletedResponse")}, **_errors("/v1")}
     router.add_api_route(
         "/v1/responses/{response_id}",
         service.delete_response,
@@ -184,8 +193,8 @@ def _api(service: Service, app: FastAPI) -> APIRouter:
         responses=deleted,
     )
     _add_get(router, "/v1/responses/{response_id}/input_items", service.input_items)
-    _add_get(router, "/v1/models", service.models, schema_answers.ModelListing)
-    _add_get(router, "/v1/models/{name:path}", service.model, schema_answers.ServedModel)
+    _add_get(router, "/v1/models", service.models, "ModelListing")
+    _add_get(router, "/v1/models/{name:path}", service.model, "ServedModel")
 
     @router.get("/metrics", response_class=Response, responses=_errors("/metrics"))
     async def metrics() -> Response:
@@ -200,7 +209,10 @@ def _api(service: Service, app: FastAPI) -> APIRouter:
 
 
 def _add_health(app: FastAPI, service: Service) -> None:
-    answers: dict[int | str, dict[str, Any]] = {status: {"model": schema_answers.Health} for status in (200, 503)}
+    answers: dict[int | str, dict[str, Any]] = {
+        200: {"content": _content("Health")},
+        503: {"description": "The server is stopping.", "content": _content("Health")},
+    }
 
     @app.get("/health", responses=answers)
     async def health() -> JSONResponse:
@@ -218,18 +230,16 @@ def _add_ollama(router: APIRouter, service: Service) -> None:
     _add_post(router, "/api/embed", service.ollama_embed, "OllamaEmbedRequest", "OllamaEmbeddings")
     older = ("OllamaPromptEmbedRequest", "OllamaPromptEmbedding")
     _add_post(router, "/api/embeddings", service.ollama_embed_prompt, *older)
-    _add_get(router, "/api/version", service.ollama.version, schema_answers.OllamaVersion)
-    _add_get(router, "/api/tags", service.ollama_tags, schema_answers.OllamaModelList)
-    _add_get(router, "/api/ps", service.ollama_ps, schema_answers.OllamaModelList)
+    _add_get(router, "/api/version", service.ollama.version, "OllamaVersion")
+    _add_get(router, "/api/tags", service.ollama_tags, "OllamaModelList")
+    _add_get(router, "/api/ps", service.ollama_ps, "OllamaModelList")
     for path in ("create", "copy", "push", "delete"):
         router.add_api_route(f"/api/{path}", refuse_change, methods=["POST", "DELETE"], include_in_schema=False)
 
 
-def _add_get(
-    router: APIRouter, path: str, handler: Callable[..., Awaitable[Any]], answer: type[BaseModel] | None = None
-) -> None:
+def _add_get(router: APIRouter, path: str, handler: Callable[..., Awaitable[Any]], answer: str = "") -> None:
     """Add a route for GET, and for HEAD, by which clients probe. `answer`: the model of its body."""
-    described: dict[int | str, dict[str, Any]] = {200: {"model": answer}} if answer else {}
+    described: dict[int | str, dict[str, Any]] = {200: {"content": _content(answer)}} if answer else {}
     router.add_api_route(path, handler, response_model=None, responses={**_errors(path), **described})
     router.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)
 
@@ -244,17 +254,15 @@ def _add_post(
 ) -> None:
     """Add a route for bodies of a named model. `answer`: the model of its own body. `stream`: media type of a response
     that is a stream."""
-    schema = {"$ref": _REF.format(model=answer)} if answer else {"type": "object"}
-    answers: dict[str, Any] = {"application/json": {"schema": schema}}
+    answers = _content(answer) if answer else {"application/json": {"schema": {"type": "object"}}}
     if stream:
         answers[stream] = {"schema": {"type": "string"}}
-    content = {"application/json": {"schema": {"$ref": _REF.format(model=body)}}}
     router.add_api_route(
         path,
         handler,
         methods=["POST"],
         responses={**_errors(path), 200: {"description": "The answer.", "content": answers}},
-        openapi_extra={"requestBody": {"required": True, "content": content}},
+        openapi_extra={"requestBody": {"required": True, "content": _content(body)}},
     )
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 pytest.importorskip("playwright", reason="the page is tested with playwright: pip install -e '.[dev]'")
 
-from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
+from playwright.sync_api import Browser, expect, sync_playwright
 
+from tests.support.browser_tab import Open, Tab
 from tests.support.fake_server import MODEL, Fake, serving
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
@@ -33,38 +33,6 @@ def browser() -> Iterator[Browser]:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
         yield browser
         browser.close()
-
-
-@dataclass
-class Tab:
-    """A page that is open, and what it did unseen."""
-
-    page: Page
-    url: str
-    complaints: list[str] = field(default_factory=list)
-    hosts: set[str] = field(default_factory=set)
-
-    def send(self, text: str = "Why is the sky blue?", turns: int = 1) -> Locator:
-        """Sends a message and waits for its reply; `turns`: how many there are then. The reply's text."""
-        self.page.fill("#prompt", text)
-        self.page.press("#prompt", "Enter")
-        expect(self.page.locator(".turn")).to_have_count(turns)
-        expect(self.page.locator("#send")).to_be_visible()
-        return self.page.locator(".turn").last.locator(".text")
-
-    @property
-    def status(self) -> Locator:
-        """Where problems with the server are told."""
-        return self.page.locator("#status")
-
-    def focused(self, selector: str) -> bool:
-        return bool(self.page.evaluate("s => document.activeElement.matches(s)", selector))
-
-    def no_sideways_scroll(self) -> bool:
-        return bool(self.page.evaluate("() => document.documentElement.scrollWidth <= innerWidth"))
-
-
-Open = Callable[..., Any]
 
 
 @pytest.fixture

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from playwright.sync_api import Locator, expect
 
-from tests.server.page.conftest import Open, Tab
+from tests.support.browser_tab import Open, Tab
 from tests.support.fake_server import MARKUP, SKY, Fake, serving
+
+pytestmark = pytest.mark.slow
 
 TEXT = "".join(text for _, texts in SKY for text in texts)
 TOKENS = sum(len(texts) for _, texts in SKY)

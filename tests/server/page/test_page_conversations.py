@@ -10,8 +10,10 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from paceline.cli.chat import read_conversation
-from tests.server.page.conftest import Open, Tab
+from tests.support.browser_tab import Open, Tab
 from tests.support.fake_server import MODEL, SKY, Fake, serving
+
+pytestmark = pytest.mark.slow
 
 TEXT = "".join(text for _, texts in SKY for text in texts)
 

@@ -7,8 +7,10 @@ import re
 import pytest
 from playwright.sync_api import expect
 
-from tests.server.page.conftest import Open, Tab
+from tests.support.browser_tab import Open, Tab
 from tests.support.fake_server import SKY, Fake
+
+pytestmark = pytest.mark.slow
 
 TEXT = "".join(text for _, texts in SKY for text in texts)
 TOKENS = sum(len(texts) for _, texts in SKY)

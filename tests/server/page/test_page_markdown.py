@@ -8,8 +8,10 @@ import re
 import pytest
 from playwright.sync_api import expect
 
-from tests.server.page.conftest import Tab
+from tests.support.browser_tab import Tab
 from tests.support.fake_server import Fake
+
+pytestmark = pytest.mark.slow
 
 DRAW = """async ([text, step]) => {
   const { FormattedView } = await import('./views.js');

@@ -16,7 +16,7 @@ from paceline.sampling.parameters import Sampling
 from paceline.server.models import ModelSource
 from paceline.server.worker import Worker
 from paceline.testing import tiny_target
-from tests.server.page.conftest import Open
+from tests.support.browser_tab import Open
 from tests.support.running import Serving, serving, serving_models
 from tests.support.toys import toy_model
 
@@ -44,6 +44,7 @@ def test_chat_shows_what_the_model_writes_alone(plain: LLM, open_tab: Open) -> N
         assert it.idle()
 
 
+@pytest.mark.slow
 def test_stop_frees_the_slot_and_the_next_turn_goes_on(served: Serving, open_tab: Open) -> None:
     with open_tab(f"{served.address}/") as tab:
         tab.page.fill("[name=max_tokens]", "24")
@@ -57,12 +58,14 @@ def test_stop_frees_the_slot_and_the_next_turn_goes_on(served: Serving, open_tab
         expect(tab.page.locator(".turn [role=alert]")).to_have_count(0)
 
 
+@pytest.mark.slow
 def test_the_servers_own_words_are_shown(served: Serving, open_tab: Open) -> None:
     with open_tab(f"{served.address}/") as tab:
         tab.send("hello " * 2000)
         expect(tab.page.locator(".turn [role=alert]")).to_contain_text("Shorten it")
 
 
+@pytest.mark.slow
 def test_the_page_is_open_and_the_api_is_not(plain: LLM, open_tab: Open) -> None:
     with serving(plain, api_keys=("secret",)) as it, open_tab(f"{it.address}/") as tab:
         expect(tab.page.locator("#key")).to_be_focused()
@@ -73,6 +76,7 @@ def test_the_page_is_open_and_the_api_is_not(plain: LLM, open_tab: Open) -> None
         assert len(tab.send("hello").locator(".token").all()) > 0
 
 
+@pytest.mark.slow
 def test_a_model_is_loaded_at_its_first_message(open_tab: Open) -> None:
     def worker() -> Worker:
         return Worker(LLM(toy_model(), {"suffix": Suffix(), "ngram": NGram()}))

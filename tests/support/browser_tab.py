@@ -1,0 +1,41 @@
+"""A page in a browser, as its tests see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from playwright.sync_api import Locator, Page, expect
+
+
+@dataclass
+class Tab:
+    """A page that is open, and what it did unseen."""
+
+    page: Page
+    url: str
+    complaints: list[str] = field(default_factory=list)
+    hosts: set[str] = field(default_factory=set)
+
+    def send(self, text: str = "Why is the sky blue?", turns: int = 1) -> Locator:
+        """Sends a message and waits for its reply; `turns`: how many there are then. The reply's text."""
+        self.page.fill("#prompt", text)
+        self.page.press("#prompt", "Enter")
+        expect(self.page.locator(".turn")).to_have_count(turns)
+        expect(self.page.locator("#send")).to_be_visible()
+        return self.page.locator(".turn").last.locator(".text")
+
+    @property
+    def status(self) -> Locator:
+        """Where problems with the server are told."""
+        return self.page.locator("#status")
+
+    def focused(self, selector: str) -> bool:
+        return bool(self.page.evaluate("s => document.activeElement.matches(s)", selector))
+
+    def no_sideways_scroll(self) -> bool:
+        return bool(self.page.evaluate("() => document.documentElement.scrollWidth <= innerWidth"))
+
+
+Open = Callable[..., Any]

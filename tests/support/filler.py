@@ -1,0 +1,20 @@
+"""A toy that fills gaps in code."""
+
+from __future__ import annotations
+
+import tokenizers
+
+from paceline.drafters.suffix import Suffix
+from paceline.llm import LLM
+from paceline.text.tokenizer import Tokenizer
+from tests.support.vocabularies import byte_level, speaker
+
+FIM = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>", "<|endoftext|>")
+
+
+def filler() -> LLM:
+    """A random toy with the tokens for filling gaps."""
+    words = byte_level()
+    backend = tokenizers.Tokenizer.from_str(words._backend.to_str())
+    backend.add_special_tokens(list(FIM))
+    return LLM(speaker(Tokenizer(backend, words.special_tokens), seed=3), {"suffix": Suffix()})
