@@ -15,7 +15,7 @@ from paceline.models.decoder import Decoder
 from paceline.testing import tiny_target
 from paceline.types import Draft, DraftBudget, Want
 from paceline.verify.tree import pack, pack_prefix
-from tests.cache.test_attention import Witness
+from tests.support.cache_witness import Witness
 from tests.verify.test_tree import drafts, path_to
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.cache.state import CHECKPOINT, StateCache, Tensors, Tree, _Fed, held
+from paceline.cache.state import CHECKPOINT, StateCache, Tree, held
 from paceline.errors import CacheError
 from paceline.models.decoder import Decoder
 from paceline.models.mamba import Selective
@@ -18,7 +18,8 @@ from paceline.protocols import KVCache
 from paceline.testing import check_target
 from paceline.types import Draft, Want
 from paceline.verify.tree import chunk_end, pack, pack_prefix
-from tests.support.hybrids import DELTA, tiny_hybrid, tiny_mamba
+from tests.support.broken_states import Forgets, Kept, Sibling, Twice, broken
+from tests.support.hybrids import DELTA, text, tiny_hybrid, tiny_mamba
 
 TARGET = tiny_hybrid()
 CPU = torch.device("cpu")
@@ -30,55 +31,6 @@ def test_a_hybrid_keeps_the_contract_of_a_target(make: Callable[[], Decoder]) ->
     check_target(make, tolerance=1e-9, taps=(1, "final"))
 
 
-class Kept(StateCache):
-    """The state of rejected rows stays."""
-
-    def _one_after(self, fed: _Fed, layer: int, state: Tensors, path: Sequence[int], done: int, end: int) -> Tensors:
-        after = fed.after[layer]
-        return after[max(after)] if after else super()._one_after(fed, layer, state, path, done, end)
-
-
-class Twice(StateCache):
-    """The last row is applied twice."""
-
-    def _one_after(self, fed: _Fed, layer: int, state: Tensors, path: Sequence[int], done: int, end: int) -> Tensors:
-        state, updates = super()._one_after(fed, layer, state, path, done, end), fed.updates[layer]
-        return self.recurrences[layer].apply(state, updates, path[end - 1 : end]) if updates else state
-
-
-class Sibling(StateCache):
-    """The last row is taken for the one before it, a sibling in trees."""
-
-    def _one_after(self, fed: _Fed, layer: int, state: Tensors, path: Sequence[int], done: int, end: int) -> Tensors:
-        wrong = [*path[: end - 1], max(0, path[end - 1] - 1)] if fed.updates[layer] else path
-        return super()._one_after(fed, layer, state, wrong, done, end)
-
-
-class Forgets(StateCache):
-    """Checkpoints hold the latest state."""
-
-    def _after(self, slot: int, length: int, path: Sequence[int]) -> Any:
-        found = super()._after(slot, length, path)
-        return dict.fromkeys(found, found[length + len(path)])
-
-
-def broken(
-    kind: type[StateCache], dtype: torch.dtype = torch.float64, hybrid: Callable[..., Decoder] = tiny_hybrid
-) -> Any:
-    """A hybrid whose caches are of this kind."""
-    target = hybrid(dtype=dtype)
-    make = target.new_cache
-
-    def new_cache() -> StateCache:
-        cache = make()
-        cache.__class__ = kind
-        assert isinstance(cache, StateCache)
-        return cache
-
-    target.new_cache = new_cache  # type: ignore[method-assign]
-    return target
-
-
 @pytest.mark.parametrize("hybrid", [tiny_hybrid, tiny_mamba])
 @pytest.mark.parametrize("kind", [Kept, Twice, Sibling])
 def test_the_check_notices_a_state_that_is_not_rolled_back(
@@ -86,10 +38,6 @@ def test_the_check_notices_a_state_that_is_not_rolled_back(
 ) -> None:
     with pytest.raises(AssertionError, match="not the logits of plain feeding"):
         check_target(lambda: broken(kind, hybrid=hybrid), tolerance=1e-9)
-
-
-def text(count: int, seed: int = 1) -> list[int]:
-    return torch.randint(1, 37, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def fed(tokens: Sequence[int], target: Any = TARGET) -> tuple[KVCache, int]:

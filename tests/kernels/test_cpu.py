@@ -6,8 +6,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +25,7 @@ from paceline.kernels.linear import _Coded
 from paceline.kernels.quantize import Codes, quantize, round_activations
 from paceline.models.norms import RMSNorm
 from tests.support.instruction_sets import using
+from tests.support.native_products import KINDS, make, random
 
 needs_kernels = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
 FOLDER = Path(build.__file__).parent
@@ -40,32 +40,8 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def with_floors(weight: Tensor) -> Codes:
-    codes = quantize(weight, 8)
-    noise = torch.randn(codes.scale.shape, generator=torch.Generator().manual_seed(9))
-    return replace(codes, floor=(noise * 0.05).half())
-
-
-KINDS: dict[str, Callable[[Tensor], Tensor | Codes]] = {
-    "bfloat16": lambda w: w.bfloat16(),
-    "float16": lambda w: w.half(),
-    "float32": lambda w: w,
-    "4 bits": lambda w: quantize(w, 4),
-    "8 bits": lambda w: quantize(w, 8),
-    "8 bits with floors": with_floors,
-}
 SHAPES = [(16, 32), (130, 208), (5, 48), (33, 16), (96, 64), (20, 37), (1, 512)]
 ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 40]
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def make(kind: str, out: int, width: int, bias: bool = True) -> tuple[NativeLinear, Tensor | Codes, Tensor | None]:
-    weight = KINDS[kind](random(out, width) / width**0.5)
-    b = random(out, seed=1).bfloat16() if bias else None
-    return NativeLinear(weight, b), weight, b
 
 
 def values(weight: Tensor | Codes) -> Tensor:

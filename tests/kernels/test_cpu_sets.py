@@ -16,10 +16,10 @@ from paceline.kernels.cpu.matrix import NativeLinear, NativeNorm
 from paceline.kernels.cpu.toolchain import InstructionSet
 from paceline.kernels.quantize import Mode
 from paceline.testing import run
-from tests.kernels.test_cpu import KINDS, make, random
-from tests.kernels.test_cpu_formats import HALVES, stored
-from tests.kernels.test_cpu_layers import BASE, MODELS, native, text, whole
+from tests.support.gguf_blocks import HALVES, stored
 from tests.support.instruction_sets import FUSED, using
+from tests.support.native_models import BASE, MODELS, native, text, whole
+from tests.support.native_products import KINDS, make, random
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
 HERE, EMULATED = FUSED, []

@@ -24,9 +24,9 @@ from paceline.models.config import DeltaNetConfig, LatentConfig, LayerConfig
 from paceline.models.ranks import Exchange, Ranks
 from paceline.models.shards import RankTensors, divide, spans
 from paceline.testing import TINY, random_tensors
-from tests.kernels.test_cpu_formats import number, stored
-from tests.kernels.test_low_rank import factors
 from tests.support.divided_worker import WITH_ADAPTERS
+from tests.support.gguf_blocks import number, stored
+from tests.support.random_adapters import factors
 from tests.support.server_process import free_port
 
 ROOT = Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-"""The device cache against the slab cache, whose own witness is tests/cache/test_attention.py."""
+"""The device cache against the slab cache, whose own witness is tests/support/cache_witness.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.kernels.cuda.cache import DeviceCache
 from paceline.kernels.cuda.table import RowTable
 from paceline.types import Draft, DraftBudget, Rows
 from paceline.verify.tree import pack, pack_prefix
-from tests.cache.test_attention import CPU, HEADS, KV, LAYERS, D, random_tree, some_path
+from tests.support.cache_witness import CPU, HEADS, KV, LAYERS, D, random_tree, some_path
 
 
 class Pair:
