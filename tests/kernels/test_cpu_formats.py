@@ -14,12 +14,11 @@ from torch import Tensor
 
 from paceline.errors import CorruptModel
 from paceline.files.reading import map_file
-from paceline.kernels.cpu.build import SETS, available, library
+from paceline.kernels.cpu.build import library
 from paceline.kernels.cpu.matrix import EIGHT, FOUR_AND_FLOOR, IQ4_NL, NativeGated, NativeLinear, fewest_bits
 from paceline.kernels.quantize import quantize, round_activations
 from paceline.kernels.stored import FLOATS, Form, Stored
 from tests.support.gguf_blocks import HALVES, number, random_blocks, stored
-from tests.support.instruction_sets import FUSED, using
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
 
@@ -52,26 +51,19 @@ def test_a_weight_costs_hardly_more_bits_than_in_the_file(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", HALVES)
-def test_products_are_those_of_float64_and_the_same_bits_anywhere(kind: str) -> None:
+def test_products_are_those_of_float64_and_the_same_bits_anywhere(kernels: None, kind: str) -> None:
     matrix, weight = stored(kind, 37, 512)
-    results = []
-    sets = [SETS[name] for name in available()]
-    for one in sets:
-        with using(one):
-            ours = NativeLinear(matrix, None)
-            for count in (1, 2, 3, 5, 8, 19):
-                x = torch.randn(count, 512, generator=torch.Generator().manual_seed(3))
-                y = ours.precise(x)
-                assert near(y, weight, x), (one.name, count)
-                alone = torch.cat([ours.precise(row[None]) for row in x])
-                assert torch.equal(y, alone), (one.name, count)
-        results.append(y)
-    fused = [y for one, y in zip(sets, results, strict=True) if one in FUSED]
-    assert all(torch.equal(y, fused[0]) for y in fused)
+    ours = NativeLinear(matrix, None)
+    for count in (1, 2, 3, 5, 8, 19):
+        x = torch.randn(count, 512, generator=torch.Generator().manual_seed(3))
+        y = ours.precise(x)
+        assert near(y, weight, x), count
+        alone = torch.cat([ours.precise(row[None]) for row in x])
+        assert torch.equal(y, alone), count
 
 
 @pytest.mark.parametrize("kind", HALVES)
-def test_extreme_codes_do_not_saturate(kind: str) -> None:
+def test_extreme_codes_do_not_saturate(kernels: None, kind: str) -> None:
     """All bits set, against rows whose codes are all 127 or -127."""
     data = random_blocks(kind, 16, 256)
     count = gguf.GGML_QUANT_SIZES[number(kind)][1]
@@ -83,12 +75,10 @@ def test_extreme_codes_do_not_saturate(kind: str) -> None:
             blocks[:, 0] = 120
         rows = blocks.view(16, -1)
         weight = torch.from_numpy(gguf.dequantize(rows.numpy(), number(kind)))
-        for name in available():
-            with using(SETS[name]):
-                ours = NativeLinear(Stored.of(rows, int(number(kind)), 256), None)
-                for height in range(1, 9):
-                    for x in (torch.ones(height, 256), -torch.ones(height, 256)):
-                        assert near(ours.precise(x), weight, x), (name, height)
+        ours = NativeLinear(Stored.of(rows, int(number(kind)), 256), None)
+        for height in range(1, 9):
+            for x in (torch.ones(height, 256), -torch.ones(height, 256)):
+                assert near(ours.precise(x), weight, x), height
 
 
 def test_stacked_types_keep_their_own_bits() -> None:

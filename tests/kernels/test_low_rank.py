@@ -96,8 +96,14 @@ def test_a_pass_of_all_adapters_is_each_merged(name: str) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("mode", [None, "int8", "int4"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        pytest.param(name, mode, id=f"{name}-{mode}", marks=() if (i + j) % 3 == 0 else pytest.mark.slow)
+        for i, name in enumerate(FAMILIES)
+        for j, mode in enumerate((None, "int8", "int4"))
+    ],
+)
 def test_no_row_depends_on_the_adapters_beside_it(name: str, mode: Mode | None) -> None:
     config, tensors = tensors_for(name)
     held, weights = adapters(tensors), Quantised(tensors, mode) if mode else tensors

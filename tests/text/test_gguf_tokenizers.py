@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as Backend
 
 from paceline.text.gguf_tokenizer import backend_from_gguf
 from tests.support.awkward_texts import AWKWARD
+from tests.support.cover import some
 from tests.support.original_tokenizers import ORIGINALS, original
 
 pytestmark = pytest.mark.model
@@ -83,7 +84,7 @@ def texts(count: int) -> list[str]:
     return AWKWARD + ["".join(piece() for _ in range(chance.randint(1, 8))) for _ in range(count)]
 
 
-@pytest.mark.parametrize("package", ORIGINALS)
+@some("package", ORIGINALS.keys(), fast=["gpt2", "llama2"])
 def test_ids_and_text_are_those_of_the_original(package: str) -> None:
     pre, sha256 = ORIGINALS[package]
     folder = original(package, sha256)

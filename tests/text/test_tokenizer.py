@@ -16,7 +16,7 @@ from paceline.errors import CorruptModel, InvalidPrompt, PacelineError, Unsuppor
 from paceline.files.locate import resolve
 from paceline.text.gguf_splitters import SPLITTERS
 from paceline.text.tokenizer import Tokenizer
-from tests.support import vocabularies
+from tests.support import golden_tokens, vocabularies
 from tests.support.awkward_texts import AWKWARD
 
 
@@ -33,28 +33,23 @@ def demo(demo_path: Path) -> Tokenizer:
     return Tokenizer.from_gguf(read_gguf(demo_path).fields)
 
 
-@pytest.fixture(scope="module")
-def reference(demo_path: Path) -> Any:
-    """transformers' reading of the same file: its own GGUF code for vocabulary, merges and special tokens."""
-    transformers = pytest.importorskip("transformers")
-    return transformers.AutoTokenizer.from_pretrained(demo_path.parent, gguf_file=demo_path.name)
+@pytest.mark.slow
+@pytest.mark.model
+def test_the_golden_tokens_are_transformers_own(demo_path: Path) -> None:
+    """If not, write them anew: `python -m tests.support.golden_tokens`."""
+    pytest.importorskip("transformers")
+    assert golden_tokens.made(demo_path) == golden_tokens.tokens()
 
 
 @pytest.mark.model
-def test_demo_equals_transformers(demo: Tokenizer, reference: Any) -> None:
-    """Once transformers is told of SmolLM2's digit splitting, which its GGUF code leaves out."""
-    assert demo.vocabulary == reference.get_vocab()
-    assert demo.special_ids == set(reference.all_special_ids) | set(reference.added_tokens_decoder)
-    reference.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    for text in AWKWARD:
-        assert demo.encode(text) == reference.encode(text), text
-        assert demo.decode(demo.encode(text)) == reference.decode(reference.encode(text), skip_special_tokens=True)
-    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi <b>ünd</b>"}]
-    assert demo.apply_chat_template(chat) == reference.apply_chat_template(
-        chat, tokenize=False, add_generation_prompt=True
-    )
+def test_demo_equals_transformers(demo: Tokenizer) -> None:
+    golden = golden_tokens.tokens()
+    assert golden_tokens.digest(demo.vocabulary) == golden["vocabulary"]
+    assert sorted(demo.special_ids) == golden["special"]
+    for text, ids, shown in zip(AWKWARD, golden["ids"], golden["texts"], strict=True):
+        assert demo.encode(text) == ids, text
+        assert demo.decode(ids) == shown
+    assert demo.apply_chat_template(golden_tokens.CHAT) == golden["chat"]
 
 
 @pytest.mark.model
