@@ -4,7 +4,7 @@ import weakref
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.cache import slab as slabs
@@ -15,7 +15,7 @@ from paceline.models.decoder import Decoder
 from paceline.testing import tiny_target
 from paceline.types import Draft, DraftBudget, Want
 from paceline.verify.tree import pack, pack_prefix
-from tests.cache.test_attention import Witness
+from tests.support.cache_witness import Witness
 from tests.verify.test_tree import drafts, path_to
 
 CPU = torch.device("cpu")
@@ -39,7 +39,6 @@ def logits_after(tokens: list[int]) -> torch.Tensor:
     return TOY.forward(rows, cache, Want()).logits[0, 0]
 
 
-@settings(max_examples=40, deadline=None)
 @given(drafts(most=9), st.integers(1, 20), st.data())
 def test_a_nodes_logits_are_those_of_its_path_fed_plainly(draft: Draft, length: int, data: st.DataObject) -> None:
     prefix = [(3 * i + 1) % 37 for i in range(length)]
@@ -228,8 +227,17 @@ def test_room_that_no_text_has_reached_costs_nothing() -> None:
     assert not any(x[:, 0, :, ::4096].any() for slab in cache.slabs for x in slab.tensors)
 
 
-@pytest.mark.parametrize("length", [3, 700, 1030, 1700])
-@pytest.mark.parametrize("back", [0, 1, 150, 600])
+FAST = {(3, 1), (700, 0), (1030, 600), (1700, 150)}
+
+
+@pytest.mark.parametrize(
+    ("length", "back"),
+    [
+        pytest.param(length, back, marks=() if (length, back) in FAST else pytest.mark.slow)
+        for back in (0, 1, 150, 600)
+        for length in (3, 700, 1030, 1700)
+    ],
+)
 def test_what_is_loaded_is_seen_as_it_was_written(length: int, back: int) -> None:
     """By layers that see all, 20 and 700 positions, whose rings (1024 and 1536) have wrapped or not, and wrap later."""
     witness = Witness()
@@ -281,7 +289,7 @@ def test_what_is_saved_is_a_copy_that_holds_no_more_than_it_needs() -> None:
 
 
 def test_no_memory_is_a_typed_error() -> None:
-    cache = SlabCache([LayerAttention(1.0)] * 2**20, 2**10, 2**10, 2**20, torch.float32, CPU)
+    cache = SlabCache([LayerAttention(1.0)] * 2**8, 2**16, 2**16, 2**20, torch.float32, CPU)
     with pytest.raises(OutOfMemory, match="KV cache"):
         cache.acquire()
 

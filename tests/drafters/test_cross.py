@@ -26,9 +26,9 @@ from paceline.testing import check_drafter, run, run_together
 from paceline.text.tokenizer import Tokenizer
 from paceline.types import Draft, DraftBudget, Verdict
 from tests.conftest import packaged_model
+from tests.support.original_tokenizers import ORIGINALS, original
 from tests.support.toys import ask_for
 from tests.support.vocabularies import KINDS, renumbered, speaker, tokenizer
-from tests.text.test_gguf_tokenizers import ORIGINALS, original
 
 WAYS: dict[str, Callable[[VocabMap], Drafter]] = {"shared tokens": SharedTokens, "text": TextDrafter}
 SHAPES = {"chain": DraftBudget.chain(5), "tree": DraftBudget(12, 4, 3)}

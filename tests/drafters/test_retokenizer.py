@@ -11,8 +11,8 @@ import pytest
 from paceline.drafters.retokenizer import Retokenizer, TokenMapper, continuation
 from paceline.drafters.vocab_map import SAMPLE, VocabMap
 from paceline.text.tokenizer import Tokenizer
+from tests.support.awkward_texts import AWKWARD
 from tests.support.vocabularies import KINDS, framed, speaker, tokenizer
-from tests.text.test_tokenizer import AWKWARD
 
 BYTES = ["byte-level", "byte-level, small", "sentencepiece, no space before"]
 RING = list(zip(KINDS, [*list(KINDS)[1:], *list(KINDS)[:1]], strict=True))

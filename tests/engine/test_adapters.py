@@ -30,7 +30,7 @@ from paceline.models.heads import ExitConfig
 from paceline.sampling.parameters import Sampling
 from paceline.testing import TINY, random_tensors, run, tiny_target
 from paceline.types import DraftBudget
-from tests.kernels.test_low_rank import SETS, factors
+from tests.support.random_adapters import SETS, factors
 from tests.support.tiny_heads import TINY_BLOCK, TINY_MEDUSA, block_tensors, eagle_config, eagle_tensors, medusa_tensors
 from tests.support.toys import loaded
 

@@ -26,8 +26,8 @@ from paceline.sampling.parameters import Sampling
 from paceline.session import Session
 from paceline.testing import run, run_together
 from paceline.types import Draft, DraftBudget
-from tests.cache.test_state import Twice, broken, text
-from tests.support.hybrids import HYBRID, tiny_hybrid, tiny_mamba
+from tests.support.broken_states import Twice, broken
+from tests.support.hybrids import HYBRID, text, tiny_hybrid, tiny_mamba
 from tests.support.tiny_heads import (
     TINY_BLOCK,
     TINY_MEDUSA,

@@ -41,8 +41,8 @@ from paceline.testing import TINY, random_tensors, run, run_together, tiny_targe
 from paceline.types import Draft, DraftBudget, Forward, Rows, Want
 from paceline.verify.tree import PREFILL_ROWS, pack
 from tests.conftest import packaged_model
-from tests.kernels.test_cpu_layers import BASE, MODELS, native
 from tests.support.cached_engine import CachedEngine, begun
+from tests.support.native_models import BASE, MODELS, native
 from tests.support.tiny_heads import TINY_BLOCK, TINY_MEDUSA, block_tensors, eagle_config, eagle_tensors, medusa_tensors
 from tests.support.toys import toy_foreigner, toy_model
 

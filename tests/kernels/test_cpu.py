@@ -6,13 +6,11 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -25,47 +23,15 @@ from paceline.kernels.cpu.toolchain import sets_of
 from paceline.kernels.linear import _Coded
 from paceline.kernels.quantize import Codes, quantize, round_activations
 from paceline.models.norms import RMSNorm
-from tests.support.instruction_sets import using
+from tests.support.native_products import KINDS, make, random
 
 needs_kernels = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
 FOLDER = Path(build.__file__).parent
 WARNINGS = ("-std=c++17", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-Wno-unknown-pragmas")
-OTHERS = available()[:-1]
 
 
-@pytest.fixture(scope="module", params=[available()[-1], *(pytest.param(x, marks=pytest.mark.slow) for x in OTHERS)])
-def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every instruction set of this processor, the best first."""
-    with using(SETS[request.param]):
-        yield
-
-
-def with_floors(weight: Tensor) -> Codes:
-    codes = quantize(weight, 8)
-    noise = torch.randn(codes.scale.shape, generator=torch.Generator().manual_seed(9))
-    return replace(codes, floor=(noise * 0.05).half())
-
-
-KINDS: dict[str, Callable[[Tensor], Tensor | Codes]] = {
-    "bfloat16": lambda w: w.bfloat16(),
-    "float16": lambda w: w.half(),
-    "float32": lambda w: w,
-    "4 bits": lambda w: quantize(w, 4),
-    "8 bits": lambda w: quantize(w, 8),
-    "8 bits with floors": with_floors,
-}
 SHAPES = [(16, 32), (130, 208), (5, 48), (33, 16), (96, 64), (20, 37), (1, 512)]
 ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 40]
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def make(kind: str, out: int, width: int, bias: bool = True) -> tuple[NativeLinear, Tensor | Codes, Tensor | None]:
-    weight = KINDS[kind](random(out, width) / width**0.5)
-    b = random(out, seed=1).bfloat16() if bias else None
-    return NativeLinear(weight, b), weight, b
 
 
 def values(weight: Tensor | Codes) -> Tensor:
@@ -145,7 +111,6 @@ def test_rows_of_another_width_are_refused_and_not_read() -> None:
 
 
 @needs_kernels
-@settings(max_examples=40)
 @given(kind=st.sampled_from(sorted(KINDS)), count=st.integers(1, 20), data=st.data())
 def test_a_row_has_the_same_bits_alone_and_anywhere(kernels: None, kind: str, count: int, data: st.DataObject) -> None:
     seed, at = data.draw(st.integers(0, 9)), data.draw(st.integers(0, count - 1))
@@ -220,7 +185,6 @@ def test_what_memory_cannot_hold_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @needs_kernels
-@settings(max_examples=20)
 @given(count=st.integers(1, 9), width=st.sampled_from([16, 48, 576]), seed=st.integers(0, 9))
 def test_norms_are_those_of_float64_and_of_one_row_alone(kernels: None, count: int, width: int, seed: int) -> None:
     weight, x = random(width, seed=seed + 1), random(count, width, seed=seed).bfloat16() * 3
@@ -312,6 +276,7 @@ def test_features_where_nothing_lists_them(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @needs_kernels
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SETS)
 def test_every_instruction_set_compiles_without_warnings(name: str) -> None:
     command = [*build._compiler(), *WARNINGS, *SETS[name].flags, "-fsyntax-only", str(FOLDER / "layers.cpp")]
@@ -319,15 +284,22 @@ def test_every_instruction_set_compiles_without_warnings(name: str) -> None:
     assert not done.returncode, done.stderr
 
 
+@pytest.mark.slow
 @needs_kernels
-def test_an_instruction_set_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_instruction_set_can_be_forced() -> None:
     code = "from paceline.kernels.cpu.build import built_for, library; print(built_for(library()))"
     env = {**os.environ, "PACELINE_ISA": next(iter(SETS))}
     assert ("NEON" if "neon" in SETS else "generic") in subprocess.check_output(
         [sys.executable, "-c", code], env=env, text=True
     )
+
+
+def test_an_instruction_set_is_the_one_that_is_named_else_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PACELINE_ISA", raising=False)
     assert instruction_set().name == available()[-1]
+    for name in available():
+        monkeypatch.setenv("PACELINE_ISA", name)
+        assert instruction_set() == SETS[name]
     monkeypatch.setattr(build, "processor_features", lambda: frozenset({"avx2", "fma", "f16c"}))
     for name, cause in {"avx513": "no such instruction set", list(SETS)[-1]: "processor does not have it"}.items():
         monkeypatch.setenv("PACELINE_ISA", name)
@@ -341,12 +313,23 @@ def test_two_processes_may_build_at_once(empty_cache: Path, monkeypatch: pytest.
     """Both wait in the compiler, and both end with a whole library."""
     text = 'while [ "$1" != -o ]; do shift; done; printf part > "$2"; sleep 0.3; printf " whole" >> "$2"'
     monkeypatch.setenv("CXX", script(empty_cache / "slow", text))
-    command = [sys.executable, "-c", "from paceline.kernels.cpu.build import find; print(find().read_text())"]
-    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    assert [run.communicate()[0] for run in runs] == ["part whole\n"] * 2
+
+    def build_in_child() -> int:
+        if not (child := os.fork()):
+            os._exit(0 if find().read_text() == "part whole" else 1)
+        return child
+
+    children = [build_in_child() for _ in range(2)]
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
     assert len(list((empty_cache / "cache").iterdir())) == 1
 
 
+def test_native_0_finds_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_NATIVE", "0")
+    assert "PACELINE_NATIVE is 0" in str(build._found.__wrapped__())
+
+
+@pytest.mark.slow
 def test_native_0_leaves_everything_to_torch() -> None:
     code = (
         "import torch; from paceline.kernels.cpu.build import library;"

@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.kernels.cpu.build import library
 from paceline.models.decoder import Decoder
 from paceline.models.layers import Mixture
-from tests.kernels.test_cpu_layers import BASE, MODELS, by_torch, native, text, whole
+from tests.support.native_models import BASE, MODELS, by_torch, native, text, whole
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
 CONFIG = replace(BASE, **MODELS["twenty experts, ragged"])

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import gguf
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,46 +14,16 @@ from torch import Tensor
 
 from paceline.errors import CorruptModel
 from paceline.files.reading import map_file
-from paceline.kernels.cpu.build import SETS, available, library
+from paceline.kernels.cpu.build import library
 from paceline.kernels.cpu.matrix import EIGHT, FOUR_AND_FLOOR, IQ4_NL, NativeGated, NativeLinear, fewest_bits
 from paceline.kernels.quantize import quantize, round_activations
 from paceline.kernels.stored import FLOATS, Form, Stored
-from tests.support.instruction_sets import FUSED, using
+from tests.support.gguf_blocks import HALVES, number, random_blocks, stored
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
 
 FEWER = fewest_bits() if library() else FOUR_AND_FLOOR
 """The kind of a draft model's matrices."""
-
-HALVES = {
-    **{"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,)},
-    **{"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": ()},
-}
-"""Type -> where a block has its halves, which random bytes must not make infinite."""
-
-
-def number(kind: str) -> gguf.GGMLQuantizationType:
-    return gguf.GGMLQuantizationType[kind]
-
-
-def random_blocks(kind: str, out: int, width: int, seed: int = 0) -> Tensor:
-    """Rows of random codes and scales, uint8 [out, bytes]."""
-    size, count = gguf.GGML_QUANT_SIZES[number(kind)]
-    noise = np.random.default_rng(seed)
-    blocks = noise.integers(0, 256, (out * width // size, count), dtype=np.uint8)
-    for at in HALVES[kind]:
-        scales = (noise.standard_normal(len(blocks)) * 0.01).astype(np.float16)
-        blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
-    if kind == "MXFP4":
-        blocks[:, 0] = noise.integers(110, 128, len(blocks))
-        blocks[:2, 0] = (0, 1)
-    return torch.from_numpy(blocks).view(out, -1)
-
-
-def stored(kind: str, out: int, width: int, seed: int = 0) -> tuple[Stored, Tensor]:
-    """A matrix, and its weights in float32."""
-    data = random_blocks(kind, out, width, seed)
-    return Stored.of(data, int(number(kind)), width), torch.from_numpy(gguf.dequantize(data.numpy(), number(kind)))
 
 
 def near(y: Tensor, weight: Tensor, x: Tensor) -> bool:
@@ -82,26 +51,19 @@ def test_a_weight_costs_hardly_more_bits_than_in_the_file(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", HALVES)
-def test_products_are_those_of_float64_and_the_same_bits_anywhere(kind: str) -> None:
+def test_products_are_those_of_float64_and_the_same_bits_anywhere(kernels: None, kind: str) -> None:
     matrix, weight = stored(kind, 37, 512)
-    results = []
-    sets = [SETS[name] for name in available()]
-    for one in sets:
-        with using(one):
-            ours = NativeLinear(matrix, None)
-            for count in (1, 2, 3, 5, 8, 19):
-                x = torch.randn(count, 512, generator=torch.Generator().manual_seed(3))
-                y = ours.precise(x)
-                assert near(y, weight, x), (one.name, count)
-                alone = torch.cat([ours.precise(row[None]) for row in x])
-                assert torch.equal(y, alone), (one.name, count)
-        results.append(y)
-    fused = [y for one, y in zip(sets, results, strict=True) if one in FUSED]
-    assert all(torch.equal(y, fused[0]) for y in fused)
+    ours = NativeLinear(matrix, None)
+    for count in (1, 2, 3, 5, 8, 19):
+        x = torch.randn(count, 512, generator=torch.Generator().manual_seed(3))
+        y = ours.precise(x)
+        assert near(y, weight, x), count
+        alone = torch.cat([ours.precise(row[None]) for row in x])
+        assert torch.equal(y, alone), count
 
 
 @pytest.mark.parametrize("kind", HALVES)
-def test_extreme_codes_do_not_saturate(kind: str) -> None:
+def test_extreme_codes_do_not_saturate(kernels: None, kind: str) -> None:
     """All bits set, against rows whose codes are all 127 or -127."""
     data = random_blocks(kind, 16, 256)
     count = gguf.GGML_QUANT_SIZES[number(kind)][1]
@@ -113,12 +75,10 @@ def test_extreme_codes_do_not_saturate(kind: str) -> None:
             blocks[:, 0] = 120
         rows = blocks.view(16, -1)
         weight = torch.from_numpy(gguf.dequantize(rows.numpy(), number(kind)))
-        for name in available():
-            with using(SETS[name]):
-                ours = NativeLinear(Stored.of(rows, int(number(kind)), 256), None)
-                for height in range(1, 9):
-                    for x in (torch.ones(height, 256), -torch.ones(height, 256)):
-                        assert near(ours.precise(x), weight, x), (name, height)
+        ours = NativeLinear(Stored.of(rows, int(number(kind)), 256), None)
+        for height in range(1, 9):
+            for x in (torch.ones(height, 256), -torch.ones(height, 256)):
+                assert near(ours.precise(x), weight, x), height
 
 
 def test_stacked_types_keep_their_own_bits() -> None:

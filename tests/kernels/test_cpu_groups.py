@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -17,8 +14,9 @@ from paceline.models.decoder import Decoder
 from paceline.protocols import KVCache
 from paceline.types import Draft, Forward, Tap, Want
 from paceline.verify.tree import beside, pack, pack_prefix
-from tests.kernels.test_cpu_layers import BASE, CPU, MODELS, native, plan, text
-from tests.kernels.test_cpu_ragged import DRAFTS, filled, packed, verify
+from tests.support.native_models import BASE, CPU, MODELS, native, plan, text
+from tests.support.ragged_passes import DRAFTS, filled, packed, verify
+from tests.support.row_groups import watched
 from tests.verify.test_tree import path_to
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
@@ -33,23 +31,6 @@ MANY = (*DRAFTS, Draft.chain(text(40, 2)), Draft(), TREE)
 def one_thread_afterwards() -> Iterator[None]:
     yield
     torch.set_num_threads(1)
-
-
-@contextmanager
-def watched(target: Decoder) -> Iterator[list[int]]:
-    """Into how many groups each pass is cut."""
-    lib, stack, seen = library(), target._stack.native, list[int]()
-    assert lib is not None
-    assert stack is not None
-    honest = stack._run
-
-    def run(*args: Any) -> Any:
-        seen.append(lib.paceline_groups(ctypes.c_void_p(args[0]), args[1], args[2]))
-        return honest(*args)
-
-    stack._run = run  # type: ignore[assignment]
-    yield seen
-    stack._run = honest
 
 
 def same_with_threads(

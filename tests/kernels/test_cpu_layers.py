@@ -12,144 +12,37 @@ import torch
 from torch import Tensor
 
 from paceline.engine.self_check import guarantee
-from paceline.kernels import linear as runner
 from paceline.kernels.cpu.build import library
 from paceline.kernels.cpu.matrix import NativeLinear
 from paceline.kernels.quantize import Mode
 from paceline.models import stack as stacks
 from paceline.models.block import BlockNetwork
-from paceline.models.config import Experts, Groups, LayerConfig, ModelConfig, RopeConfig
+from paceline.models.config import LayerConfig
 from paceline.models.decoder import Decoder, make_layer
 from paceline.models.heads import BlockConfig
 from paceline.models.layers import Mixture
-from paceline.models.lazy import Quantised
 from paceline.models.stack import LayerStack
 from paceline.models.weights import Weights
 from paceline.protocols import KVCache
-from paceline.testing import random_tensors
 from paceline.types import Carried, Draft, Rows, Tap, Want
 from paceline.verify.tree import beside, pack, pack_prefix
+from tests.support.native_models import (
+    BASE,
+    CPU,
+    FULL,
+    GLM,
+    GPT_OSS,
+    MODELS,
+    by_torch,
+    native,
+    plan,
+    tensors_of,
+    text,
+    whole,
+)
 from tests.support.tiny_heads import block_tensors
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
-CPU = torch.device("cpu")
-BASE = ModelConfig("llama", 67, 64, 2, 4, 2, 16, 96, 4096, tied=True)
-FULL, LOCAL = RopeConfig(1e6), RopeConfig(1e4)
-
-
-def plan(*windows: int | None) -> dict[str, Any]:
-    layers = tuple(LayerConfig(LOCAL if window else FULL, window) for window in windows)
-    return {"layers": len(layers), "special": layers}
-
-
-GEMMA = {"sandwich": True, "norm_shift": 1.0, "embed_scale": 8.0, "activation": "gelu_pytorch_tanh"}
-SCORED = Experts(8, 3, 32, True, shared_block="mlp.shared_experts", sigmoid=True)
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "odd feed-forward, one key head": {"ffn": 80, "kv_heads": 1},
-    "a key head for each query, own head": {"kv_heads": 4, "tied": False, "hidden": 48, "layers": 3},
-    "qwen2: biases": {"family": "qwen2"},
-    "qwen3: head norms": {"qk_norm": True, "head_dim": 32},
-    "gemma2": {**GEMMA, **plan(7, None, 7), "softcap": 3.0, "final_softcap": 5.0, "query_scale": 0.2},
-    "gemma3": {**GEMMA, **plan(9, 9, None), "qk_norm": True, "norm_eps": 1e-5},
-    "gelu": {"activation": "gelu"},
-    "partial rotary": {"rope": RopeConfig(share=0.5), "head_dim": 32},
-    "layers without rope": {"special": (LayerConfig(None), LayerConfig(FULL))},
-    "heads of 80": {"head_dim": 80, "heads": 2, "kv_heads": 1},
-    "heads of 128": {"head_dim": 128, "heads": 3, "kv_heads": 1},
-    "a mixture": {"experts": Experts(6, 2, 32, True), "special": (LayerConfig(FULL), LayerConfig(FULL, sparse=True))},
-    "twenty experts, ragged": {
-        **{"hidden": 72, "experts": Experts(20, 3, 52, False)},
-        "special": (LayerConfig(FULL, sparse=True), LayerConfig(FULL, sparse=True)),
-    },
-    "glm4.5: experts by their own scores, in groups, and one for all rows": {
-        "experts": replace(SCORED, groups=Groups(4, 2, 2), shared=32, scale=1.7),
-        **{"special": (LayerConfig(FULL), LayerConfig(FULL, sparse=True)), "qk_norm": True},
-    },
-    "experts by their own scores, ragged": {
-        **{"hidden": 72, "experts": replace(SCORED, count=18, ffn=52, normalised=False)},
-        "special": (LayerConfig(FULL, sparse=True), LayerConfig(FULL)),
-    },
-    "gpt-oss: sinks, clamped experts with biases": {
-        **{"family": "gpt_oss", "activation": "clamped_swiglu", "sinks": True},
-        **{"hidden": 72, "head_dim": 20, "experts": Experts(6, 2, 36, True, router="router")},
-        "special": (LayerConfig(FULL, 9, sparse=True), LayerConfig(FULL, sparse=True)),
-    },
-    "granite: factors": {"residual_scale": 0.3, "logits_divisor": 4.0, "embed_scale": 12.0, "query_scale": 0.1},
-    "no size in whole lanes": {"hidden": 50, "ffn": 70, "head_dim": 36, "qk_norm": True, "tied": False},
-    "gemma of odd sizes": {**GEMMA, **plan(9, None), "hidden": 100, "ffn": 37, "head_dim": 22, "softcap": 3.0},
-    "sixteen queries to a key head, a window of three": {**plan(3, None), "heads": 16, "kv_heads": 1},
-}
-GPT_OSS = "gpt-oss: sinks, clamped experts with biases"
-GLM = "glm4.5: experts by their own scores, in groups, and one for all rows"
-
-
-def tensors_of(c: ModelConfig) -> dict[str, Tensor]:
-    """Random weights in bfloat16's numbers, all that the config names."""
-    draw = torch.Generator().manual_seed(7)
-    tensors = random_tensors(c, 1, scale=1.3 * c.hidden**-0.5)
-    for i in range(c.layers):
-        layer = f"model.layers.{i}."
-        if c.family == "qwen2":
-            sizes = {"q": c.heads * c.head_dim, "k": c.kv_heads * c.head_dim, "v": c.kv_heads * c.head_dim}
-            tensors |= {f"{layer}self_attn.{x}_proj.bias": torch.zeros(size) for x, size in sizes.items()}
-        if c.sinks:
-            tensors |= {f"{layer}self_attn.sinks.weight": torch.full((c.heads,), 2.0)}
-        if c.qk_norm:
-            tensors |= {f"{layer}self_attn.{x}_norm.weight": torch.ones(c.head_dim) for x in "qk"}
-        if c.sandwich:
-            tensors |= {f"{layer}{x}_feedforward_layernorm.weight": torch.ones(c.hidden) for x in ("pre", "post")}
-        if c.experts and c.plan[i].sparse:
-            dense = {f"{layer}mlp.{x}_proj.weight" for x in ("gate", "up", "down")}
-            tensors = {name: x for name, x in tensors.items() if name not in dense}
-            tensors |= experts_of(c, f"{layer}mlp.", draw)
-    for name, tensor in tensors.items():
-        if tensor.dim() == 1:
-            tensors[name] = tensor - c.norm_shift * ("norm" in name) + torch.randn(tensor.shape, generator=draw) * 0.3
-    tensors["model.embed_tokens.weight"] *= 4
-    return {name: tensor.bfloat16().float() for name, tensor in tensors.items()}
-
-
-def experts_of(c: ModelConfig, block: str, draw: torch.Generator) -> dict[str, Tensor]:
-    """Experts and their router, whose scores lie so far apart that rounding chooses no other one."""
-    e = c.experts
-    assert e
-    shapes = {"gate_proj": (e.ffn, c.hidden), "up_proj": (e.ffn, c.hidden), "down_proj": (c.hidden, e.ffn)}
-    networks = [f"{block}experts.{number}." for number in range(e.count)]
-    networks += [f"{block}shared_experts."] if e.shared else []
-    tensors = {
-        f"{network}{name}.weight": torch.randn(shape, generator=draw) * shape[1] ** -0.5
-        for network in networks
-        for name, shape in shapes.items()
-    }
-    if e.sigmoid:
-        tensors |= {f"{block}expert_bias": torch.zeros(e.count)}
-    if c.activation == "clamped_swiglu":  # whose bounds of 7 are met
-        ends = 6.0 - 12.0 * (torch.arange(e.ffn) % 2)
-        biases = {"gate_proj": ends, "up_proj": ends, "down_proj": torch.zeros(c.hidden)}
-        tensors |= {f"{block}experts.{i}.{name}.bias": x for i in range(e.count) for name, x in biases.items()}
-        tensors |= {f"{block}{e.router}.bias": torch.zeros(e.count)}
-    return tensors | {f"{block}{e.router}.weight": torch.randn(e.count, c.hidden, generator=draw)}
-
-
-def native(c: ModelConfig, mode: Mode | None = None, dtype: torch.dtype = torch.bfloat16) -> Decoder:
-    tensors = tensors_of(c)
-    target = Decoder(c, tensors if mode is None else Quantised(tensors, mode), dtype, CPU)
-    assert target._stack.native
-    return target
-
-
-def by_torch(c: ModelConfig, dtype: torch.dtype, mode: Mode | None = None) -> Decoder:
-    tensors = tensors_of(c)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "library", lambda: None)
-        target = Decoder(c, tensors if mode is None else Quantised(tensors, mode), dtype, CPU)
-    assert not target._stack.native
-    return target
-
-
-def text(count: int, seed: int = 3) -> list[int]:
-    return torch.randint(0, 67, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def filled(target: Decoder, prefix: Sequence[int], chunk: int = 256) -> tuple[KVCache, int]:
@@ -176,12 +69,6 @@ def plain(target: Decoder, prefix: Sequence[int], path: Sequence[int], taps: tup
         out.append(target.forward(rows, cache, Want(taps=taps)))
         cache.commit(rows, [()])
     return out
-
-
-def whole(target: Decoder, tokens: Sequence[int], taps: tuple[Tap, ...] = ()) -> tuple[Tensor, dict[Tap, Tensor]]:
-    cache = target.new_cache()
-    out = target.forward(pack_prefix(tokens, cache.acquire(), 0, CPU), cache, Want(taps=taps))
-    return out.logits[0], {tap: states[0].float() for tap, states in out.taps.items()}
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:

@@ -16,12 +16,12 @@ from paceline.kernels.cpu.matrix import NativeLinear, NativeNorm
 from paceline.kernels.cpu.toolchain import InstructionSet
 from paceline.kernels.quantize import Mode
 from paceline.testing import run
-from tests.kernels.test_cpu import KINDS, make, random
-from tests.kernels.test_cpu_formats import HALVES, stored
-from tests.kernels.test_cpu_layers import BASE, MODELS, native, text, whole
+from tests.support.gguf_blocks import HALVES, stored
 from tests.support.instruction_sets import FUSED, using
+from tests.support.native_models import BASE, MODELS, native, text, whole
+from tests.support.native_products import KINDS, make, random
 
-pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(library() is None, reason="there is no C++ compiler")]
 HERE, EMULATED = FUSED, []
 if "avx2" in available():
     # SSE 4.1 has no fused multiply-add: with it, its code stands for other processors' of 16 bytes.
@@ -33,7 +33,7 @@ if "avx2" in available():
         EMULATED.append(InstructionSet(f"{name}-emulated", flags))
 
 
-@pytest.fixture(params=["here", pytest.param("emulated", marks=pytest.mark.slow)])
+@pytest.fixture(params=["here", "emulated"])
 def sets(request: pytest.FixtureRequest) -> list[InstructionSet]:
     """Instruction sets with fused multiply-adds."""
     return HERE if request.param == "here" else [HERE[-1], *EMULATED]
@@ -67,7 +67,9 @@ def test_products(sets: list[InstructionSet], kind: str) -> None:
 @pytest.mark.parametrize("kind", HALVES)
 def test_products_of_ggufs_types(sets: list[InstructionSet], kind: str) -> None:
     matrix, _ = stored(kind, 37, 512)
-    same_on(sets, lambda: [NativeLinear(matrix, None).precise(random(rows, 512, seed=rows)) for rows in (1, 3, 8, 13)])
+    same_on(
+        sets, lambda: [NativeLinear(matrix, None).precise(random(rows, 512, seed=rows)) for rows in (1, 3, 8, 13, 19)]
+    )
 
 
 def test_norms(sets: list[InstructionSet]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.kernels.cpu.build import library
 from paceline.models.decoder import Decoder
-from tests.kernels.test_cpu_layers import BASE, MODELS, native, text, whole
+from tests.support.native_models import BASE, MODELS, native, text, whole
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
 
@@ -69,6 +69,7 @@ def test_the_number_of_threads_may_change_from_pass_to_pass(target: Decoder) -> 
         assert torch.equal(logits(target, threads), expected)
 
 
+@pytest.mark.slow
 def test_a_busy_machine_changes_no_bit(target: Decoder) -> None:
     expected = logits(target, 1)
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
@@ -82,7 +83,8 @@ def test_a_busy_machine_changes_no_bit(target: Decoder) -> None:
             other.wait()
 
 
+@pytest.mark.slow
 def test_a_program_ends_while_threads_wait() -> None:
-    program = "import paceline, torch; torch.set_num_threads(4); from tests.kernels.test_cpu_threads import *; "
-    program += "logits(native(replace(BASE, layers=1)))"
+    program = "import torch; torch.set_num_threads(4); from tests.support.native_models import *; "
+    program += "whole(native(replace(BASE, layers=1)), text(9))"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -21,42 +21,19 @@ from paceline.models.lazy import Quantised
 from paceline.testing import TINY, random_tensors
 from paceline.types import Draft, Want
 from paceline.verify.tree import pack, pack_prefix
-from tests.kernels.test_cpu_groups import watched
-from tests.kernels.test_cpu_layers import BASE, MODELS, tensors_of
 from tests.support.hybrids import HYBRID, MAMBA_HYBRID, hybrid_tensors, mamba_tensors
+from tests.support.native_models import BASE, MODELS, tensors_of
+from tests.support.random_adapters import adapters
+from tests.support.row_groups import watched
 
 CPU = torch.device("cpu")
 needs_kernels = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
-SETS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "queries and values": (4, ("q_proj", "v_proj")),
-    "all": (5, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "in_proj_z", "in_proj")),
-    "half of the gates": (3, ("up_proj", "down_proj")),
-}
-"""Name of an adapter -> its rank and the modules that it changes."""
 LFM2 = replace(
     TINY,
     context_length=1200,
     special=(LayerConfig(None, recurrent=ShortConvConfig(TINY.hidden, 3), attends=False), LayerConfig(TINY.rope)),
 )
 TEXT = [(i * 17 + 5) % 37 for i in range(400)]
-
-
-def factors(tensors: dict[str, Tensor], name: str, rank: int, ends: Sequence[str], scale: float = 0.3) -> Factors:
-    draw = torch.Generator().manual_seed(len(name))
-    found = {}
-    for key, tensor in tensors.items():
-        module = key.removesuffix(".weight")
-        if tensor.dim() == 2 and module.endswith(tuple(ends)) and ".experts." not in module:
-            out, width = tensor.shape
-            a, b = torch.randn(rank, width, generator=draw), torch.randn(out, rank, generator=draw)
-            found[module] = a * width**-0.5, b * scale
-    assert found
-    return Factors(name, found)
-
-
-def adapters(tensors: dict[str, Tensor]) -> list[Factors]:
-    dense = "model.layers.0.mlp.up_proj.weight" in tensors
-    return [factors(tensors, name, *what) for name, what in SETS.items() if dense or "q_proj" in what[1]]
 
 
 def merged(tensors: dict[str, Tensor], adapter: Factors | None) -> dict[str, Tensor]:
@@ -119,8 +96,14 @@ def test_a_pass_of_all_adapters_is_each_merged(name: str) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("mode", [None, "int8", "int4"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        pytest.param(name, mode, id=f"{name}-{mode}", marks=() if (i + j) % 3 == 0 else pytest.mark.slow)
+        for i, name in enumerate(FAMILIES)
+        for j, mode in enumerate((None, "int8", "int4"))
+    ],
+)
 def test_no_row_depends_on_the_adapters_beside_it(name: str, mode: Mode | None) -> None:
     config, tensors = tensors_for(name)
     held, weights = adapters(tensors), Quantised(tensors, mode) if mode else tensors

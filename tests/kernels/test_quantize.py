@@ -30,6 +30,7 @@ from paceline.sampling.parameters import Sampling
 from paceline.testing import TINY, random_tensors, run
 from paceline.types import Draft, DraftBudget, Want
 from paceline.verify.tree import pack, pack_prefix
+from tests.support.cover import cover
 from tests.support.tiny_heads import TINY_BLOCK, TINY_MEDUSA, block_tensors, eagle_config, eagle_tensors, medusa_tensors
 
 CPU = torch.device("cpu")
@@ -253,9 +254,7 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("draft", [DraftBudget.chain(5), DraftBudget(14, 4, 3)], ids=["chain", "tree"])
-@pytest.mark.parametrize("name", DRAFTERS)
+@cover(mode=MODES, draft={"chain": DraftBudget.chain(5), "tree": DraftBudget(14, 4, 3)}, name=DRAFTERS.keys())
 def test_a_quantised_target_writes_its_own_plain_text(mode: Mode, draft: DraftBudget, name: str) -> None:
     model = target(mode)
     for sampling in (Sampling(max_new_tokens=40), Sampling(max_new_tokens=40, temperature=0.9, top_p=0.9, seed=5)):

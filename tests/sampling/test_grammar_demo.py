@@ -18,7 +18,7 @@ from paceline.types import DraftBudget
 from tests.conftest import packaged_model
 
 pytest.importorskip("llguidance")
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 FIELDS = {
     "product_display_name": {"type": "string", "maxLength": 24},

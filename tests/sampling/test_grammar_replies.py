@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -28,7 +30,9 @@ from paceline.sampling.grammar_matcher import Matcher
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Prefix, Sampler
 from paceline.types import Draft, DraftBudget, Tap, Verdict
+from tests.support.cover import cover, some
 from tests.support.grammars import (
+    DRAFTERS,
     END,
     GRAMMARS,
     SIZE,
@@ -37,7 +41,6 @@ from tests.support.grammars import (
     Unruly,
     allowed,
     alone,
-    drafters,
     how,
     matcher,
 )
@@ -53,26 +56,42 @@ def plain() -> LLM:
     return LLM(speaker(WORDS, seed=3))
 
 
-@pytest.mark.parametrize("forced", [True, False], ids=["forced", "unforced"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("name", GRAMMARS)
-def test_every_drafter_writes_the_plain_text_and_it_is_valid(
-    plain: LLM, name: str, temperature: float, forced: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    grammar, valid = GRAMMARS[name]
+@cache
+def spoken(name: str, temperature: float) -> tuple[Sampling, list[int]]:
+    """A grammar's sampling, and the reply without any draft."""
     # A random toy goes on with brackets and spaces for ever.
-    sampling = how(grammar, temperature, logit_bias={WORDS.vocabulary["x"]: 1.0} | dict.fromkeys(SPACES, -9.0))
-    expected = alone(plain, sampling, monkeypatch)
+    bias = {WORDS.vocabulary["x"]: 1.0} | dict.fromkeys(SPACES, -9.0)
+    sampling = how(GRAMMARS[name][0], temperature, logit_bias=bias)
+    return sampling, alone(LLM(speaker(WORDS, seed=3)), sampling, pytest.MonkeyPatch())
+
+
+FORCED = {"forced": True, "unforced": False}
+
+
+@cover(name=GRAMMARS.keys(), temperature=[0.0, 0.8], forced=FORCED, which=DRAFTERS.keys())
+def test_every_drafter_writes_the_plain_text_and_it_is_valid(
+    plain: LLM, name: str, temperature: float, forced: bool, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling, expected = spoken(name, temperature)
     assert expected[-1] == END
     text = plain.tokenizer.decode(expected)
-    assert valid(text)
+    assert GRAMMARS[name][1](text)
     if not forced:
         monkeypatch.setattr(Sampler, "forced", lambda self, prefix, limit: [])
-    for drafter, draft in drafters(plain, expected):
-        out = LLM(plain.model, drafter, draft).generate("Hi", sampling)
-        assert out.token_ids == expected
-        assert out.finish_reason == "eos"
-        assert out.text == text
+    make, draft = DRAFTERS[which]
+    out = LLM(plain.model, make(plain, expected), draft).generate("Hi", sampling)
+    assert out.token_ids == expected
+    assert out.finish_reason == "eos"
+    assert out.text == text
+
+
+@cover(name=GRAMMARS.keys(), temperature=[0.0, 0.8], forced=FORCED)
+def test_forced_tokens_are_never_wrong(
+    plain: LLM, name: str, temperature: float, forced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling, expected = spoken(name, temperature)
+    if not forced:
+        monkeypatch.setattr(Sampler, "forced", lambda self, prefix, limit: [])
     free = plain.generate("Hi", sampling)
     assert free.token_ids == expected
     assert free.stats.accepted == free.stats.drafted, "a forced token cannot be wrong"
@@ -98,68 +117,87 @@ class Watched(DrafterWrapper):
         for ask, draft in zip(asks, drafts, strict=True):
             reply = list(ask.token_ids[self._prompts[ask.slot] :])
             paths: list[list[int]] = [[]]
+            may: dict[int, set[int]] = {}
             for parent, token in zip(draft.parents, draft.tokens, strict=True):
-                assert token in allowed(matcher(self._grammar), reply, paths[parent])
+                if parent not in may:
+                    may[parent] = allowed(matcher(self._grammar), reply, paths[parent])
+                assert token in may[parent]
                 paths.append([*paths[parent], token])
                 self.seen += 1
         return drafts
 
 
-def ranked(llm: LLM) -> list[Drafter]:
-    """Those that choose what to draft with the sampler, at the true path."""
+def eagle(llm: LLM, draft_vocab: int) -> Drafter:
     target = llm.model.target
     assert isinstance(target, Decoder)
-    eagle = eagle_config(target.config, taps=(0, "final", "final"), draft_vocab=SIZE)
-    few = eagle_config(target.config, taps=(0, "final", "final"), draft_vocab=SIZE // 2)
-    return [
-        Eagle(eagle, eagle_tensors(eagle), target),
-        Eagle(few, eagle_tensors(few), target),
-        make_drafter("model:itself", llm.model, lambda reference: llm.model),  # type: ignore[list-item]
-        make_drafter("model:other", llm.model, lambda reference: speaker(WORDS, seed=8)),  # type: ignore[list-item]
-    ]
+    config = eagle_config(target.config, taps=(0, "final", "final"), draft_vocab=draft_vocab)
+    return Eagle(config, eagle_tensors(config), target)
 
 
-@pytest.mark.parametrize(
-    ("temperature", "draft"), [(0.0, DraftBudget.chain(4)), (0.8, DraftBudget(10, 4, 3))], ids=["chain", "tree"]
-)
-@pytest.mark.parametrize("name", ["schema", "letters", "nested"])
-def test_what_is_ranked_for_a_draft_is_allowed_there(
-    plain: LLM, name: str, temperature: float, draft: DraftBudget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+RANKED: dict[str, Callable[[LLM], Drafter]] = {
+    "eagle": lambda llm: eagle(llm, SIZE),
+    "few": lambda llm: eagle(llm, SIZE // 2),
+    "itself": lambda llm: make_drafter("model:itself", llm.model, lambda reference: llm.model),
+    "other": lambda llm: make_drafter("model:other", llm.model, lambda reference: speaker(WORDS, seed=8)),
+}
+"""Those that choose what to draft with the sampler, at the true path."""
+LONG = ["schema", "letters", "nested"]
+
+
+@cache
+def spoken_with_spaces(name: str, temperature: float) -> tuple[Sampling, list[int]]:
+    """As `spoken`."""
     sampling = how(GRAMMARS[name][0], temperature, logit_bias={WORDS.vocabulary["x"]: 1.0})
-    expected = alone(plain, sampling, monkeypatch)
+    return sampling, alone(LLM(speaker(WORDS, seed=3)), sampling, pytest.MonkeyPatch())
+
+
+RANKS = {"chain": (0.0, DraftBudget.chain(4)), "tree": (0.8, DraftBudget(10, 4, 3))}
+
+
+@some(
+    "case",
+    {"-".join(names): names for names in product(LONG, RANKS, RANKED)},
+    fast=[
+        *("schema-chain-other", "schema-tree-few", "letters-chain-few", "letters-tree-eagle"),
+        *("letters-tree-itself", "nested-chain-eagle", "nested-chain-itself", "nested-tree-other"),
+    ],
+)
+def test_what_is_ranked_for_a_draft_is_allowed_there(
+    plain: LLM, case: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, how, which = case
+    temperature, draft = RANKS[how]
+    sampling, expected = spoken_with_spaces(name, temperature)
     monkeypatch.setattr(Sampler, "forced", lambda self, prefix, limit: [])
-    for drafter in ranked(plain):
-        watched = Watched(drafter, sampling.grammar or Grammar.json())
-        out = LLM(plain.model, watched, draft).generate("Hi", sampling)
-        assert out.token_ids == expected
-        assert watched.seen
-        assert out.stats.accepted or name != "schema"
+    watched = Watched(RANKED[which](plain), sampling.grammar or Grammar.json())
+    out = LLM(plain.model, watched, draft).generate("Hi", sampling)
+    assert out.token_ids == expected
+    assert watched.seen
+    assert out.stats.accepted or name != "schema"
 
 
-def test_medusa_heads_draft_along_a_grammar(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@cover(name=LONG, temperature=[0.0, 0.8], draft={"chain": DraftBudget.chain(3), "tree": DraftBudget(12, 3, 3)})
+def test_medusa_heads_draft_along_a_grammar(plain: LLM, name: str, temperature: float, draft: DraftBudget) -> None:
     """Their rows know of the likeliest path alone, so some of what they draft is forbidden where it stands."""
     target = plain.model.target
     assert isinstance(target, Decoder)
     config = MedusaConfig(hidden=target.config.hidden, vocab_size=SIZE, heads=3, layers=1)
-    for name in ("schema", "letters", "nested"):
-        for temperature in (0.0, 0.8):
-            sampling = how(GRAMMARS[name][0], temperature, logit_bias={WORDS.vocabulary["x"]: 1.0})
-            expected = alone(plain, sampling, monkeypatch)
-            for draft in (DraftBudget.chain(3), DraftBudget(12, 3, 3)):
-                drafter = Medusa(config, medusa_tensors(config), target)
-                assert LLM(plain.model, drafter, draft).generate("Hi", sampling).token_ids == expected
+    sampling, expected = spoken_with_spaces(name, temperature)
+    drafter = Medusa(config, medusa_tensors(config), target)
+    assert LLM(plain.model, drafter, draft).generate("Hi", sampling).token_ids == expected
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block", "typical"])
-@pytest.mark.parametrize("name", ["schema", "letters", "nested"])
-def test_other_rules_keep_to_the_grammar_too(plain: LLM, name: str, rule: Any) -> None:
+@cover(
+    name=LONG,
+    rule=["rejection", "block", "typical"],
+    draft={"chain": DraftBudget.chain(5), "tree": DraftBudget(8, 3, 2)},
+)
+def test_other_rules_keep_to_the_grammar_too(plain: LLM, name: str, rule: Any, draft: DraftBudget) -> None:
     grammar, valid = GRAMMARS[name]
-    for draft in (DraftBudget.chain(5), DraftBudget(8, 3, 2)):
-        drafter = make_drafter("model:other", plain.model, lambda reference: speaker(WORDS, seed=8))
-        out = LLM(plain.model, drafter, draft).generate("Hi", how(grammar, 0.9, rule=rule))
-        assert out.finish_reason == "eos"
-        assert valid(out.text)
+    drafter = make_drafter("model:other", plain.model, lambda reference: speaker(WORDS, seed=8))
+    out = LLM(plain.model, drafter, draft).generate("Hi", how(grammar, 0.9, rule=rule))
+    assert out.finish_reason == "eos"
+    assert valid(out.text)
 
 
 def test_a_matcher_that_is_not_rolled_back_fails(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +258,7 @@ def fits(schema: Mapping[str, Any], said: Any) -> bool:
     return set(schema["required"]) <= set(said) <= set(known) and all(fits(known[k], v) for k, v in said.items())
 
 
-@settings(max_examples=40)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(schemas(), st.sampled_from([0.0, 0.8]), st.integers(0, 99))
 def test_schemas_of_any_form(schema: dict[str, Any], temperature: float, seed: int) -> None:
     sampling = Sampling(
@@ -261,8 +299,8 @@ def test_stops_and_limits_cut_what_is_valid_so_far(plain: LLM, monkeypatch: pyte
     for more in ({"stop": '"age'}, {"stop": "}"}, {"stop_when": lambda ids, text: '"kind' in text}):
         sampling = how(grammar, 0.0, **more)
         expected = alone(plain, sampling, monkeypatch)
-        for drafter, draft in drafters(plain, expected)[:4]:
-            out = LLM(plain.model, drafter, draft).generate("Hi", sampling)
+        for make, draft in (DRAFTERS[which] for which in ("right", "often right", "wrong", "suffix")):
+            out = LLM(plain.model, make(plain, expected), draft).generate("Hi", sampling)
             assert out.token_ids == expected
             assert out.finish_reason == "stop"
             assert whole.startswith(out.text)

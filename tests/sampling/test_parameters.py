@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import InvalidOption, NonFiniteLogits
@@ -92,7 +92,6 @@ def test_draws_follow_the_shaped_distribution() -> None:
     assert chi_square < 15.1, "5 degrees of freedom, 1 %"
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from([5, 40, 3000]), st.data())
 def test_cuts_agree_with_transformers(seed: int, width: int, data: st.DataObject) -> None:
     warpers = pytest.importorskip("transformers.generation.logits_process")
@@ -145,7 +144,6 @@ SHAPES = {
 }
 
 
-@settings(max_examples=150)
 @given(st.sampled_from(list(SHAPES)), st.sampled_from([4, 500, 513, 3000, 20_000]), st.integers(0, 10**6), st.data())
 def test_the_best_is_what_the_noise_of_all_columns_gives(shape: str, n: int, seed: int, data: st.DataObject) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.drafters.base import Drafter
 from paceline.errors import InvalidOption, NonFiniteLogits, NoTokenLeft
 from paceline.models.decoder import Decoder
-from paceline.models.families import read_config
 from paceline.sampling.noise import Noise
 from paceline.sampling.parameters import Sampling, Vocabulary
 from paceline.sampling.processors import (
@@ -31,13 +29,19 @@ from paceline.sampling.processors import (
 from paceline.sampling.sampler import LogitsProcessor, Prefix, Sampler
 from paceline.testing import Oracle, run
 from paceline.types import DraftBudget
-
-theirs = pytest.importorskip("transformers.generation.logits_process")
-transformers = pytest.importorskip("transformers")
+from tests.support import golden_replies
+from tests.support.cover import cover
+from tests.support.golden_replies import KNOBS, PROMPTS
 
 V = 12
 texts = st.lists(st.integers(0, V - 1), min_size=1, max_size=30)
 seeds = st.integers(0, 1000)
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Any:
+    """transformers' processors, which are imported by the first test that compares with them."""
+    return pytest.importorskip("transformers.generation.logits_process")
 
 
 def row_of(seed: int, width: int = V) -> Tensor:
@@ -58,31 +62,33 @@ def check(processor: LogitsProcessor, reference: Callable[[list[int], Tensor], T
 
 
 @given(st.sampled_from([1.3, 0.7, 2.0]), st.data())
-def test_repetition_penalty(penalty: float, data: st.DataObject) -> None:
+def test_repetition_penalty(theirs: Any, penalty: float, data: st.DataObject) -> None:
     reference = theirs.RepetitionPenaltyLogitsProcessor(penalty)
     check(RepetitionPenalty(penalty), lambda ids, row: reference(torch.tensor([ids]), row[None])[0], data)
 
 
 @given(st.integers(1, 5), st.data())
-def test_no_repeat_ngram(size: int, data: st.DataObject) -> None:
+def test_no_repeat_ngram(theirs: Any, size: int, data: st.DataObject) -> None:
     reference = theirs.NoRepeatNGramLogitsProcessor(size)
     check(NoRepeatNGram(size), lambda ids, row: reference(torch.tensor([ids]), row[None])[0], data)
 
 
 @given(st.lists(st.lists(st.integers(0, V - 1), min_size=1, max_size=4), min_size=1, max_size=12), st.data())
-def test_bad_words(words: list[list[int]], data: st.DataObject) -> None:
+def test_bad_words(theirs: Any, words: list[list[int]], data: st.DataObject) -> None:
     reference = theirs.NoBadWordsLogitsProcessor(words)
     check(BadWords(words), lambda ids, row: reference(torch.tensor([ids]), row[None])[0], data)
 
 
 @given(st.dictionaries(st.integers(0, V - 1), st.floats(-9, 9, width=32), min_size=1, max_size=5), st.data())
-def test_logit_bias(bias: dict[int, float], data: st.DataObject) -> None:
+def test_logit_bias(theirs: Any, bias: dict[int, float], data: st.DataObject) -> None:
     reference = theirs.SequenceBiasLogitsProcessor({(token,): by for token, by in bias.items()})
     check(LogitBias(bias), lambda ids, row: reference(torch.tensor([ids]), row[None])[0], data)
 
 
 @given(st.integers(1, 12), st.lists(st.integers(0, V - 1), min_size=1, max_size=3), texts, texts, seeds)
-def test_min_new_tokens(count: int, ends: list[int], prompt: list[int], reply: list[int], seed: int) -> None:
+def test_min_new_tokens(
+    theirs: Any, count: int, ends: list[int], prompt: list[int], reply: list[int], seed: int
+) -> None:
     reference = theirs.MinNewTokensLengthLogitsProcessor(len(prompt), count, ends)
     ours = MinNewTokens(count, ends)
     for done in range(len(reply) + 1):
@@ -138,68 +144,34 @@ def test_what_a_row_costs_does_not_grow_with_the_text() -> None:
 # Whole replies.
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.float64], ids=["float32", "float64"])
-def pair(request: pytest.FixtureRequest) -> tuple[Any, Decoder]:
-    torch.manual_seed(3)
-    config = transformers.LlamaConfig(
-        vocab_size=61,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=48,
-        max_position_embeddings=256,
-        initializer_range=0.3,
-        eos_token_id=7,
-        pad_token_id=0,
-    )
-    model = transformers.LlamaForCausalLM(config).eval().to(request.param)
-    return model, Decoder(read_config(config.to_dict()), model.state_dict(), request.param, torch.device("cpu"))
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_golden_replies_are_transformers_own(dtype: torch.dtype) -> None:
+    """If not, write them anew: `python -m tests.support.golden_replies`."""
+    pytest.importorskip("transformers")
+    assert golden_replies.made(dtype) == golden_replies.replies()
 
 
-KNOBS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "repetition": {"repetition_penalty": 1.4},
-    "n-gram": {"no_repeat_ngram_size": 2},
-    "words": {"bad_words": [[3], [11], [20, 21], [52, 3, 9]]},
-    "length": {"min_new_tokens": 30},
-    "bias": {"logit_bias": {4: 3.5, 30: -8.0}},
-    "all": {
-        "repetition_penalty": 1.2,
-        "no_repeat_ngram_size": 3,
-        "bad_words": [[3], [20, 21]],
-        "min_new_tokens": 25,
-    },
+DRAFTS: dict[str, tuple[float, DraftBudget] | None] = {
+    "plain": None,
+    "right chains": (1.0, DraftBudget.chain(6)),
+    "right trees": (1.0, DraftBudget(12, 4, 3)),
+    "chains": (0.7, DraftBudget.chain(6)),
+    "trees": (0.7, DraftBudget(12, 4, 3)),
 }
 
 
-@pytest.mark.parametrize("knobs", KNOBS.values(), ids=KNOBS.keys())
-@torch.inference_mode()
+@cover(dtype=[torch.float32, torch.float64], knobs=KNOBS.keys(), prompt=range(len(PROMPTS)), draft=DRAFTS)
 def test_whole_greedy_replies_are_transformers_own_with_any_draft(
-    pair: tuple[Any, Decoder], knobs: dict[str, Any]
+    dtype: torch.dtype, knobs: str, prompt: int, draft: tuple[float, DraftBudget] | None
 ) -> None:
-    model, target = pair
-    for prompt in ([1, 2, 3, 20, 9], [40, 41, 40, 41, 40]):
-        told = dict(knobs)
-        for ours, name in (("bad_words", "bad_words_ids"), ("logit_bias", "sequence_bias")):
-            if ours in told:
-                told[name] = told.pop(ours)
-        if bias := told.pop("sequence_bias", None):
-            told["sequence_bias"] = [[[token], by] for token, by in bias.items()]
-        ids = torch.tensor([prompt])
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, do_sample=False, **told)
-        expected = out[0, len(prompt) :].tolist()
-        sampling = Sampling(max_new_tokens=48, **knobs)
-        drafts: list[tuple[Drafter | None, DraftBudget]] = [(None, DraftBudget.chain(0))]
-        for accuracy in (1.0, 0.7):
-            drafts += [
-                (Oracle(prompt + expected, accuracy, 61), tree)
-                for tree in (DraftBudget.chain(6), DraftBudget(12, 4, 3))
-            ]
-        for drafter, tree in drafts:
-            tokens, _, stats = run(target, prompt, sampling, drafter, tree, eos=[7])
-            assert tokens == expected
-            assert drafter is None or stats.accepted > len(tokens) // 4
+    tokens, expected = PROMPTS[prompt], golden_replies.replies()[knobs][prompt]
+    sampling = Sampling(max_new_tokens=golden_replies.TOKENS, **KNOBS[knobs])
+    accuracy, tree = draft or (0.0, DraftBudget.chain(0))
+    drafter = Oracle(tokens + expected, accuracy, 61) if draft else None
+    reply, _, stats = run(golden_replies.decoder(dtype), tokens, sampling, drafter, tree, eos=[7])
+    assert reply == expected
+    assert drafter is None or stats.accepted > len(reply) // 4
 
 
 # What can be wrong.
@@ -294,9 +266,8 @@ def test_processors_come_in_the_documented_order_and_yours_last() -> None:
     assert Sampling().sampler(vocabulary=Vocabulary(9, eos=(5,))).processors == ()
 
 
-@settings(max_examples=30)
 @given(st.integers(0, 10_000))
-def test_sampling_after_penalties_follows_transformers_distribution(seed: int) -> None:
+def test_sampling_after_penalties_follows_transformers_distribution(theirs: Any, seed: int) -> None:
     """The whole order at once: penalty, bans, temperature, top-k, top-p, min-p, typical-p."""
     text = [seed % 40, 3, 4, 3, 4, 3]
     row = row_of(seed, 40).double()

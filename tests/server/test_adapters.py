@@ -20,7 +20,7 @@ from paceline.models.decoder import Decoder
 from paceline.server.models import ModelSource
 from paceline.server.worker import Worker
 from paceline.testing import TINY, random_tensors
-from tests.kernels.test_low_rank import SETS, factors
+from tests.support.random_adapters import SETS, factors
 from tests.support.running import Serving, serving
 from tests.support.toys import loaded
 

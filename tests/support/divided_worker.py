@@ -29,7 +29,7 @@ from paceline.sampling.parameters import Sampling
 from paceline.testing import TINY, random_tensors, run_together
 from paceline.types import DraftBudget, Want
 from paceline.verify.tree import pack_prefix
-from tests.kernels.test_low_rank import factors
+from tests.support.random_adapters import factors
 
 CPU = torch.device("cpu")
 WIDE = replace(TINY, hidden=96, heads=4, head_dim=32, ffn=200, vocab_size=101)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.checkpoints.loader import Loaded
 from paceline.drafters.base import Drafter
 from paceline.drafters.factory import make_drafter
 from paceline.drafters.suffix import Suffix
@@ -113,18 +114,25 @@ class Unruly(Oracle):
         super().__init__([*text, END, 7, 8, END, 9, END, END], accuracy, SIZE)
 
 
-def drafters(llm: LLM, reply: Sequence[int]) -> list[tuple[Drafter, DraftBudget]]:
-    text = [*llm.encode("Hi"), *reply]
-    return [
-        (Unruly(text, 1.0), DraftBudget.chain(7)),
-        (Unruly(text, 0.7), DraftBudget(14, 5, 3)),
-        (Unruly(text, 0.0), DraftBudget.chain(4)),
-        (Suffix(), DraftBudget(9, 4, 2)),
-        (make_drafter("model:itself", llm.model, lambda reference: llm.model), DraftBudget.chain(4)),
-        (make_drafter("model:itself", llm.model, lambda reference: llm.model), DraftBudget(10, 4, 3)),
-        (make_drafter("model:other", llm.model, lambda reference: speaker(WORDS, seed=8)), DraftBudget(8, 3, 2)),
-        (make_drafter("model:foreign", llm.model, lambda reference: renumbered(WORDS, seed=8)), DraftBudget.chain(3)),
-    ]
+def oracle(accuracy: float) -> Callable[[LLM, Sequence[int]], Drafter]:
+    return lambda llm, reply: Unruly([*llm.encode("Hi"), *reply], accuracy)
+
+
+def draft_model(make: Callable[[LLM], Loaded]) -> Callable[[LLM, Sequence[int]], Drafter]:
+    return lambda llm, reply: make_drafter("model:any", llm.model, lambda reference: make(llm))
+
+
+DRAFTERS: dict[str, tuple[Callable[[LLM, Sequence[int]], Drafter], DraftBudget]] = {
+    "right": (oracle(1.0), DraftBudget.chain(7)),
+    "often right": (oracle(0.7), DraftBudget(14, 5, 3)),
+    "wrong": (oracle(0.0), DraftBudget.chain(4)),
+    "suffix": (lambda llm, reply: Suffix(), DraftBudget(9, 4, 2)),
+    "itself": (draft_model(lambda llm: llm.model), DraftBudget.chain(4)),
+    "itself, trees": (draft_model(lambda llm: llm.model), DraftBudget(10, 4, 3)),
+    "another model": (draft_model(lambda llm: speaker(WORDS, seed=8)), DraftBudget(8, 3, 2)),
+    "another vocabulary": (draft_model(lambda llm: renumbered(WORDS, seed=8)), DraftBudget.chain(3)),
+}
+"""Name -> the drafter for a model whose reply is known, and what it drafts."""
 
 
 def matcher(grammar: Grammar, words: Tokenizer = WORDS, **more: Any) -> Matcher:

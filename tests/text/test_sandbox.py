@@ -46,10 +46,8 @@ def test_results_and_errors_come_back() -> None:
     ],
 )
 def test_a_job_over_its_limits_is_ended(code: str) -> None:
-    began = time.monotonic()
     with pytest.raises(OverLimit):
         SANDBOX.run("builtins:eval", code, *LIMITS)
-    assert time.monotonic() - began < 30
     assert SANDBOX.run("builtins:eval", "6 * 7", *LIMITS) == 42
 
 
@@ -59,16 +57,15 @@ def test_jobs_do_not_wait_for_each_other() -> None:
     def sleep() -> None:
         ABANDONED.set(abandoned)
         try:
-            SANDBOX.run("time:sleep", 30.0, 4.0, 2**28)
+            SANDBOX.run("time:sleep", 600.0, 60.0, 2**28)
         except Unfinished:
             ended.append(True)
 
     slow = [threading.Thread(target=sleep) for _ in range(8)]
     for thread in slow:
         thread.start()
-    began = time.monotonic()
     assert SANDBOX.run("math:sqrt", 9.0, *LIMITS) == 3.0
-    assert time.monotonic() - began < 5
+    assert all(thread.is_alive() for thread in slow)
     abandoned.set()
     for thread in slow:
         thread.join(20)
@@ -184,10 +181,8 @@ def _soon(holds: Callable[[], Any]) -> bool:
     ],
 )
 def test_a_template_without_end_is_refused(template: str) -> None:
-    began = time.monotonic()
     with pytest.raises(InvalidPrompt, match="chat template"):
         render(template, MESSAGES, {})
-    assert time.monotonic() - began < 60
 
 
 def test_templates_see_what_they_are_given() -> None:

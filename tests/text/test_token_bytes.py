@@ -7,8 +7,8 @@ import tokenizers
 
 from paceline.drafters.vocab_map import SAMPLE
 from paceline.text.tokenizer import Tokenizer
+from tests.support.awkward_texts import AWKWARD
 from tests.support.vocabularies import KINDS, tokenizer
-from tests.text.test_tokenizer import AWKWARD
 
 EXACT = [kind for kind in KINDS if kind not in ("word piece", "unigram", "letters")]
 

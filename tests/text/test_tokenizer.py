@@ -1,4 +1,3 @@
-# ruff: noqa: RUF001 (awkward characters are the point)
 """Tokenizers from folders and from GGUF metadata, and chat templates."""
 
 from __future__ import annotations
@@ -17,40 +16,8 @@ from paceline.errors import CorruptModel, InvalidPrompt, PacelineError, Unsuppor
 from paceline.files.locate import resolve
 from paceline.text.gguf_splitters import SPLITTERS
 from paceline.text.tokenizer import Tokenizer
-from tests.support import vocabularies
-
-AWKWARD = [
-    "",
-    " ",
-    "Hello, world!",
-    "  multiple   spaces\tand\ttabs \n\n\n and lines\r\n",
-    "I'll can't WE'VE don't 'quoted'",
-    "def f(x):\n    return x**2  # doubled\n\tpass\n",
-    "1234567890 3.14 1,000,000 ١٢٣ ² ½ Ⅷ",
-    "<|im_start|>user\nHi<|im_end|>\n",
-    "a<|im_start|>b <|im_end|> <|endoftext|><|not_a_token|>",
-    "Ünïcödé naïve café é",
-    "中文字符 日本語のテキスト 한국어 텍스트",
-    "Русский текст, ελληνικά, עברית, العربية, हिन्दी, ไทย",
-    "🎉👨‍👩‍👧‍👦🇩🇪👍🏽 ❤️",
-    "\u200b\u00a0\u3000\ufeff\u2028",
-    "a  1 b  22  c\n 3",
-    "ßẞ ﬁ Ⓐ \U0001d518\U0001d52b 𓀀",
-    "\x00\x01\x7f",
-    "\r\n\r\nc\rd\n",
-    " " * 40 + "x trailing" + " " * 17,
-    "\n" * 40 + "\t" * 35,
-    '\t\tif (a[0]->b != NULL) { printf("%d\\n", x); } // done\r\n',
-    "camelCaseWORDSand_snake_case kebab-case XMLHttpRequest",
-    "e\u0301 a\u0308 n\u0303 \u0301x A\u0300\u0301\u0302 \u1100\u1161\u11a8",
-    "தமிழ் తెలుగు ಕನ್ನಡ മലയാളം বাংলা ქართული հայերեն አማርኛ ភាសាខ្មែរ",
-    '…“curly” ‘it’s’ «x» – — ```"""!!!???---===',
-    "<bos><start_of_turn>user\nHi<end_of_turn>\n<s>[INST] Hi [/INST]</s> <unk> <pad>",
-    "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|><｜User｜>Hi<think>\n",
-    "▁▁x ▁ Ġ Ċ <0x41>",
-    "https://example.com/a/b?c=d&e=f#g v1.2.3-rc4 100% 12:34:56\n/path/\n//\n!\r\n?\n",
-    "0" * 20 + "a" * 40 + "!" * 30 + "한" * 10,
-]
+from tests.support import golden_tokens, vocabularies
+from tests.support.awkward_texts import AWKWARD
 
 
 @pytest.fixture(scope="module")
@@ -66,28 +33,23 @@ def demo(demo_path: Path) -> Tokenizer:
     return Tokenizer.from_gguf(read_gguf(demo_path).fields)
 
 
-@pytest.fixture(scope="module")
-def reference(demo_path: Path) -> Any:
-    """transformers' reading of the same file: its own GGUF code for vocabulary, merges and special tokens."""
-    transformers = pytest.importorskip("transformers")
-    return transformers.AutoTokenizer.from_pretrained(demo_path.parent, gguf_file=demo_path.name)
+@pytest.mark.slow
+@pytest.mark.model
+def test_the_golden_tokens_are_transformers_own(demo_path: Path) -> None:
+    """If not, write them anew: `python -m tests.support.golden_tokens`."""
+    pytest.importorskip("transformers")
+    assert golden_tokens.made(demo_path) == golden_tokens.tokens()
 
 
 @pytest.mark.model
-def test_demo_equals_transformers(demo: Tokenizer, reference: Any) -> None:
-    """Once transformers is told of SmolLM2's digit splitting, which its GGUF code leaves out."""
-    assert demo.vocabulary == reference.get_vocab()
-    assert demo.special_ids == set(reference.all_special_ids) | set(reference.added_tokens_decoder)
-    reference.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    for text in AWKWARD:
-        assert demo.encode(text) == reference.encode(text), text
-        assert demo.decode(demo.encode(text)) == reference.decode(reference.encode(text), skip_special_tokens=True)
-    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi <b>ünd</b>"}]
-    assert demo.apply_chat_template(chat) == reference.apply_chat_template(
-        chat, tokenize=False, add_generation_prompt=True
-    )
+def test_demo_equals_transformers(demo: Tokenizer) -> None:
+    golden = golden_tokens.tokens()
+    assert golden_tokens.digest(demo.vocabulary) == golden["vocabulary"]
+    assert sorted(demo.special_ids) == golden["special"]
+    for text, ids, shown in zip(AWKWARD, golden["ids"], golden["texts"], strict=True):
+        assert demo.encode(text) == ids, text
+        assert demo.decode(ids) == shown
+    assert demo.apply_chat_template(golden_tokens.CHAT) == golden["chat"]
 
 
 @pytest.mark.model

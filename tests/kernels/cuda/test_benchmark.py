@@ -59,6 +59,7 @@ def test_a_drafter_keeps_as_much_as_it_was_asked_to(tau: float) -> None:
     assert stats.tokens_per_round == pytest.approx(tau, rel=0.15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["llama-8b", "qwen2.5-7b"])
 def test_the_others_decode_the_same_model(shape: str) -> None:
     pytest.importorskip("transformers")

@@ -1,4 +1,4 @@
-"""The device cache against the slab cache, whose own witness is tests/cache/test_attention.py."""
+"""The device cache against the slab cache, whose own witness is tests/support/cache_witness.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.kernels.cuda.cache import DeviceCache
 from paceline.kernels.cuda.table import RowTable
 from paceline.types import Draft, DraftBudget, Rows
 from paceline.verify.tree import pack, pack_prefix
-from tests.cache.test_attention import CPU, HEADS, KV, LAYERS, D, random_tree, some_path
+from tests.support.cache_witness import CPU, HEADS, KV, LAYERS, D, random_tree, some_path
 
 
 class Pair:
@@ -65,10 +65,15 @@ class Pair:
             cache.release(slot)
 
 
-def test_rows_see_what_they_should_however_far_the_text_has_come() -> None:
+@pytest.mark.parametrize(
+    ("lengths", "capacity"),
+    [((0, 250, 1020, 1530), 2048), pytest.param((0, 250, 1020, 1530, 2045), 4096, marks=pytest.mark.slow)],
+    ids=["both rings", "twice"],
+)
+def test_rows_see_what_they_should_however_far_the_text_has_come(lengths: tuple[int, ...], capacity: int) -> None:
     """Trees and commits around blocks, windows and the wrap of rings (1024 and 1536)."""
     rng, pair = random.Random(0), Pair()
-    for length in (0, 250, 1020, 1530, 2045):
+    for length in lengths:
         text = pair.acquire(length)
         for _ in range(2):
             fits = pair.caches[0].fit(pair.slots[text][0], DraftBudget(9, 9, 3))
@@ -76,13 +81,14 @@ def test_rows_see_what_they_should_however_far_the_text_has_come() -> None:
             pair.verify([text], [draft], [some_path(rng, draft)])
         pair.release(text)
     assert [slab.capacity for slab in pair.caches[1].slabs] == [
-        slab._limit if slab.ring else 4096 for slab in pair.caches[1].slabs
+        slab._limit if slab.ring else capacity for slab in pair.caches[1].slabs
     ]
 
 
-def test_texts_begin_like_others_around_the_wrap_of_rings() -> None:
+@pytest.mark.parametrize("lengths", [(5, 1100), pytest.param((5, 700, 1100, 2045), marks=pytest.mark.slow)])
+def test_texts_begin_like_others_around_the_wrap_of_rings(lengths: tuple[int, ...]) -> None:
     rng, pair = random.Random(2), Pair()
-    for length in (5, 700, 1100, 2045):
+    for length in lengths:
         text = pair.acquire(length)
         texts = [text, pair.load(text, length), pair.load(text, length - 4)]
         for _ in range(3):

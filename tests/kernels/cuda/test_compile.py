@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed (pip install trito
 def test_the_kernels_compile_for_a_hopper_gpu() -> None:
     """In a process of its own, where no interpreter takes the compiler's place."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    script = Path(__file__).with_name("compile_kernels.py")
+    script = Path(__file__).parents[2] / "support" / "compile_kernels.py"
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -14,10 +14,11 @@ from paceline.models.config import LayerConfig, ModelConfig, RopeConfig
 from paceline.models.cuda_decoder import PATIENCE, DeviceDecoder
 from paceline.models.decoder import Decoder
 from paceline.sampling.parameters import Sampling
-from paceline.testing import TINY, Oracle, check_target, random_tensors, run, run_together, tiny_target
+from paceline.testing import TINY, Oracle, random_tensors, run, run_together, tiny_target
 from paceline.types import Draft, DraftBudget, Want
 from paceline.verify.tree import pack, pack_prefix
 from tests.support.cuda_tape import tape
+from tests.support.target_clauses import check_clause, clauses
 
 CPU = torch.device("cpu")
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
@@ -39,12 +40,7 @@ def _small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceCache, "initial_capacity", 64)
 
 
-@pytest.mark.parametrize("capture", [None, tape])
-def test_it_is_a_target_like_any_other(capture) -> None:  # type: ignore[no-untyped-def]
-    config = replace(TINY, context_length=48)
-    check_target(lambda: device_target(capture, config=config), tolerance=1e-9, taps=(0, "final"))
-
-
+SHORT = replace(TINY, context_length=48)
 SLIDING = replace(
     TINY,
     layers=3,
@@ -52,17 +48,24 @@ SLIDING = replace(
     softcap=4.0,
     context_length=48,
 )
+SINKS = replace(SLIDING, softcap=None, sinks=True)
+TARGETS = {"eager": (None, SHORT), "recorded": (tape, SHORT), "windows": (None, SLIDING), "sinks": (None, SINKS)}
 
 
-def test_windows_and_layers_without_positions_too() -> None:
-    check_target(lambda: device_target(None, config=SLIDING), tolerance=1e-9, taps=(1,))
+@clauses(
+    eager="chunks growing saves",
+    recorded="wanted commits ragged ends",
+    windows="truncation fits",
+    sinks="drafts",
+)
+def test_it_is_a_target_like_any_other(kind: str, clause: str) -> None:
+    capture, config = TARGETS[kind]
+    check_clause(clause, lambda: device_target(capture, config=config), tolerance=1e-9, taps=(0, 1, "final"))
 
 
 def test_sinks_weigh_as_on_a_cpu() -> None:
-    config = replace(SLIDING, softcap=None, sinks=True)
-    check_target(lambda: device_target(None, config=config), tolerance=1e-9, taps=(1,))
     found = []
-    for target in (device_target(None, config=config), Decoder(config, random_tensors(config), torch.float64, CPU)):
+    for target in (device_target(None, config=SINKS), Decoder(SINKS, random_tensors(SINKS), torch.float64, CPU)):
         cache = target.new_cache()
         slot = cache.acquire()
         rows = pack_prefix(PROMPT, slot, 0, CPU)
@@ -158,8 +161,15 @@ def test_a_rule_that_follows_the_prompt_has_no_graphs() -> None:
     assert not engine.cache.graphs  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("shape", [DraftBudget.chain(5), DraftBudget(9, 4, 3)])
+@pytest.mark.parametrize(
+    ("shape", "temperature"),
+    [
+        (DraftBudget.chain(5), 0.9),
+        (DraftBudget(9, 4, 3), 0.0),
+        pytest.param(DraftBudget.chain(5), 0.0, marks=pytest.mark.slow),
+        pytest.param(DraftBudget(9, 4, 3), 0.9, marks=pytest.mark.slow),
+    ],
+)
 def test_the_text_is_that_of_plain_decoding_on_the_cpu(shape: DraftBudget, temperature: float) -> None:
     sampling = Sampling(max_new_tokens=60, temperature=temperature, seed=3)
     plain = run(tiny_target(), PROMPT, sampling)[0]

@@ -1,0 +1,89 @@
+"""The plain formula of attention over everything that was ever written to a cache."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor
+
+from paceline.cache.attention import LayerAttention
+from paceline.cache.slab import SlabCache
+from paceline.types import Draft, Rows
+
+CPU = torch.device("cpu")
+HEADS, KV, D = 4, 2, 8
+LAYERS = [
+    LayerAttention(scale=0.3),
+    LayerAttention(scale=0.5, window=20),
+    LayerAttention(scale=0.4, window=700, softcap=5.0),
+    LayerAttention(scale=0.2, window=20, softcap=2.0),
+    LayerAttention(scale=0.3, window=20, chunked=True),
+]
+
+
+class Witness:
+    """Feeds a cache and remembers every committed key and value."""
+
+    def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float64, kind: type[SlabCache] = SlabCache) -> None:
+        self.cache = kind(LAYERS, KV, D, 4096, dtype, CPU)
+        self.random = torch.Generator().manual_seed(seed)
+        self.dtype = dtype
+        self.history: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def acquire(self) -> int:
+        slot = self.cache.acquire()
+        empty = torch.zeros(0, KV, D, dtype=self.dtype)
+        self.history[slot] = [(empty, empty)] * len(LAYERS)
+        return slot
+
+    @torch.inference_mode()
+    def feed(self, rows: Rows, paths: list[list[int]]) -> None:
+        """One pass, checked row by row, then committed along one path per slot."""
+        b, t = rows.tokens.shape
+        attention = self.cache.begin(rows)
+        for layer, how in enumerate(LAYERS):
+            q, k, v = (self.draw(b, t, heads) for heads in (HEADS, KV, KV))
+            mixed = attention.attend(layer, q, k, v)
+            for line, slot in enumerate(rows.slots):
+                real = rows.counts[line]
+                for row in range(real) if real < 32 else range(5, real, 40):
+                    expected = self.expected(how, slot, layer, rows.parents[line], row, q[line], k[line], v[line])
+                    torch.testing.assert_close(mixed[line, row], expected, rtol=0, atol=1e-9)
+                kept = [0, *paths[line]]
+                keys, values = self.history[slot][layer]
+                new = (torch.cat([keys, k[line, kept]]), torch.cat([values, v[line, kept]]))
+                self.history[slot] = [*self.history[slot][:layer], new, *self.history[slot][layer + 1 :]]
+        self.cache.commit(rows, paths)
+
+    def draw(self, b: int, t: int, heads: int) -> Tensor:
+        return torch.randn(b, t, heads, D, generator=self.random, dtype=self.dtype)
+
+    def expected(self, how, slot, layer, parents, row, q, k, v) -> Tensor:  # type: ignore[no-untyped-def]
+        path = [row]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        old_keys, old_values = self.history[slot][layer]
+        keys, values = torch.cat([old_keys, k[path]]), torch.cat([old_values, v[path]])
+        if how.window:
+            seen = (len(keys) - 1) % how.window + 1 if how.chunked else how.window
+            keys, values = keys[-seen:], values[-seen:]
+        keys, values = (x.repeat_interleave(HEADS // KV, 1) for x in (keys, values))
+        scores = torch.einsum("hd,lhd->hl", q[row], keys) * how.scale
+        if how.softcap:
+            scores = how.softcap * torch.tanh(scores / how.softcap)
+        return torch.einsum("hl,lhd->hd", scores.softmax(-1), values).flatten()
+
+
+def random_tree(rng: random.Random, most: int) -> Draft:
+    count = rng.randint(0, most)
+    return Draft(tuple(range(count)), tuple(rng.randint(0, node) for node in range(count)))
+
+
+def some_path(rng: random.Random, draft: Draft) -> list[int]:
+    row = rng.randint(0, len(draft.tokens))
+    path: list[int] = []
+    while row:
+        path.insert(0, row)
+        row = draft.parents[row - 1]
+    return path
