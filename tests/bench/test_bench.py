@@ -31,8 +31,8 @@ from paceline.bench.tables import Grid, all_grids, main_grids
 from paceline.engine.stats import Stats
 from paceline.errors import InvalidData, InvalidOption
 from paceline.types import DraftBudget
-from tests.cli.test_cli import failure
-from tests.cli.test_cli import run as command
+from tests.support.toy_cli import failure
+from tests.support.toy_cli import run as command
 from tests.support.toys import toy_llm, toy_tokenizer
 
 

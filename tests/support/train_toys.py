@@ -9,7 +9,8 @@ import torch
 from torch.utils.data import Subset
 
 from paceline.models.heads import EagleConfig
-from paceline.testing import tiny_target
+from paceline.sampling.parameters import Sampling
+from paceline.testing import run, tiny_target
 from paceline.train.documents import Document
 from paceline.train.eagle3 import Eagle3Recipe
 from paceline.train.kinds import one_layer
@@ -48,3 +49,14 @@ def trainer(
     held = States(TARGET, selection(documents(16, seed=1)), TAPS)
     plan = plan or TrainPlan(epochs=1, batch=4, rate=5e-3, every=1e9, evaluate=1e9)
     return Trainer(recipe(), states, held, plan, folder, identity, **more)  # type: ignore[arg-type]
+
+
+def written(count: int, seed: int) -> list[Document]:
+    """Texts that the toy target wrote, greedy, after random prompts."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for _ in range(count):
+        prompt = torch.randint(0, 37, (4,), generator=generator).tolist()
+        answer, _, _ = run(TARGET, prompt, Sampling(max_new_tokens=24))
+        made.append(Document(tuple(prompt), tuple(answer)))
+    return made

@@ -6,13 +6,12 @@ from paceline.engine.engine import Engine
 from paceline.models.eagle import EagleNetwork
 from paceline.sampling.parameters import Sampling
 from paceline.testing import run
-from paceline.train.documents import Document
 from paceline.train.eagle3 import default_taps
 from paceline.train.loop import Trainer, TrainPlan
 from paceline.train.states import States
 from paceline.types import Draft, DraftBudget
 from paceline.verify.tree import pack, pack_prefix
-from tests.support.train_toys import TAPS, TARGET, documents, recipe, selection, trainer
+from tests.support.train_toys import TAPS, TARGET, documents, recipe, selection, trainer, written
 
 
 @pytest.mark.parametrize("flags", [{}, {"norm_output": True}])
@@ -48,17 +47,6 @@ def test_training_sees_what_decoding_sees(flags: dict[str, bool]) -> None:
 
 def _padded(hidden: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.cat([hidden, hidden[-1:].expand(rows - len(hidden), -1)])[None]
-
-
-def written(count: int, seed: int) -> list[Document]:
-    """Texts that the toy target wrote, greedy, after random prompts."""
-    generator = torch.Generator().manual_seed(seed)
-    made = []
-    for _ in range(count):
-        prompt = torch.randint(0, 37, (4,), generator=generator).tolist()
-        answer, _, _ = run(TARGET, prompt, Sampling(max_new_tokens=24))
-        made.append(Document(tuple(prompt), tuple(answer)))
-    return made
 
 
 @pytest.mark.slow

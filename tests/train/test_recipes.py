@@ -23,8 +23,7 @@ from paceline.train.recipe import DraftPlaces, Recipe
 from paceline.train.states import States
 from paceline.types import DraftBudget
 from tests.drafters.test_block import Dense
-from tests.support.train_toys import TARGET, documents, selection
-from tests.train.test_eagle3 import written
+from tests.support.train_toys import TARGET, documents, selection, written
 
 EVERY = torch.arange(37)
 LAYER = replace(one_layer(TARGET.config, 48, 2), qk_norm=True)

@@ -14,7 +14,7 @@ import paceline.llm
 from paceline.checkpoints.head_files import open_head
 from paceline.cli.train import _TimeLeft
 from paceline.train.prompts import Prompts, is_held
-from tests.cli.test_cli import failure, run
+from tests.support.toy_cli import failure, run
 from tests.support.toys import toy_llm
 
 
