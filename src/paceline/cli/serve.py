@@ -78,6 +78,11 @@ class ServerOptions:
         "token ids, and a new file can be read by its owner alone. Tell your users.",
         metavar="FILE",
     )
+    special_tokens_in_messages: bool = _server(
+        "Let text of messages form the model's special tokens.\n\nBy default it stays text, so that a tool's result "
+        "cannot write a message of its own.",
+        default=False,
+    )
     traces: str | None = _server("Send OpenTelemetry traces to this OTLP/HTTP endpoint.", metavar="URL")
 
     def hosts(self, addresses: Collection[str]) -> list[str]:
@@ -215,7 +220,7 @@ def application(
     if server.record and several.models:
         raise InvalidOption("--record is for one model", "Leave out --models")
     recorders: list[ReplyRecorder] = []
-    opened = partial(_open_worker, also=also or [], limits=limits, record=server.record, recorders=recorders)
+    opened = partial(_open_worker, also=also or [], limits=limits, server=server, recorders=recorders)
 
     def on_request(name: str, path: Path, size: int) -> ModelSource:
         load = partial(opened, replace(model, model=str(path), adapter=None, revision=None), progress=False)
@@ -315,7 +320,7 @@ def _open_worker(
     progress: bool,
     also: list[str],
     limits: LimitOptions,
-    record: Path | None,
+    server: ServerOptions,
     recorders: list[ReplyRecorder],
 ) -> Worker:
     """Load a model with its drafters, of which the first is the default."""
@@ -327,8 +332,9 @@ def _open_worker(
     first = [] if off else [FOUND if model.drafter == "auto" else spec_name(model.drafter)]
     llm = model.load(progress=progress, drafter=list(dict.fromkeys([*first, *also, *_WEIGHTLESS])))
     llm.adapter = None  # requests name theirs
-    if record:
-        recorders.append(llm.record(record))
+    llm.tokenizer.special_tokens_in_messages = server.special_tokens_in_messages
+    if server.record:
+        recorders.append(llm.record(server.record))
     return Worker(llm, limits.worker_limits(llm), OFF if off else None)
 
 

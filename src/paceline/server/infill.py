@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from paceline.errors import InvalidPrompt
 from paceline.llm import LLM
+from paceline.text.template_text import TemplateText
 
 _MARKERS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, Qwen3-Coder, CodeGemma
@@ -62,11 +63,12 @@ def infill_tokens(llm: LLM) -> InfillTokens:
 
 def infill_prompt(llm: LLM, before: str, after: str, files: Sequence[tuple[str, str]] = ()) -> list[int]:
     """Return the token ids of a prompt for the text between `before` and `after`. `files`: names and contents of other
-    files, where the model has a token for them. Raises `InvalidPrompt`."""
+    files, where the model has a token for them. Control tokens that the texts spell out stay text. Raises
+    `InvalidPrompt`."""
     tokens = infill_tokens(llm)
 
     def encoded(text: str) -> list[int]:
-        return llm.tokenizer.encode(text, special=False)
+        return llm.tokenizer.encode(TemplateText(text), special=False)
 
     prompt = [] if llm.tokenizer.bos_token_id is None else llm.tokenizer.encode("", special=True)
     if tokens.file is not None:

@@ -26,15 +26,24 @@ class PromptRequest(Strict):
         return self.chat_template_kwargs or {}
 
 
-@accepts("parse_special", ())
 class TokenizeRequest(PromptRequest):
-    """Body of /tokenize: either text as it is, or messages for the chat template. `content`, `add_special` and
-    `with_pieces` are llama.cpp's, the others vLLM's."""
+    """Body of /tokenize: either text as it is, or messages for the chat template. `content`, `add_special`,
+    `parse_special` and `with_pieces` are llama.cpp's, the others vLLM's."""
 
     prompt: Text | None = None
     add_special_tokens: bool | None = None
     content: Text | None = None
     add_special: bool | None = None
+    parse_special: (
+        Annotated[
+            bool,
+            Field(
+                description="Whether special tokens that are spelled out become tokens: by default true for text, and "
+                "for messages as --special-tokens-in-messages says."
+            ),
+        ]
+        | None
+    ) = None
     with_pieces: bool | None = None
 
     @property

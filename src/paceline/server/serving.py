@@ -52,6 +52,7 @@ from paceline.server.stored import ResponseStore
 from paceline.server.tracing import Tracer, tracer
 from paceline.server.waiting import after, left, unless_disconnected
 from paceline.server.writers import PreparedRequest, dumps, dumps_long
+from paceline.text.template_text import TemplateText
 
 T = TypeVar("T")
 Prepared = TypeVar("Prepared", PreparedRequest, EmbeddingJobs)
@@ -164,9 +165,12 @@ class Service:
                 llm = model.llm
                 if body.messages is None:
                     text, special = body.text
+                    text = TemplateText(text) if body.parse_special is False else text
                     tokens = llm.tokenizer.encode(text, special=special)
                 else:
-                    tokens = options.token_ids(llm, chat.chat_text(llm, body, body.tools), "messages", chat=True)
+                    text = chat.chat_text(llm, body, body.tools)
+                    text = TemplateText.written(text) if body.parse_special else text
+                    tokens = options.token_ids(llm, text, "messages", chat=True)
                 pieces = ({"id": token, "piece": model.token_texts.text(token)} for token in tokens)
                 about = {"count": len(tokens), "max_model_len": llm.model.target.context_length}
                 return dumps_long(about, "tokens", pieces if body.with_pieces else tokens)

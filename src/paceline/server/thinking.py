@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from paceline.server import harmony
 from paceline.server.harmony import HarmonyParser
 from paceline.server.lark import literal
+from paceline.text.template_text import TemplateText
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,8 @@ class ThoughtFormat:
         """Return the prompt with reasoning that is over at its end."""
         if self.over(prompt):
             return prompt
-        return f"{prompt.rstrip() if self.begun(prompt) else prompt + self.start}\n\n{self.end}\n\n"
+        start, end = map(TemplateText.written, (self.start, f"\n\n{self.end}\n\n"))
+        return (prompt.rstrip() if self.begun(prompt) else prompt + start) + end
 
     def rules(self, inside: bool, special: Mapping[str, int]) -> str:
         """Return rules of a Lark grammar for an `answer` that reasoning may precede, or follows if the prompt ends
@@ -72,7 +74,7 @@ class _Harmony(ThoughtFormat):
         return prompt.endswith(harmony.FINAL)
 
     def skip(self, prompt: str) -> str:
-        return prompt if self.over(prompt) else prompt + harmony.FINAL
+        return prompt if self.over(prompt) else prompt + TemplateText.written(harmony.FINAL)
 
     def rules(self, inside: bool, special: Mapping[str, int]) -> str:
         return harmony.rules(special)
@@ -84,7 +86,9 @@ class _Gemma(ThoughtFormat):
     markers = ("<|channel>", "<channel|>")
 
     def skip(self, prompt: str) -> str:
-        return prompt if self.over(prompt) else f"{prompt.removesuffix(self.start)}{self.start}{self.end}"
+        if self.over(prompt):
+            return prompt
+        return prompt.removesuffix(self.start) + TemplateText.written(self.start + self.end)
 
 
 HARMONY = _Harmony(harmony.CHANNEL, harmony.END)

@@ -3,6 +3,9 @@
 A template is untrusted code: it runs in jinja's sandbox, in a fork of the helper process (`paceline.text.sandbox`),
 sees the messages and a few helpers, cannot change anything, and has limits on time and memory. Helpers and flags are
 those that templates on the hub expect (transformers' chat templating).
+
+The code that jinja generates is changed in one respect: the template's own text is `TemplateText`, so that the result
+tells it from the messages' text.
 """
 
 from __future__ import annotations
@@ -10,20 +13,27 @@ from __future__ import annotations
 import base64
 import json
 import marshal
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import Template, TemplateError
+from jinja2 import Template, TemplateError, nodes, pass_eval_context
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import do_join
+from jinja2.nodes import EvalContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from paceline.errors import InvalidPrompt, TimedOut
 from paceline.text.sandbox import SANDBOX, JobFailed, OverLimit, Unfinished
+from paceline.text.template_text import TemplateText, concat, flags_of
 
 _SECONDS, _MEMORY = 5.0, 512 * 2**20
 """Limits of a template: processor time, and memory in bytes beyond that of the helper process."""
+_ROLE = re.compile(r"\w{1,64}")
+"""Roles that count as the template's text: some templates write "<|" + role + "|>"."""
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
@@ -84,8 +94,9 @@ def _function(function: Mapping[str, Any]) -> dict[str, Any]:
     return {**function, "arguments": given}
 
 
-def render(template: str, messages: Any, values: Mapping[str, Any]) -> str:
-    """Return the prompt text. `values`: variables of the template besides the messages, such as special tokens.
+def render(template: str, messages: Any, values: Mapping[str, Any], written: Collection[str] = ()) -> TemplateText:
+    """Return the prompt text. `values`: variables of the template besides the messages, such as special tokens. Those
+    that are `written` count as the template's text, as roles do; all others are data.
 
     The template runs in a process of its own, for at most 5 seconds of processor time and 512 MiB. Raises
     `InvalidPrompt` for malformed messages, errors that the template raises, and exceeded limits, and `TimedOut` where
@@ -95,7 +106,10 @@ def render(template: str, messages: Any, values: Mapping[str, Any]) -> str:
     try:
         code = _compiled(template)
         given = {"tools": None, "documents": None, **values, "messages": checked}
-        return str(SANDBOX.run("paceline.text.chat_template:render_compiled", (code, given), _SECONDS, _MEMORY))
+        job = (code, given, tuple(written))
+        return TemplateText.of_spans(
+            *SANDBOX.run("paceline.text.chat_template:render_compiled", job, _SECONDS, _MEMORY)
+        )
     except JobFailed as error:
         raise InvalidPrompt(
             f"the model's chat template refuses these messages ({error})",
@@ -121,15 +135,49 @@ def compile_template(template: str) -> str:
     return base64.b64encode(marshal.dumps(code)).decode()
 
 
-def render_compiled(argument: tuple[str, Mapping[str, Any]]) -> str:
-    """Return the text that `argument`, (code, values), renders to. Runs in a fork."""
-    code, values = argument
+def render_compiled(argument: tuple[str, Mapping[str, Any], Collection[str]]) -> tuple[str, list[tuple[int, int]]]:
+    """Return the text that `argument`, (code, values, names of `written` values), renders to, and the spans of it that
+    the template wrote. Runs in a fork."""
+    code, values, written = argument
     loaded = marshal.loads(base64.b64decode(code))
     template = Template.from_code(_ENVIRONMENT, loaded, _ENVIRONMENT.make_globals(None))
+    own = {name: TemplateText.written(values[name]) for name in written}
+    chat = [{**one, "role": _role(one["role"])} for one in values["messages"]]
     try:
-        return str(template.render(**values))
+        text = concat([template.render(**{**values, **own, "messages": chat})])
     except RecursionError:
         raise TemplateError("it recurses without end") from None
+    return text.plain(), text.spans()
+
+
+def _role(role: str) -> str:
+    return TemplateText.written(role) if _ROLE.fullmatch(role) else role
+
+
+class _Generator(CodeGenerator):
+    """Generates code in which the template's own text is `TemplateText`."""
+
+    def _output_const_repr(self, group: Iterable[Any]) -> str:
+        return f"environment.written({''.join(group)!r})"
+
+    def visit_Const(self, node: nodes.Const, frame: Frame) -> None:
+        if isinstance(node.value, str):
+            self.write(f"environment.written({node.value!r})")
+        else:
+            super().visit_Const(node, frame)
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        self.write("concat(map(str, (")
+        for operand in node.nodes:
+            self.visit(operand, frame)
+            self.write(", ")
+        self.write(")))")
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    code_generator_class = _Generator
+    concat = staticmethod(concat)
+    written = staticmethod(TemplateText.written)
 
 
 class _Generation(Extension):
@@ -146,15 +194,25 @@ def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
+@pass_eval_context
+def _join(context: EvalContext, value: Iterable[Any], d: str = "", attribute: str | int | None = None) -> str:
+    """Join as jinja's own filter does, with a separator that keeps the parts' flags."""
+    return str(do_join(context, value, TemplateText(d, flags_of(d)), attribute))
+
+
 def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     """Write JSON; unlike jinja's own filter without HTML escapes, and not marked safe."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 # Made on import, before the forks.
-_ENVIRONMENT = ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+_ENVIRONMENT = _Environment(
+    trim_blocks=True,
+    lstrip_blocks=True,
+    extensions=[loopcontrols, _Generation],
+    optimized=False,  # the optimizer hides strings in constant lists
 )
+_ENVIRONMENT.filters["join"] = _join
 _ENVIRONMENT.filters["tojson"] = _tojson
 _ENVIRONMENT.globals["raise_exception"] = _raise_exception
 _ENVIRONMENT.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)

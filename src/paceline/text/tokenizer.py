@@ -14,7 +14,9 @@ import tokenizers
 from paceline.errors import InvalidOption, InvalidPrompt, UnsupportedModel
 from paceline.files.reading import MIB, library_errors, read_json_if_exists, read_text
 from paceline.files.schema import TOKENIZER
+from paceline.text.data_encoder import DataEncoder
 from paceline.text.gguf_tokenizer import backend_from_gguf, frame, special_tokens
+from paceline.text.template_text import TemplateText
 from paceline.text.token_bytes import Speller, max_token_chars, token_bytes
 
 TOKENIZER_LIMIT = 128 * MIB
@@ -35,6 +37,8 @@ class Tokenizer:
         self._backend = backend
         self.special_tokens = dict(special_tokens or {})
         self.chat_template = chat_template
+        self.special_tokens_in_messages = False
+        """True: control tokens that messages spell out become those tokens, as in transformers."""
 
     @staticmethod
     def from_folder(path: Path) -> Tokenizer:
@@ -126,17 +130,32 @@ class Tokenizer:
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Return token ids. `special`: add BOS / EOS as the model wants them; a rendered chat template has its own.
 
-        Special tokens spelled out in the text become those tokens. Raises `InvalidPrompt` for text that is not valid
-        Unicode (lone surrogates).
+        Special tokens spelled out in the text become those tokens; in `TemplateText` only those that the template
+        wrote, so that all of `TemplateText(text)` is data. Raises `InvalidPrompt` for text that is not valid Unicode
+        (lone surrogates).
         """
         with library_errors("the model's tokenizer fails on this text"):
             try:
+                if isinstance(text, TemplateText):
+                    before, after = self._frame if special else ([], [])
+                    return [*before, *self._data_encoder.encode(text), *after]
                 # As a batch of one: `encode` holds the interpreter lock, which blocks all other threads.
                 return list(self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids)
             except (TypeError, UnicodeError) as error:
                 raise InvalidPrompt(
                     "the prompt is not valid Unicode text", "Check how it was decoded from bytes"
                 ) from error
+
+    @cached_property
+    def _data_encoder(self) -> DataEncoder:
+        return DataEncoder(self._backend)
+
+    @cached_property
+    def _frame(self) -> tuple[list[int], list[int]]:
+        """Ids that the backend puts before and after a text."""
+        bare, framed = (self._backend.encode("a", add_special_tokens=special).ids for special in (False, True))
+        start = next((i for i in range(len(framed)) if framed[i : i + len(bare)] == bare), 0)
+        return framed[:start], framed[start + len(bare) :]
 
     def starts(self, text: str) -> list[int]:
         """Return the offset in the text, in characters, at which each token of `encode(text)` begins.
@@ -183,6 +202,7 @@ class Tokenizer:
     ) -> str:
         """Return the messages in the format that the model was trained on; encode the result with `special=False`.
 
+        The text is `TemplateText`, whose data forms no control tokens, unless `special_tokens_in_messages` is set.
         `messages`: [{"role": str, "content": str}, ...]. `extra`: further variables for the template. Raises
         `InvalidPrompt` for malformed messages, a model without a template, or an error that the template raises.
         """
@@ -191,7 +211,8 @@ class Tokenizer:
         if self.chat_template is None:
             raise InvalidPrompt("the model has no chat template", "Give text with raw=True (--raw), or another model")
         values = {**self.special_tokens, "add_generation_prompt": add_generation_prompt, **extra}
-        return render(self.chat_template, messages, values)
+        text = render(self.chat_template, messages, values, self.special_tokens.keys() - extra.keys())
+        return TemplateText.written(text.plain()) if self.special_tokens_in_messages else text
 
 
 def template_of(path: Path) -> str | None:
