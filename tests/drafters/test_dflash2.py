@@ -29,7 +29,7 @@ from paceline.sampling.sampler import Ranked
 from paceline.testing import check_drafter, run, run_together, tiny_target
 from paceline.types import Draft, DraftBudget
 from tests.checkpoints.test_head_names import loaded
-from tests.drafters.test_block import norm, taps_of, turned
+from tests.support.dense_block import norm, taps_of, turned
 from tests.support.random_heads import DFLASH2, head_of
 from tests.support.tiny_heads import TINY_BLOCK, block_tensors
 from tests.support.toys import ask_for

@@ -30,7 +30,7 @@ from paceline.verify.tree import MIN_ROWS, PREFILL_ROWS, depths, pack, pack_pref
 from tests.models import test_families as families
 from tests.support.random_heads import folder_of
 from tests.support.toys import ask_for
-from tests.verify.test_tree import path_to
+from tests.support.trees import path_to
 
 CPU = torch.device("cpu")
 LAYERS = 4

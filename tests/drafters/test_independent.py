@@ -17,8 +17,8 @@ from paceline.sampling.sampler import Prefix
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 from paceline.verify.tree import check, depths
 from tests.support.bigram import Bigram
+from tests.support.text_distribution import CHAIN, TREE, chi_square
 from tests.support.toys import ask_for
-from tests.verify.test_rules import CHAIN, TREE, chi_square
 
 PROMPT = [1, 2, 3]
 

@@ -21,7 +21,7 @@ from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Ranked
 from paceline.testing import check_drafter, run, run_together, tiny_target
 from paceline.types import Draft, DraftBudget
-from tests.drafters.test_block import Dense, taps_of
+from tests.support.dense_block import Dense, taps_of
 from tests.support.tiny_heads import TINY_BLOCK, block_tensors
 from tests.support.toys import ask_for
 

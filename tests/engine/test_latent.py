@@ -15,8 +15,8 @@ from paceline.models.heads import EagleConfig
 from paceline.models.tensor_names import translated
 from paceline.testing import run_together
 from paceline.types import DraftBudget
-from tests.engine.test_mixtures import CHAIN, PROMPTS, SAMPLINGS, TREE, plain
 from tests.models.test_families import check_drafts, feed, models, text
+from tests.support.mixtures import CHAIN, PROMPTS, SAMPLINGS, TREE, plain
 from tests.support.mtp_reference import Reference
 
 V3 = models("deepseek v3")[1]

@@ -44,7 +44,7 @@ from tests.support.tiny_heads import (
     medusa_tensors,
 )
 from tests.support.toys import toy_foreigner, toy_model
-from tests.verify.test_tree import drafts
+from tests.support.trees import drafts
 
 TOY = tiny_target()
 SMALL = tiny_target(dtype=torch.float32)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 import torch
 
@@ -13,23 +11,15 @@ from paceline.drafters.ngram import NGram
 from paceline.engine.engine import Engine
 from paceline.engine.self_check import guarantee
 from paceline.kernels.cpu.build import library
-from paceline.models.decoder import Decoder
 from paceline.sampling.parameters import Sampling
 from paceline.session import Session
 from paceline.testing import run, run_together
 from paceline.types import Draft, DraftBudget
 from tests.models.test_families import models, text
+from tests.support.mixtures import CHAIN, PROMPTS, SAMPLINGS, TREE, plain
 
 CASES = {"glm4.5": "glm4.5 without groups", "llama4, sliding": "llama4", "deepseek v3": "deepseek v2"}
 """Target -> a model that drafts for it."""
-CHAIN, TREE = DraftBudget.chain(4), DraftBudget(8, 4, 3)
-SAMPLINGS = [Sampling(max_new_tokens=24), Sampling(max_new_tokens=24, temperature=0.9, seed=3)]
-PROMPTS = [text(40), text(70)[31:]]
-
-
-@cache
-def plain(target: Decoder) -> list[list[int]]:
-    return [run(target, prompt, sampling)[0] for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True)]
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])

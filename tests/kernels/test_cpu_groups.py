@@ -19,7 +19,7 @@ from paceline.types import Draft, Forward, Tap, Want
 from paceline.verify.tree import beside, pack, pack_prefix
 from tests.kernels.test_cpu_layers import BASE, CPU, MODELS, native, plan, text
 from tests.kernels.test_cpu_ragged import DRAFTS, filled, packed, verify
-from tests.verify.test_tree import path_to
+from tests.support.trees import path_to
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
 

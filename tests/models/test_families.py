@@ -29,7 +29,7 @@ from paceline.sampling.parameters import Sampling
 from paceline.testing import Oracle, run
 from paceline.types import Draft, DraftBudget, Want
 from paceline.verify.tree import PREFILL_ROWS, pack, pack_prefix
-from tests.verify.test_tree import path_to
+from tests.support.trees import path_to
 
 transformers = pytest.importorskip("transformers")
 CPU = torch.device("cpu")
