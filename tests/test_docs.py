@@ -26,17 +26,9 @@ from paceline.sampling.parameters import Sampling
 from paceline.session import Session
 from paceline.testing import Oracle, ToyTarget, check_drafter, run, tiny_target
 from paceline.types import DraftBudget
+from tests.support.pages import DOCS, PAGES, ROOT, blocks
 from tests.support.toys import toy_llm, toy_tokenizer
 from tests.support.vocabularies import byte_level, speaker
-
-ROOT = Path(__file__).resolve().parents[1]
-DOCS = ROOT / "docs"
-PAGES = [*sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("*.md")), *ROOT.glob("*/README.md")]
-
-
-def blocks(name: str) -> list[str]:
-    """Return the Python code of a page of docs/."""
-    return re.findall(r"```python\n(.*?)```", (DOCS / name).read_text(), re.DOTALL)
 
 
 def anchors(page: Path) -> set[str]:
@@ -65,10 +57,6 @@ def test_pages_that_the_code_names_exist() -> None:
 def test_every_page_is_in_the_site() -> None:
     site = (ROOT / "mkdocs.yml").read_text()
     assert not [page for page in DOCS.rglob("*.md") if f": {page.relative_to(DOCS)}\n" not in site]
-
-
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().split()) <= 900
 
 
 @pytest.mark.parametrize(

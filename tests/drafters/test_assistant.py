@@ -33,6 +33,7 @@ from paceline.verify.tree import pack_prefix
 from tests.models.test_families import assert_close, feed, text
 from tests.models.test_families import models as families
 from tests.models.test_gemma4 import SIZES, models
+from tests.support.cover import cover
 
 transformers = pytest.importorskip("transformers")
 
@@ -130,9 +131,12 @@ def feed_taps(target: Any, store: Any, slot: int, tokens: list[int]) -> torch.Te
     return last
 
 
-@pytest.mark.parametrize("case", ["small", "large"])
-@pytest.mark.parametrize("shape", [DraftBudget.chain(4), DraftBudget(9, 3, 3)], ids=str)
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@cover(
+    case=["small", "large"],
+    shape=[DraftBudget.chain(4), DraftBudget(9, 3, 3)],
+    temperature=[0.0, 0.8],
+    together=[("case", "shape"), ("temperature",)],
+)
 def test_the_text_is_that_without_it(case: str, shape: DraftBudget, temperature: float, tmp_path: Path) -> None:
     how, prompt, ours = Sampling(max_new_tokens=40, temperature=temperature, seed=3), text(20), models(case)[1]
     drafted = run(ours, prompt, how, drafter(case, tmp_path), shape)

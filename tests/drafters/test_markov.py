@@ -82,6 +82,7 @@ def test_the_text_does_not_depend_on_the_drafter(shape: DraftBudget, rule: str) 
         assert [reply[0] for reply in replies] == [run(TOY, PROMPT, sampling)[0] for sampling in samplings]
 
 
+@pytest.mark.slow
 def test_it_keeps_the_contract() -> None:
     check_drafter(lambda: Block(CONFIGS["confident"], tensors_of(CONFIGS["confident"]), TOY))
 

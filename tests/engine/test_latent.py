@@ -11,6 +11,7 @@ from paceline.checkpoints.head_files import open_head
 from paceline.drafters.eagle import Eagle
 from paceline.engine.engine import Engine
 from paceline.models.cuda_decoder import DeviceDecoder
+from paceline.models.decoder import Decoder
 from paceline.models.heads import EagleConfig
 from paceline.models.tensor_names import translated
 from paceline.testing import run_together
@@ -19,24 +20,27 @@ from tests.models.test_families import check_drafts, feed, models, text
 from tests.support.mixtures import CHAIN, PROMPTS, SAMPLINGS, TREE, plain
 from tests.support.mtp_reference import Reference
 
-V3 = models("deepseek v3")[1]
+
+def v3() -> Decoder:
+    return models("deepseek v3")[1]
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 def test_the_text_does_not_depend_on_its_mtp_layer(shape: DraftBudget, tmp_path: Path) -> None:
     head = open_head(Reference("deepseek v3").save(tmp_path))
     assert isinstance(head.config, EagleConfig)
-    replies = run_together(Engine(V3, Eagle(head.config, head.tensors, V3), shape), PROMPTS, SAMPLINGS)
-    assert [reply[0] for reply in replies] == plain(V3)
+    replies = run_together(Engine(v3(), Eagle(head.config, head.tensors, v3()), shape), PROMPTS, SAMPLINGS)
+    assert [reply[0] for reply in replies] == plain(v3())
     assert sum(stats.drafted for _, _, stats in replies) > 0
 
 
 def test_the_cache_holds_one_row_by_token() -> None:
     """28 numbers in each of 4 layers, where keys and values of 6 heads would be 180."""
-    cache = V3.new_cache()
+    target = v3()
+    cache = target.new_cache()
     slot = cache.acquire()
-    feed(V3, cache, slot, text(256))
-    assert cache.nbytes == 4 * 256 * 28 * 8 == V3.config.cache_bytes(256, itemsize=8)
+    feed(target, cache, slot, text(256))
+    assert cache.nbytes == 4 * 256 * 28 * 8 == target.config.cache_bytes(256, itemsize=8)
     (slab,) = cache.slabs
     assert [x.shape for x in slab.tensors] == [(4, 1, 1, 256, 28)]
     saved = cache.save(slot)

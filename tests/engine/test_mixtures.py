@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -16,24 +18,31 @@ from paceline.session import Session
 from paceline.testing import run, run_together
 from paceline.types import Draft, DraftBudget
 from tests.models.test_families import models, text
+from tests.support.cover import cover
 from tests.support.mixtures import CHAIN, PROMPTS, SAMPLINGS, TREE, plain
 
 CASES = {"glm4.5": "glm4.5 without groups", "llama4, sliding": "llama4", "deepseek v3": "deepseek v2"}
 """Target -> a model that drafts for it."""
 
 
-@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("case", CASES)
-def test_the_text_does_not_depend_on_the_drafter(case: str, shape: DraftBudget) -> None:
-    target, other = models(case)[1], models(CASES[case])[1]
-    itself = DraftModel(target, 101)
-    drafters: list[Drafter] = [NGram(), DraftModel(other, 101), itself]
-    for drafter in drafters:
-        replies = run_together(Engine(target, drafter, shape), PROMPTS, SAMPLINGS)
-        assert [reply[0] for reply in replies] == plain(target)
-        assert sum(stats.drafted for _, _, stats in replies) > 0
-        if drafter is itself and shape is CHAIN:
-            assert all(stats.acceptance == 1.0 for _, _, stats in replies)
+@cover(
+    case=[*CASES],
+    shape={"chain": CHAIN, "tree": TREE},
+    drafter=["ngram", "another", "itself"],
+    together=[("case", "shape"), ("drafter", "shape")],
+)
+def test_the_text_does_not_depend_on_the_drafter(case: str, shape: DraftBudget, drafter: str) -> None:
+    target = models(case)[1]
+    made: dict[str, Callable[[], Drafter]] = {
+        "ngram": NGram,
+        "another": lambda: DraftModel(models(CASES[case])[1], 101),
+        "itself": lambda: DraftModel(target, 101),
+    }
+    replies = run_together(Engine(target, made[drafter](), shape), PROMPTS, SAMPLINGS)
+    assert [reply[0] for reply in replies] == plain(target)
+    assert sum(stats.drafted for _, _, stats in replies) > 0
+    if drafter == "itself" and shape is CHAIN:
+        assert all(stats.acceptance == 1.0 for _, _, stats in replies)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -66,10 +75,9 @@ def test_sessions_roll_back_to_any_token(case: str) -> None:
 
 
 @pytest.mark.skipif(library() is None, reason="no bfloat16 products that keep bits")
-@pytest.mark.parametrize("case", CASES)
-def test_bfloat16_keeps_bits(case: str) -> None:
+@cover(case=[*CASES], shape={"chain": CHAIN, "tree": TREE}, together=[("case",), ("shape",)])
+def test_bfloat16_keeps_bits(case: str, shape: DraftBudget) -> None:
     target = models(case, torch.bfloat16)[1]
     assert guarantee(target) == "bits"
-    for shape in (CHAIN, TREE):
-        replies = run_together(Engine(target, DraftModel(models(CASES[case])[1], 101), shape), PROMPTS, SAMPLINGS)
-        assert [reply[0] for reply in replies] == plain(target)
+    replies = run_together(Engine(target, DraftModel(models(CASES[case])[1], 101), shape), PROMPTS, SAMPLINGS)
+    assert [reply[0] for reply in replies] == plain(target)

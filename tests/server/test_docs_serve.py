@@ -24,7 +24,7 @@ import pytest
 from paceline.server.schema import ChatRequest
 from paceline.server.schema_completions import CompletionRequest
 from tests.conftest import packaged_model
-from tests.test_docs import DOCS, blocks
+from tests.support.pages import DOCS, blocks
 
 ADDRESS = "http://127.0.0.1:8000"
 REFERENCE = (DOCS / "reference" / "server.md").read_text()

@@ -28,13 +28,18 @@ from paceline.verify import rejection
 from paceline.verify.rules import RULES, text_guarantee, typical
 from paceline.verify.tree import shape
 from tests.support.bigram import Bigram
+from tests.support.cover import cover, some
 from tests.support.text_distribution import CHAIN, TARGET, TREE, VOCAB, Q, chi_square
 from tests.support.toys import ask_for, toy_llm
 
 
-@pytest.mark.parametrize(("rule", "draft"), [("rejection", TREE), ("block", CHAIN), ("block", TREE)])
-def test_texts_have_the_targets_distribution(rule: str, draft: DraftBudget) -> None:
-    assert chi_square(rule, draft) < 1
+@some(
+    "case",
+    {"rejection, tree": ("rejection", TREE), "block, chain": ("block", CHAIN), "block, tree": ("block", TREE)},
+    fast=["rejection, tree", "block, tree"],
+)
+def test_texts_have_the_targets_distribution(case: tuple[str, DraftBudget]) -> None:
+    assert chi_square(*case) < 1
 
 
 def heads(other: Bigram, vocab: int) -> Medusa:
@@ -44,16 +49,23 @@ def heads(other: Bigram, vocab: int) -> Medusa:
     return Medusa(config, tensors, TARGET)
 
 
-@pytest.mark.parametrize(
-    ("rule", "draft"), [("rejection", DraftBudget(6, 2, 2)), ("block", CHAIN), ("block", DraftBudget(5, 2, 2))]
+@some(
+    "case",
+    {
+        "rejection, tree": ("rejection", DraftBudget(6, 2, 2)),
+        "block, chain": ("block", CHAIN),
+        "block, tree": ("block", DraftBudget(5, 2, 2)),
+    },
+    fast=["rejection, tree"],
 )
-def test_heads_that_draw_once_for_all_parents_leave_the_targets_distribution(rule: str, draft: DraftBudget) -> None:
-    assert chi_square(rule, draft, heads, prompt=(2, 1)) < 1
+def test_heads_that_draw_once_for_all_parents_leave_the_targets_distribution(case: tuple[str, DraftBudget]) -> None:
+    assert chi_square(*case, heads, prompt=(2, 1)) < 1
 
 
 # Negative controls.
 
 
+@pytest.mark.slow
 def test_heads_that_draw_with_the_noise_of_the_head_above_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = Noise.stream
     monkeypatch.setattr(Noise, "stream", lambda self, *key: honest(self, *key[:2]))
@@ -64,11 +76,13 @@ def test_typical_is_lossy_and_the_statistics_see_it() -> None:
     assert chi_square("typical", CHAIN, seeds=100) > 1
 
 
+@pytest.mark.slow
 def test_no_residual_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rejection, "_normalised", lambda mass, otherwise: otherwise)
     assert chi_square("rejection", CHAIN) > 1
 
 
+@pytest.mark.slow
 def test_the_q_of_another_parent_is_noticed() -> None:
     class Mistaken(DraftModel):
         def propose(self, asks: Sequence[Ask]) -> list[Draft]:
@@ -78,6 +92,7 @@ def test_the_q_of_another_parent_is_noticed() -> None:
     assert chi_square("block", CHAIN, Mistaken) > 1
 
 
+@pytest.mark.slow
 def test_noise_shared_with_the_target_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A drafter that draws with the target's own noise, as it should under match."""
 
@@ -95,8 +110,7 @@ PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
 SHAPES = {"chain": DraftBudget.chain(4), "tree": DraftBudget(9, 4, 3)}
 
 
-@pytest.mark.parametrize("draft", SHAPES.values(), ids=SHAPES.keys())
-@pytest.mark.parametrize("rule", ["rejection", "block", "typical"])
+@cover(rule=["rejection", "block", "typical"], draft=SHAPES, together=[("rule",), ("draft",)])
 def test_without_temperature_every_rule_is_match(rule: str, draft: DraftBudget) -> None:
     plain = run(TOY, PROMPT, Sampling(max_new_tokens=24))[0]
     for drafter in (DraftModel(TWIN, 37), DraftModel(TOY, 37), NGram()):
@@ -104,8 +118,7 @@ def test_without_temperature_every_rule_is_match(rule: str, draft: DraftBudget) 
         assert run(TOY, PROMPT, sampling, drafter, draft)[0] == plain
 
 
-@pytest.mark.parametrize("draft", SHAPES.values(), ids=SHAPES.keys())
-@pytest.mark.parametrize("rule", ["rejection", "block", "typical"])
+@cover(rule=["rejection", "block", "typical"], draft=SHAPES, together=[("rule",), ("draft",)])
 def test_the_same_seed_and_drafter_give_the_same_text(rule: str, draft: DraftBudget) -> None:
     texts = set()
     for seed in (1, 1, 2):
