@@ -23,6 +23,7 @@ from paceline.errors import InvalidOption, InvalidPrompt, NonFiniteLogits, Promp
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
 from paceline.types import DraftBudget
+from tests.support.cover import some
 from tests.support.fuzz_files import _write_model
 from tests.support.toys import toy_foreigner, toy_llm, toy_model
 
@@ -240,10 +241,18 @@ def test_values_that_the_server_takes_are_taken_here(llm: LLM) -> None:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize(
-    ("asked", "name"), [("auto", "suffix"), ("ngram+auto", "ngram+suffix"), (None, "none"), (NGram(), "NGram")]
+@some(
+    "case",
+    {
+        "auto": ("auto", "suffix"),
+        "several": ("ngram+auto", "ngram+suffix"),
+        "none": (None, "none"),
+        "own": (NGram(), "NGram"),
+    },
+    fast=["several", "own"],
 )
-def test_the_drafter_has_a_name(asked: Any, name: str) -> None:
+def test_the_drafter_has_a_name(case: tuple[Any, str]) -> None:
+    asked, name = case
     llm = paceline.load("demo", drafter=asked)
     assert llm.drafter == name
     drafter = llm.generate("Hi", max_new_tokens=2).stats.drafter

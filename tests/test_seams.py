@@ -29,6 +29,7 @@ from paceline.protocols import Target
 from paceline.sampling.parameters import Sampling
 from paceline.testing import TINY, ListCache, ToyTarget, check_drafter, check_target, random_tensors, run, tiny_target
 from paceline.types import Draft, DraftBudget, Tap, Verdict
+from tests.support.cover import some
 from tests.support.tiny_heads import TINY_BLOCK, TINY_MEDUSA, block_tensors, eagle_config, eagle_tensors, medusa_tensors
 from tests.support.toys import toy_foreigner, toy_model
 
@@ -60,7 +61,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 }
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@some("drafter", [*DRAFTERS], fast=["medusa", "early exit in a stack"])
 def test_drafters_keep_the_contract(drafter: str) -> None:
     check_drafter(DRAFTERS[drafter], OTHER)
 
@@ -177,7 +178,7 @@ def windowed() -> Decoder:
     return Windowed(config, random_tensors(config), torch.float64, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("make", [windowed, ToyTarget])
+@some("make", {"windowed": windowed, "toy": ToyTarget}, fast=["toy"])
 def test_targets_keep_the_contract(make: Callable[[], Target]) -> None:
     check_target(make, tolerance=1e-9, taps=(0, "final"))
 

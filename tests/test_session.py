@@ -25,7 +25,7 @@ from paceline.testing import TINY, random_tensors, tiny_target
 from paceline.types import Draft, Forward, Rows, Want
 from paceline.verify.tree import MIN_ROWS, pack_prefix
 from tests.support.toys import toy_llm, toy_tokenizer
-from tests.verify.test_tree import drafts, path_to
+from tests.support.trees import drafts, path_to
 
 CPU = torch.device("cpu")
 LONG = 2048

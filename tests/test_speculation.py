@@ -10,6 +10,7 @@ from paceline.errors import InvalidOption
 from paceline.llm import LLM
 from paceline.sampling.grammar import Grammar
 from paceline.sampling.parameters import Sampling
+from tests.support.cover import cover
 from tests.support.toys import toy_llm, toy_model
 
 PROMPT = "abcabcab"
@@ -26,8 +27,11 @@ def written(target: LLM, drafter: LLM, sampling: Sampling, length: int = 4) -> l
         return list(paceline.speculate(first, second, PROMPT, sampling, length=length))
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("drafter", [0, 5])
+@cover(
+    sampling=dict(zip(("greedy", "warm", "penalised", "stopped"), SAMPLINGS, strict=True)),
+    drafter=[0, 5],
+    together=[("sampling",), ("drafter",)],
+)
 def test_the_reply_is_that_of_the_target_alone(sampling: Sampling, drafter: int) -> None:
     alone = toy_llm().generate(PROMPT, sampling)
     rounds = written(toy_llm(), LLM(toy_model(seed=drafter)), sampling)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paceline.cache.layout import ancestors, layout
 from paceline.types import Draft
-from tests.verify.test_tree import drafts, path_to
+from tests.support.trees import drafts, path_to
 
 
 @given(drafts(most=20), st.integers(0, 3), st.integers(0, 1))

@@ -16,7 +16,7 @@ from paceline.testing import tiny_target
 from paceline.types import Draft, DraftBudget, Want
 from paceline.verify.tree import pack, pack_prefix
 from tests.support.cache_witness import Witness
-from tests.verify.test_tree import drafts, path_to
+from tests.support.trees import drafts, path_to
 
 CPU = torch.device("cpu")
 TOY = tiny_target(context_length=2048)

@@ -30,6 +30,7 @@ from paceline.sampling.parameters import Sampling
 from paceline.testing import run
 from paceline.types import Draft, DraftBudget, Want
 from paceline.verify.tree import pack_prefix
+from tests.support.cover import cover
 from tests.support.golden import decoder
 from tests.support.golden import reference as transformers_model
 from tests.support.logits import assert_close, feed, text
@@ -131,9 +132,12 @@ def feed_taps(target: Any, store: Any, slot: int, tokens: list[int]) -> torch.Te
     return last
 
 
-@pytest.mark.parametrize("case", ["gemma4, small", "gemma4, large"])
-@pytest.mark.parametrize("shape", [DraftBudget.chain(4), DraftBudget(9, 3, 3)], ids=str)
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@cover(
+    case=["gemma4, small", "gemma4, large"],
+    shape=[DraftBudget.chain(4), DraftBudget(9, 3, 3)],
+    temperature=[0.0, 0.8],
+    together=[("case", "shape"), ("temperature",)],
+)
 def test_the_text_is_that_without_it(case: str, shape: DraftBudget, temperature: float, tmp_path: Path) -> None:
     how, prompt, ours = Sampling(max_new_tokens=40, temperature=temperature, seed=3), text(20), decoder(case)
     drafted = run(ours, prompt, how, drafter(case, tmp_path), shape)

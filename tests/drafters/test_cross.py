@@ -26,7 +26,9 @@ from paceline.testing import check_drafter, run, run_together
 from paceline.text.tokenizer import Tokenizer
 from paceline.types import Draft, DraftBudget, Verdict
 from tests.conftest import packaged_model
+from tests.support.cover import cover, some
 from tests.support.original_tokenizers import ORIGINALS, original
+from tests.support.plain import plain_text
 from tests.support.toys import ask_for
 from tests.support.vocabularies import KINDS, renumbered, speaker, tokenizer
 
@@ -58,20 +60,28 @@ def prompt_of(target: Loaded) -> list[int]:
     return target.tokenizer.encode("The quick answer, she said")
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("target", "draft"), [*RING, *(pair[::-1] for pair in RING)])
+@cover(
+    lambda target, draft, **_: (target, draft) in RING or (draft, target) in RING,
+    target=[*KINDS],
+    draft=[*KINDS],
+    way=[*WAYS],
+    together=[("target",), ("draft",), ("way",)],
+)
 def test_any_tokenizer_drafts_for_any_other(target: str, draft: str, way: str) -> None:
     """Random models write broken characters and stray special tokens, which real ones seldom do."""
     ours = model(target)
     drafter = WAYS[way](VocabMap(ours, model(draft, 1)))
     prompt = prompt_of(ours)
-    assert run(ours.target, prompt, WARM, drafter, SHAPES["tree"])[0] == run(ours.target, prompt, WARM)[0]
+    assert run(ours.target, prompt, WARM, drafter, SHAPES["tree"])[0] == plain_text(ours.target, prompt, WARM)
     run(ours.target, prompt, DRAWN, drafter, SHAPES["tree"])
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
-@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece", "letters"])
+@cover(
+    kind=["byte-level", "sentencepiece", "letters"],
+    sampling={"greedy": GREEDY, "warm": WARM},
+    shape=SHAPES,
+    together=[("kind",), ("sampling", "shape")],
+)
 def test_a_model_that_drafts_for_itself_under_other_numbers_is_always_right(
     kind: str, sampling: Sampling, shape: DraftBudget
 ) -> None:
@@ -182,10 +192,10 @@ def test_text_is_a_draft_without_q() -> None:
     assert not draft.q
 
 
-@pytest.mark.parametrize(("target", "draft"), [(0, 7), (7, 0), (3, 50)])
-@pytest.mark.parametrize("way", WAYS)
-def test_padded_vocabularies_are_no_trouble(way: str, target: int, draft: int) -> None:
+@cover(way=[*WAYS], padding={"draft": (0, 7), "target": (7, 0), "both": (3, 50)}, together=[("way",), ("padding",)])
+def test_padded_vocabularies_are_no_trouble(way: str, padding: tuple[int, int]) -> None:
     """Rows without a token may be drafted, or written."""
+    target, draft = padding
     ours = speaker(tokenizer("byte-level"), 0, target)
     words = VocabMap(ours, speaker(tokenizer("byte-level, small"), 1, draft))
     hot = Sampling(max_new_tokens=32, temperature=3.0, seed=1)
@@ -217,13 +227,13 @@ def test_a_prompt_of_nothing_that_the_draft_can_read_gets_no_draft() -> None:
         assert stats.drafted, "later there is something to go on from"
 
 
-def test_a_draft_that_reaches_the_end_of_its_context_is_silent() -> None:
+@some("way", [*WAYS], fast=["text"])
+def test_a_draft_that_reaches_the_end_of_its_context_is_silent(way: str) -> None:
     ours = model("byte-level")
-    for make in WAYS.values():
-        drafter = make(VocabMap(ours, model("letters", 1)))
-        prompt = ours.tokenizer.encode(SAMPLE[:430])
-        sampling = Sampling(max_new_tokens=120)
-        assert run(ours.target, prompt, sampling, drafter, SHAPES["chain"])[0] == run(ours.target, prompt, sampling)[0]
+    drafter = WAYS[way](VocabMap(ours, model("letters", 1)))
+    prompt = ours.tokenizer.encode(SAMPLE[:430])
+    sampling = Sampling(max_new_tokens=120)
+    assert run(ours.target, prompt, sampling, drafter, SHAPES["chain"])[0] == plain_text(ours.target, prompt, sampling)
 
 
 def test_the_way_follows_from_the_share_of_tokens(caplog: pytest.LogCaptureFixture) -> None:
@@ -278,6 +288,7 @@ def demo() -> Iterator[Loaded]:
 
 
 @pytest.mark.model
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_real_model_that_drafts_for_itself_as_a_stranger_is_nearly_always_right(way: str, demo: Loaded) -> None:
     words = VocabMap(demo, demo)

@@ -28,7 +28,8 @@ from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Ranked
 from paceline.testing import check_drafter, run, run_together, tiny_target
 from paceline.types import Draft, DraftBudget
-from tests.drafters.test_block import norm, taps_of, turned
+from tests.support.cover import cover, some
+from tests.support.dense_block import norm, taps_of, turned
 from tests.support.random_heads import DFLASH2, head_of, loaded
 from tests.support.tiny_heads import TINY_BLOCK, block_tensors
 from tests.support.toys import ask_for
@@ -109,7 +110,7 @@ def truth(config: BlockConfig, w: Mapping[str, Tensor], text: Sequence[int], pat
     return scores
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@some("name", [*CONFIGS], fast=["windows", "three taps"])
 def test_every_row_follows_its_own_parent(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = CONFIGS[name]
     tensors = tensors_of(config)
@@ -159,8 +160,11 @@ def test_a_rule_that_draws_draws_from_the_candidates_and_knows_their_chances() -
         torch.testing.assert_close(q.double(), wanted, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("rule", ["match", "rejection", "block"])
-@pytest.mark.parametrize("shape", [DraftBudget.chain(4), DraftBudget(8, 4, 3)], ids=["chain", "tree"])
+@cover(
+    rule=["match", "rejection", "block"],
+    shape={"chain": DraftBudget.chain(4), "tree": DraftBudget(8, 4, 3)},
+    together=[("rule",), ("shape",)],
+)
 def test_the_text_does_not_depend_on_the_drafter(shape: DraftBudget, rule: str) -> None:
     drafter = Block(CONFIGS["windows"], tensors_of(CONFIGS["windows"]), TOY)
     samplings = [Sampling(max_new_tokens=12, temperature=t, seed=2, rule=rule) for t in (0.0, 1.0)]  # type: ignore[arg-type]
@@ -170,6 +174,7 @@ def test_the_text_does_not_depend_on_the_drafter(shape: DraftBudget, rule: str) 
         assert [reply[0] for reply in replies] == [run(TOY, PROMPT, sampling)[0] for sampling in samplings]
 
 
+@pytest.mark.slow
 def test_it_keeps_the_contract() -> None:
     check_drafter(lambda: Block(PLAIN, tensors_of(PLAIN), TOY))
 

@@ -30,6 +30,7 @@ from paceline.sampling.sampler import Ranked
 from paceline.testing import TINY, run, run_together, tiny_target
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 from paceline.verify.tree import PREFILL_ROWS
+from tests.support.cover import cover
 from tests.support.eagle_reference import Reference
 from tests.support.tiny_heads import eagle_config, eagle_tensors
 from tests.support.toys import ask_for
@@ -73,8 +74,11 @@ def compare(spy: Spy, reference: Reference, every: int = 1) -> None:
         torch.testing.assert_close(row, reference.after(text, path)[0], rtol=0, atol=1e-8)
 
 
-@pytest.mark.parametrize("draft", [DraftBudget.chain(4), DraftBudget(10, 4, 3)], ids=["chain", "tree"])
-@pytest.mark.parametrize("name", CONFIGS)
+@cover(
+    name=[*CONFIGS],
+    draft={"chain": DraftBudget.chain(4), "tree": DraftBudget(10, 4, 3)},
+    together=[("name",), ("draft",)],
+)
 def test_every_row_is_what_a_plain_head_gives_for_its_path(name: str, draft: DraftBudget) -> None:
     """Over many rounds: texts longer than the head's own context, true features in the place of drafted ones."""
     config = CONFIGS[name]

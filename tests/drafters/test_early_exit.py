@@ -27,12 +27,14 @@ from paceline.sampling.parameters import Sampling
 from paceline.testing import TINY, ToyTarget, random_tensors, run, run_together, tiny_target
 from paceline.types import Carried, Draft, DraftBudget, Tap, Verdict, Want
 from paceline.verify.tree import MIN_ROWS, PREFILL_ROWS, depths, pack, pack_prefix
+from tests.support.cover import cover, some
 from tests.support.golden import decoder
 from tests.support.logits import text
+from tests.support.plain import plain_text
 from tests.support.random_heads import folder_of
 from tests.support.tiny_families import FAMILIES
 from tests.support.toys import ask_for
-from tests.verify.test_tree import path_to
+from tests.support.trees import path_to
 
 CPU = torch.device("cpu")
 LAYERS = 4
@@ -149,22 +151,32 @@ def check_committed(target: Decoder, cache: KVCache, slot: int) -> None:
     same(ours, theirs)
 
 
+KINDS = [
+    "mistral, sliding",
+    "gpt-oss",
+    "granite",
+    "llama4, sliding",
+    "deepseek v3",
+    "phi",
+]
+"""A family for every kind of layer: windows, norms, experts, chunks, latents, parallel parts."""
+
 BITS = pytest.param(torch.bfloat16, marks=pytest.mark.skipif(not packs_bfloat16(), reason="no products that keep bits"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, BITS], ids=["float64", "bfloat16"])
-@pytest.mark.parametrize("case", FAMILIES)
+@some("case", FAMILIES, fast=KINDS)
 def test_rows_that_stop_early_and_go_on_are_those_of_plain_decoding(case: str, dtype: torch.dtype) -> None:
     check_resumed(decoder(case, dtype), (47, 46, 30))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, BITS], ids=["float64", "bfloat16"])
-@pytest.mark.parametrize("case", ["gemma3", "mistral, sliding"])
+@some("case", ["gemma3", "mistral, sliding"], fast=["gemma3"])
 def test_they_are_over_a_ring_that_has_wrapped(case: str, dtype: torch.dtype) -> None:
     check_resumed(decoder(case, dtype), (1110, 47, 700))
 
 
-@pytest.mark.parametrize("case", FAMILIES)
+@some("case", FAMILIES, fast=KINDS)
 def test_an_exit_gives_the_stream_of_its_layer_and_the_head_on_it(case: str) -> None:
     target = decoder(case)
     rows = lambda cache: pack_prefix(text(20), cache.acquire(20), 0, CPU)  # noqa: E731
@@ -183,17 +195,26 @@ def test_an_exit_gives_the_stream_of_its_layer_and_the_head_on_it(case: str) -> 
 # Acceptance.
 
 
-@pytest.mark.parametrize("rule", ["match", "rejection", "block"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_an_exit_after_all_layers_is_always_right(temperature: float, rule: str) -> None:
+@cover(
+    temperature=[0.0, 0.8],
+    rule=["match", "rejection", "block"],
+    length=[1, 2, 4],
+    prompt={"long prompt": PROMPT, "1 token": PROMPT[:1], "2 tokens": PROMPT[:2]},
+)
+def test_an_exit_after_all_layers_is_always_right(
+    temperature: float, rule: str, length: int, prompt: list[int]
+) -> None:
     """Any slip (a row too many, a stale stream, another position) shows as a rejection."""
     sampling = Sampling(max_new_tokens=30, temperature=temperature, seed=4, rule=rule)  # type: ignore[arg-type]
-    for length in (1, 2, 4):
-        for prompt in (PROMPT, PROMPT[:1], PROMPT[:2]):
-            text, _, stats = run(TOY, prompt, sampling, early(LAYERS), DraftBudget.chain(length))
-            # A drawn draft ends below an unlikely path.
-            assert stats.tokens_per_round == 1 + length if rule == "match" else stats.accepted == stats.drafted > 0
-            assert rule != "match" or text == run(TOY, prompt, sampling)[0], "the last row went astray"
+    text, _, stats = run(TOY, prompt, sampling, early(LAYERS), DraftBudget.chain(length))
+    # A drawn draft ends below an unlikely path.
+    assert stats.tokens_per_round == 1 + length if rule == "match" else stats.accepted == stats.drafted > 0
+    assert rule != "match" or text == plain_text(TOY, prompt, sampling), "the last row went astray"
+
+
+@cover(temperature=[0.0, 0.8], rule=["match", "rejection", "block"], together=[("temperature",), ("rule",)])
+def test_a_tree_from_an_exit_after_all_layers_is_mostly_right(temperature: float, rule: str) -> None:
+    sampling = Sampling(max_new_tokens=30, temperature=temperature, seed=4, rule=rule)  # type: ignore[arg-type]
     assert run(TOY, PROMPT, sampling, early(LAYERS), TREE)[2].tokens_per_round > (3 if rule == "match" else 2)
 
 
@@ -243,8 +264,7 @@ def rows_of_layers(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     return rows
 
 
-@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("layers", [1, 2, 4])
+@cover(layers=[1, 2, 4], shape={"chain": CHAIN, "tree": TREE}, together=[("layers",), ("shape",)])
 def test_no_row_passes_a_layer_twice(layers: int, shape: DraftBudget, rows_of_layers: dict[int, int]) -> None:
     """Four requests in step, so that no pass is padded; prompts of one token, so that nothing is prefilled."""
     engine = Engine(TOY, early(layers), shape)

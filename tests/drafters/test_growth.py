@@ -20,6 +20,7 @@ from paceline.sampling.sampler import Prefix, Ranked, RuleName
 from paceline.testing import TINY, random_tensors, run, tiny_target
 from paceline.types import Draft, DraftBudget, Forward, Rows, Verdict, Want
 from paceline.verify.tree import MIN_ROWS
+from tests.support.cover import cover
 from tests.support.toys import ask_for
 
 CPU = torch.device("cpu")
@@ -193,8 +194,7 @@ def test_a_request_too_unlikely_for_its_row_leaves_the_batch() -> None:
     assert lengths == [_CHAIN.nodes, 1]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("draft", [None, _CHAIN], ids=["controller", "fixed"])
+@cover(temperature=[0.0, 1.0], draft={"controller": None, "fixed": _CHAIN}, together=[("temperature",), ("draft",)])
 def test_an_early_stop_changes_no_text(
     temperature: float, draft: DraftBudget | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,8 +17,9 @@ from paceline.sampling.sampler import Prefix
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 from paceline.verify.tree import check, depths
 from tests.support.bigram import Bigram
+from tests.support.cover import some
+from tests.support.text_distribution import CHAIN, TREE, chi_square
 from tests.support.toys import ask_for
-from tests.verify.test_rules import CHAIN, TREE, chi_square
 
 PROMPT = [1, 2, 3]
 
@@ -111,11 +112,12 @@ class Guess(Drafter):
         return [independent(ask, ask.budget, self._rows[:, ask.last]) for ask in asks]
 
 
-@pytest.mark.parametrize(("rule", "draft"), [("rejection", TREE), ("block", TREE)])
-def test_texts_have_the_targets_distribution(rule: str, draft: DraftBudget) -> None:
-    assert chi_square(rule, draft, Guess) < 1
+@some("rule", ["rejection", "block"], fast=["block"])
+def test_texts_have_the_targets_distribution(rule: str) -> None:
+    assert chi_square(rule, TREE, Guess) < 1
 
 
+@pytest.mark.slow
 def test_a_q_of_another_depth_is_noticed() -> None:
     class Mistaken(Guess):
         def propose(self, asks: Sequence[Ask]) -> list[Draft]:

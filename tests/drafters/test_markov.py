@@ -21,7 +21,7 @@ from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Ranked
 from paceline.testing import check_drafter, run, run_together, tiny_target
 from paceline.types import Draft, DraftBudget
-from tests.drafters.test_block import Dense, taps_of
+from tests.support.dense_block import Dense, taps_of
 from tests.support.tiny_heads import TINY_BLOCK, block_tensors
 from tests.support.toys import ask_for
 
@@ -82,6 +82,7 @@ def test_the_text_does_not_depend_on_the_drafter(shape: DraftBudget, rule: str) 
         assert [reply[0] for reply in replies] == [run(TOY, PROMPT, sampling)[0] for sampling in samplings]
 
 
+@pytest.mark.slow
 def test_it_keeps_the_contract() -> None:
     check_drafter(lambda: Block(CONFIGS["confident"], tensors_of(CONFIGS["confident"]), TOY))
 

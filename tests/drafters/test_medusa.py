@@ -265,13 +265,21 @@ def test_one_product_may_serve_all_heads_and_biases_may_be_missing() -> None:
     assert torch.equal(logits(TINY_MEDUSA, none), logits(TINY_MEDUSA, {**tensors, **zero}))
 
 
-def test_a_checkpoint_with_a_map_keeps_the_contract_and_drafts_right() -> None:
+def mapped_heads() -> dict[str, Tensor]:
     ids = torch.tensor(sorted(set(TEXT)))
     small = {name: x[ids] for name, x in RIGHT.items() if name.startswith("lm_heads")}
-    mapped = {**small, "token_map": ids}
+    return {**small, "token_map": ids}
+
+
+@pytest.mark.slow
+def test_a_checkpoint_with_a_map_keeps_the_contract() -> None:
+    check_drafter(lambda: with_heads(mapped_heads()))
+
+
+def test_a_checkpoint_with_a_map_drafts_right() -> None:
+    mapped = mapped_heads()
     assert rate(with_heads(mapped), DraftBudget.chain(3)) == pytest.approx(ALL, rel=0.1)
     assert rate(with_heads(mapped), DraftBudget.chain(3), replace(WARM, rule="match", top_k=50)) > 3
-    check_drafter(lambda: with_heads(mapped))
 
 
 @pytest.mark.parametrize(

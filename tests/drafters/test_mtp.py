@@ -30,6 +30,7 @@ from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Ranked
 from paceline.testing import run, run_together
 from paceline.types import DraftBudget, Tap
+from tests.support.cover import cover, some
 from tests.support.mtp_reference import Reference
 from tests.support.toy_cli import run as run_command
 
@@ -73,8 +74,11 @@ def test_every_row_is_what_transformers_layer_gives_for_its_path(case: str, tmp_
         torch.testing.assert_close(row, truth.after_path(text, path)[0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", [DraftBudget.chain(4), DraftBudget(9, 4, 3)], ids=["chain", "tree"])
-@pytest.mark.parametrize("case", ["deepseek v3", "glm4.5", "mimo"])
+@cover(
+    case=["deepseek v3", "glm4.5", "mimo"],
+    shape={"chain": DraftBudget.chain(4), "tree": DraftBudget(9, 4, 3)},
+    together=[("case",), ("shape",)],
+)
 def test_the_text_does_not_depend_on_it(case: str, shape: DraftBudget, tmp_path: Path) -> None:
     """In a ragged batch, greedy and sampled."""
     target = reference(case).target
@@ -132,7 +136,7 @@ def words(folder: Path, count: int = 101) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-@pytest.mark.parametrize("case", ["qwen3.5", "deepseek v3", "glm4.5", "mimo"])
+@some("case", ["qwen3.5", "deepseek v3", "glm4.5", "mimo"], fast=["qwen3.5", "glm4.5"])
 def test_a_model_that_has_one_drafts_with_it(case: str, tmp_path: Path) -> None:
     """By its name, by "auto" and by "found", from the folder and named as another model's."""
     folder = reference(case).save(tmp_path / "model")
@@ -151,16 +155,23 @@ def test_a_model_that_has_one_drafts_with_it(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(library() is None, reason="codes are the CPU kernels'")
-@pytest.mark.parametrize(
-    ("quantize", "draft_quantize", "few"),
-    [("int8", "auto", True), ("int4", "auto", True), ("none", "auto", False), ("int8", "none", False)],
+@some(
+    "how",
+    {
+        "int8": ("int8", "auto", True),
+        "int4": ("int4", "auto", True),
+        "none": ("none", "auto", False),
+        "int8, but not the layer": ("int8", "none", False),
+    },
+    fast=["int8", "int8, but not the layer"],
 )
-def test_that_of_a_quantised_model_has_4_bits(quantize: Any, draft_quantize: Any, few: bool, tmp_path: Path) -> None:
+def test_that_of_a_quantised_model_has_4_bits(how: tuple[Any, Any, bool], tmp_path: Path) -> None:
+    quantize, draft_quantize, few = how
     folder = reference("qwen3.5").save(tmp_path)
     words(folder)
-    how: Any = {"quantize": quantize, "device": "cpu"}
-    plain = load(folder, drafter=None, **how).generate(PROMPT, max_new_tokens=24, ignore_eos=True)
-    llm = load(folder, drafter="mtp", draft=3, draft_quantize=draft_quantize, **how)
+    options: Any = {"quantize": quantize, "device": "cpu"}
+    plain = load(folder, drafter=None, **options).generate(PROMPT, max_new_tokens=24, ignore_eos=True)
+    llm = load(folder, drafter="mtp", draft=3, draft_quantize=draft_quantize, **options)
     reply = llm.generate(PROMPT, max_new_tokens=24, ignore_eos=True)
     assert reply.token_ids == plain.token_ids
     assert reply.stats.drafted > 0

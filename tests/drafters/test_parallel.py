@@ -72,6 +72,7 @@ def test_every_guess_is_the_plain_heads(name: str) -> None:
             torch.testing.assert_close(row, plain.logits(states[-1]), rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_it_keeps_the_contract() -> None:
     check_drafter(lambda: ParallelEagle(CONFIGS["plain"], tensors_of(CONFIGS["plain"]), TOY))
 

@@ -12,6 +12,7 @@ from paceline.drafters.retokenizer import Retokenizer, TokenMapper, continuation
 from paceline.drafters.vocab_map import SAMPLE, VocabMap
 from paceline.text.tokenizer import Tokenizer
 from tests.support.awkward_texts import AWKWARD
+from tests.support.cover import cover
 from tests.support.vocabularies import KINDS, framed, speaker, tokenizer
 
 BYTES = ["byte-level", "byte-level, small", "sentencepiece, no space before"]
@@ -32,9 +33,7 @@ def chunks(tokens: Sequence[int], seed: int = 0, most: int = 6) -> Iterator[Sequ
         tokens = tokens[size:]
 
 
-@pytest.mark.parametrize("draft", BYTES)
-@pytest.mark.parametrize("target", BYTES)
-@pytest.mark.parametrize("text", TEXTS)
+@cover(text=dict(zip(("sample", "awkward", "wide", "x", "words"), TEXTS, strict=True)), target=BYTES, draft=BYTES)
 def test_a_transcript_read_bit_by_bit_is_the_encoding_of_the_whole(target: str, draft: str, text: str) -> None:
     pair = words(target, draft)
     text = text.replace("<s>", "").replace("</s>", "").replace("<unk>", "").replace("▁", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from paceline.drafters.stack import DrafterStack, DrafterWrapper
 from paceline.drafters.suffix import Suffix
 from paceline.drafters.vocab_map import VocabMap
 from paceline.engine.prefix_cache import PrefixCache
+from paceline.models.decoder import Decoder
 from paceline.models.heads import HeadConfig
 from paceline.protocols import KVCache
 from paceline.sampling.parameters import Sampling
@@ -27,12 +29,21 @@ from paceline.types import Draft, DraftBudget, Forward, Rows, Want
 from paceline.verify.tree import PREFILL_ROWS
 from tests.support import random_heads as heads
 from tests.support.cached_engine import CachedEngine, begun
+from tests.support.cover import cover
 from tests.support.toys import toy_foreigner, toy_model
 
 TARGET = tiny_target(layers=8, vocab_size=64, context_length=1024)
 FOREIGN = VocabMap(toy_model(context_length=1024), toy_foreigner(seed=9, context_length=1024))
 PROMPT = [(i * i + 3 * i) % 37 for i in range(2 * PREFILL_ROWS + 90)]
 TREE = DraftBudget(8, 3, 2)
+BEGINNINGS = [
+    (PREFILL_ROWS + 1, "match"),
+    (PREFILL_ROWS + 1, "block"),
+    (2, "block"),
+    (31, "match"),
+    (2 * PREFILL_ROWS + 60, "block"),
+]
+"""How many tokens an earlier text has in common with the prompt, and the rule that accepts drafts."""
 
 
 def head(kind: type[Drafter], config: HeadConfig) -> Callable[[], Drafter]:
@@ -85,36 +96,42 @@ def same(ours: Sequence[Draft], theirs: Sequence[Draft], exact: bool) -> None:
             torch.testing.assert_close(q, other.q[row], rtol=0, atol=0 if exact else 1e-9)
 
 
-@pytest.mark.parametrize(
-    ("common", "rule"),
-    [
-        (PREFILL_ROWS + 1, "match"),
-        (PREFILL_ROWS + 1, "block"),
-        (2, "block"),
-        (31, "match"),
-        (2 * PREFILL_ROWS + 60, "block"),
-    ],
-)
-@pytest.mark.parametrize("name", [*DRAFTERS, *FOREIGNERS])
-def test_drafts_after_load_are_those_after_all_of_the_prompt(name: str, common: int, rule: str) -> None:
-    """Whatever had been read of what was saved: a text that ended, and a prompt that nobody has drafted for."""
-    make = (DRAFTERS | FOREIGNERS)[name]
+def target_of(name: str) -> Decoder:
     target = FOREIGN.target.target if name in FOREIGNERS else TARGET
-    plain, text = rounds(CachedEngine(target, make(), TREE, PrefixCache(0)), PROMPT, rule, TREE)
+    assert isinstance(target, Decoder)
+    return target
+
+
+@cache
+def uncached(name: str, rule: str) -> tuple[list[Draft], list[int]]:
+    """Drafts and text after all of the prompt was fed."""
+    engine = CachedEngine(target_of(name), (DRAFTERS | FOREIGNERS)[name](), TREE, PrefixCache(0))
+    return rounds(engine, PROMPT, rule, TREE)
+
+
+@cover(
+    name=[*DRAFTERS, *FOREIGNERS],
+    how={f"{common} tokens, {rule}": (common, rule) for common, rule in BEGINNINGS},
+    drafted={"a text that ended": True, "a prompt that nobody has drafted for": False},
+    together=[("name",), ("how", "drafted")],
+)
+def test_drafts_after_load_are_those_after_all_of_the_prompt(name: str, how: tuple[int, str], drafted: bool) -> None:
+    """Whatever had been read of what was saved."""
+    (common, rule), target, make = how, target_of(name), (DRAFTERS | FOREIGNERS)[name]
+    plain, text = uncached(name, rule)
     assert any(draft.tokens for draft in plain) or name in ("ngram", "suffix")
     other = [*PROMPT[:common], *((t + 1) % 37 for t in PROMPT[common:]), 5, 6, 7]
-    for drafted in (True, False):
-        engine = CachedEngine(target, make(), TREE, PrefixCache(1 << 30, seamless=True))
-        if drafted:
-            rounds(engine, other, rule, TREE)
-        else:
-            request = begun(engine, other, Sampling())
-            engine.finish(request)
-        drafts, ours = rounds(engine, PROMPT, rule, TREE)
-        assert engine.cached == [0, common - 1]
-        # Cut into the same chunks, passes are the same to the last bit; a foreigner's chunks follow its own tokens.
-        same(drafts, plain, exact=common == PREFILL_ROWS + 1 and name in DRAFTERS)
-        assert ours == text
+    engine = CachedEngine(target, make(), TREE, PrefixCache(1 << 30, seamless=True))
+    if drafted:
+        rounds(engine, other, rule, TREE)
+    else:
+        request = begun(engine, other, Sampling())
+        engine.finish(request)
+    drafts, ours = rounds(engine, PROMPT, rule, TREE)
+    assert engine.cached == [0, common - 1]
+    # Cut into the same chunks, passes are the same to the last bit; a foreigner's chunks follow its own tokens.
+    same(drafts, plain, exact=common == PREFILL_ROWS + 1 and name in DRAFTERS)
+    assert ours == text
 
 
 @pytest.mark.parametrize("name", ["model", *FOREIGNERS])

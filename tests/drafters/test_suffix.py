@@ -8,7 +8,7 @@ from itertools import pairwise
 from types import FrameType
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.drafters.automaton import SuffixAutomaton
@@ -299,7 +299,6 @@ def test_every_draft_is_a_tree_within_budget_of_things_that_occurred(
         drafter.observe(0, Verdict(tuple(range(1, len(fresh))), tuple(fresh)), {})
 
 
-@settings(max_examples=50)
 @given(st.lists(st.integers(0, 3), min_size=12, max_size=60))
 def test_a_tree_grows_best_first(text: list[int]) -> None:
     """Every smaller budget gives a prefix of the larger one's draft."""

@@ -20,6 +20,7 @@ from paceline.sampling.parameters import Sampling
 from paceline.testing import TINY, random_tensors, run, tiny_target
 from paceline.types import DraftBudget, Want
 from paceline.verify.tree import pack_prefix
+from tests.support.cover import cover
 from tests.support.tiny_heads import eagle_config, eagle_tensors
 from tests.support.toys import toy_foreigner, toy_model
 
@@ -45,8 +46,11 @@ def test_a_trimmed_head_gives_the_full_heads_logits(tied: bool, mode: str | None
     assert not torch.allclose(logits_of(cut), whole[..., KEPT + 1 - 37 * (KEPT == 36)], rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("draft", [DraftBudget.chain(5), DraftBudget(12, 4, 3)], ids=["chain", "tree"])
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, top_p=0.9, seed=3)], ids=["greedy", "warm"])
+@cover(
+    draft={"chain": DraftBudget.chain(5), "tree": DraftBudget(12, 4, 3)},
+    sampling={"greedy": Sampling(), "warm": Sampling(temperature=1.0, top_p=0.9, seed=3)},
+    together=[("draft",), ("sampling",)],
+)
 def test_what_is_kept_is_drafted_as_by_the_full_model(draft: DraftBudget, sampling: Sampling) -> None:
     """A head cut to the tokens of a text drafts that text as well as one that is whole; one without them, nothing."""
     target, sampling = tiny_target(), replace(sampling, max_new_tokens=40)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -30,6 +30,7 @@ from paceline.models.heads import ExitConfig
 from paceline.sampling.parameters import Sampling
 from paceline.testing import TINY, random_tensors, run, tiny_target
 from paceline.types import DraftBudget
+from tests.support.cover import cover
 from tests.support.random_adapters import SETS, factors
 from tests.support.tiny_heads import TINY_BLOCK, TINY_MEDUSA, block_tensors, eagle_config, eagle_tensors, medusa_tensors
 from tests.support.toys import loaded
@@ -75,22 +76,24 @@ def texts(engine: Engine, requests: Sequence[tuple[Sequence[int], int]], samplin
     return [request.token_ids[request.num_prompt_tokens :] for request in made]
 
 
-EXPECTED = {
-    (number, temperature): run(merged(number), PROMPT, Sampling(max_new_tokens=30, temperature=temperature, seed=4))[0]
-    for number in range(4)
-    for temperature in (0.0, 0.9)
-}
+@cache
+def expected(number: int, temperature: float) -> list[int]:
+    """The text of the merged model."""
+    return run(merged(number), PROMPT, Sampling(max_new_tokens=30, temperature=temperature, seed=4))[0]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("draft", [None, DraftBudget(6, 3, 2)])
-@pytest.mark.parametrize("name", DRAFTERS)
+@cover(
+    name=[*DRAFTERS],
+    draft=[None, DraftBudget(6, 3, 2)],
+    temperature=[0.0, 0.9],
+    together=[("name",), ("draft", "temperature")],
+)
 def test_texts_are_the_merged_models(name: str, draft: DraftBudget | None, temperature: float) -> None:
     """Beside each other, where one prompt's prefill is another's only under the same adapter."""
     sampling = Sampling(max_new_tokens=30, temperature=temperature, seed=4)
     numbers = [0, 1, 1, 2, 3, 0]
     together = texts(Engine(TARGET, DRAFTERS[name](), draft), [(PROMPT, number) for number in numbers], sampling)
-    assert together == [EXPECTED[number, temperature] for number in numbers]
+    assert together == [expected(number, temperature) for number in numbers]
     assert len({tuple(text) for text in together}) == 4
 
 
@@ -98,11 +101,11 @@ def test_texts_are_the_merged_models(name: str, draft: DraftBudget | None, tempe
 def test_a_prefix_is_found_under_its_own_adapter_alone(name: str) -> None:
     engine, sampling = Engine(TARGET, DRAFTERS[name]()), Sampling(max_new_tokens=30, temperature=0.0, seed=4)
     prefixes = engine.prefixes = PrefixCache(1 << 30, seamless=True)  # float64 rounds too little to matter
-    for expected in (0, 1):
+    for found in (False, True):
         for number in (0, 1, 2, 3):
             hits = prefixes.hits
-            assert texts(engine, [(PROMPT, number)], sampling) == [EXPECTED[number, 0.0]]
-            assert (prefixes.hits > hits) == bool(expected)
+            assert texts(engine, [(PROMPT, number)], sampling) == [expected(number, 0.0)]
+            assert (prefixes.hits > hits) == found
 
 
 def test_a_request_that_gave_its_slot_back_has_its_adapter_again() -> None:
@@ -116,7 +119,7 @@ def test_a_request_that_gave_its_slot_back_has_its_adapter_again() -> None:
             engine.resume(request)
             engine.prefill(request)
     engine.finish(request)
-    assert request.token_ids[len(PROMPT) :] == EXPECTED[2, 0.0]
+    assert request.token_ids[len(PROMPT) :] == expected(2, 0.0)
 
 
 def test_a_session_has_an_adapter() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import pytest
@@ -16,11 +17,13 @@ from paceline.cache.shared import SharedSlabCache
 from paceline.drafters.base import Drafter
 from paceline.drafters.model import DraftModel
 from paceline.drafters.suffix import Suffix
+from paceline.engine.results import Completion
 from paceline.errors import InvalidOption, InvalidPrompt, NonFiniteLogits
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
 from paceline.testing import tiny_target
 from paceline.types import DraftBudget, Forward
+from tests.support.cover import cover, some
 from tests.support.toys import toy_llm, toy_model
 
 PROMPTS = [
@@ -40,15 +43,25 @@ DRAFTERS: dict[str, tuple[Drafter | None, DraftBudget | None]] = {
 }
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("width", [1, 3, 32])
+@cache
+def alone_of(*samplings: Sampling) -> list[Completion]:
+    """What each prompt gets alone, without a drafter."""
+    llm = toy_llm()
+    return [llm.generate(prompt, how) for prompt, how in zip(PROMPTS, samplings, strict=True)]  # type: ignore[call-overload]
+
+
+@cover(
+    name=[*DRAFTERS],
+    temperature=[0.0, 0.9],
+    width=[1, 3, 32],
+    together=[("name", "temperature"), ("width", "temperature")],
+)
 def test_a_batch_writes_what_each_would_alone(name: str, temperature: float, width: int) -> None:
     samplings = [
         Sampling(max_new_tokens=5 + 9 * (i % 4), temperature=temperature, seed=i, stop_token_ids=[i])
         for i in range(len(PROMPTS))
     ]
-    alone = [toy_llm().generate(prompt, how) for prompt, how in zip(PROMPTS, samplings, strict=True)]  # type: ignore[arg-type]
+    alone = alone_of(*samplings)
     together = toy_llm(*DRAFTERS[name]).generate(PROMPTS, samplings, width=width)  # type: ignore[arg-type]
     assert [c.token_ids for c in together] == [c.token_ids for c in alone]
     assert [c.text for c in together] == [c.text for c in alone]
@@ -173,7 +186,7 @@ def test_several_share_a_model() -> None:
     assert head + rest == LLM(model).generate("hello", Sampling(max_new_tokens=12)).token_ids
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block", "typical"])
+@some("rule", ["rejection", "block", "typical"], fast=["block"])
 def test_company_decides_nothing_under_rules_that_follow_the_draft_either(rule: str) -> None:
     how = Sampling(max_new_tokens=20, temperature=0.9, seed=4, rule=rule)  # type: ignore[arg-type]
     make = lambda: toy_llm(DraftModel(tiny_target(seed=9), 37))  # noqa: E731

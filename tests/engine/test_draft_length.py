@@ -12,6 +12,7 @@ from paceline.engine.cost_model import Curve, Fading
 from paceline.engine.draft_length import Controller
 from paceline.types import Draft, DraftBudget, Verdict
 from paceline.verify.tree import MIN_ROWS
+from tests.support.cover import cover
 
 Accept = Callable[[int], float]
 
@@ -67,12 +68,12 @@ class World:
         return max(found) * self.seconds(DraftBudget.chain(0))[1]
 
 
-@pytest.mark.parametrize(
-    "most", [DraftBudget.chain(5), DraftBudget.chain(12), DraftBudget(7, 4, 2), DraftBudget(24, 6, 4)]
+@cover(
+    most=[DraftBudget.chain(5), DraftBudget.chain(12), DraftBudget(7, 4, 2), DraftBudget(24, 6, 4)],
+    per_row=[0.0, 0.03, 0.2],
+    per_level=[0.01, 0.1, 0.5],
+    right=[0.0, 0.3, 0.6, 0.9],
 )
-@pytest.mark.parametrize("per_row", [0.0, 0.03, 0.2])
-@pytest.mark.parametrize("per_level", [0.01, 0.1, 0.5])
-@pytest.mark.parametrize("right", [0.0, 0.3, 0.6, 0.9])
 def test_it_comes_close_to_the_best_fixed_size_and_never_much_below_none(
     most: DraftBudget, per_row: float, per_level: float, right: float
 ) -> None:

@@ -27,6 +27,7 @@ from paceline.session import Session
 from paceline.testing import run, run_together
 from paceline.types import Draft, DraftBudget
 from tests.support.broken_states import Twice, broken
+from tests.support.cover import cover, some
 from tests.support.hybrids import HYBRID, text, tiny_hybrid, tiny_mamba
 from tests.support.tiny_heads import (
     TINY_BLOCK,
@@ -40,6 +41,7 @@ from tests.support.tiny_heads import (
 
 TARGET, OTHER = tiny_hybrid(), tiny_hybrid(seed=9)
 CHAIN, TREE = DraftBudget.chain(4), DraftBudget(8, 4, 3)
+SHAPES = {"chain": CHAIN, "tree": TREE}
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "ngram": NGram,
@@ -61,8 +63,7 @@ def plain() -> list[list[int]]:
     return [run(TARGET, text(CHECKPOINT - 10), sampling)[0] for sampling in (GREEDY, SAMPLED)]
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+@cover(shape=SHAPES, name=[*DRAFTERS], together=[("name",), ("shape",)])
 def test_the_text_does_not_depend_on_the_drafter(name: str, shape: DraftBudget, plain: list[list[int]]) -> None:
     """Over a checkpoint, greedy and sampled side by side."""
     engine = Engine(TARGET, DRAFTERS[name](), shape)
@@ -72,7 +73,7 @@ def test_the_text_does_not_depend_on_the_drafter(name: str, shape: DraftBudget, 
         assert all(stats.acceptance == 1.0 for _, _, stats in replies if shape is CHAIN), "its own states follow too"
 
 
-@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+@some("shape", SHAPES, fast=["tree"])
 def test_mamba_keeps_its_text_too(shape: DraftBudget) -> None:
     target, other = tiny_mamba(), tiny_mamba(seed=9)
     samplings = [GREEDY, SAMPLED]
@@ -119,14 +120,13 @@ def test_sessions_roll_back_to_any_token() -> None:
 
 
 @pytest.mark.skipif(not packs_bfloat16(), reason="no bfloat16 products that keep bits")
-@pytest.mark.parametrize("hybrid", [tiny_hybrid, tiny_mamba])
-def test_bfloat16_keeps_bits(hybrid: Callable[..., Decoder]) -> None:
+@cover(hybrid={"hybrid": tiny_hybrid, "mamba": tiny_mamba}, shape=SHAPES, together=[("hybrid",), ("shape",)])
+def test_bfloat16_keeps_bits(hybrid: Callable[..., Decoder], shape: DraftBudget) -> None:
     target = hybrid(dtype=torch.bfloat16)
     assert guarantee(target) == "bits"
     prompt, sampling = text(70), Sampling(max_new_tokens=60, temperature=0.8, seed=5)
     plain = run(target, prompt, sampling)[0]
-    for shape in (CHAIN, TREE):
-        assert run(target, prompt, sampling, DraftModel(hybrid(9, torch.bfloat16), 37), shape)[0] == plain
+    assert run(target, prompt, sampling, DraftModel(hybrid(9, torch.bfloat16), 37), shape)[0] == plain
 
 
 def test_the_self_check_notices_states_that_do_not_roll_back() -> None:

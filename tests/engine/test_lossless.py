@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.cache.slab import SlabCache
@@ -34,6 +35,8 @@ from paceline.sampling.sampler import Prefix, Sampler
 from paceline.testing import TINY, Oracle, random_tensors, run, tiny_target
 from paceline.types import DraftBudget, Rows, Want
 from paceline.verify.tree import pack_prefix
+from tests.support.cover import cover
+from tests.support.plain import plain_reply, plain_text
 from tests.support.tiny_heads import (
     TINY_BLOCK,
     TINY_MEDUSA,
@@ -44,7 +47,7 @@ from tests.support.tiny_heads import (
     medusa_tensors,
 )
 from tests.support.toys import toy_foreigner, toy_model
-from tests.verify.test_tree import drafts
+from tests.support.trees import drafts
 
 TOY = tiny_target()
 SMALL = tiny_target(dtype=torch.float32)
@@ -123,11 +126,9 @@ SAMPLINGS = {
 }
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS.keys())
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@cover(drafter=[*DRAFTERS], shape=SHAPES, sampling=SAMPLINGS, together=[("drafter",), ("shape", "sampling")])
 def test_the_text_is_the_targets_own(drafter: str, shape: DraftBudget, sampling: Sampling) -> None:
-    plain, finish, _ = run(TOY, PROMPT, sampling)
+    plain, finish = plain_reply(TOY, PROMPT, sampling)
     tokens, ended, stats = run(TOY, PROMPT, sampling, DRAFTERS[drafter](PROMPT + plain), shape)
     assert tokens == plain
     assert ended == finish
@@ -137,33 +138,38 @@ def test_the_text_is_the_targets_own(drafter: str, shape: DraftBudget, sampling:
     assert sum(stats.accepted_at) == stats.accepted <= stats.drafted
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_every_stop_condition_ends_at_the_same_token(drafter: str, shape: DraftBudget) -> None:
-    """Each reply is stopped at each of its tokens in turn, by each means; warm text, so that it varies."""
-    warm = Sampling(max_new_tokens=24, temperature=1.0, seed=8)
-    text = run(TOY, PROMPT, warm)[0]
-    make = DRAFTERS[drafter]
-    for at in range(0, len(text), 3):
-        for stop in (
-            {"stop_token_ids": [text[at]]},
-            {"stop": chr(text[at])},
-            {"stop": "".join(map(chr, text[at : at + 3]))},
-            {"max_new_tokens": at + 1},
-        ):
-            sampling = Sampling(**({"max_new_tokens": 24, "temperature": 1.0, "seed": 8} | stop))  # type: ignore[arg-type]
-            plain = run(TOY, PROMPT, sampling)
-            drafted = run(TOY, PROMPT, sampling, make(PROMPT + text), shape)
-            assert drafted[:2] == plain[:2]
-        plain = run(TOY, PROMPT, warm, eos=[text[at]])
-        assert run(TOY, PROMPT, warm, make(PROMPT + text), shape, eos=[text[at]])[:2] == plain[:2]
-        assert plain[1] == "eos"
+VARIED = Sampling(max_new_tokens=24, temperature=1.0, seed=8)
+STOPS: dict[str, Callable[[list[int], int], tuple[dict[str, Any], list[int]]]] = {
+    "stop token": lambda text, at: ({"stop_token_ids": [text[at]]}, []),
+    "stop string": lambda text, at: ({"stop": chr(text[at])}, []),
+    "longer stop string": lambda text, at: ({"stop": "".join(map(chr, text[at : at + 3]))}, []),
+    "length": lambda text, at: ({"max_new_tokens": at + 1}, []),
+    "eos": lambda text, at: ({}, [text[at]]),
+}
+"""(text, place in it) -> parameters and end-of-sequence tokens that stop the text there."""
+
+
+@cover(
+    drafter=[*DRAFTERS],
+    shape=SHAPES,
+    stop=STOPS,
+    at=range(0, 24, 3),
+    together=[("drafter", "shape"), ("shape", "stop"), ("stop", "at")],
+)
+def test_every_stop_condition_ends_at_the_same_token(
+    drafter: str, shape: DraftBudget, stop: Callable[[list[int], int], tuple[dict[str, Any], list[int]]], at: int
+) -> None:
+    text = plain_text(TOY, PROMPT, VARIED)
+    changes, eos = stop(text, at)
+    sampling = replace(VARIED, **changes)
+    plain = plain_reply(TOY, PROMPT, sampling, eos)
+    assert run(TOY, PROMPT, sampling, DRAFTERS[drafter](PROMPT + text), shape, eos=eos)[:2] == plain
+    assert plain[1] == ("length" if "max_new_tokens" in changes else "eos" if eos else "stop")
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_criteria_of_the_users_end_the_reply_inside_an_accepted_block(shape: DraftBudget) -> None:
-    warm = Sampling(max_new_tokens=24, temperature=1.0, seed=8)
-    text = run(TOY, PROMPT, warm)[0]
+    text = plain_text(TOY, PROMPT, VARIED)
     for at in range(24):
         asked: list[list[int]] = []
 
@@ -171,7 +177,7 @@ def test_criteria_of_the_users_end_the_reply_inside_an_accepted_block(shape: Dra
             asked.append(list(ids))
             return len(ids) > at
 
-        sampling = replace(warm, stop_when=enough)
+        sampling = replace(VARIED, stop_when=enough)
         tokens, finish, stats = run(TOY, PROMPT, sampling, Oracle(PROMPT + text, 1.0, 37), shape)
         assert (tokens, finish) == (text[: at + 1], "stop")
         assert asked == [text[:n] for n in range(1, at + 2)], "every token once, in order, and none beyond"
@@ -188,7 +194,6 @@ def test_drafts_reach_the_end_of_the_context() -> None:
             assert run(short, PROMPT, Sampling(max_new_tokens=500), drafter, shape)[0] == plain
 
 
-@settings(max_examples=25)
 @given(st.lists(st.integers(0, 36), min_size=1, max_size=30), st.integers(0, 99), st.data())
 def test_any_tree_at_any_moment(prompt: list[int], seed: int, data: st.DataObject) -> None:
     """Arbitrary trees, some of whose paths are true, at arbitrary rounds."""
@@ -206,14 +211,22 @@ def test_any_tree_at_any_moment(prompt: list[int], seed: int, data: st.DataObjec
     assert run(TOY, prompt, sampling, Anything(prompt + plain, 1.0, 37), DraftBudget(8, 8, 3))[0] == plain
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_model_that_drafts_for_itself_is_always_right(temperature: float) -> None:
+@cover(
+    temperature=[0.0, 0.8],
+    length=range(1, 6),
+    prompt={"long prompt": PROMPT, "1 token": PROMPT[:1], "2 tokens": PROMPT[:2], "3 tokens": PROMPT[:3]},
+    together=[("temperature", "prompt"), ("length",)],
+)
+def test_a_model_that_drafts_for_itself_is_always_right(temperature: float, length: int, prompt: list[int]) -> None:
     """Any slip in the draft's cache or positions (an off-by-one, a stale row) shows as a rejection."""
     sampling = Sampling(max_new_tokens=60, temperature=temperature, seed=4)
-    for length in range(1, 6):
-        for prompt in (PROMPT, PROMPT[:1], PROMPT[:2], PROMPT[:3]):
-            _, _, stats = run(TOY, prompt, sampling, DraftModel(TOY, 37), DraftBudget.chain(length))
-            assert stats.tokens_per_round == 1 + length, "a row of padding was taken for the last token"
+    _, _, stats = run(TOY, prompt, sampling, DraftModel(TOY, 37), DraftBudget.chain(length))
+    assert stats.tokens_per_round == 1 + length, "a row of padding was taken for the last token"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_tree_of_a_model_that_drafts_for_itself_is_mostly_right(temperature: float) -> None:
+    sampling = Sampling(max_new_tokens=60, temperature=temperature, seed=4)
     _, _, tree = run(TOY, PROMPT, sampling, DraftModel(TOY, 37), DraftBudget(12, 4, 3))
     assert tree.tokens_per_round > 3
 
@@ -222,7 +235,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(temperature: float) -> N
 
 
 def test_a_commit_that_forgets_to_move_a_trees_rows_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = run(TOY, PROMPT, SAMPLINGS["warm"])[0]
+    plain = plain_text(TOY, PROMPT, SAMPLINGS["warm"])
     oracle = lambda: Oracle(PROMPT + plain, 0.9, 37)  # noqa: E731
     assert run(TOY, PROMPT, SAMPLINGS["warm"], oracle(), SHAPES["tree"])[0] == plain
     honest = SlabCache.commit
@@ -265,7 +278,7 @@ def test_noise_of_the_wrong_position_is_noticed(monkeypatch: pytest.MonkeyPatch)
 
 def test_noise_that_moves_with_the_round_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fresh noise per draw, as ordinary samplers have it, makes the text depend on the draft."""
-    plain = run(TOY, PROMPT, SAMPLINGS["warm"])[0]
+    plain = plain_text(TOY, PROMPT, SAMPLINGS["warm"])
     honest, draws = Noise.best, itertools.count()
     monkeypatch.setattr(Noise, "best", lambda self, position, *row: honest(self, next(draws) // 2, *row))
     assert run(TOY, PROMPT, SAMPLINGS["warm"], Oracle(PROMPT + plain, 0.7, 37), SHAPES["chain"])[0] != plain
@@ -275,7 +288,7 @@ def test_a_processor_that_does_not_see_the_drafted_path_is_noticed(monkeypatch: 
     """Penalties counted at a round's start, not at each row, as batched engines had them."""
     honest = Sampler.process
     for name in ("penalties", "bans", "all at once"):
-        plain = run(TOY, PROMPT, SAMPLINGS[name])[0]
+        plain = plain_text(TOY, PROMPT, SAMPLINGS[name])
         with monkeypatch.context() as broken:
             broken.setattr(Sampler, "process", lambda self, prefix, row: honest(self, prefix.after(()), row))
             assert run(TOY, PROMPT, SAMPLINGS[name], Oracle(PROMPT + plain, 1.0, 37), SHAPES["chain"])[0] != plain
@@ -323,15 +336,18 @@ BATCHED: dict[str, Callable[[Decoder], Drafter]] = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-@pytest.mark.parametrize("drafter", BATCHED)
-@pytest.mark.parametrize("sampling", ["greedy", "warm", "all at once"])
+@cover(
+    sampling=["greedy", "warm", "all at once"],
+    drafter=[*BATCHED],
+    shape=SHAPES,
+    together=[("sampling",), ("drafter",), ("shape",)],
+)
 def test_a_ragged_batch_writes_what_each_would_alone(
     sampling: str, drafter: str, shape: DraftBudget, toy: Decoder
 ) -> None:
     how = SAMPLINGS[sampling]
     prompts = [PROMPT, [3], [7, 7, 7, 7, 8], list(range(30))]
-    alone = [run(toy, prompt, how)[0] for prompt in prompts]
+    alone = [plain_text(toy, prompt, how) for prompt in prompts]
     engine = Engine(toy, BATCHED[drafter](toy), shape)
     requests = []
     for prompt in prompts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,38 +13,37 @@ from paceline.drafters.ngram import NGram
 from paceline.engine.engine import Engine
 from paceline.engine.self_check import guarantee
 from paceline.kernels.cpu.build import library
-from paceline.models.decoder import Decoder
 from paceline.sampling.parameters import Sampling
 from paceline.session import Session
 from paceline.testing import run, run_together
 from paceline.types import Draft, DraftBudget
+from tests.support.cover import cover
 from tests.support.golden import decoder
 from tests.support.logits import text
+from tests.support.mixtures import CHAIN, PROMPTS, SAMPLINGS, TREE, plain
 
 CASES = {"glm4.5": "glm4.5 without groups", "llama4, sliding": "llama4", "deepseek v3": "deepseek v2"}
 """Target -> a model that drafts for it."""
-CHAIN, TREE = DraftBudget.chain(4), DraftBudget(8, 4, 3)
-SAMPLINGS = [Sampling(max_new_tokens=24), Sampling(max_new_tokens=24, temperature=0.9, seed=3)]
-PROMPTS = [text(40), text(70)[31:]]
 
 
-@cache
-def plain(target: Decoder) -> list[list[int]]:
-    return [run(target, prompt, sampling)[0] for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True)]
-
-
-@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("case", CASES)
-def test_the_text_does_not_depend_on_the_drafter(case: str, shape: DraftBudget) -> None:
-    target, other = decoder(case), decoder(CASES[case])
-    itself = DraftModel(target, 101)
-    drafters: list[Drafter] = [NGram(), DraftModel(other, 101), itself]
-    for drafter in drafters:
-        replies = run_together(Engine(target, drafter, shape), PROMPTS, SAMPLINGS)
-        assert [reply[0] for reply in replies] == plain(target)
-        assert sum(stats.drafted for _, _, stats in replies) > 0
-        if drafter is itself and shape is CHAIN:
-            assert all(stats.acceptance == 1.0 for _, _, stats in replies)
+@cover(
+    case=[*CASES],
+    shape={"chain": CHAIN, "tree": TREE},
+    drafter=["ngram", "another", "itself"],
+    together=[("case", "shape"), ("drafter", "shape")],
+)
+def test_the_text_does_not_depend_on_the_drafter(case: str, shape: DraftBudget, drafter: str) -> None:
+    target = decoder(case)
+    made: dict[str, Callable[[], Drafter]] = {
+        "ngram": NGram,
+        "another": lambda: DraftModel(decoder(CASES[case]), 101),
+        "itself": lambda: DraftModel(target, 101),
+    }
+    replies = run_together(Engine(target, made[drafter](), shape), PROMPTS, SAMPLINGS)
+    assert [reply[0] for reply in replies] == plain(target)
+    assert sum(stats.drafted for _, _, stats in replies) > 0
+    if drafter == "itself" and shape is CHAIN:
+        assert all(stats.acceptance == 1.0 for _, _, stats in replies)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -77,10 +76,9 @@ def test_sessions_roll_back_to_any_token(case: str) -> None:
 
 
 @pytest.mark.skipif(library() is None, reason="no bfloat16 products that keep bits")
-@pytest.mark.parametrize("case", CASES)
-def test_bfloat16_keeps_bits(case: str) -> None:
+@cover(case=[*CASES], shape={"chain": CHAIN, "tree": TREE}, together=[("case",), ("shape",)])
+def test_bfloat16_keeps_bits(case: str, shape: DraftBudget) -> None:
     target = decoder(case, torch.bfloat16)
     assert guarantee(target) == "bits"
-    for shape in (CHAIN, TREE):
-        replies = run_together(Engine(target, DraftModel(decoder(CASES[case]), 101), shape), PROMPTS, SAMPLINGS)
-        assert [reply[0] for reply in replies] == plain(target)
+    replies = run_together(Engine(target, DraftModel(decoder(CASES[case]), 101), shape), PROMPTS, SAMPLINGS)
+    assert [reply[0] for reply in replies] == plain(target)

@@ -19,6 +19,7 @@ from paceline.sampling.grammar import Grammar
 from paceline.sampling.parameters import Sampling
 from paceline.testing import tiny_target
 from paceline.types import Draft
+from tests.support.cover import cover
 from tests.support.toys import toy_llm
 
 LENGTH = 120
@@ -42,8 +43,7 @@ def edited(text: Sequence[int], *places: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("name", ["greedy", "warm"])
+@cover(name=["greedy", "warm"], drafter=[*DRAFTERS], together=[("name",), ("drafter",)])
 def test_no_prediction_changes_the_text(name: str, drafter: str) -> None:
     sampling = SAMPLINGS[name]
     plain = toy_llm().generate("hello", sampling)

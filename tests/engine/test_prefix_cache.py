@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.cache.attention import LayerAttention
@@ -43,6 +43,7 @@ from paceline.verify.tree import PREFILL_ROWS, pack
 from tests.conftest import packaged_model
 from tests.support.cached_engine import CachedEngine, begun
 from tests.support.native_models import BASE, MODELS, native
+from tests.support.plain import plain_text
 from tests.support.tiny_heads import TINY_BLOCK, TINY_MEDUSA, block_tensors, eagle_config, eagle_tensors, medusa_tensors
 from tests.support.toys import toy_foreigner, toy_model
 
@@ -82,17 +83,12 @@ wishes = st.tuples(
     st.sampled_from([0.0, 0.9]),
     st.sampled_from([*DRAFTERS]),
 )
-_PLAIN: dict[tuple[tuple[int, ...], Sampling], list[int]] = {}
 
 
 def plain(prompt: Sequence[int], sampling: Sampling) -> list[int]:
-    key = tuple(prompt), sampling
-    if key not in _PLAIN:
-        _PLAIN[key] = run(TOY, prompt, sampling)[0]
-    return _PLAIN[key]
+    return plain_text(TOY, prompt, sampling)
 
 
-@settings(max_examples=60)
 @given(st.lists(wishes, min_size=2, max_size=8), st.sampled_from([PLENTY, 200_000, 40_000]))
 def test_texts_are_those_without_a_cache(sequence: list[Wish], limit: int) -> None:
     """Whoever drafts, whatever was said before, replies and chats included, and however little there is room for."""
@@ -348,6 +344,7 @@ def real() -> Iterator[Loaded]:
         yield model
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_real_models_logits_after_a_hit_are_those_without(real: Loaded) -> None:
     """A chat whose second turn begins anywhere in a chunk, over what decode rounds wrote, across a block's end."""

@@ -14,7 +14,7 @@ from paceline.functional import CandidateTree, TreeConfig, attention_bias, input
 from paceline.types import Draft
 from paceline.verify.tree import depths, pack
 from tests.support.draft_batches import batches, drafts_of, padded, tree_of
-from tests.verify.test_tree import path_to
+from tests.support.trees import path_to
 
 SMALL = tree_of([Draft((1, 2, 3), (0, 0, 1)), Draft((5,), (0,))])
 

@@ -17,7 +17,7 @@ from paceline.verify.tree import beside, pack, pack_prefix
 from tests.support.native_models import BASE, CPU, MODELS, native, plan, text
 from tests.support.ragged_passes import DRAFTS, filled, packed, verify
 from tests.support.row_groups import watched
-from tests.verify.test_tree import path_to
+from tests.support.trees import path_to
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
 

@@ -109,7 +109,13 @@ def real(drafter: Drafter, size: DraftBudget | None, sampling: Sampling, width: 
     return [c.stats for c in llm.generate(list(PROMPTS), samplings(sampling), width=width)]
 
 
-@cover(strength=1, name=DRAFTERS.keys(), sampling=SAMPLINGS.keys(), size=SIZES, width={"1": 1, "3": 3})
+@cover(
+    name=DRAFTERS.keys(),
+    sampling=SAMPLINGS.keys(),
+    size=SIZES,
+    width={"1": 1, "3": 3},
+    together=[("name",), ("sampling",), ("size", "width")],
+)
 def test_counts_are_equal(name: str, sampling: str, size: DraftBudget, width: int) -> None:
     replies = recorded_once(sampling)
     stats = real(DRAFTERS[name](), size, SAMPLINGS[sampling], width)

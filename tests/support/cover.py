@@ -1,4 +1,4 @@
-"""Two tiers of one product: a cover of all pairs in `make test`, every combination in `make test-all`.
+"""Two tiers of one product: a cover of it in `make test`, every combination in `make test-all`.
 
 A test is written once, over all combinations. The combinations outside the cover are marked `slow`, so nothing is lost.
 """
@@ -6,6 +6,7 @@ A test is written once, over all combinations. The combinations outside the cove
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,27 +19,52 @@ def _named(axis: Axis) -> dict[str, Any]:
     return dict(axis) if isinstance(axis, Mapping) else {str(value): value for value in axis}
 
 
-def _covering(rows: Sequence[tuple[str, ...]], strength: int) -> set[tuple[str, ...]]:
-    """Choose rows greedily until every tuple of `strength` values that occurs in some row is covered.
+Combination = tuple[tuple[int, str], ...]
+"""Values, by the number of their axis."""
 
-    allpairspy does the same for products without constraints; with constraints it leaves pairs out.
+
+def _combinations(row: Sequence[str], groups: Iterable[Sequence[int]]) -> set[Combination]:
+    return {tuple((axis, row[axis]) for axis in group) for group in groups}
+
+
+def _chosen(rows: Sequence[tuple[str, ...]], groups: Sequence[Sequence[int]]) -> set[tuple[str, ...]]:
+    """Choose rows greedily until each combination that the values of a group have in some row is covered.
+
+    Of rows that cover as much, the one with more new pairs is taken, then the one whose values were taken less often:
+    that spreads what no group asks for. allpairspy does the same for products without constraints; with constraints it
+    leaves pairs out.
     """
-    holds = {row: set(itertools.combinations(enumerate(row), strength)) for row in rows}
-    missing = set().union(*holds.values())
+    pairs = [*itertools.combinations(range(len(rows[0])), 2)]
+    left = {row: (_combinations(row, groups), _combinations(row, pairs)) for row in rows}
+    missing, new = (set().union(*both) for both in zip(*left.values(), strict=True))
+    taken: Counter[tuple[int, str]] = Counter()
     chosen = set()
     while missing:
-        best = max(holds, key=lambda row: len(holds[row] & missing))
-        missing -= holds.pop(best)
+        gain = {row: len(asked & missing) for row, (asked, _) in left.items()}
+        most = max(gain.values())
+        best = max(
+            (row for row in left if gain[row] == most),
+            key=lambda row: (len(left[row][1] & new), -sum(taken[value] for value in enumerate(row))),
+        )
+        asked, others = left.pop(best)
+        missing -= asked
+        new -= others
+        taken.update(enumerate(best))
         chosen.add(best)
     return chosen
 
 
-def cover(valid: Callable[..., bool] = lambda **_: True, strength: int = 2, **axes: Axis) -> pytest.MarkDecorator:
-    """Parametrize a test over the product of its axes; the fast tier runs every pair of values at least once.
+def cover(
+    valid: Callable[..., bool] = lambda **_: True,
+    together: Collection[Sequence[str]] | None = None,
+    **axes: Axis,
+) -> pytest.MarkDecorator:
+    """Parametrize a test over the product of two or more axes; the fast tier runs a cover of it.
 
     Args:
         valid: Called with one value per axis, by keyword. Combinations for which it returns False do not exist.
-        strength: 1 runs every value at least once in the fast tier, 2 every pair, 3 every triple.
+        together: Groups of axes. The fast tier runs every combination of values of each group at least once; of a
+            group of one axis, every value. By default the groups are all pairs of axes.
         **axes: Argument name -> values. A mapping's keys are the ids; other values are their own ids.
     """
     named = {name: _named(axis) for name, axis in axes.items()}
@@ -47,7 +73,9 @@ def cover(valid: Callable[..., bool] = lambda **_: True, strength: int = 2, **ax
         values = {name: named[name][key] for name, key in zip(named, ids, strict=True)}
         if valid(**values):
             rows[ids] = list(values.values())
-    fast = _covering(list(rows), strength)
+    names = [*named]
+    groups = [*itertools.combinations(names, 2)] if together is None else together
+    fast = _chosen([*rows], [[names.index(name) for name in group] for group in groups])
     return pytest.mark.parametrize(
         list(named),
         [

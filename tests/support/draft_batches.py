@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.functional import CandidateTree
 from paceline.types import Draft
-from tests.verify.test_tree import drafts
+from tests.support.trees import drafts
 
 batches = st.lists(drafts(vocab=4), min_size=1, max_size=4)
 

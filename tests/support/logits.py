@@ -13,7 +13,7 @@ from paceline.protocols import KVCache
 from paceline.types import Draft, Want
 from paceline.verify.tree import PREFILL_ROWS, pack, pack_prefix
 from tests.support.tiny_families import VOCAB
-from tests.verify.test_tree import path_to
+from tests.support.trees import path_to
 
 CPU = torch.device("cpu")
 TREE = Draft((7, 8, 9, 10, 11, 12, 7, 8), (0, 0, 1, 1, 2, 3, 4, 6))

@@ -22,7 +22,7 @@ from paceline.train.pointwise import EarlyExitRecipe, MedusaRecipe
 from paceline.train.recipe import DraftPlaces, Recipe
 from paceline.train.states import States
 from paceline.types import DraftBudget
-from tests.drafters.test_block import Dense
+from tests.support.dense_block import Dense
 from tests.support.train_toys import TARGET, documents, selection, written
 
 EVERY = torch.arange(37)

@@ -20,6 +20,7 @@ from paceline.sampling.noise import ACCEPT, Noise
 from paceline.types import Draft, Verdict
 from paceline.verify import rejection
 from paceline.verify.rejection import RoundChance, Shaped, block_walk, rejection_walk
+from tests.support.cover import cover
 from tests.support.enumerate import Script, outcomes
 
 Walk = Callable[[Draft, Shaped, Script], Verdict]
@@ -172,9 +173,7 @@ def kept(walk: Walk, drafter: Callable[[Script], Draft], shaped: Shaped = target
     return sum(count * probability for count, probability in rounds.items())
 
 
-@pytest.mark.parametrize("made", MADE)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("walk", WALKS)
+@cover(walk=[*WALKS], shape=[*SHAPES], made=MADE)
 def test_the_text_has_the_targets_distribution(walk: str, shape: str, made: str) -> None:
     length = 1 + max((len(node) + 1 for node in SHAPES[shape]), default=0)
     assert distance(WALKS[walk], Drafter(SHAPES[shape], made), length) < 1e-12

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import math
 import operator
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,11 +14,10 @@ from torch import Tensor
 
 from paceline import Sampling
 from paceline.drafters import growth
-from paceline.drafters.base import Ask, Drafter
+from paceline.drafters.base import Ask
 from paceline.drafters.medusa import Medusa
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
-from paceline.engine.engine import Engine
 from paceline.errors import InvalidOption, NonFiniteLogits
 from paceline.models.heads import MedusaConfig
 from paceline.sampling.noise import Noise
@@ -30,47 +28,18 @@ from paceline.verify import rejection
 from paceline.verify.rules import RULES, text_guarantee, typical
 from paceline.verify.tree import shape
 from tests.support.bigram import Bigram
+from tests.support.cover import cover, some
+from tests.support.text_distribution import CHAIN, TARGET, TREE, VOCAB, Q, chi_square
 from tests.support.toys import ask_for, toy_llm
 
-VOCAB, LENGTH, SEEDS, WARM = 3, 3, 400, 0.8
-# What the drafter leaves to the target lies on two tokens, one that the drafter likes and one that it does not: there
-# shared noise shows.
-P = torch.tensor([[0.10, 0.55, 0.35], [0.35, 0.10, 0.55], [0.55, 0.35, 0.10]]).double()
-Q = torch.tensor([[0.55, 0.42, 0.03], [0.03, 0.55, 0.42], [0.42, 0.03, 0.55]]).double()
-TARGET, OTHER = Bigram(P.log() * WARM), Bigram(Q.log() * WARM)
-CHAIN, TREE = DraftBudget.chain(2), DraftBudget(4, 2, 2)
 
-
-def chi_square(
-    rule: str,
-    draft: DraftBudget,
-    drafter: Callable[[Bigram, int], Drafter] = DraftModel,
-    seeds: int = SEEDS,
-    length: int = LENGTH,
-    prompt: Sequence[int] = (0,),
-) -> float:
-    """How far the texts of many seeds are from the target's exact distribution, in units of the 0.1 % quantile.
-
-    More than 1 is not chance. Texts that are expected fewer than five times count together.
-    """
-    engine = Engine(TARGET, drafter(OTHER, VOCAB), draft)
-    counts: Counter[tuple[int, ...]] = Counter()
-    for seed in range(seeds):
-        sampling = Sampling(max_new_tokens=length, temperature=WARM, seed=seed, rule=rule)  # type: ignore[arg-type]
-        counts[tuple(run(TARGET, prompt, sampling, engine=engine)[0])] += 1
-    cells: dict[object, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for text in itertools.product(range(VOCAB), repeat=length):
-        expected = seeds * math.prod(float(P[a, b]) for a, b in itertools.pairwise((prompt[-1], *text)))
-        cell = cells[text if expected >= 5 else "rare"]
-        cell[0], cell[1] = cell[0] + expected, cell[1] + counts[text]
-    total, free = sum((seen - expected) ** 2 / expected for expected, seen in cells.values()), len(cells) - 1
-    # Wilson and Hilferty's approximation of the quantile.
-    return total / (free * (1 - 2 / (9 * free) + 3.09 * math.sqrt(2 / (9 * free))) ** 3)
-
-
-@pytest.mark.parametrize(("rule", "draft"), [("rejection", TREE), ("block", CHAIN), ("block", TREE)])
-def test_texts_have_the_targets_distribution(rule: str, draft: DraftBudget) -> None:
-    assert chi_square(rule, draft) < 1
+@some(
+    "case",
+    {"rejection, tree": ("rejection", TREE), "block, chain": ("block", CHAIN), "block, tree": ("block", TREE)},
+    fast=["rejection, tree", "block, tree"],
+)
+def test_texts_have_the_targets_distribution(case: tuple[str, DraftBudget]) -> None:
+    assert chi_square(*case) < 1
 
 
 def heads(other: Bigram, vocab: int) -> Medusa:
@@ -80,16 +49,23 @@ def heads(other: Bigram, vocab: int) -> Medusa:
     return Medusa(config, tensors, TARGET)
 
 
-@pytest.mark.parametrize(
-    ("rule", "draft"), [("rejection", DraftBudget(6, 2, 2)), ("block", CHAIN), ("block", DraftBudget(5, 2, 2))]
+@some(
+    "case",
+    {
+        "rejection, tree": ("rejection", DraftBudget(6, 2, 2)),
+        "block, chain": ("block", CHAIN),
+        "block, tree": ("block", DraftBudget(5, 2, 2)),
+    },
+    fast=["rejection, tree"],
 )
-def test_heads_that_draw_once_for_all_parents_leave_the_targets_distribution(rule: str, draft: DraftBudget) -> None:
-    assert chi_square(rule, draft, heads, prompt=(2, 1)) < 1
+def test_heads_that_draw_once_for_all_parents_leave_the_targets_distribution(case: tuple[str, DraftBudget]) -> None:
+    assert chi_square(*case, heads, prompt=(2, 1)) < 1
 
 
 # Negative controls.
 
 
+@pytest.mark.slow
 def test_heads_that_draw_with_the_noise_of_the_head_above_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = Noise.stream
     monkeypatch.setattr(Noise, "stream", lambda self, *key: honest(self, *key[:2]))
@@ -100,11 +76,13 @@ def test_typical_is_lossy_and_the_statistics_see_it() -> None:
     assert chi_square("typical", CHAIN, seeds=100) > 1
 
 
+@pytest.mark.slow
 def test_no_residual_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rejection, "_normalised", lambda mass, otherwise: otherwise)
     assert chi_square("rejection", CHAIN) > 1
 
 
+@pytest.mark.slow
 def test_the_q_of_another_parent_is_noticed() -> None:
     class Mistaken(DraftModel):
         def propose(self, asks: Sequence[Ask]) -> list[Draft]:
@@ -114,6 +92,7 @@ def test_the_q_of_another_parent_is_noticed() -> None:
     assert chi_square("block", CHAIN, Mistaken) > 1
 
 
+@pytest.mark.slow
 def test_noise_shared_with_the_target_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A drafter that draws with the target's own noise, as it should under match."""
 
@@ -131,8 +110,7 @@ PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
 SHAPES = {"chain": DraftBudget.chain(4), "tree": DraftBudget(9, 4, 3)}
 
 
-@pytest.mark.parametrize("draft", SHAPES.values(), ids=SHAPES.keys())
-@pytest.mark.parametrize("rule", ["rejection", "block", "typical"])
+@cover(rule=["rejection", "block", "typical"], draft=SHAPES, together=[("rule",), ("draft",)])
 def test_without_temperature_every_rule_is_match(rule: str, draft: DraftBudget) -> None:
     plain = run(TOY, PROMPT, Sampling(max_new_tokens=24))[0]
     for drafter in (DraftModel(TWIN, 37), DraftModel(TOY, 37), NGram()):
@@ -140,8 +118,7 @@ def test_without_temperature_every_rule_is_match(rule: str, draft: DraftBudget) 
         assert run(TOY, PROMPT, sampling, drafter, draft)[0] == plain
 
 
-@pytest.mark.parametrize("draft", SHAPES.values(), ids=SHAPES.keys())
-@pytest.mark.parametrize("rule", ["rejection", "block", "typical"])
+@cover(rule=["rejection", "block", "typical"], draft=SHAPES, together=[("rule",), ("draft",)])
 def test_the_same_seed_and_drafter_give_the_same_text(rule: str, draft: DraftBudget) -> None:
     texts = set()
     for seed in (1, 1, 2):

@@ -8,31 +8,9 @@ from hypothesis import strategies as st
 from paceline.errors import InvalidOption
 from paceline.types import Draft, DraftBudget
 from paceline.verify.tree import MIN_ROWS, Place, check, close, depths, from_paths, pack, places, shape
+from tests.support.trees import drafts, path_to
 
 CPU = torch.device("cpu")
-
-
-@st.composite
-def drafts(draw: st.DrawFn, most: int = 12, vocab: int = 5) -> Draft:
-    """Any valid draft: parents before children, siblings with different tokens."""
-    tokens: list[int] = []
-    parents: list[int] = []
-    for node in range(draw(st.integers(0, most))):
-        parent = draw(st.integers(0, node))
-        taken = {t for t, p in zip(tokens, parents, strict=True) if p == parent}
-        if len(taken) < vocab:
-            parents.append(parent)
-            tokens.append(draw(st.sampled_from(sorted(set(range(vocab)) - taken))))
-        else:
-            break
-    return Draft(tuple(tokens), tuple(parents))
-
-
-def path_to(draft: Draft, row: int) -> list[int]:
-    rows = [row]
-    while rows[-1]:
-        rows.append(draft.parents[rows[-1] - 1])
-    return rows
 
 
 @given(drafts())

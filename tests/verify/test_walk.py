@@ -13,7 +13,7 @@ from paceline.sampling.noise import Noise
 from paceline.sampling.sampler import Prefix, Sampler
 from paceline.types import Draft, Verdict
 from paceline.verify.rules import match, walk
-from tests.verify.test_tree import drafts, path_to
+from tests.support.trees import drafts, path_to
 
 
 def trees(nodes: int, vocab: int) -> Iterator[Draft]:
