@@ -325,6 +325,7 @@ def test_other_files(tmp_path: Path, content: bytes, error: type[Exception]) -> 
         read_gguf(tmp_path / "none.gguf")
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_demo_model_equals_the_gguf_library() -> None:
     """The library's reader is slow because of the vocabulary; its tensors alone are compared here, bit for bit."""

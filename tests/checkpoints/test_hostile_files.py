@@ -29,6 +29,7 @@ from paceline.errors import CorruptModel, PacelineError, UnsupportedModel, one_l
 from paceline.files.locate import resolve
 from paceline.files.reading import read_json
 from paceline.files.schema import IDENTITY
+from tests.support.cover import some
 from tests.support.gguf_writing import write_gguf
 from tests.support.random_heads import COMPACT, EAGLE3, head_of
 from tests.support.tiny_families import SIZES
@@ -143,7 +144,7 @@ def test_json_nested_200000_deep(folder: Path, name: str, text: str) -> None:
     assert name in refused(lambda: judged(folder)).cause
 
 
-@pytest.mark.parametrize("part", ["[],", "{},", '"",'])
+@some("part", ["[],", "{},", '"",'], fast=["[],"])
 def test_json_of_millions_of_empty_values(folder: Path, part: str) -> None:
     (folder / "config.json").write_text('{"a":[' + part * ((7 << 20) // len(part)) + "0]}")
     assert "lacks" in refused(lambda: judged(folder)).cause

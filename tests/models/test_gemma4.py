@@ -55,7 +55,7 @@ def test_windows_hold_over_a_ring_that_has_wrapped(case: str) -> None:
     check_ring(*models(case))
 
 
-@pytest.mark.parametrize("case", GEMMA4)
+@some("case", [*GEMMA4], fast=["gemma4, small", "gemma4, large"])
 def test_the_cache_holds_keys_of_the_layers_that_have_some(case: str) -> None:
     ours = decoder(case)
     cache = ours.new_cache()
@@ -81,7 +81,7 @@ def test_greedy_text_is_what_transformers_generates(case: str) -> None:
 
 @some("shape", {"chain": DraftBudget.chain(4), "tree": DraftBudget(9, 4, 3)}, fast=["tree"])
 @some("case", ["gemma4, small", "gemma4, all at once"], fast=["gemma4, small"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@some("temperature", [0.0, 0.8], fast=["0.8"])
 def test_the_text_is_the_same_with_drafters(case: str, temperature: float, shape: DraftBudget) -> None:
     """Early exit ends among the layers that share keys, and verification goes on from there."""
     ours, prompt, how = decoder(case), text(34), Sampling(max_new_tokens=40, temperature=temperature, seed=2)

@@ -28,6 +28,7 @@ from paceline.types import Draft, DraftBudget, Want
 from paceline.verify.tree import pack, pack_prefix
 from tests.support.adapted_models import ALL, BASE, CHAINS, FULL, HEADS, OLD, TREES, adapter, causal, model_of
 from tests.support.cached_engine import CachedEngine
+from tests.support.cover import some
 from tests.support.lazy import transformers
 from tests.support.toys import toy_tokenizer
 
@@ -59,7 +60,14 @@ def path_to(draft: Draft, row: int) -> list[int]:
     return [*path_to(draft, draft.parents[row - 1]), row] if row else []
 
 
-@pytest.mark.parametrize("name", ALL)
+@some(
+    "name",
+    [*ALL],
+    fast=[
+        *("GPT-2", "GPT-J", "GPT-NeoX", "Phi-3 with a window", "Qwen2-MoE", "Gemma 3", "gpt-oss"),
+        *("Bloom", "MPT", "Falcon with ALiBi", "GPT-Neo, whose window counts columns"),
+    ],
+)
 def test_each_row_has_the_logits_of_its_path_fed_plainly(name: str) -> None:
     """Two slots of unequal length share passes, texts pass every window, and rows move at each commit."""
     target = adapter(name)
@@ -141,8 +149,17 @@ def test_hidden_states_are_tapped_where_layers_begin() -> None:
         torch.testing.assert_close(taps[tap], state)  # type: ignore[index]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("name", ["GPT-2", "Bloom", "StarCoder2 with a window", "Qwen2-MoE"])
+@pytest.mark.parametrize(
+    ("name", "temperature"),
+    [
+        *(("GPT-2", 0.9), ("Bloom", 0.0), ("StarCoder2 with a window", 0.9)),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in (("GPT-2", 0.0), ("Bloom", 0.9), ("StarCoder2 with a window", 0.0))
+        ),
+        *(pytest.param("Qwen2-MoE", temperature, marks=pytest.mark.slow) for temperature in (0.0, 0.9)),
+    ],
+)
 def test_the_text_is_the_targets_own(name: str, temperature: float) -> None:
     target = adapter(name)
     sampling = Sampling(max_new_tokens=24, temperature=temperature, seed=3)

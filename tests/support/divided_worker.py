@@ -134,7 +134,7 @@ def texts(
     engine = Engine(target, drafter, draft)
     engine.remember(1 << 20)
     prompts = [[1, 2, 3, 1, 2, 3, 1, 2], [5, 6, 5, 6, 5], [1, 2, 3, 1, 2, 3, 4, 4, 4, 4], [1, 2, 3, 1, 2, 3, 1, 2]]
-    ways = [Sampling(max_new_tokens=length, temperature=t, seed=3) for t, length in ((0.0, 9), (0.4, 12))]
+    ways = [Sampling(max_new_tokens=length, temperature=t, seed=3) for t, length in ((0.0, 6), (0.4, 8))]
     numbers = [number % (len(target.adapters) + 1) for number in (1, 0, 2, 3)]
     replies = [reply for how in ways for reply in run_together(engine, prompts, [how] * 4, adapters=numbers)]
     return [tokens for tokens, _, _ in replies], sum(stats.accepted for _, _, stats in replies)
