@@ -258,7 +258,8 @@ class LLM:
         number = self.model.adapter_number(adapter := adapter or self.adapter)
         sampler, target = sampling.sampler(sample, self.vocabulary), self.model.target
         room = target.context_length - len(tokens)
-        text = TextStream(sampling, self.model.eos, self.tokenizer.decode, room)
+        special = self.tokenizer.special_in("".join(sampling.reasoning))
+        text = TextStream(sampling, self.model.eos, self.tokenizer.decode, room, special)
         how = speculation or self.speculation(adapter)
         stats = Stats(sampler.noise.seed, text_guarantee(sampler, self.guarantee), how.drafter, adapter)
         request = self.engine.start(tokens, sampler, text, stats, None if scores else source, how, number)

@@ -12,7 +12,7 @@ from paceline.errors import InvalidPrompt, PacelineError, TimedOut
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
 from paceline.server import options, thinking, tools
-from paceline.server.calls import CallParser, ForcedCallParser
+from paceline.server.calls import CallParser, ForcedCallParser, ReasonedCalls
 from paceline.server.errors import bad_request
 from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
@@ -81,7 +81,7 @@ def prepare(model: LoadedModel, settings: Settings, body: ChatRequest, orderly: 
     Raises `PacelineError` and `ApiError`.
     """
     llm = model.llm
-    family, calling = tools.family(llm.tokenizer.chat_template), CallOptions.of(body)
+    family, calling = call_format(llm), CallOptions.of(body)
     functions = calling.functions
     text = chat_text(llm, body, calling.shown, orderly)
     options.check_length(llm, settings, text, "messages")
@@ -100,6 +100,8 @@ def prepare(model: LoadedModel, settings: Settings, body: ChatRequest, orderly: 
     options.check_length(llm, settings, tokens, "messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     sampling = options.sampling(llm, body, options.length(llm, body), logprobs, grammar)
+    if form:
+        sampling = replace(sampling, reasoning=form.reasoning(inside))
     if body.prediction:
         # Here, and not where the reply begins, which holds up all others.
         predicted = predicted_ids(
@@ -107,20 +109,28 @@ def prepare(model: LoadedModel, settings: Settings, body: ChatRequest, orderly: 
         )
         sampling = replace(sampling, prediction=predicted)
 
+    single = bool(body.functions) or body.parallel_tool_calls is False
+
     def parser() -> CallParser | ForcedCallParser | None:
         if calling.forced:
             return ForcedCallParser(family, functions)
-        single = bool(body.functions) or body.parallel_tool_calls is False
-        return CallParser(family, functions, single) if functions else None
+        return CallParser(family, functions, single, bare=grammar is None) if functions else None
 
     def reply() -> ChatReply:
         return ChatReply(
             parser=parser(),
             thoughts=form.parser(inside) if form else None,
+            reasoned=ReasonedCalls(family, functions, single) if form and functions and not calling.forced else None,
             markers={token: marker for marker, token in markers.items()},
         )
 
     return PreparedChat(options.jobs(llm, settings, body, [tokens], sampling), reply, sampling)
+
+
+def call_format(llm: LLM) -> CallFormat:
+    """Return the format in which a model writes calls."""
+    template, token_id = llm.tokenizer.chat_template, llm.tokenizer.token_id
+    return tools.family(template if tools.knows_tools(template) else None, lambda text: token_id(text) is not None)
 
 
 def _special(llm: LLM, *markers: str) -> dict[str, int]:

@@ -103,6 +103,13 @@ class Tokenizer:
         """Ids of the special tokens, which `decode` leaves out."""
         return frozenset(i for i, token in self._backend.get_added_tokens_decoder().items() if token.special)
 
+    def special_in(self, text: str) -> dict[int, str]:
+        """Return the special tokens that occur in a text, by id."""
+        if not text:
+            return {}
+        names = {token: self._backend.id_to_token(token) for token in self.special_ids}
+        return {token: name for token, name in names.items() if name in text}
+
     @cached_property
     def digest(self) -> str:
         """Hash of everything that decides how texts and chats are tokenized."""
