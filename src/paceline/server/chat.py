@@ -145,6 +145,7 @@ def chat_text(
     """Return a chat's prompt as text. `orderly`: messages that the template refuses are tried again in the order that
     every template expects. Raises `ApiError` 400 naming the messages.
     """
+    _check_new(body.messages or ())
     chat = [_as_template_message(message) for message in body.messages or ()]
     given = [tool.model_dump(exclude_none=True) for tool in offered or ()]
     reserved = body.template_values.keys() & {"messages", "tools", "add_generation_prompt", "self"}
@@ -167,7 +168,9 @@ def _rendered(
     llm: LLM, body: ChatRequest | PromptRequest, chat: list[dict[str, Any]], given: list[dict[str, Any]]
 ) -> str:
     template = llm.tokenizer.chat_template
-    if given and not tools.knows_tools(template):
+    if tools.knows_tools(template):
+        chat, given = tools.fitted(template, call_format(llm), check_messages(chat), given)
+    elif given:
         chat, given = tools.with_tools(check_messages(chat), given), []
     values = {"tools": given or None, **body.template_values}
     if body.continue_final_message:
@@ -208,6 +211,17 @@ def _continued(llm: LLM, chat: list[dict[str, Any]], values: dict[str, Any]) -> 
     return before
 
 
+def _check_new(messages: Sequence[Message]) -> None:
+    """Raise `ApiError` 400 if the last message is the user's and has a part that is not text. In earlier messages and
+    in results of tools a note stands for it, since the client that sent it cannot take it back."""
+    last = messages[-1] if messages else None
+    if last is not None and last.role == "user" and isinstance(last.content, list):
+        for i, part in enumerate(last.content):
+            if part.type != "text":
+                param = f"messages.{len(messages) - 1}.content.{i}"
+                raise bad_request(f"{param}: type must be 'text', got {part.type!r:.60}", param)
+
+
 def _as_template_message(message: Message) -> dict[str, Any]:
     """Return a message in the form that chat templates expect."""
     found = message.model_dump(include=_MESSAGE_FIELDS, exclude_none=True)
@@ -215,5 +229,8 @@ def _as_template_message(message: Message) -> dict[str, Any]:
         found["tool_calls"] = [call.model_dump(exclude_none=True) for call in message.calls]
     if message.calls and not message.content and message.reasoning_content:
         found["thinking"] = message.reasoning_content  # its name in gpt-oss's template
-    found["content"] = message.refusal if message.content is None else found["content"]
+    if isinstance(message.content, list):
+        found["content"] = [{"type": "text", "text": part.text} for part in message.content]
+    elif message.content is None:
+        found["content"] = message.refusal or ""
     return {**found, "role": _TEMPLATE_ROLES.get(message.role, message.role)}

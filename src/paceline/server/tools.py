@@ -16,6 +16,8 @@ from typing import Any
 
 from paceline.server.lark import json_of, literal
 from paceline.server.tagged import Tags
+from paceline.text.loose_json import dumps
+from paceline.text.past_calls import with_counted_ids
 
 Schema = Mapping[str, Any]
 _LETTERS = string.ascii_letters + string.digits
@@ -324,6 +326,10 @@ def family(template: str | None, has_token: Callable[[str], bool] = lambda _: Fa
     return replace(main, also=(*main.also, *more.values())) if more else main
 
 
+_TOOLS = r"""(?<![\w.'"])tools\b"""
+"""The variable of the tools in a template, which is no attribute of a message."""
+
+
 def knows_tools(template: str | None) -> bool:
     """Return whether the template itself shows the tools to the model."""
     return bool(re.search(r"\btools\b", template or ""))
@@ -339,6 +345,26 @@ The functions:
 </tools>"""
 
 
+def fitted(
+    template: str | None, form: CallFormat, messages: Sequence[Mapping[str, Any]], tools: Sequence[Schema]
+) -> tuple[list[dict[str, Any]], list[Schema]]:
+    """Return checked messages and tools so that a template that knows tools loses none of them.
+
+    Some templates take the tools from the system message (Phi-4-mini's), and some show no calls of earlier turns
+    (LFM2's, the first of Kimi K2): those become text in the model's own form.
+    """
+    template, chat = template or "", [dict(message) for message in messages]
+    if form.call_id == "counted":
+        chat = with_counted_ids(chat)
+    if "tool_calls" not in template:
+        chat = [_calls_as_text(message, form) for message in chat]
+    if not tools or re.search(_TOOLS, template):
+        return chat, [*tools]
+    described = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+    system = chat.pop(0) if chat and chat[0]["role"] == "system" else {"role": "system", "content": ""}
+    return [{**system, "tools": described}, *chat], []
+
+
 def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Schema]) -> list[dict[str, Any]]:
     """Return a chat for a template without tools: the functions are described in the system message, calls and results
     become text in Hermes' format."""
@@ -352,12 +378,16 @@ def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Schema]) -
 
 
 def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    text = message.get("content") or ""
     if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{text}\n</tool_response>"}
-    calls = [
-        f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>"
-        for call in message.get("tool_calls", ())
-    ]
+        return {"role": "user", "content": f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"}
+    return _calls_as_text(message, HERMES)
+
+
+def _calls_as_text(message: Mapping[str, Any], form: CallFormat) -> dict[str, Any]:
+    """Return a checked message with its calls as text in a format."""
+    if not (calls := message.get("tool_calls")):
+        return dict(message)
+    functions = [call["function"] for call in calls]
+    written = [form.head(one["name"]) + dumps(one["arguments"]) + form.call[2] for one in functions]
     others = {key: value for key, value in message.items() if key != "tool_calls"}
-    return {**others, "content": "\n".join([*([text] if text or not calls else []), *calls])}
+    return {**others, "content": "\n".join(filter(None, [message.get("content"), *written]))}

@@ -7,6 +7,7 @@ Everything else is `Malformed`: what was meant must be clear.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Sequence
 from math import isfinite
@@ -38,6 +39,11 @@ def parse(text: str) -> Any:
     if reader.unclosed or finish(growing.ahead()):
         raise Malformed
     return value
+
+
+def dumps(value: Any) -> str:
+    """Return a value as JSON on one line."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 class JsonReader:
