@@ -11,6 +11,7 @@ import pytest
 import paceline
 from paceline.server.tools import KIMI, LFM, PHI, fitted
 from tests.support.running import Serving, serving
+from tests.support.scripted import scripted
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": SCHEMA}}]
@@ -141,3 +142,17 @@ def test_tools_go_into_the_system_message_where_the_template_looks_for_them() ->
     assert (told[0]["role"], told[1]) == ("system", USER)
     told, _ = fitted(template, PHI, [{"role": "system", "content": "Be."}, USER], TOOLS)
     assert (len(told), told[0]["content"]) == (2, "Be.")
+
+
+def test_a_template_for_tools_is_used_when_tools_are_given() -> None:
+    llm = scripted("<|START_ACTION|>[{'tool_name': 'look', 'parameters': {}}]<|END_ACTION|>", "{{ 'default:' }}")
+    llm.tokenizer.named_templates["tool_use"] = "{# tools <|START_ACTION|> #}tools go:"
+    with serving(llm) as it:
+        assert prompt(it, [USER]) == "default:"
+        assert prompt(it, [USER], tools=TOOLS) == "tools go:"
+    llm = scripted("x" + "<|START_ACTION|>[{'tool_name': 'look', 'parameters': {}}]<|END_ACTION|>", "abc")
+    llm.tokenizer.named_templates["tool_use"] = "{# tools <|START_ACTION|> #}abc"
+    with serving(llm) as it:
+        body = {"messages": [USER], "tools": TOOLS, "max_tokens": 200}
+        message = it.post("/v1/chat/completions", body).json()["choices"][0]["message"]
+        assert (message["content"], message["tool_calls"][0]["function"]["name"]) == ("x", "look")

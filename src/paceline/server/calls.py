@@ -210,7 +210,9 @@ class CallParser:
     def _attempt(self, form: CallFormat) -> Reading[None]:
         """Read calls in a format. What turns out to be none is text, and is not read again."""
         try:
-            calls = yield from _Block(self._text, form, self._functions, lenient=self._family.name == "llama").calls()
+            calls = yield from _CallBlock(
+                self._text, form, self._functions, lenient=self._family.name == "llama"
+            ).calls()
         except Malformed:
             self._found.append(self._text.taken())
         else:
@@ -262,7 +264,7 @@ class ReasonedCalls:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _CallBlock:
     """Calls in one format: a marker, one or several of them, an end marker. Each may be written as
 
         {"name": NAME, "arguments": {...}}   NAME {...}   NAME(KEY=VALUE)   NAME and tags
@@ -370,7 +372,7 @@ class _Block:
         inner = value.get("function")
         value = inner if isinstance(inner, dict) else value
         names = [one for key in ("name", "tool_name", "function") if isinstance(one := value.get(key), str)]
-        keys = [key for key in ("arguments", "parameters") if key in value]
+        keys: list[str] = [key for key in ("arguments", "parameters") if key in value]
         if not names and len(value) == 1 and not self.form.last:
             names, keys = [*value], [*value]  # {NAME: {...}}
         given = value[keys[0]] if keys else None

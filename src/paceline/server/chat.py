@@ -85,7 +85,7 @@ def prepare(model: LoadedModel, settings: Settings, body: ChatRequest, orderly: 
     functions = calling.functions
     text = chat_text(llm, body, calling.shown, orderly)
     options.check_length(llm, settings, text, "messages")
-    form = thinking.family(llm.tokenizer.chat_template)
+    form = thinking.family(llm.tokenizer.template_for(bool(calling.shown)))
     if form and (form.over(text) or (body.reasoning_format == "none" and form is not thinking.HARMONY)):
         form = None
     inside = form is not None and form.begun(text)
@@ -129,7 +129,7 @@ def prepare(model: LoadedModel, settings: Settings, body: ChatRequest, orderly: 
 
 def call_format(llm: LLM) -> CallFormat:
     """Return the format in which a model writes calls."""
-    template, token_id = llm.tokenizer.chat_template, llm.tokenizer.token_id
+    template, token_id = llm.tokenizer.template_for(tools=True), llm.tokenizer.token_id
     return tools.family(template if tools.knows_tools(template) else None, lambda text: token_id(text) is not None)
 
 
@@ -167,7 +167,7 @@ def chat_text(
 def _rendered(
     llm: LLM, body: ChatRequest | PromptRequest, chat: list[dict[str, Any]], given: list[dict[str, Any]]
 ) -> str:
-    template = llm.tokenizer.chat_template
+    template = llm.tokenizer.template_for(bool(given))
     if tools.knows_tools(template):
         chat, given = tools.fitted(template, call_format(llm), check_messages(chat), given)
     elif given:

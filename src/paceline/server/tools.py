@@ -346,8 +346,8 @@ The functions:
 
 
 def fitted(
-    template: str | None, form: CallFormat, messages: Sequence[Mapping[str, Any]], tools: Sequence[Schema]
-) -> tuple[list[dict[str, Any]], list[Schema]]:
+    template: str | None, form: CallFormat, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return checked messages and tools so that a template that knows tools loses none of them.
 
     Some templates take the tools from the system message (Phi-4-mini's), and some show no calls of earlier turns

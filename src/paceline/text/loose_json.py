@@ -36,7 +36,8 @@ def parse(text: str) -> Any:
     finish(growing.space())
     value = finish(reader.value())
     finish(growing.space())
-    if reader.unclosed or finish(growing.ahead()):
+    rest = finish(growing.ahead())
+    if reader.unclosed or rest:
         raise Malformed
     return value
 
