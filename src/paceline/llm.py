@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -258,7 +259,8 @@ class LLM:
         number = self.model.adapter_number(adapter := adapter or self.adapter)
         sampler, target = sampling.sampler(sample, self.vocabulary), self.model.target
         room = target.context_length - len(tokens)
-        text = TextStream(sampling, self.model.eos, self.tokenizer.decode, room)
+        special = self.tokenizer.special_in("".join(sampling.reasoning)) if sampling.reasoning else None
+        text = TextStream(sampling, self.model.eos, self.tokenizer.decode, room, special)
         how = speculation or self.speculation(adapter)
         stats = Stats(sampler.noise.seed, text_guarantee(sampler, self.guarantee), how.drafter, adapter)
         request = self.engine.start(tokens, sampler, text, stats, None if scores else source, how, number)
@@ -336,6 +338,7 @@ def load(
     tensor_parallel: bool = False,
     device_map: DeviceMap | None = None,
     draft_device_map: DeviceMap | None = None,
+    chat_template: str | Path | None = None,
 ) -> LLM:
     """Load a target model and a drafter.
 
@@ -360,6 +363,8 @@ def load(
     exact: load only if speculation keeps the text bit for bit (`LLM.guarantee`); on CUDA it takes slower kernels.
     preset: "fast", "low-memory" or "exact". tensor_parallel: share the target among the processes of torchrun.
     device_map: layers by device, as {"cuda:0": 20, "cpu": None} (the rest), or "auto". draft_device_map: a drafter's.
+    chat_template: a jinja file, the name of one of the model's templates ("tool_use"), or a template, in place of the
+    model's own.
 
     Raises `PacelineError`, which says what is wrong and what to do about it.
     """
@@ -378,6 +383,8 @@ def _load(given: dict[str, Any]) -> LLM:
     check_precision(given["quantize"])
     check_draft_vocab(given["draft_vocab"])
     loaded = load_target(given, beside)
+    if given["chat_template"] is not None:
+        loaded = replace(loaded, tokenizer=loaded.tokenizer.with_template(given["chat_template"]))
     llm = LLM(loaded, load_drafters(given, more, loaded), budget, own)
     if drafter in (None, "none"):
         llm.engine.policies.default = Speculation(None)

@@ -91,6 +91,7 @@ def test_options_reach_the_library(shop: Shop) -> None:
         | {"adapter": "a", "adapters": {}, "token": "t", "allow_pickle": False, "progress": False}
         | {"device_map": None, "draft_device_map": None, "tensor_parallel": False}
         | {"quantize": "int8", "draft_quantize": "int4", "draft_revision": "d", "draft_vocab": "auto"}
+        | {"chat_template": None}
     ]
 
 
@@ -302,3 +303,9 @@ def test_threads(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "--threads 3 is more than the 2 cores available" in generate("hello", "--threads", "3").stderr
     finally:
         torch.set_num_threads(before)
+
+
+def test_another_chat_template_reaches_the_library(shop: Shop) -> None:
+    for command in (("generate", "hello", "-n", "1"), ("chat",)):
+        assert run(*command, "--chat-template", "tool_use", stdin="").exit_code == 0
+        assert shop.calls[-1]["chat_template"] == "tool_use"

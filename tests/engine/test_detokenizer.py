@@ -197,3 +197,37 @@ def test_a_verdict_that_is_trimmed_and_not_emitted_changes_nothing() -> None:
         assert again.chunks == first.chunks
         assert stream.emit(again) == list(first.chunks)
         assert stream.left == left - len(part)
+
+
+@pytest.mark.parametrize("step", [1, 2, 50])
+@pytest.mark.parametrize(
+    ("reasoning", "text", "shown"),
+    [
+        (("<t>", "</t>"), "\n<t>a STOP</t>b STOP c", "\n<t>a STOP</t>b "),
+        (("<t>", "</t>"), " STOP <t>", " "),
+        (("<t>", "</t>"), "<t>a STOP", "<t>a STOP"),
+        (("<t>", "</t>"), "<tSTOP", "<t"),
+        (("<t>", "</t>"), "<t></t>STOP", "<t></t>"),
+        (("<t>", "</t>"), "<", "<"),
+        (("", "</t>"), "a STOP</t></t>STOP", "a STOP</t></t>"),
+        (("<c>", "<c>f"), "<c>a STOP<c>f STOP", "<c>a STOP<c>f "),
+        (("<c>", "<c>f"), "<c>fSTOP", "<c>f"),
+        ((), "<t>a STOP", "<t>a "),
+    ],
+)
+def test_stop_strings_do_not_count_in_reasoning(reasoning: tuple[str, ...], text: str, shown: str, step: int) -> None:
+    scan, found = StopStrings(("STOP",), reasoning), ""
+    for at in range(0, len(text), step):
+        piece, stopped = scan.push(text[at : at + step])
+        found += piece
+        if stopped:
+            break
+    else:
+        found += scan.flush()
+    assert found == shown
+
+
+def test_reasoning_may_begin_and_end_with_special_tokens() -> None:
+    scan = StopStrings(("x",), ("<t>", "</t>"), {1: "<t>", 2: "</t>"})
+    pieces = [scan.push(text, token) for text, token in (("\n", 5), ("", 1), ("x", 6), ("", 2), ("y", 7), ("x", 6))]
+    assert pieces == [("", False), ("\n", False), ("x", False), ("", False), ("y", False), ("", True)]

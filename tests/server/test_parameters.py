@@ -226,7 +226,7 @@ CHAT_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": "x", "audio": {}}]}, "messages.0.audio"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0"),
-    ({"messages": [{"role": "assistant", "content": None}]}, "messages.0"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages.0"),
 ]
 
 TEXT_REFUSED: list[tuple[dict[str, Any], str]] = [

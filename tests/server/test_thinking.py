@@ -182,3 +182,54 @@ def test_effort_reaches_the_template() -> None:
         assert prompt_of(it) == prompt_of(it, reasoning="off") == counts["-"]
         body = {"messages": CHAT, "reasoning": "off", "reasoning_effort": "high"}
         assert it.post("/v1/chat/completions", body).json()["error"]["param"] == "reasoning"
+
+
+@pytest.mark.parametrize("special", [(), ("<think>", "</think>")])
+def test_stop_strings_end_the_answer_and_not_the_reasoning(special: tuple[str, ...]) -> None:
+    with serving(scripted("<think>One.\n\nTwo.</think>It is 4.\n\nNo more", special=special)) as it:
+        for how in ({}, OFF):
+            body = {"messages": CHAT, "stop": ["\n\n"], "max_tokens": 200, **how}
+            made = it.post("/v1/chat/completions", body).json()
+            assert made["choices"][0]["message"]["reasoning_content"] == "One.\n\nTwo."
+            assert made["choices"][0]["message"]["content"] == "It is 4."
+            assert made["choices"][0]["finish_reason"] == "stop"
+        body = {"model": "toy", "max_tokens": 200, "messages": CHAT, "stop_sequences": ["\n\n"]}
+        made = it.post("/v1/messages", body).json()
+        assert [block["type"] for block in made["content"]] == ["thinking", "text"]
+        assert (made["stop_reason"], made["stop_sequence"]) == ("stop_sequence", "\n\n")
+        options = {"stop": ["\n\n"], "num_predict": 200}
+        made = it.post("/api/chat", {"model": "toy", "messages": CHAT, "stream": False, "options": options}).json()
+        assert (made["message"]["thinking"], made["message"]["content"]) == ("One.\n\nTwo.", "It is 4.")
+
+
+@pytest.mark.parametrize("special", [(), ("<think>", "</think>", "<tool_call>", "</tool_call>")])
+def test_a_call_in_reasoning_that_never_ends_is_a_call_in_every_api(special: tuple[str, ...]) -> None:
+    function = {"name": "add", "parameters": SCHEMA}
+    with serving(scripted(f"<think>I add.\n{CALL}", special=special)) as it:
+        chat = it.post("/v1/chat/completions", {"messages": CHAT, "tools": [TOOL], "max_tokens": 200}).json()
+        message = chat["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("I add.", None)
+        assert chat["choices"][0]["finish_reason"] == "tool_calls"
+        assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"a": 7}
+        answer = it.post("/v1/responses", {"input": "go", "tools": [{"type": "function", **function}]}).json()
+        assert [item["type"] for item in answer["output"]] == ["reasoning", "function_call"]
+        tools = [{"name": "add", "input_schema": SCHEMA}]
+        made = it.post("/v1/messages", {"model": "toy", "max_tokens": 200, "messages": CHAT, "tools": tools}).json()
+        assert (made["content"][-1]["input"], made["stop_reason"]) == ({"a": 7}, "tool_use")
+        body = {"model": "toy", "messages": CHAT, "tools": [TOOL], "stream": False}
+        called = it.post("/api/chat", body).json()["message"]
+        assert called["tool_calls"][0]["function"]["arguments"] == {"a": 7}
+        events = it.openai.chat.completions.create(
+            model="toy",
+            messages=CHAT,
+            tools=[TOOL],
+            max_tokens=200,
+            stream=True,  # type: ignore[list-item]
+        )
+        deltas = [event.choices[0].delta.model_dump() for event in events]
+        assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == "I add."
+        assert sum(len(delta["tool_calls"] or ()) for delta in deltas) == 1
+    with serving(scripted(f"<think>I could write {CALL}.</think>No.", special=special)) as it:
+        message = it.post("/v1/chat/completions", {"messages": CHAT, "tools": [TOOL], "max_tokens": 200}).json()
+        assert "tool_calls" not in message["choices"][0]["message"]
+        assert message["choices"][0]["message"]["content"] == "No."

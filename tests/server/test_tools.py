@@ -17,6 +17,7 @@ from paceline.server.replies import ChatReply
 from paceline.server.tools import (
     DEEPSEEK,
     DEEPSEEK_V3,
+    DSML,
     FORMATS,
     GEMMA,
     GLM,
@@ -25,6 +26,7 @@ from paceline.server.tools import (
     LLAMA,
     MINIMAX,
     MISTRAL,
+    PLAIN,
     QWEN,
     SEED,
     CallFormat,
@@ -86,8 +88,8 @@ RECORDED: list[tuple[str, CallFormat, str, str, list[tuple[str, Any]]]] = [
         [("add", {"a": 1}), ("add", {"a": 2})],
     ),
     (
-        "qwen2.5-coder",
-        HERMES,
+        "a fenced call after text",
+        PLAIN,
         'I add.\n```json\n{\n  "name": "add",\n  "arguments": {\n    "a": "``` in text"\n  }\n}\n```',
         "I add.",
         [("add", {"a": "``` in text"})],
@@ -236,7 +238,7 @@ NO_CALLS: list[tuple[CallFormat, str]] = [
     (HERMES, "just text"),
     (HERMES, "a < b and <tool_cal is no tag"),
     (HERMES, "<tool_call>\nnot json\n</tool_call> and more"),
-    (HERMES, '<tool_call>{"name": "add"}</tool_call>'),
+    (HERMES, '<tool_call>{"city": "add"}</tool_call>'),
     (HERMES, '<tool_call>{"name": "nobody", "arguments": {}}</tool_call>'),
     (HERMES, '<tool_call>{"name": "add", "arguments": 5}</tool_call>'),
     (HERMES, '<tool_call>{"name": "add", "arguments": {'),
@@ -299,9 +301,9 @@ def test_what_is_no_call_stays_text(family: CallFormat, text: str, step: int) ->
     assert read(family, text, step) == (text, [])
 
 
-def test_half_a_character_stays_escaped() -> None:
+def test_half_a_character_is_replaced() -> None:
     text, calls = read(HERMES, r'<tool_call>{"name": "add", "arguments": {"a": "\ud800"}}</tool_call>', 5)
-    assert (text, calls[0].arguments.encode()) == ("", rb'{"a": "\ud800"}')
+    assert (text, calls[0].arguments) == ("", '{"a": "\N{REPLACEMENT CHARACTER}"}')
     shown, calls = read(
         QWEN, "<tool_call>\n<function=add>\n<parameter=a>\n1e999\n</parameter>\n</function>\n</tool_call>", 5
     )
@@ -362,8 +364,9 @@ def test_a_marker_that_the_text_does_not_show_is_read_by_its_token(form: CallFor
         ("{{ '<|tool_call>call:' }}{{ '<|\"|>' + text + '<|\"|>' }}", GEMMA),
         ("{{ '<｜tool▁call▁begin｜>' + type + '<｜tool▁sep｜>' + name + '\\n```json' }}", DEEPSEEK_V3),
         ("{{ '<｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' }}", DEEPSEEK),
-        ("{{ messages }}", HERMES),
-        (None, HERMES),
+        ("{{ '<｜DSML｜invoke name=' }}", DSML),
+        ("{{ messages }}", PLAIN),
+        (None, PLAIN),
     ],
 )
 def test_families_are_told_by_their_templates(template: str | None, wanted: CallFormat) -> None:
@@ -405,8 +408,6 @@ def test_templates_get_calls_as_they_expect_them() -> None:
         {"role": "assistant", "content": None, "tool_calls": []},
         {"role": "assistant", "content": None, "tool_calls": [{}]},
         {"role": "assistant", "content": None, "tool_calls": 5},
-        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]},
-        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
         {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": 5, "arguments": "{}"}}]},
         {"role": "user", "content": [{"type": "image_url"}]},
         {"role": "user", "content": [5]},

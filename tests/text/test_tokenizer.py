@@ -12,7 +12,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
 from paceline.checkpoints.gguf_file import read_gguf
-from paceline.errors import CorruptModel, InvalidPrompt, PacelineError, UnsupportedModel
+from paceline.errors import CorruptModel, InvalidOption, InvalidPrompt, PacelineError, UnsupportedModel
 from paceline.files.locate import resolve
 from paceline.text.gguf_splitters import SPLITTERS
 from paceline.text.tokenizer import Tokenizer
@@ -405,3 +405,33 @@ def test_tokens_begin_where_their_text_does(kind: str) -> None:
     assert "".join(text[start:end] for _, (start, end) in others) == text
     special = [text[start:end] for token, (start, end) in others if token in words.special_ids]
     assert special == ["</s>", "<s>"]
+
+
+def test_named_templates_come_from_files_and_config(folder: Path) -> None:
+    configure(folder, chat_template=[{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}])
+    found = Tokenizer.from_folder(folder)
+    assert (found.chat_template, found.named_templates) == ("D", {"tool_use": "T"})
+    assert [found.template_for(tools) for tools in (True, False)] == ["T", "D"]
+    messages = [{"role": "user", "content": "Hi"}]
+    assert found.apply_chat_template(messages, tools=[{"name": "f"}]) == "T"
+    assert found.apply_chat_template(messages, tools=None) == found.apply_chat_template(messages) == "D"
+    more = folder / "additional_chat_templates"
+    more.mkdir()
+    (more / "rag.jinja").write_text("R")
+    (more / "tool_use.jinja").write_text("U")
+    assert Tokenizer.from_folder(folder).named_templates == {"tool_use": "U", "rag": "R"}
+
+
+def test_another_template_can_be_given(folder: Path, tmp_path: Path) -> None:
+    configure(folder, chat_template=[{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}])
+    own = Tokenizer.from_folder(folder)
+    file = tmp_path / "mine.jinja"
+    file.write_text("F{{ x }}")
+    for given, shown in (("tool_use", "T"), ("default", "D"), (file, "F"), (str(file), "F"), ("I{{ x }}", "I")):
+        other = own.with_template(given)
+        for tools in (None, [{"name": "f"}]):
+            assert other.apply_chat_template([{"role": "user", "content": "Hi"}], tools=tools) == shown
+        assert other.encode("a b") == own.encode("a b")
+    assert other.digest != own.digest
+    with pytest.raises(InvalidOption, match=r"neither a file nor a template.*default|tool_use, default"):
+        own.with_template("chatml")

@@ -88,6 +88,14 @@ Quantize = Annotated[
         metavar="MODE",
     ),
 ]
+ChatTemplate = Annotated[
+    str | None,
+    _model(
+        "Chat template instead of the model's own: FILE or NAME.\n\nThe name is that of one of the model's "
+        "templates, such as tool_use, which is used by itself for chats with tools.",
+        metavar="TEMPLATE",
+    ),
+]
 DraftQuantize = Annotated[
     str,
     option(
@@ -206,6 +214,7 @@ class LoadOptions(ModelOptions):
     """Model, where it runs, and its drafter."""
 
     quantize: Quantize = "auto"
+    chat_template: ChatTemplate = None
     drafter: str = _speculation(
         "auto (suffix), found, none, ngram, suffix, eagle3, medusa or KIND:REF. Never changes the text.\n\n"
         "found is a head trained for the model, beside it or in the hub's cache, else the smallest model on this disk "
@@ -245,6 +254,7 @@ class LoadOptions(ModelOptions):
             draft_device_map=self.draft_device_map,
             draft_revision=self.draft_revision,
             draft_vocab=parse_draft_vocab(self.draft_vocab),
+            chat_template=self.chat_template,
         )
 
 

@@ -223,7 +223,8 @@ def application(
     opened = partial(_open_worker, also=also or [], limits=limits, server=server, recorders=recorders)
 
     def on_request(name: str, path: Path, size: int) -> ModelSource:
-        load = partial(opened, replace(model, model=str(path), adapter=None, revision=None), progress=False)
+        other = replace(model, model=str(path), adapter=None, revision=None, chat_template=None)
+        load = partial(opened, other, progress=False)
         return ModelSource((name,), load, int(size * _IN_MEMORY), path=path.resolve())
 
     sources = [on_request(found.name, found.path, found.size) for found in several.found()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Literal
@@ -110,16 +110,61 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Lets text through up to the first stop string, holding back whatever may turn out to begin one."""
+    """Lets text through up to the first stop string, holding back whatever may turn out to begin one.
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    Stop strings do not count in reasoning, which passes as it is.
+    """
+
+    def __init__(
+        self, stops: Sequence[str], reasoning: Sequence[str] = (), special: Mapping[int, str] | None = None
+    ) -> None:
+        """Make a filter.
+
+        Args:
+            stops: The stop strings.
+            reasoning: See `Sampling.reasoning`.
+            special: Special tokens of which `reasoning` consists, which decoded text leaves out, with their texts.
+        """
         self._stops = stops
         self._held = ""
         self.found: str | None = None
         """The stop string that is complete."""
+        self._begin, self._end = (*reasoning, "", "")[:2] if stops else ("", "")
+        self._special = special or {}
+        self._window = ""
+        """The end of the reasoning so far, with special tokens; before it begins, the text that may begin it."""
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """(text that is safe to show, whether a stop string is complete)."""
+    def push(self, text: str, token: int = -1) -> tuple[str, bool]:
+        """(text that is safe to show, whether a stop string is complete). `token`: the one that the text is from."""
+        if not self._end:
+            return self._push(text)
+        self._window += text + self._special.get(token, "")
+        return self._before_reasoning(text) if self._begin else self._in_reasoning(text)
+
+    def _before_reasoning(self, text: str) -> tuple[str, bool]:
+        """Tell whether the reply begins with reasoning. Until that is clear its text is held back."""
+        self._held += text
+        self._window = self._window.lstrip()
+        if self._begin.startswith(self._window) and self._begin != self._window:
+            return "", False
+        held, self._held = self._held, ""
+        if self._window.startswith(self._begin):
+            self._begin = ""
+            return self._in_reasoning(held)
+        self._end = ""
+        return self._push(held)
+
+    def _in_reasoning(self, text: str) -> tuple[str, bool]:
+        """Let text through, up to the end of the reasoning."""
+        _, ended, after = self._window.partition(self._end)
+        if not ended:
+            self._window = self._window[max(0, len(self._window) - len(self._end) + 1) :]
+            return text, False
+        self._end = ""
+        shown, stopped = self._push(after)
+        return text[: len(text) - len(after)] + shown, stopped
+
+    def _push(self, text: str) -> tuple[str, bool]:
         self._held += text
         hits = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if hits:
@@ -168,15 +213,23 @@ class Trimmed(Verdict):
 class TextStream:
     """A reply's text: cuts each verdict where the reply ends, and turns it into chunks."""
 
-    def __init__(self, sampling: Sampling, eos: Sequence[int], decode: Decode, room: int) -> None:
-        """`room`: tokens that the context has left for the reply; `eos`: the model's end-of-sequence tokens."""
+    def __init__(
+        self,
+        sampling: Sampling,
+        eos: Sequence[int],
+        decode: Decode,
+        room: int,
+        special: Mapping[int, str] | None = None,
+    ) -> None:
+        """`room`: tokens that the context has left for the reply; `eos`: the model's end-of-sequence tokens;
+        `special`: special tokens that `sampling.reasoning` spells, with their texts."""
         self._ends: dict[int, FinishReason] = {} if sampling.ignore_eos else dict.fromkeys(eos, "eos")
         self._ends.update(dict.fromkeys(sampling.stop_token_ids, "stop"))
         self._criteria = (sampling.stop_when,) if callable(sampling.stop_when) else sampling.stop_when
         self.logprobs = sampling.logprobs
         self.empty = not sampling.max_new_tokens
         """Whether no token was asked for."""
-        stops = StopStrings(tuple(sampling.stop))
+        stops = StopStrings(tuple(sampling.stop), sampling.reasoning, special)
         self._state = _State(min(sampling.max_new_tokens, room), Detokenizer(decode), stops)
 
     @property
@@ -227,7 +280,7 @@ class TextStream:
         state.left -= 1
         finish = self._ends.get(token)
         text = "" if finish else state.detokenizer.push(token)
-        piece, stopped = state.stops.push(text)
+        piece, stopped = state.stops.push(text, token)
         if self._criteria:
             state.ids.append(token)
             state.text += text

@@ -95,6 +95,8 @@ class Sampling:
     "rejection" and "block" (the distribution is the same), "typical" (lossy: neither is). See `verify/rules.py`.
     seed: -2**63 <= seed < 2**63, taken modulo 2**63; None draws one, and the statistics report it.
     stop: strings that end the reply; the text stops before them. stop_token_ids: tokens that do.
+    reasoning: texts around reasoning at the beginning of the reply, where stop strings do not count, such as
+    ("<think>", "</think>"). The first is "" if the prompt ends inside of the reasoning. (): no reasoning.
     stop_when: functions of (token ids of the reply so far, its text so far) that return True where the reply ends. They
     are called after every token, drafted or not, in order. When a round is repeated (after a failure), they may be
     called twice for the same token, so their results must depend on their arguments alone.
@@ -124,6 +126,7 @@ class Sampling:
     seed: int | None = None
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
+    reasoning: Sequence[str] = ()
     stop_when: StopWhen | Sequence[StopWhen] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
@@ -153,6 +156,7 @@ class Sampling:
             object.__setattr__(self, "prediction", _ids("prediction", self.prediction))
         for name, value in (
             ("stop", _strings(self.stop)),
+            ("reasoning", _reasoning(self.reasoning)),
             ("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids)),
             ("stop_when", _functions("stop_when", self.stop_when)),
             ("processors", _functions("processors", self.processors)),
@@ -271,6 +275,15 @@ def _strings(stop: Any) -> tuple[str, ...]:
     found = (stop,) if isinstance(stop, str) else _listed("stop", stop)
     if any(not isinstance(s, str) or not s for s in found):
         raise InvalidOption(f"stop={stop!r} holds something that is not a non-empty string")
+    return found
+
+
+def _reasoning(markers: Any) -> tuple[str, ...]:
+    found = _listed("reasoning", markers)
+    if found and (len(found) != 2 or any(not isinstance(s, str) for s in found) or not found[1]):
+        raise InvalidOption(
+            f"reasoning={markers!r} is not a pair of texts", 'Give ("<think>", "</think>"), for example'
+        )
     return found
 
 

@@ -1,18 +1,18 @@
-# ruff: noqa: RUF001 (DeepSeek's markers)
 """Parsers of function calls in a reply as it grows. Whatever is not a call in the family's format stays text."""
 
 from __future__ import annotations
 
-import ast
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.server.tagged import TaggedArguments, loose, written
-from paceline.server.thinking import overlap
-from paceline.server.tools import FENCED, GEMMA, MISTRAL, NO_ARGUMENTS, CallFormat, Schema
+from paceline.server.tagged import TaggedArguments, written
+from paceline.server.tools import FENCED, NO_ARGUMENTS, CallFormat, Schema
+from paceline.text import loose_json
+from paceline.text.growing import GrowingText, Malformed, Reading, overlap
+from paceline.text.loose_json import JsonReader
 
 Functions = Mapping[str, Schema | None]
 """The schema of each function's arguments by its name."""
@@ -93,7 +93,7 @@ class _JsonArguments:
 
     def flush(self) -> str:
         """Return the rest of incomplete arguments; after complete ones the rest is the end of the call."""
-        self.complete = _json(self._shown, _INVALID) is not _INVALID
+        self.complete = _is_json(self._shown)
         return "" if self.complete else self._show(len(self._held))
 
     def _show(self, length: int) -> str:
@@ -102,261 +102,292 @@ class _JsonArguments:
         return shown
 
 
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+_NAME = re.compile(r"[\w.:-]*")
+_BRACES = re.compile(r"\}*")
+_BARE_KEYS = {"name", "arguments", "parameters", "id", "type"}
+"""Keys of an object without a marker that is a call."""
+_WHOLE = replace(FENCED, name="whole", start="", heads=("```json", "```"))
+"""Format of a reply that is nothing but a call without a marker."""
+
+
 class CallParser:
     """Splits a growing reply into text and calls.
 
-    White space around calls is dropped. A call of any other than these functions is text. `single`: everything after
-    the first call is dropped.
+    White space around calls is dropped. A call of any other than these functions is text.
     """
 
-    def __init__(self, family: CallFormat, functions: Functions, single: bool = False) -> None:
+    def __init__(
+        self, family: CallFormat, functions: Functions, single: bool = False, bare: bool = True, marked: bool = False
+    ) -> None:
+        """Make a parser.
+
+        Args:
+            family: The model's format.
+            functions: The functions that may be called.
+            single: True to drop everything after the first call.
+            bare: False if a whole reply that is a JSON object is no call.
+            marked: True to read only calls that begin with a marker.
+        """
         self._family, self._functions, self._single = family, functions, single
-        self._formats = (family, *family.also, FENCED)
-        self._buffer = ""
-        self._inside: CallFormat | None = None
-        """Format of the call that `_buffer` is in."""
-        self._text_began = False
-        self._space = ""
+        forms = [form for form in (*family.also, family) if form.start and not (marked and form.last)]
+        self._forms = {form.start: form for form in forms}
+        self._starts = re.compile("|".join(map(re.escape, sorted(self._forms, key=len, reverse=True))))
+        self._bare = not marked and (bare or family.name == "llama")
+        self._whole = replace(_WHOLE, tails=("```", *family.ends))
+        self._text = GrowingText()
+        self._found: list[str | list[Call]] = []
+        self._reading = self._read()
+        self._space: list[str] = []
         """White space that is shown if text follows it."""
         self.called = False
 
     def push(self, text: str) -> tuple[str, Sequence[Piece]]:
         """Return (text to show, complete calls)."""
-        self._buffer += text
-        shown, calls = "", []
-        for piece in self._pieces():
+        self._text.push(text)
+        next(self._reading, None)
+        found, self._found = self._found, []
+        shown, calls = list[str](), list[Call]()
+        for piece in found:
             if isinstance(piece, str):
-                shown += self._show(piece)
+                shown += self._shown(piece)
             else:
                 calls += self._limited(piece)
-                self._space = ""
-        return shown, calls
+                self._space = []
+        return "".join(shown), calls
 
     def flush(self) -> tuple[str, Sequence[Piece]]:
         """Return what the end of the reply leaves: a call without its end marker, or text that was held back."""
-        held, inside = self._buffer, self._inside
-        self._buffer, self._inside = "", None
-        calls = self._parse(held, inside) if inside and inside.ends_itself else None
-        if calls is not None:
-            return "", self._limited(calls)
-        marked = inside is not None and not (inside.bare and held.startswith("{"))
-        rest = self._show((inside.start if inside and marked else "") + held)
-        return rest + ("" if self.called else self._space), []
+        self._text.over = True
+        shown, calls = self.push("")
+        return shown + ("" if self.called else "".join(self._space)), calls
 
     def _limited(self, calls: list[Call]) -> list[Call]:
         calls = calls[: not self.called] if self._single else calls
         self.called = self.called or bool(calls)
         return calls
 
-    def _show(self, text: str) -> str:
+    def _shown(self, text: str) -> list[str]:
         """Return text that can be shown; white space waits until text or a call follows it."""
         if self.called and self._single:
-            return ""
-        text = self._space + text
+            return []
         stripped = text.rstrip()
-        self._space = text[len(stripped) :]
-        return stripped
+        shown = [*self._space, stripped] if stripped else []
+        if stripped:
+            self._space = []
+        self._space.append(text[len(stripped) :])
+        return shown
 
-    def _pieces(self) -> Iterator[str | list[Call]]:
-        while self._buffer:
-            piece = self._in_call(self._inside) if self._inside else self._in_text()
-            if piece is None:
-                return
-            yield piece
+    def _read(self) -> Reading[None]:
+        """Read the whole reply."""
+        if self._bare:
+            yield from self._text.space()
+            first = yield from self._text.begins(*self._forms, "{", "[", "```")
+            if first in ("{", "[", "```"):
+                yield from self._attempt(self._whole)
+        while (form := (yield from self._text_before_call())) is not None:
+            yield from self._attempt(form)
 
-    def _in_text(self) -> str | None:
-        """Return text up to the beginning of a call; None if more of the reply is needed to tell."""
-        family, held = self._family, self._buffer
-        if family.bare and not self._text_began:
-            held = held.lstrip()
-            if not held:
+    def _text_before_call(self) -> Reading[CallFormat | None]:
+        """Read text up to the beginning of a call, and return the call's format; None at the end of the reply."""
+        while True:
+            start = self._text.seek((*self._forms,), self._starts)
+            if shown := self._text.taken():
+                self._found.append(shown)
+            if start:
+                return self._forms[start]
+            if self._text.over:
                 return None
-            self._text_began = True
-            if held.startswith("{"):
-                self._buffer, self._inside = held, family
-                return ""
-            held = self._buffer
-        starts = [(at, form) for form in self._formats if (at := held.find(form.start)) >= 0]
-        if starts:
-            at, form = min(starts, key=lambda start: start[0])
-            self._buffer, self._inside, self._text_began = held[at + len(form.start) :], form, True
-            return held[:at]
-        shown = len(held) - max(overlap(held, form.start) for form in self._formats)
-        self._buffer = held[shown:]
-        return held[:shown] or None
+            yield
 
-    def _in_call(self, form: CallFormat) -> str | list[Call] | None:
-        """Return the calls, or text if they are none; None if more of the reply is needed."""
-        if not form.end:
-            return None
-        first = self._buffer.lstrip()[:1]
-        if form.first and first not in form.first:  # a code block in another language is not held back
-            self._inside = None
-            return form.start
-        inner, found, after = self._buffer.partition(form.end)
-        if not found:
-            return None
-        self._buffer, self._inside = after, None
-        calls = self._parse(inner, form)
-        return f"{form.start}{inner}{form.end}" if calls is None else calls
-
-    def _parse(self, text: str, form: CallFormat) -> list[Call] | None:
-        found = _tagged(text, form, self._functions) if form.tags else []
-        found = found or _PARSERS.get(form.name, _hermes)(text.strip())
-        if not found or any(name not in self._functions for name, _ in found):
-            return None
+    def _attempt(self, form: CallFormat) -> Reading[None]:
+        """Read calls in a format. What turns out to be none is text, and is not read again."""
         try:
-            return [Call(name, written(given), self._family.new_id()) for name, given in found]
-        except ValueError:
-            return None
+            calls = yield from _CallBlock(
+                self._text, form, self._functions, lenient=self._family.name == "llama"
+            ).calls()
+        except Malformed:
+            self._found.append(self._text.taken())
+        else:
+            self._text.taken()
+            self._found.append([Call(name, arguments, self._family.new_id()) for name, arguments in calls])
 
 
-Found = list[tuple[str, dict[str, Any]]]
-"""Names and arguments; empty if the text is not a call."""
-_INVALID = object()
+class ReasonedCalls:
+    """Finds calls in reasoning that never ends: models forget to end it before they call.
+
+    From a call on, the reasoning is held back until it is clear whether it ends.
+    """
+
+    def __init__(self, family: CallFormat, functions: Functions, single: bool = False) -> None:
+        self._parser = CallParser(family, functions, single, marked=True)
+        self._raw = self._text = ""
+        """The text that is held back: as it came, and without its calls."""
+        self._calls: list[Call] = []
+
+    def push(self, text: str, inside: bool, finish: str | None) -> tuple[str, Sequence[Call]]:
+        """Take more of the reasoning, and return (reasoning that can be shown, calls).
+
+        Args:
+            text: The text.
+            inside: Whether the reasoning goes on after it.
+            finish: The reason why the reply ends here, if it does. Reasoning that the length limit cuts has no calls.
+        """
+        self._raw += text
+        if not self._raw:
+            return "", ()
+        self._keep(*self._parser.push(text))
+        if inside and finish:
+            self._keep(*self._parser.flush())
+        if not inside or finish:
+            called = bool(self._calls) and inside and finish != "length"
+            shown, calls = (self._text, self._calls) if called else (self._raw, [])
+            self._raw = self._text = ""
+            self._calls = []
+            return shown, calls
+        if self._calls:
+            return "", ()
+        shown, self._text = self._text, ""  # the beginning of what the parser has been given
+        self._raw = self._raw[len(shown) :]
+        return shown, ()
+
+    def _keep(self, text: str, found: Sequence[Piece]) -> None:
+        self._text += text
+        self._calls += [piece for piece in found if isinstance(piece, Call)]
 
 
-def _hermes(text: str) -> Found:
-    """One object, or a list of them (SmolLM2)."""
-    return _objects(_json(text))
+@dataclass(frozen=True, slots=True)
+class _CallBlock:
+    """Calls in one format: a marker, one or several of them, an end marker. Each may be written as
+
+        {"name": NAME, "arguments": {...}}   NAME {...}   NAME(KEY=VALUE)   NAME and tags
+
+    with the format's texts around name and arguments. lenient: a call without a marker may lack its arguments.
+    """
+
+    text: GrowingText
+    form: CallFormat
+    functions: Functions
+    lenient: bool
+
+    def calls(self) -> Reading[list[tuple[str, str]]]:
+        """Read the calls as names and JSON. Raises `Malformed`."""
+        text, form = self.text, self.form
+        yield from text.skip(form.start)
+        yield from self._skip(form.heads)
+        listed = bool((yield from text.skip("[")))
+        found: list[tuple[str, str]] = []
+        more = ""
+        while True:
+            yield from text.space()
+            if form.end and (yield from text.skip(form.end)):
+                listed = False
+                break
+            if listed and (yield from text.skip("]")):
+                listed = False
+            elif found and not ((yield from text.ahead()) and (more or (yield from text.begins("{", *form.heads)))):
+                break
+            else:
+                found.append((yield from self._call()))
+                yield from text.space()
+                more = yield from text.skip("," if listed else ";")
+        unfinished = listed and (more or (yield from text.ahead()))  # a missing bracket is clear only at the end
+        if not found or unfinished or (form.last and (yield from self._followed())):
+            raise Malformed
+        return found
+
+    def _followed(self) -> Reading[bool]:
+        """Return whether text follows, apart from the end of a code block."""
+        yield from self._skip(self.form.tails)
+        return bool((yield from self.text.ahead()))
+
+    def _call(self) -> Reading[tuple[str, str]]:
+        reader = JsonReader(self.text, self.form.quote, self.form.ends)
+        yield from self._skip(self.form.heads)
+        if (yield from self.text.begins("{")):
+            value = yield from reader.value(_BARE_KEYS if self.form.last else None)
+            name, given = self._of_object(value, reader.unclosed)
+        else:
+            name = self._known((yield from self.text.run(_NAME)))
+            given = yield from self._arguments(name, reader)
+        yield from self._end()
+        return name, written(given)
+
+    def _arguments(self, name: str, reader: JsonReader) -> Reading[dict[str, Any]]:
+        """Read the arguments after a name."""
+        text, form = self.text, self.form
+        yield from self._skip(form.heads)
+        if (yield from text.begins("{")):
+            given = yield from reader.value()
+            if reader.unclosed:
+                raise Malformed
+            return _as_object(given)
+        if (yield from text.skip("(")):
+            return (yield from reader.arguments())
+        found: dict[str, Any] = {}
+        if form.tags:
+            schema = self.functions[name] or NO_ARGUMENTS
+            yield from form.tags.read(text, schema, found, form.ends)
+        # At the end of a reply that was cut, "```" may be the beginning of "```json".
+        ends = [end for end in form.ends if not any(head.startswith(end) for head in form.heads)]
+        if not (yield from text.begins(*ends)):
+            raise Malformed
+        return found
+
+    def _end(self) -> Reading[None]:
+        """Read what closes a call, with brackets too many before an end."""
+        yield from self.text.space()
+        if (yield from self.text.run(_BRACES)):
+            yield from self.text.space()
+            if (yield from self.text.ahead()) and not (yield from self.text.begins(*self.form.ends)):
+                raise Malformed
+        yield from self._skip(self.form.tails)
+
+    def _skip(self, texts: Collection[str]) -> Reading[None]:
+        """Skip texts of the format, in any order, and the white space around them."""
+        yield from self.text.space()
+        while mark := (yield from self.text.skip(*texts)):
+            if mark == "[CALL_ID]":
+                yield from self.text.run(_NAME)
+            yield from self.text.space()
+
+    def _known(self, name: str) -> str:
+        """Return the function that a name means. Raises `Malformed` if there is none."""
+        short = re.sub(r":\d+$", "", name.removeprefix("functions."))
+        known = (one for one in (name, short, short.removesuffix(".call")) if one in self.functions)
+        if (found := next(known, None)) is None:
+            raise Malformed
+        return found
+
+    def _of_object(self, value: dict[str, Any], unclosed: list[Any]) -> tuple[str, dict[str, Any]]:
+        """Return name and arguments of a call that is an object. Raises `Malformed` for any other object, and for one
+        whose arguments the end of the reply cut off."""
+        inner = value.get("function")
+        value = inner if isinstance(inner, dict) else value
+        names = [one for key in ("name", "tool_name", "function") if isinstance(one := value.get(key), str)]
+        keys: list[str] = [key for key in ("arguments", "parameters") if key in value]
+        if not names and len(value) == 1 and not self.form.last:
+            names, keys = [*value], [*value]  # {NAME: {...}}
+        given = value[keys[0]] if keys else None
+        cut = bool(unclosed) and (not keys or any(one is given for one in unclosed))
+        if not names or cut or (self.form.last and not self.lenient and not isinstance(given, dict | str)):
+            raise Malformed
+        return self._known(names[0]), _as_object(given)
 
 
-def _llama(text: str) -> Found:
-    """Objects separated by ";"."""
-    found: Found = []
-    while text:
-        try:
-            value, end = json.JSONDecoder().raw_decode(text)
-        except (ValueError, RecursionError):
-            return []
-        one = _objects(value)
-        if len(one) != 1:
-            return []
-        found += one
-        text = text[end:].lstrip().removeprefix(";").lstrip()
-    return found
-
-
-def _mistral(text: str) -> Found:
-    """A list of objects; or names with objects, separated by [TOOL_CALLS]."""
-    if text.startswith("["):
-        return _objects(_json(text))
-    found: Found = []
-    for part in filter(None, text.split(MISTRAL.start)):
-        part = part.strip()
-        hit = re.match(r"([a-zA-Z0-9_.-]{1,64})\s*(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?", part)
-        given = _json(part[hit.end() :]) if hit else None
-        if not hit or not isinstance(given, dict):
-            return []
-        found.append((hit[1], given))
-    return found
-
-
-def _fenced(text: str) -> Found:
-    """As Hermes; at the end of a reply the fence may be on the same line."""
-    return _hermes(text.removesuffix("```"))
-
-
-def _tagged(text: str, form: CallFormat, functions: Functions) -> Found:
-    """Names, each with tagged arguments."""
-    assert form.tags is not None
-    before, between, after = form.call
-    head = re.compile(rf'\s*(?:{re.escape(before.splitlines()[-1])})?([^<>"\s]+){loose(between)}')
-    tail = re.compile(rf"\s*{re.escape(after.removesuffix(form.end).strip())}\s*")
-    found: Found = []
-    at = 0
-    while at < len(text):
-        begun = head.match(text, at)
-        if not begun:
-            return []
-        given, at = form.tags.read(text, begun.end(), functions.get(begun[1]) or NO_ARGUMENTS)
-        ended = tail.match(text, at)
-        if not ended:
-            return []
-        found.append((begun[1], given))
-        at = ended.end()
-    return found
-
-
-def _pythonic(text: str) -> Found:
-    """A list of calls as Python writes them, or JSON."""
-    try:
-        tree = ast.parse(text, mode="eval").body
-        calls = tree.elts if isinstance(tree, ast.List) else [tree]
-        return [_python_call(call) for call in calls]
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return _hermes(text)
-
-
-def _python_call(node: ast.expr) -> tuple[str, dict[str, Any]]:
-    if not isinstance(node, ast.Call) or node.args:
-        raise ValueError("not a call with named arguments")
-    return ast.unparse(node.func), {str(one.arg): _python_value(one.value) for one in node.keywords}
-
-
-def _python_value(node: ast.expr | None) -> Any:
-    match node:
-        case ast.Constant(value=str() | int() | float() | None):
-            return node.value
-        case ast.Name(id="true" | "false" | "null"):
-            return json.loads(node.id)
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
-            return -number
-        case ast.List() | ast.Tuple():
-            return [_python_value(one) for one in node.elts]
-        case ast.Dict():
-            return {
-                str(_python_value(key)): _python_value(one) for key, one in zip(node.keys, node.values, strict=True)
-            }
-    raise ValueError("not a JSON value")
-
-
-def _gemma(text: str) -> Found:
-    """A name, and JSON without quotes around names, and with a token of its own around texts."""
-    name, brace, body = text.removeprefix("call:").partition("{")
-    parts = (brace + body).split(GEMMA.quote)
-    parts[1::2] = map(json.dumps, parts[1::2])
-    parts[::2] = [re.sub(r"([{,]\s*)([\w.-]+)(\s*:)", r'\1"\2"\3', part) for part in parts[::2]]
-    given = _json(brace + body) or _json("".join(parts))
-    return [(name.strip(), given)] if isinstance(given, dict) else []
-
-
-def _deepseek(text: str) -> Found:
-    """Names and objects between markers of their own; R1 and V3 write a word before a name, and fences."""
-    found: Found = []
-    for part in filter(None, text.replace("<｜tool▁call▁end｜>", "").split("<｜tool▁call▁begin｜>")):
-        hit = re.match(r"(?:function<｜tool▁sep｜>)?([\w.-]+)\s*(?:<｜tool▁sep｜>|```json)", part)
-        given = _json(part[hit.end() :].rstrip().removesuffix("```")) if hit else None
-        if not hit or not isinstance(given, dict):
-            return []
-        found.append((hit[1], given))
-    return found
-
-
-_PARSERS: dict[str, Callable[[str], Found]] = {
-    "llama": _llama,
-    "mistral": _mistral,
-    "fenced": _fenced,
-    "pythonic": _pythonic,
-    "gemma": _gemma,
-    "deepseek": _deepseek,
-}
-"""By the name of the format; all others are read as Hermes'."""
-
-
-def _objects(value: Any) -> Found:
-    found: Found = []
-    for one in value if isinstance(value, list) else [value]:
-        given = one.get("arguments", one.get("parameters")) if isinstance(one, dict) else None
-        given = _json(given) if isinstance(given, str) else given
-        if not isinstance(given, dict) or not isinstance(one.get("name"), str):
-            return []
-        found.append((one["name"], given))
-    return found
-
-
-def _json(text: str, default: Any = None) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return default
+def _as_object(given: Any) -> dict[str, Any]:
+    """Return arguments, which may be JSON in a string, or none at all. Raises `Malformed`."""
+    if isinstance(given, str) and given.strip():
+        given = loose_json.parse(given)
+    if given is None or given == "":
+        return {}
+    if not isinstance(given, dict):
+        raise Malformed
+    return given

@@ -12,7 +12,7 @@ from paceline.errors import InvalidPrompt, PacelineError, TimedOut
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
 from paceline.server import options, thinking, tools
-from paceline.server.calls import CallParser, ForcedCallParser
+from paceline.server.calls import CallParser, ForcedCallParser, ReasonedCalls
 from paceline.server.errors import bad_request
 from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
@@ -81,11 +81,11 @@ def prepare(model: LoadedModel, settings: Settings, body: ChatRequest, orderly: 
     Raises `PacelineError` and `ApiError`.
     """
     llm = model.llm
-    family, calling = tools.family(llm.tokenizer.chat_template), CallOptions.of(body)
+    family, calling = call_format(llm), CallOptions.of(body)
     functions = calling.functions
     text = chat_text(llm, body, calling.shown, orderly)
     options.check_length(llm, settings, text, "messages")
-    form = thinking.family(llm.tokenizer.chat_template)
+    form = thinking.family(llm.tokenizer.template_for(bool(calling.shown)))
     if form and (form.over(text) or (body.reasoning_format == "none" and form is not thinking.HARMONY)):
         form = None
     inside = form is not None and form.begun(text)
@@ -100,6 +100,8 @@ def prepare(model: LoadedModel, settings: Settings, body: ChatRequest, orderly: 
     options.check_length(llm, settings, tokens, "messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     sampling = options.sampling(llm, body, options.length(llm, body), logprobs, grammar)
+    if form:
+        sampling = replace(sampling, reasoning=form.reasoning(inside))
     if body.prediction:
         # Here, and not where the reply begins, which holds up all others.
         predicted = predicted_ids(
@@ -107,20 +109,28 @@ def prepare(model: LoadedModel, settings: Settings, body: ChatRequest, orderly: 
         )
         sampling = replace(sampling, prediction=predicted)
 
+    single = bool(body.functions) or body.parallel_tool_calls is False
+
     def parser() -> CallParser | ForcedCallParser | None:
         if calling.forced:
             return ForcedCallParser(family, functions)
-        single = bool(body.functions) or body.parallel_tool_calls is False
-        return CallParser(family, functions, single) if functions else None
+        return CallParser(family, functions, single, bare=grammar is None) if functions else None
 
     def reply() -> ChatReply:
         return ChatReply(
             parser=parser(),
             thoughts=form.parser(inside) if form else None,
+            reasoned=ReasonedCalls(family, functions, single) if form and functions and not calling.forced else None,
             markers={token: marker for marker, token in markers.items()},
         )
 
     return PreparedChat(options.jobs(llm, settings, body, [tokens], sampling), reply, sampling)
+
+
+def call_format(llm: LLM) -> CallFormat:
+    """Return the format in which a model writes calls."""
+    template, token_id = llm.tokenizer.template_for(tools=True), llm.tokenizer.token_id
+    return tools.family(template if tools.knows_tools(template) else None, lambda text: token_id(text) is not None)
 
 
 def _special(llm: LLM, *markers: str) -> dict[str, int]:
@@ -135,6 +145,7 @@ def chat_text(
     """Return a chat's prompt as text. `orderly`: messages that the template refuses are tried again in the order that
     every template expects. Raises `ApiError` 400 naming the messages.
     """
+    _check_new(body.messages or ())
     chat = [_as_template_message(message) for message in body.messages or ()]
     given = [tool.model_dump(exclude_none=True) for tool in offered or ()]
     reserved = body.template_values.keys() & {"messages", "tools", "add_generation_prompt", "self"}
@@ -156,8 +167,10 @@ def chat_text(
 def _rendered(
     llm: LLM, body: ChatRequest | PromptRequest, chat: list[dict[str, Any]], given: list[dict[str, Any]]
 ) -> str:
-    template = llm.tokenizer.chat_template
-    if given and not tools.knows_tools(template):
+    template = llm.tokenizer.template_for(bool(given))
+    if tools.knows_tools(template):
+        chat, given = tools.fitted(template, call_format(llm), check_messages(chat), given)
+    elif given:
         chat, given = tools.with_tools(check_messages(chat), given), []
     values = {"tools": given or None, **body.template_values}
     if body.continue_final_message:
@@ -198,6 +211,17 @@ def _continued(llm: LLM, chat: list[dict[str, Any]], values: dict[str, Any]) -> 
     return before
 
 
+def _check_new(messages: Sequence[Message]) -> None:
+    """Raise `ApiError` 400 if the last message is the user's and has a part that is not text. In earlier messages and
+    in results of tools a note stands for it, since the client that sent it cannot take it back."""
+    last = messages[-1] if messages else None
+    if last is not None and last.role == "user" and isinstance(last.content, list):
+        for i, part in enumerate(last.content):
+            if part.type != "text":
+                param = f"messages.{len(messages) - 1}.content.{i}"
+                raise bad_request(f"{param}: type must be 'text', got {part.type!r:.60}", param)
+
+
 def _as_template_message(message: Message) -> dict[str, Any]:
     """Return a message in the form that chat templates expect."""
     found = message.model_dump(include=_MESSAGE_FIELDS, exclude_none=True)
@@ -205,5 +229,8 @@ def _as_template_message(message: Message) -> dict[str, Any]:
         found["tool_calls"] = [call.model_dump(exclude_none=True) for call in message.calls]
     if message.calls and not message.content and message.reasoning_content:
         found["thinking"] = message.reasoning_content  # its name in gpt-oss's template
-    found["content"] = message.refusal if message.content is None else found["content"]
+    if isinstance(message.content, list):
+        found["content"] = [{"type": "text", "text": part.text} for part in message.content]
+    elif message.content is None:
+        found["content"] = message.refusal or ""
     return {**found, "role": _TEMPLATE_ROLES.get(message.role, message.role)}

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from paceline.server import chat, completions
 from paceline.server.bodies import validated
 from paceline.server.choices import TokenTexts
-from paceline.server.errors import ApiError
+from paceline.server.errors import ApiError, bad_request
 from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
 from paceline.server.replies import ChatReply, Reasoning, ReplyText
@@ -30,6 +30,9 @@ def prepare_chat(model: LoadedModel, settings: Settings, body: OllamaChatRequest
     """
     if body.empty:
         return PreparedRequest([], lambda _: OllamaWriter(body.model, ChatReply(), None, "message"))
+    if (last := body.messages[-1]).role == "user" and last.images:
+        param = f"messages.{len(body.messages) - 1}.images"
+        raise bad_request(f"{param}: not supported by this server. Leave it out, or send []", param)
     prepared = chat.prepare(model, settings, _within(body, body.as_chat(), ChatRequest), orderly=True)
     texts = model.token_texts if body.logprobs else None
     return PreparedRequest(prepared.jobs, lambda _: OllamaWriter(body.model, prepared.reply(), texts, "message"))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from paceline.server.calls import Call, CallParser, ForcedCallParser
+from paceline.server.calls import Call, CallParser, ForcedCallParser, ReasonedCalls
 from paceline.server.choices import FINISH_REASONS
 from paceline.server.harmony import HarmonyParser
 from paceline.server.thinking import ThoughtParser
@@ -40,13 +40,14 @@ Part = Reasoning | ReplyText | Call | Arguments
 class ChatReply:
     """One reply to a chat as far as its rounds have been added.
 
-    `parser`: None if no tool may be called. `thoughts`: None if the reasoning is not split off. `markers`: special
-    tokens that the parsers must see, and the texts they stand for. `finish_reason`: OpenAI's; `stop`: the stop string
-    that ended the reply.
+    `parser`: None if no tool may be called. `thoughts`: None if the reasoning is not split off. `reasoned`: reads calls
+    in reasoning that never ends. `markers`: special tokens that the parsers must see, and the texts they stand for.
+    `finish_reason`: OpenAI's; `stop`: the stop string that ended the reply.
     """
 
     parser: CallParser | ForcedCallParser | None = None
     thoughts: ThoughtParser | HarmonyParser | None = None
+    reasoned: ReasonedCalls | None = None
     markers: Mapping[int, str] = field(default_factory=dict)
     reasoning: str = ""
     text: str = ""
@@ -64,8 +65,11 @@ class ChatReply:
         """Add a round, and return its parts."""
         thought, text = self._split(round_)
         last = round_.chunks[-1]
+        calls: Sequence[Call] = ()
+        if self.reasoned and self.thoughts:
+            thought, calls = self.reasoned.push(thought, self.thoughts.inside, last.finish_reason)
         parts: list[Part] = [Reasoning(thought)] if thought else []
-        parts += self._parse(text, over=last.finish_reason is not None)
+        parts += [*self._parse(text, over=last.finish_reason is not None), *calls]
         for part in parts:
             self._keep(part)
         if last.finish_reason:

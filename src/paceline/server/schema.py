@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from paceline.server.compat import Ignored, Lenient, OtherServers, Strict, accepts
+from paceline.server.compat import Ignored, Lenient, OtherServers, Strict, accepts, left_out
+from paceline.text.past_calls import as_object
 
 MAX_STOPS, MAX_BIASES, MAX_TOOLS = 16, 4096, 512
 
@@ -148,6 +150,22 @@ class RequestBody(OtherServers, Generating):
         return self
 
 
+def _argument_text(value: Any) -> Any:
+    """Return a past call's arguments as text, as which they should have been sent."""
+    return "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+ArgumentsText = Annotated[
+    Text,
+    BeforeValidator(_argument_text),
+    Field(description="A JSON object, as text. Any other text is shown as it is."),
+]
+Arguments = Annotated[Schema, BeforeValidator(as_object)]
+"""A past call's arguments as an object, however they were sent."""
+CalledName = Annotated[str, Field(max_length=500)]
+"""Name in a past call, which a model may have made up."""
+
+
 class TextPart(Lenient):
     type: str
     text: str | None = None
@@ -168,17 +186,41 @@ class TextPart(Lenient):
         return self
 
 
+class ContentPart(Lenient):
+    """A part of a message's content. If it is not text, such as an image, `text` is a note."""
+
+    type: Annotated[str, Field(max_length=100)]
+    text: Text
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_text(cls, part: Any) -> Any:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "refusal":  # an assistant's, sent back
+            return {"type": "text", "text": part.get("refusal")}
+        return part if not isinstance(kind, str) or kind == "text" else {"type": kind, "text": left_out(kind)}
+
+
 class CalledFunction(Lenient):
-    name: Name
-    arguments: Annotated[str, Field(description="A JSON object, as text.")]
+    name: CalledName
+    arguments: ArgumentsText = ""
 
 
 class ToolCall(Lenient):
-    """A function call in an assistant's message."""
+    """A function call in an assistant's message. One of a custom tool counts as a function of one text, `input`."""
 
     id: Annotated[str, Field(max_length=200)] | None = None
-    type: Literal["function"] = "function"
+    type: str | None = "function"
     function: CalledFunction
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_function(cls, call: Any) -> Any:
+        custom = call.get("custom") if isinstance(call, dict) and call.get("type") == "custom" else None
+        if not isinstance(custom, dict):
+            return call
+        function = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
+        return {**call, "type": "function", "function": function}
 
 
 @accepts("", (((), "audio"),))
@@ -186,7 +228,7 @@ class Message(Lenient):
     """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: Text | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
     name: Annotated[str, Field(max_length=200)] | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
     tool_call_id: Annotated[str, Field(max_length=200)] | None = None
@@ -204,8 +246,8 @@ class Message(Lenient):
     def _has_content(self) -> Message:
         if self.calls and self.role != "assistant":
             raise ValueError("tool_calls and function_call require the role 'assistant'")
-        if self.content is None and not (self.role == "assistant" and (self.calls or self.refusal)):
-            raise ValueError("content must not be null, except beside tool_calls, function_call or refusal")
+        if self.content is None and self.role not in ("assistant", "tool", "function"):
+            raise ValueError("content must not be null, except in messages of the assistant and of tools")
         return self
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from paceline.server.compat import Lenient, Strict, accepts
-from paceline.server.schema import MAX_TOOLS, Generating, Name, Schema, Stops, Text
+from paceline.server.schema import MAX_TOOLS, Arguments, CalledName, Generating, Name, Schema, Stops, Text
 
 BILLING = "x-anthropic-billing-header:"
 """Beginning of a text that Claude Code puts before its instructions. It is another in every request, and no part of the
@@ -60,8 +60,8 @@ class ToolUseBlock(Lenient):
 
     type: Literal["tool_use"]
     id: Annotated[str, Field(min_length=1, max_length=200)]
-    name: Name
-    input: Schema
+    name: CalledName
+    input: Arguments
 
 
 class ToolResultBlock(Lenient):

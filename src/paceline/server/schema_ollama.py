@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from paceline.server.compat import Lenient, Strict, accepts
-from paceline.server.schema import Generating, ModelName, Name, Schema, Stop, Stops, Text, Tools
+from paceline.server.compat import Lenient, Strict, accepts, left_out
+from paceline.server.schema import Arguments, CalledName, Generating, ModelName, Schema, Stop, Stops, Text, Tools
 
 
 @accepts(
@@ -38,8 +38,8 @@ class OllamaOptions(Strict):
 
 
 class OllamaFunction(Lenient):
-    name: Name
-    arguments: Schema
+    name: CalledName
+    arguments: Arguments = Field(default_factory=dict)
 
 
 class OllamaCall(Lenient):
@@ -49,12 +49,16 @@ class OllamaCall(Lenient):
     id: Annotated[str, Field(max_length=200)] | None = None
 
 
-@accepts("", ((([],), "images"),))
 class OllamaMessage(Strict):
     """A message of a chat."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: Text | None = None
+    images: Annotated[
+        int,
+        BeforeValidator(lambda images: len(images) if isinstance(images, list) else 0),  # they may be megabytes
+        Field(description="A note stands for those of earlier messages; the last message must have none."),
+    ] = 0
     thinking: Text | None = None
     tool_calls: Annotated[list[OllamaCall], Field(max_length=128)] | None = None
     tool_name: Annotated[str, Field(max_length=200)] | None = None
@@ -143,7 +147,8 @@ class OllamaChatRequest(OllamaRequest):
 
 
 def _message(message: OllamaMessage) -> dict[str, Any]:
-    found: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    notes = [left_out("image")] * message.images
+    found: dict[str, Any] = {"role": message.role, "content": "\n".join([*filter(None, [message.content]), *notes])}
     if message.thinking:
         found["reasoning_content"] = message.thinking
     if message.tool_calls:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from paceline.server.compat import Lenient, Strict, accepts, left_out
-from paceline.server.schema import MAX_TOOLS, Effort, Generating, Name, Schema, Text
+from paceline.server.schema import MAX_TOOLS, ArgumentsText, CalledName, Effort, Generating, Name, Schema, Text
 
 ResponseId = Annotated[str, Field(min_length=1, max_length=200)]
 Kind = Annotated[str, Field(max_length=100)]
@@ -57,9 +57,9 @@ class CallItem(Lenient):
 
     type: Literal["function_call"]
     call_id: CallId
-    name: Name
+    name: CalledName
     namespace: Name | None = None
-    arguments: Text
+    arguments: ArgumentsText = ""
 
 
 class CallOutputItem(Lenient):

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import isfinite
 from typing import Any, NoReturn
 
 from paceline.server.lark import json_of, literal, quoted
+from paceline.text import loose_json
+from paceline.text.growing import GrowingText, Malformed, Reading
 
 Schema = Mapping[str, Any]
 
@@ -27,38 +28,63 @@ _MOST = 1 << 22
 """Characters of a grammar's schemas."""
 
 
+_KEY = re.compile(r'[^<>"\n]*')
+
+
 def written(value: Any) -> str:
     """Return JSON as UTF-8 can hold it. Raises `ValueError` for numbers that JSON does not have."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return json.dumps(value) if re.search(r"[\ud800-\udfff]", text) else text  # half a character
 
 
-def loose(text: str) -> str:
-    """Return a pattern of a text whose line breaks may be left out."""
-    return re.escape(text).replace("\\\n", "\n?")
-
-
 @dataclass(frozen=True)
 class Tags:
-    """Text before a parameter's name, between it and the value, and after the value."""
+    """Text before a parameter's name, between it and the value, and after the value.
+
+    kind: An attribute of the parameter, whose value "true" or "false" tells whether the parameter is a string; "" if
+        only the function's schema tells it.
+    """
 
     before: str
     between: str
     after: str
+    kind: str = ""
 
-    @cached_property
-    def pattern(self) -> re.Pattern[str]:
-        """A parameter: its name and its value."""
-        return re.compile(
-            rf'\s*{loose(self.before)}([^<>"\n]+){loose(self.between)}(.*?){loose(self.after)}', re.DOTALL
-        )
+    def read(self, text: GrowingText, schema: Schema, found: dict[str, Any], ends: Sequence[str] = ()) -> Reading[None]:
+        """Read parameters until something else follows, and add them to `found`. Line breaks of the tags may be left
+        out. Raises `Malformed`.
 
-    def read(self, text: str, at: int, schema: Schema) -> tuple[dict[str, Any], int]:
-        """Return the arguments that begin at a position, and where they end."""
-        found: dict[str, Any] = {}
-        while hit := self.pattern.match(text, at):
-            found[hit[1]], at = typed(hit[2], hit[1], schema), hit.end()
-        return found, at
+        Args:
+            text: The text, at the first parameter.
+            schema: The schema of all parameters, which tells their types.
+            found: The parameters that have been read.
+            ends: Texts that may follow the last parameter. A closing tag before anything else belongs to a value.
+        """
+        before = self.before.strip()
+        yield from text.space()
+        while (yield from text.skip(before)):
+            key = yield from text.run(_KEY)
+            is_text = ""
+            if self.kind and (yield from text.skip(self.kind)):
+                is_text = yield from text.skip("true", "false")
+            for i, line in enumerate(self.between.split("\n")):
+                if i:
+                    yield from text.skip("\n")
+                if not key or (line and not (yield from text.skip(line))):
+                    raise Malformed
+            value = yield from self._value_text(text, (before, *ends))
+            found[key] = value if is_text == "true" else typed(value, key, {} if is_text else schema)
+
+    def _value_text(self, text: GrowingText, follows: Sequence[str]) -> Reading[str]:
+        """Read a value with its closing tag and the white space after it."""
+        closing, parts = self.after.strip(), list[str]()
+        while True:
+            parts.append((yield from text.until(closing)))
+            space = yield from text.space()
+            if (yield from text.begins(*follows)) or not (yield from text.ahead()):
+                value = "".join(parts)
+                return value.removesuffix("\n") if self.after.startswith("\n") else value
+            parts.append(closing + space)
 
     def rules(self, name: str, schema: Schema, special: Mapping[str, int]) -> list[str] | None:
         """Return rules of a Lark grammar for arguments in the order of their schema, the first under this name; None if
@@ -103,24 +129,33 @@ class TaggedArguments:
 
     def __init__(self, tags: Tags, schema: Schema, tail: str) -> None:
         """`tail`: text after the arguments."""
-        self._tags, self._schema, self._tail = tags, schema, tail
-        self._held, self._began = "", False
+        self._text, self._found, self._shown = GrowingText(), dict[str, Any](), 0
+        self._reading = self._read(tags, schema, tail.strip())
+        self._began = False
         self.complete = False
 
     def push(self, text: str) -> str:
         """Return more of the JSON: whole parameters."""
-        self._held += text
-        end = self._tags.after.strip()
-        if end not in self._held[-len(end) - len(text) :]:  # a long value is not searched again and again
+        self._text.push(text)
+        next(self._reading, None)
+        if len(self._found) == self._shown:
             return ""
-        found, at = self._tags.read(self._held, 0, self._schema)
-        self._held = self._held[at:]
-        return self._after_last(written(found)[1:-1])
+        new = dict([*self._found.items()][self._shown :])
+        self._shown = len(self._found)
+        return self._after_last(written(new)[1:-1])
 
     def flush(self) -> str:
         """Return the end of the JSON if the call is complete."""
-        self.complete = self._held.strip() == self._tail.strip()
-        return self._after_last("") + "}" if self.complete else ""
+        self._text.over = True
+        more = self.push("")
+        return more + (self._after_last("") + "}" if self.complete else "")
+
+    def _read(self, tags: Tags, schema: Schema, tail: str) -> Reading[None]:
+        try:
+            yield from tags.read(self._text, schema, self._found, (tail,))
+            self.complete = bool((yield from self._text.skip(tail))) and not (yield from self._text.ahead())
+        except Malformed:
+            self.complete = False
 
     def _after_last(self, more: str) -> str:
         before = (", " if more else "") if self._began else "{"
@@ -148,9 +183,16 @@ def typed(text: str, key: str, schema: Schema) -> Any:
     try:
         value = json.loads(text, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError):
-        value = _PYTHON.get(text.strip(), text)
+        value = _loose(text) if known and "string" not in known else _PYTHON.get(text.strip(), text)
     fits = _kind(value) in known or (isinstance(value, int) and "number" in known)
     return text if "string" in known and not fits else value
+
+
+def _loose(text: str) -> Any:
+    try:
+        return loose_json.parse(text)
+    except Malformed:
+        return text
 
 
 def _kind(value: Any) -> str:

@@ -9,6 +9,7 @@ from paceline.server import harmony
 from paceline.server.harmony import HarmonyParser
 from paceline.server.lark import literal
 from paceline.text.template_text import TemplateText
+from paceline.text.growing import overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,10 @@ class ThoughtFormat:
         start, end = map(TemplateText.written, (self.start, f"\n\n{self.end}\n\n"))
         return (prompt.rstrip() if self.begun(prompt) else prompt + start) + end
 
+    def reasoning(self, inside: bool) -> tuple[str, str]:
+        """Return `Sampling.reasoning` of a reply to a prompt that ends `inside` of the reasoning, or not."""
+        return "" if inside else self.start, self.end
+
     def rules(self, inside: bool, special: Mapping[str, int]) -> str:
         """Return rules of a Lark grammar for an `answer` that reasoning may precede, or follows if the prompt ends
         `inside` of it. `special`: ids of the markers that are special tokens.
@@ -76,6 +81,9 @@ class _Harmony(ThoughtFormat):
     def skip(self, prompt: str) -> str:
         return prompt if self.over(prompt) else prompt + TemplateText.written(harmony.FINAL)
 
+    def reasoning(self, inside: bool) -> tuple[str, str]:
+        return harmony.CHANNEL, harmony.FINAL
+
     def rules(self, inside: bool, special: Mapping[str, int]) -> str:
         return harmony.rules(special)
 
@@ -98,17 +106,14 @@ _FORMATS = (
     ThoughtFormat("<think>", "</think>"),  # Qwen3, DeepSeek-R1, SmolLM3, Phi-4, GLM
     ThoughtFormat("[THINK]", "[/THINK]"),  # Magistral
     ThoughtFormat("<seed:think>", "</seed:think>"),  # Seed-OSS
+    ThoughtFormat("<|START_THINKING|>", "<|END_THINKING|>"),  # Command R7B
+    ThoughtFormat("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
 )
 
 
 def family(template: str | None) -> ThoughtFormat | None:
     """Return the format whose end a chat template mentions, None for models that do not reason."""
     return next((form for form in _FORMATS if form.known(template or "")), None)
-
-
-def overlap(text: str, marker: str) -> int:
-    """Return the length of the text's end that may be the beginning of `marker`, or all of it."""
-    return next((n for n in range(min(len(text), len(marker)), 0, -1) if text.endswith(marker[:n])), 0)
 
 
 class ThoughtParser:

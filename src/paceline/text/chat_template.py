@@ -14,9 +14,14 @@ import base64
 import json
 import marshal
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
+from itertools import takewhile
+from time import monotonic
 from typing import Any
 
 from jinja2 import Template, TemplateError, nodes, pass_eval_context
@@ -27,6 +32,7 @@ from jinja2.nodes import EvalContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from paceline.errors import InvalidPrompt, TimedOut
+from paceline.text import orderly, past_calls
 from paceline.text.sandbox import SANDBOX, JobFailed, OverLimit, Unfinished
 from paceline.text.template_text import TemplateText, concat, flags_of
 
@@ -79,7 +85,7 @@ def _calls(index: int, calls: Any) -> list[dict[str, Any]]:
     """Return the calls with their arguments as objects, since templates write the JSON themselves."""
     try:
         return [{**call, "function": _function(call["function"])} for call in calls]
-    except (TypeError, KeyError, ValueError, RecursionError) as error:
+    except (TypeError, KeyError, ValueError) as error:
         raise InvalidPrompt(
             f"message {index} has an invalid tool call",
             'A call is {"function": {"name": ..., "arguments": a JSON object}}',
@@ -87,34 +93,51 @@ def _calls(index: int, calls: Any) -> list[dict[str, Any]]:
 
 
 def _function(function: Mapping[str, Any]) -> dict[str, Any]:
-    given = function["arguments"]
-    given = json.loads(given or "{}") if isinstance(given, str) else given
-    if not isinstance(given, Mapping) or not isinstance(function["name"], str):
+    if not isinstance(function["name"], str):
         raise ValueError("not a tool call")
-    return {**function, "arguments": given}
+    return {**function, "arguments": past_calls.as_object(function.get("arguments"))}
 
 
 def render(template: str, messages: Any, values: Mapping[str, Any], written: Collection[str] = ()) -> TemplateText:
     """Return the prompt text. `values`: variables of the template besides the messages, such as special tokens. Those
     that are `written` count as the template's text, as roles do; all others are data.
 
-    The template runs in a process of its own, for at most 5 seconds of processor time and 512 MiB. Raises
-    `InvalidPrompt` for malformed messages, errors that the template raises, and exceeded limits, and `TimedOut` where
-    the machine was too busy.
+    Messages that the template refuses are tried again in other forms. The template runs in a process of its own, for at
+    most 5 seconds of processor time and 512 MiB. Raises `InvalidPrompt` for malformed
+    messages, messages that the template refuses in every form, and exceeded limits, and `TimedOut` where the machine
+    was too busy.
     """
     checked = check_messages(messages)
     try:
-        code = _compiled(template)
-        given = {"tools": None, "documents": None, **values, "messages": checked}
-        job = (code, given, tuple(written))
-        return TemplateText.of_spans(
-            *SANDBOX.run("paceline.text.chat_template:render_compiled", job, _SECONDS, _MEMORY)
-        )
+        return _run(template, checked, values, written)
     except JobFailed as error:
+        end = monotonic() + _SECONDS
+        for form in takewhile(lambda _: monotonic() < end, _forms(checked)):
+            with suppress(JobFailed):
+                return _run(template, form, values, written)
         raise InvalidPrompt(
             f"the model's chat template refuses these messages ({error})",
             "Check roles and their order, or skip the template with raw=True (--raw)",
         ) from error
+
+
+def _forms(chat: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Yield other forms of a chat that says the same, the closest to it first."""
+    yield from past_calls.forms(chat)
+    for form in orderly.forms(chat):
+        yield form
+        yield from past_calls.forms(form)
+
+
+def _run(
+    template: str, messages: list[dict[str, Any]], values: Mapping[str, Any], written: Collection[str]
+) -> TemplateText:
+    """Return the prompt text. Raises `JobFailed` for messages that the template refuses."""
+    try:
+        given = {"tools": None, "documents": None, **values, "messages": messages}
+        job = (_compiled(template), given, tuple(written))
+        text, spans = SANDBOX.run("paceline.text.chat_template:render_compiled", job, _SECONDS, _MEMORY)
+        return TemplateText.of_spans(text, spans)
     except OverLimit as error:
         raise InvalidPrompt(
             f"the model's chat template needs more than {_SECONDS:g} s or {_MEMORY >> 20} MiB for these messages",

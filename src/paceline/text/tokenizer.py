@@ -21,6 +21,7 @@ from paceline.text.token_bytes import Speller, max_token_chars, token_bytes
 
 TOKENIZER_LIMIT = 128 * MIB
 """Bytes of a tokenizer.json."""
+_MOST_TEMPLATES = 32
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -32,11 +33,20 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         special_tokens: Mapping[str, str] | None = None,
         chat_template: str | None = None,
+        named_templates: Mapping[str, str] | None = None,
     ) -> None:
-        """`special_tokens`: role -> text, such as "bos_token" -> "<s>"; templates use them by these names."""
+        """Make a tokenizer.
+
+        Args:
+            backend: The tokenizer of the `tokenizers` library.
+            special_tokens: Role -> text, such as "bos_token" -> "<s>"; templates use them by these names.
+            chat_template: The default chat template.
+            named_templates: Other templates by name. "tool_use" is used for chats with tools.
+        """
         self._backend = backend
         self.special_tokens = dict(special_tokens or {})
         self.chat_template = chat_template
+        self.named_templates = dict(named_templates or {})
         self.special_tokens_in_messages = False
         """True: control tokens that messages spell out become those tokens, as in transformers."""
 
@@ -53,13 +63,15 @@ class Tokenizer:
             added = {role: config.get(f"add_{role}") for role in ("bos_token", "eos_token")}
             if added != {"bos_token": None, "eos_token": None}:  # else tokenizer.json decides
                 frame(backend, special, added)
-        return Tokenizer(backend, special, _template(path, config))
+        return Tokenizer(backend, special, *_default_and_named(_templates(path, config)))
 
     @staticmethod
     def from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
         """Build a tokenizer from a GGUF's metadata. Raises `UnsupportedModel` and `CorruptModel`."""
         backend = backend_from_gguf(fields)
-        return Tokenizer(backend, special_tokens(backend, fields), fields.get("tokenizer.chat_template"))
+        key = "tokenizer.chat_template"
+        named = {name.removeprefix(f"{key}."): text for name, text in fields.items() if name.startswith(f"{key}.")}
+        return Tokenizer(backend, special_tokens(backend, fields), fields.get(key), _texts(named))
 
     @staticmethod
     def from_transformers(tokenizer: Any) -> Tokenizer:
@@ -75,7 +87,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         special = {key: text for key in _ROLES if (text := _text(getattr(tokenizer, key))) is not None}
-        return Tokenizer(backend, special, _one_template(tokenizer.chat_template))
+        return Tokenizer(backend, special, *_default_and_named(_by_name(tokenizer.chat_template)))
 
     @property
     def kind(self) -> str:
@@ -107,10 +119,18 @@ class Tokenizer:
         """Ids of the special tokens, which `decode` leaves out."""
         return frozenset(i for i, token in self._backend.get_added_tokens_decoder().items() if token.special)
 
+    def special_in(self, text: str) -> dict[int, str]:
+        """Return the special tokens that occur in a text, by id."""
+        if not text:
+            return {}
+        names = {token: self._backend.id_to_token(token) for token in self.special_ids}
+        return {token: name for token, name in names.items() if name and name in text}
+
     @cached_property
     def digest(self) -> str:
         """Hash of everything that decides how texts and chats are tokenized."""
-        parts = (self._backend.to_str(), json.dumps(self.special_tokens, sort_keys=True), self.chat_template or "")
+        about = json.dumps([self.special_tokens, self.named_templates], sort_keys=True)
+        parts = (self._backend.to_str(), about, self.chat_template or "")
         return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
     @cached_property
@@ -197,27 +217,57 @@ class Tokenizer:
         except (OverflowError, TypeError) as error:
             raise InvalidPrompt("token ids must be integers >= 0") from error
 
+    def template_for(self, tools: bool) -> str | None:
+        """Return the chat template of a chat with or without tools."""
+        return self.named_templates.get("tool_use", self.chat_template) if tools else self.chat_template
+
+    def with_template(self, given: str | Path) -> Tokenizer:
+        """Return the same tokenizer with another chat template, for chats with tools too.
+
+        Args:
+            given: A file, the name of one of the model's own templates, or the text of a template.
+
+        Raises:
+            InvalidOption: It is none of these.
+        """
+        own = {**self.named_templates, **({"default": self.chat_template} if self.chat_template else {})}
+        template = own.get(str(given))
+        if template is None and isinstance(given, str) and ("{{" in given or "{%" in given):
+            template = given
+        if template is None:
+            if not Path(given).is_file():
+                names = ", ".join(own) or "none"
+                raise InvalidOption(
+                    f"chat_template {str(given)!r:.200} is neither a file nor a template of the model",
+                    f"Give a file with a jinja template. The model's own templates: {names}",
+                )
+            template = read_text(Path(given))
+        made = Tokenizer(self._backend, self.special_tokens, template)
+        made.special_tokens_in_messages = self.special_tokens_in_messages
+        return made
+
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **extra: Any
     ) -> str:
         """Return the messages in the format that the model was trained on; encode the result with `special=False`.
 
         The text is `TemplateText`, whose data forms no control tokens, unless `special_tokens_in_messages` is set.
-        `messages`: [{"role": str, "content": str}, ...]. `extra`: further variables for the template. Raises
-        `InvalidPrompt` for malformed messages, a model without a template, or an error that the template raises.
+        `messages`: [{"role": str, "content": str}, ...]. `extra`: further variables for the template, such as `tools`.
+        Raises `InvalidPrompt` for malformed messages, a model without a template, or an error that the template raises.
         """
         from paceline.text.chat_template import render
 
-        if self.chat_template is None:
+        template = self.template_for(bool(extra.get("tools")))
+        if template is None:
             raise InvalidPrompt("the model has no chat template", "Give text with raw=True (--raw), or another model")
         values = {**self.special_tokens, "add_generation_prompt": add_generation_prompt, **extra}
-        text = render(self.chat_template, messages, values, self.special_tokens.keys() - extra.keys())
+        text = render(template, messages, values, self.special_tokens.keys() - extra.keys())
         return TemplateText.written(text.plain()) if self.special_tokens_in_messages else text
 
 
 def template_of(path: Path) -> str | None:
     """Return the chat template of a folder in Hugging Face's layout. Raises `CorruptModel`."""
-    return _template(path, read_json_if_exists(path / "tokenizer_config.json", TOKENIZER))
+    return _default_and_named(_templates(path, read_json_if_exists(path / "tokenizer_config.json", TOKENIZER)))[0]
 
 
 def _backend_from_folder(path: Path) -> tokenizers.Tokenizer:
@@ -252,16 +302,28 @@ def _text(value: Any) -> str | None:
     return content if isinstance(content, str) else None
 
 
-def _template(path: Path, config: Mapping[str, Any]) -> str | None:
-    """Return chat_template.jinja, else tokenizer_config's template."""
-    file = path / "chat_template.jinja"
-    return read_text(file) if file.exists() else _one_template(config.get("chat_template"))
+def _templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the templates of a folder by name: files go before tokenizer_config.json."""
+    found = _by_name(config.get("chat_template"))
+    files = {"default": path / "chat_template.jinja"}
+    files |= {
+        file.stem: file for file in sorted((path / "additional_chat_templates").glob("*.jinja"))[:_MOST_TEMPLATES]
+    }
+    return found | {name: read_text(file) for name, file in files.items() if file.exists()}
 
 
-def _one_template(found: Any) -> str | None:
-    """Return a template; of several by name, or listed with their names, the "default", else the first."""
+def _by_name(found: Any) -> dict[str, str]:
+    """Return templates by name: one is the "default", several are listed with their names."""
     if isinstance(found, list):
         found = {entry["name"]: entry["template"] for entry in found}
-    if isinstance(found, Mapping):
-        found = found.get("default", next(iter(found.values()), None))
-    return found if isinstance(found, str) else None
+    return _texts(found if isinstance(found, Mapping) else {"default": found})
+
+
+def _texts(found: Mapping[str, Any]) -> dict[str, str]:
+    return {name: text for name, text in found.items() if isinstance(text, str)}
+
+
+def _default_and_named(found: Mapping[str, str]) -> tuple[str | None, dict[str, str]]:
+    """Return the default template, else the first, and the others by name."""
+    named = {name: text for name, text in found.items() if name != "default"}
+    return found.get("default", next(iter(found.values()), None)), named

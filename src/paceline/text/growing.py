@@ -1,0 +1,130 @@
+"""Text that is read while it is still being written.
+
+A reader is a generator: it yields where it needs more text, and returns its result. Each character is read once, so
+that a reader takes linear time however the text arrives.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+Reading = Generator[None, None, T]
+
+_SPACE = re.compile(r"\s*")
+
+
+class Malformed(ValueError):
+    """The text is not what its reader expects."""
+
+
+def overlap(text: str, marker: str) -> int:
+    """Return the length of the text's end that may be the beginning of `marker`, or all of it."""
+    return next((n for n in range(min(len(text), len(marker)), 0, -1) if text.endswith(marker[:n])), 0)
+
+
+class GrowingText:
+    """Text that is read from its front.
+
+    over: True once the text has ended. Readers do not wait then.
+    """
+
+    def __init__(self, text: str = "", over: bool = False) -> None:
+        self.over = over
+        self._held, self._at = text, 0
+        self._from = 0
+        """Where in `_held` the text begins that `taken` returns."""
+        self._past: list[str] = []
+
+    def push(self, text: str) -> None:
+        """Add text. What has been read is not copied again."""
+        self._past.append(self._held[self._from : self._at])
+        self._held = self._held[self._at :] + text
+        self._at = self._from = 0
+
+    def taken(self) -> str:
+        """Return the text that has been read since the last call."""
+        found = "".join(self._past) + self._held[self._from : self._at]
+        self._past, self._from = [], self._at
+        return found
+
+    def ahead(self, count: int = 1) -> Reading[str]:
+        """Return the next characters without reading them; fewer only at the end of the text."""
+        while len(self._held) - self._at < count and not self.over:
+            yield
+        return self._held[self._at : self._at + count]
+
+    def begins(self, *texts: str) -> Reading[str]:
+        """Return the longest of some texts that comes next, "" if none does. Reads nothing."""
+        longest = max(map(len, texts), default=0)
+        while True:
+            rest = self._held[self._at : self._at + longest]
+            if self.over or not any(len(text) > len(rest) and text.startswith(rest) for text in texts):
+                return max((text for text in texts if rest.startswith(text)), key=len, default="")
+            yield
+
+    def skip(self, *texts: str) -> Reading[str]:
+        """Read the longest of some texts, if one comes next, and return it; "" if none does."""
+        found = yield from self.begins(*texts)
+        self._at += len(found)
+        return found
+
+    def take(self) -> Reading[str]:
+        """Read one character. Raises `Malformed` at the end of the text."""
+        found = yield from self.ahead()
+        if not found:
+            raise Malformed
+        self._at += 1
+        return found
+
+    def run(self, pattern: re.Pattern[str]) -> Reading[str]:
+        """Read all characters that match a pattern, which must be one class of characters, repeated: `[...]*`."""
+        parts = []
+        while True:
+            found = pattern.match(self._held, self._at)
+            assert found is not None
+            parts.append(found[0])
+            self._at = found.end()
+            if self.over or self._at < len(self._held):
+                return "".join(parts)
+            yield
+
+    def space(self) -> Reading[str]:
+        """Read white space, and return it."""
+        return (yield from self.run(_SPACE))
+
+    def until(self, marker: str) -> Reading[str]:
+        """Read a text and the marker after it, and return the text. Raises `Malformed` if the marker never comes."""
+        parts = []
+        while (at := self._held.find(marker, self._at)) < 0:
+            if self.over:
+                raise Malformed
+            at = max(self._at, len(self._held) - len(marker) + 1)
+            parts.append(self._held[self._at : at])
+            self._at = at
+            yield
+        parts.append(self._held[self._at : at])
+        self._at = at + len(marker)
+        return "".join(parts)
+
+    def seek(self, markers: Sequence[str], pattern: re.Pattern[str]) -> str:
+        """Read up to the first of some markers, and return it. Without one, read what cannot belong to one, and
+        return "". `pattern`: matches any of the markers."""
+        if found := pattern.search(self._held, self._at):
+            self._at = found.start()
+            return found[0]
+        tail = self._held[max(self._at, len(self._held) - max(map(len, markers), default=0)) :]
+        self._at = len(self._held) - (0 if self.over else max((overlap(tail, one) for one in markers), default=0))
+        return ""
+
+
+def finish(reading: Reading[T]) -> T:
+    """Return the result of a reader whose text is over."""
+    try:
+        next(reading)
+    except StopIteration as ended:
+        result: T = ended.value
+        return result
+    raise AssertionError("a reader waits although its text is over")

@@ -1,0 +1,195 @@
+"""JSON as language models write it, read in one pass.
+
+Accepted beside JSON: raw line breaks and tabs in strings, unknown escapes, single quotes, names without quotes,
+Python's `True`, `False`, `None` and tuples, a comma before a closing bracket, and brackets that are missing at the end.
+Everything else is `Malformed`: what was meant must be clear.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Sequence
+from math import isfinite
+from typing import Any
+
+from paceline.text.growing import GrowingText, Malformed, Reading, finish
+
+DEPTH = 100
+"""Levels of nested lists and objects at most."""
+
+_QUOTES = ('"', "'")
+_PLAIN = {quote: re.compile(rf"[^{quote}\\]*") for quote in _QUOTES}
+_WORD = re.compile(r"[\w.$+-]*")
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?", re.ASCII)
+_WORDS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
+_ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "/": "/", "\\": "\\", '"': '"', "'": "'"}
+_HEX = re.compile(r"[0-9a-fA-F]{4}")
+_CLOSERS = {"{": "}", "[": "]", "(": ")"}
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
+
+
+def parse(text: str) -> Any:
+    """Return the value that a whole text stands for. Raises `Malformed`."""
+    growing = GrowingText(text, over=True)
+    reader = JsonReader(growing)
+    finish(growing.space())
+    value = finish(reader.value())
+    finish(growing.space())
+    rest = finish(growing.ahead())
+    if reader.unclosed or rest:
+        raise Malformed
+    return value
+
+
+def dumps(value: Any) -> str:
+    """Return a value as JSON on one line."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+class JsonReader:
+    """Reads values from a growing text.
+
+    unclosed: The lists and objects of the last value that the end of the text left open, outermost first. Those that an
+        end marker closes are not among them.
+    """
+
+    def __init__(self, text: GrowingText, quote: str = "", ends: Sequence[str] = ()) -> None:
+        """Make a reader.
+
+        Args:
+            text: The text, which others may read as well.
+            quote: A further quotation mark around strings, within which nothing is escaped.
+            ends: Markers at which a value ends although brackets are missing.
+        """
+        self._text, self._ends = text, tuple(filter(None, ends))
+        self._quotes = (quote, *_QUOTES) if quote else _QUOTES
+        self.unclosed: list[Any] = []
+
+    def value(self, keys: Collection[str] | None = None) -> Reading[Any]:
+        """Read one value. Raises `Malformed`.
+
+        Args:
+            keys: The keys that the value may have if it is an object; None: any.
+        """
+        text, open_ = self._text, list[tuple[Any, str]]()
+        self.unclosed = []
+        found = yield from self._begin(open_)
+        fresh = True  # a member may follow: after an opening bracket, or after a comma
+        while open_:
+            inner, closer = open_[-1]
+            yield from text.space()
+            if (yield from text.skip(closer)):
+                open_.pop()
+                fresh = False
+            elif fresh:
+                fresh = yield from self._member(inner, open_, keys if len(open_) == 1 else None)
+            elif (yield from text.skip(",")):
+                fresh = True
+            elif not (yield from text.ahead()):
+                self.unclosed = [one for one, _ in open_]
+                break
+            elif (yield from text.begins(*self._ends)):
+                break
+            else:
+                raise Malformed
+        return found
+
+    def arguments(self) -> Reading[dict[str, Any]]:
+        """Read named arguments of a call in Python, after its opening parenthesis. Raises `Malformed`."""
+        text, found = self._text, dict[str, Any]()
+        while True:
+            yield from text.space()
+            if (yield from text.skip(")")):
+                return found
+            name = yield from text.run(_WORD)
+            yield from text.space()
+            if not name or not (yield from text.skip("=")):
+                raise Malformed
+            yield from text.space()
+            found[name] = yield from self.value()
+            yield from text.space()
+            if not (yield from text.skip(",")) and not (yield from text.begins(")")):
+                raise Malformed
+
+    def _member(self, inner: Any, open_: list[tuple[Any, str]], keys: Collection[str] | None) -> Reading[bool]:
+        """Read a member of the innermost list or object up to its value, of which only the bracket is read if it is a
+        list or an object; return True then."""
+        depth = len(open_)
+        if isinstance(inner, list):
+            inner.append((yield from self._begin(open_)))
+        else:
+            key = yield from self._key()
+            if keys is not None and key not in keys:
+                raise Malformed
+            yield from self._text.space()
+            if not (yield from self._text.skip(":")):
+                raise Malformed
+            yield from self._text.space()
+            inner[key] = yield from self._begin(open_)
+        return len(open_) > depth
+
+    def _begin(self, open_: list[tuple[Any, str]]) -> Reading[Any]:
+        """Read a string, a number or a word; of a list or an object the bracket, and add it to those that are open."""
+        if bracket := (yield from self._text.skip(*_CLOSERS)):
+            inner: Any = {} if bracket == "{" else []
+            open_.append((inner, _CLOSERS[bracket]))
+            if len(open_) > DEPTH:
+                raise Malformed
+            return inner
+        if quote := (yield from self._text.skip(*self._quotes)):
+            return (yield from self._string(quote))
+        return _word((yield from self._text.run(_WORD)))
+
+    def _key(self) -> Reading[str]:
+        if quote := (yield from self._text.skip(*self._quotes)):
+            return (yield from self._string(quote))
+        if not (name := (yield from self._text.run(_WORD))):
+            raise Malformed
+        return name
+
+    def _string(self, quote: str) -> Reading[str]:
+        """Read a string after its opening quotation mark."""
+        text, parts = self._text, list[str]()
+        if quote not in _QUOTES:
+            return (yield from text.until(quote))
+        while True:
+            parts.append((yield from text.run(_PLAIN[quote])))
+            if (yield from text.skip("\\")):
+                parts.append((yield from self._escape()))
+            elif not (yield from text.skip(quote)):
+                raise Malformed
+            elif quote == "'" and parts[-1][-1:].isalnum() and (yield from text.ahead()).isalnum():
+                parts.append(quote)  # an apostrophe
+            else:
+                return _without_halves("".join(parts))
+
+    def _escape(self) -> Reading[str]:
+        """Read an escape after its backslash. One that JSON does not have stands for itself, as in "C:\\dir"."""
+        if (yield from self._text.begins("u")):
+            digits = (yield from self._text.ahead(5))[1:]
+            if _HEX.fullmatch(digits):
+                yield from self._text.skip("u" + digits)
+                return chr(int(digits, 16))
+        mark = yield from self._text.take()
+        return _ESCAPES.get(mark, "\\" + mark)
+
+
+def _word(word: str) -> Any:
+    """Return the value of a number or of a word such as `true`. Raises `Malformed`."""
+    if word in _WORDS:
+        return _WORDS[word]
+    number = _NUMBER.fullmatch(word)
+    if not number or len(word) > 1000:
+        raise Malformed
+    found = float(word) if number[2] or number[3] else int(word)
+    if not isfinite(found if isinstance(found, float) else 0.0):
+        raise Malformed
+    return found
+
+
+def _without_halves(text: str) -> str:
+    """Return a text with its surrogate pairs joined, and U+FFFD for each half, which is no text."""
+    if text.isascii() or not _SURROGATE.search(text):
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

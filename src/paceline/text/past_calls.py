@@ -1,0 +1,119 @@
+"""Calls in a conversation's past, as chat templates can show them.
+
+What one server or model wrote, another must be able to read: a call that was cut off, or that a template shows in one
+way only, must not end the conversation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from paceline.text import loose_json
+from paceline.text.growing import Malformed
+
+Chat = list[dict[str, Any]]
+
+INVALID = "invalid_arguments"
+"""Name under which arguments that are no object are shown to the model."""
+
+
+def as_object(arguments: Any) -> dict[str, Any]:
+    """Return the arguments of a call as an object: an empty one for null and for empty text, and one whose only entry,
+    `INVALID`, is what was given if that is no object."""
+    found = arguments
+    if isinstance(arguments, str):
+        try:
+            found = loose_json.parse(arguments) if arguments.strip() else None
+        except Malformed:
+            found = arguments
+    if isinstance(found, Mapping):
+        return dict(found)
+    return {} if found is None else {INVALID: arguments}
+
+
+def forms(chat: Sequence[Mapping[str, Any]]) -> Iterator[Chat]:
+    """Yield other forms of a chat with calls, the closest to it first, for a template that refuses it.
+
+    Some templates show one call in a message, want ids of nine letters and digits, or want arguments as JSON text.
+
+    Args:
+        chat: Checked messages, whose calls have objects as arguments.
+    """
+    single = _one_call_each(chat)
+    known = [list(map(dict, chat))]
+    for form in (single, _with_ids(chat, _short), _with_ids(single, _short), _as_json(chat), _as_json(single)):
+        if form not in known:
+            known.append(form)
+            yield form
+
+
+def with_counted_ids(chat: Sequence[Mapping[str, Any]]) -> Chat:
+    """Return a chat whose calls are numbered as Kimi K2 numbers them: functions.NAME:NUMBER."""
+    count = iter(range(1 << 30))
+    return _with_ids(chat, lambda call: f"functions.{call['function']['name']}:{next(count)}")
+
+
+def _one_call_each(chat: Sequence[Mapping[str, Any]]) -> Chat:
+    """Return the chat with a message for each call, which its result follows."""
+    found: Chat = []
+    waiting = list(map(dict, chat))
+    while waiting:
+        message = waiting.pop(0)
+        calls = message.get("tool_calls") or []
+        if len(calls) < 2:
+            found.append(message)
+            continue
+        until = next((i for i, other in enumerate(waiting) if other["role"] != "tool"), len(waiting))
+        results, waiting = waiting[:until], waiting[until:]
+        for i, call in enumerate(calls):
+            found.append({**(message if not i else {"role": message["role"], "content": ""}), "tool_calls": [call]})
+            named = (one for one in results if call.get("id") and one.get("tool_call_id") == call["id"])
+            result = next(named, None) or next((one for one in results if not one.get("tool_call_id")), None)
+            if result is not None:
+                results.remove(result)
+                found.append(result)
+        found += results
+    return found
+
+
+def _with_ids(chat: Sequence[Mapping[str, Any]], make: Callable[[Mapping[str, Any]], str]) -> Chat:
+    """Return the chat with other ids of its calls, and with the same ids of their results."""
+    found: Chat = []
+    ids: dict[Any, str] = {}
+    unnamed: list[str] = []  # ids of the last calls, for results without one, which are in their order
+    for message in chat:
+        if calls := message.get("tool_calls"):
+            changed = [{**call, "id": make(call)} for call in calls]
+            ids |= {call.get("id"): other["id"] for call, other in zip(calls, changed, strict=True)}
+            unnamed = [call["id"] for call in changed]
+            found.append({**message, "tool_calls": changed})
+        elif message["role"] == "tool":
+            given = message.get("tool_call_id") or (unnamed.pop(0) if unnamed else "")
+            found.append({**message, "tool_call_id": ids.get(given, given)})
+        else:
+            found.append(dict(message))
+    return found
+
+
+def _short(call: Mapping[str, Any]) -> str:
+    """Return a call's id as nine letters and digits, the same whenever the call is sent."""
+    given = str(call.get("id") or call["function"]["name"])
+    return given if re.fullmatch("[a-zA-Z0-9]{9}", given) else hashlib.blake2b(given.encode()).hexdigest()[:9]
+
+
+def _as_json(chat: Sequence[Mapping[str, Any]]) -> Chat:
+    """Return the chat with arguments as JSON text."""
+
+    def changed(call: Mapping[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        return {**call, "function": {**function, "arguments": loose_json.dumps(function["arguments"])}}
+
+    return [
+        {**message, "tool_calls": [*map(changed, message["tool_calls"])]}
+        if message.get("tool_calls")
+        else dict(message)
+        for message in chat
+    ]
