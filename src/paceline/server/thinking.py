@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from paceline.server import harmony
 from paceline.server.harmony import HarmonyParser
 from paceline.server.lark import literal
-from paceline.text.template_text import TemplateText
 from paceline.text.growing import overlap
+from paceline.text.template_text import TemplateText
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,7 @@ import base64
 import json
 import marshal
 import re
-from collections.abc import Collection, Iterable, Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
