@@ -94,13 +94,12 @@ def pieces(tokenizer: Tokenizer, text: str) -> list[str]:
     return [decoders.ByteLevel().decode([piece]) for piece, _ in cut]
 
 
-@pytest.mark.parametrize("pre", sorted(SPLITTERS))
+@pytest.mark.parametrize("pre", sorted(pre for pre, splitter in SPLITTERS.items() if not splitter.nfc))
 def test_every_splitter_keeps_the_text(pre: str) -> None:
     tokenizer = Tokenizer.from_gguf(byte_level(pre=pre, add_bos_token=False))
     for text in AWKWARD:
-        if not SPLITTERS[pre].nfc:
-            assert "".join(pieces(tokenizer, text)) == text
-            assert tokenizer.decode(tokenizer.encode(text), skip_special=False) == text
+        assert "".join(pieces(tokenizer, text)) == text
+        assert tokenizer.decode(tokenizer.encode(text), skip_special=False) == text
 
 
 @pytest.mark.parametrize(
