@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 # Torch's threads spin while they wait; about 10 us of it costs nothing and leaves the cores to others (LOG.md).
 export GOMP_SPINCOUNT ?= 10000
 
+# Without bytecode files each process would compile torch and the tests again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup demo test test-all check docs parity bench clean
 
 # Plain venv and pip with a constraints file, which takes a CPU build of torch where pip is shown one (find-links or an
