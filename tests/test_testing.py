@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from paceline.protocols import KVCache
-from paceline.testing import ListCache, ToyTarget, check_target
+from paceline.testing import ListCache, ToyTarget, check_target, targets
 from paceline.testing.toy import Entry, ListPass, SavedList
 from paceline.types import DraftBudget, Forward, Rows, Want
+from tests.support.cover import some
 
 
 class CommitsInOrder(ListCache):
@@ -249,42 +250,44 @@ class Moody(Altered):
         return Forward(out.logits * (1 + 1e-5 * (self.calls % 3)), out.taps)
 
 
-BROKEN: dict[type[ListCache] | type[ToyTarget], str] = {
-    CommitsInOrder: "after commit of the path",
-    CommitsTwice: "commit of 1 rows: 0 became 2",
-    OneSlot: "a new slot holds 5 tokens",
-    GivesTwice: "one slot was given twice",
-    KeepsTooMuch: "truncation of 14 tokens to 12 kept 13",
-    KeepsTheEnd: "after truncation to 12",
-    SharesForks: "a fork that went on",
-    ForksRows: "a fork of 8 tokens has 9",
-    SavesFromNowOn: "after 10 tokens were loaded",
-    LoadsTheEnd: "after 9 tokens were loaded",
-    LoadsAll: r"most\(9\) is 9, and load gives 10 tokens",
-    LoadsNothing: r"most\(10\) is 10, and load gives 0 tokens",
-    NeverEmpty: "a new slot holds 11 tokens",
-    ReleasesNeighbours: "a fork whose origin was released",
-    SharedByAll: "a new slot holds 8 tokens",
-    Ghosts: r"Want\('all'\) gives other logits",
-    NeverGrows: "level 2 of a tree that grows",
-    FirstOfBatch: "line 1 of a batch",
-    Generous: "fit gave more",
-    Stingy: "fit never allows",
-    SiblingsSee: "a tree of 8",
-    CountsRows: "a tree of 8",
-    ShiftsPrefill: "a prefill chunk",
-    FirstForLast: r"Want\('last'\)",
-    Halves: "not float32",
-    Deaf: "no tap",
-    Eager: "only commit may",
-    Crowded: "a chain of 6",
-    ShortSighted: "context can be used to its last token. It raised",
-    Moody: "gives other logits",
+BROKEN: dict[type[ListCache] | type[ToyTarget], tuple[str, str]] = {
+    CommitsInOrder: ("_commits", "after commit of the path"),
+    CommitsTwice: ("_wanted", "commit of 1 rows: 0 became 2"),
+    OneSlot: ("_drafts", "a new slot holds 5 tokens"),
+    GivesTwice: ("_lives", "one slot was given twice"),
+    KeepsTooMuch: ("_truncation", "truncation of 14 tokens to 12 kept 13"),
+    KeepsTheEnd: ("_truncation", "after truncation to 12"),
+    SharesForks: ("_forks", "a fork that went on"),
+    ForksRows: ("_forks", "a fork of 8 tokens has 9"),
+    SavesFromNowOn: ("_saves", "after 10 tokens were loaded"),
+    LoadsTheEnd: ("_saves", "after 9 tokens were loaded"),
+    LoadsAll: ("_saves", r"most\(9\) is 9, and load gives 10 tokens"),
+    LoadsNothing: ("_saves", r"most\(10\) is 10, and load gives 0 tokens"),
+    NeverEmpty: ("_lives", "a new slot holds 11 tokens"),
+    ReleasesNeighbours: ("_forks", "a fork whose origin was released"),
+    SharedByAll: ("_caches", "a new slot holds 8 tokens"),
+    Ghosts: ("_wanted", r"Want\('all'\) gives other logits"),
+    NeverGrows: ("_growing", "level 2 of a tree that grows"),
+    FirstOfBatch: ("_ragged", "line 1 of a batch"),
+    Generous: ("_wanted", "fit gave more"),
+    Stingy: ("_fits", "fit never allows"),
+    SiblingsSee: ("_drafts", "a tree of 8"),
+    CountsRows: ("_drafts", "a tree of 8"),
+    ShiftsPrefill: ("_chunks", "a prefill chunk"),
+    FirstForLast: ("_wanted", r"Want\('last'\)"),
+    Halves: ("_wanted", "not float32"),
+    Deaf: ("_wanted", "no tap"),
+    Eager: ("_wanted", "only commit may"),
+    Crowded: ("_drafts", "a chain of 6"),
+    ShortSighted: ("_ends", "context can be used to its last token. It raised"),
+    Moody: ("_wanted", "gives other logits"),
 }
+"""What is broken -> the clause that notices it, and what it says."""
 
 
-@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
-def test_the_check_notices_targets_that_do_not(broken: Any) -> None:
+def check(broken: Any, said: str) -> None:
+    SharedByAll.pool.clear()
+
     def make() -> ToyTarget:
         if issubclass(broken, ToyTarget):
             return broken()
@@ -292,5 +295,18 @@ def test_the_check_notices_targets_that_do_not(broken: Any) -> None:
         target.new_cache = broken  # type: ignore[method-assign]
         return target
 
-    with pytest.raises(AssertionError, match=BROKEN[broken]):
+    with pytest.raises(AssertionError, match=said):
         check_target(make, tolerance=1e-9, taps=(0, "final"))
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
+def test_a_clause_notices_targets_that_break_it(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    clause, said = BROKEN[broken]
+    assert getattr(targets, clause) in targets.CLAUSES
+    monkeypatch.setattr(targets, "CLAUSES", (getattr(targets, clause),))
+    check(broken, said)
+
+
+@some("broken", {broken.__name__: broken for broken in BROKEN}, fast=["NeverGrows"])
+def test_the_check_notices_targets_that_do_not(broken: Any) -> None:
+    check(broken, BROKEN[broken][1])

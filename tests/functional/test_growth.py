@@ -24,6 +24,7 @@ from paceline.functional import (
 )
 from paceline.types import Draft
 from paceline.verify.tree import check, depths, from_paths
+from tests.support.cover import some
 from tests.support.draft_batches import chi_square, drafts_of
 
 CONFIGS = st.builds(
@@ -112,11 +113,12 @@ def test_sampled_trees_stay_within_their_configuration(config: TreeConfig, seed:
         assert not q[b, len(draft.tokens) + 1 :].any()
 
 
-def test_siblings_come_in_the_order_of_draws_without_replacement() -> None:
+@some("batch", [2_000, 10_000], fast=["2000"])
+def test_siblings_come_in_the_order_of_draws_without_replacement(batch: int) -> None:
     p = torch.tensor([0.5, 0.3, 0.15, 0.05])
     generator = torch.Generator().manual_seed(0)
-    tree, _ = sample(never, p.log().expand(10_000, 4), TreeConfig(2, 1, 2), generator=generator)
-    pairs = torch.zeros(4, 4).index_put_(tuple(tree.tokens.T), torch.ones(10_000), accumulate=True)
+    tree, _ = sample(never, p.log().expand(batch, 4), TreeConfig(2, 1, 2), generator=generator)
+    pairs = torch.zeros(4, 4).index_put_(tuple(tree.tokens.T), torch.ones(batch), accumulate=True)
     expected = p[:, None] * p / (1 - p[:, None])
     assert chi_square(pairs, expected.fill_diagonal_(0.0)) < 4
 
