@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.checkpoints.gguf import open_gguf
-from tests.support.gguf_writing import finish, rope_tensors
+from tests.support.gguf_writing import config_fields, rope_scaling_fields, rope_tensors, write_file
 from tests.support.lazy import transformers
 
 SMALL = {
@@ -120,59 +120,35 @@ def random_model(kind: str, options: dict[str, Any]) -> Any:
 
 def convert(path: Path, arch: str, config: Any, tensors: dict[str, Tensor]) -> None:
     """As convert_hf_to_gguf.py lays a model out."""
-    writer = gguf.GGUFWriter(path, arch)
-    metadata(writer, arch, config)
-    for name, tensor in gguf_tensors(arch, config, tensors):
-        writer.add_tensor(name, tensor.float().numpy())
-    finish(writer)
+    write_file(path, arch, fields_of(arch, config), gguf_tensors(arch, config, tensors))
 
 
-def metadata(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
-    writer.add_bos_token_id(config.bos_token_id)
-    writer.add_eos_token_id(config.eos_token_id)
-    writer.add_pad_token_id(config.pad_token_id)
-    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
-    writer.add_rope_freq_base(rope["rope_theta"])
-    if rope["rope_type"] in ("linear", "yarn"):
-        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
-        writer.add_rope_scaling_factor(rope["factor"])
-    if rope["rope_type"] == "yarn":
-        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    head_dim = getattr(config, "head_dim", None)
-    if head_dim:
-        writer.add_key_length(head_dim)
-        writer.add_value_length(head_dim)
+def fields_of(arch: str, c: Any) -> dict[str, Any]:
+    rope = c.rope_parameters.get("full_attention", c.rope_parameters)
+    words = {"model": "gpt2", "tokens": [f"t{i}" for i in range(c.vocab_size)]}
+    words |= {f"{role}_token_id": getattr(c, f"{role}_token_id") for role in ("bos", "eos")}
+    words["padding_token_id"] = c.pad_token_id
+    fields = config_fields(c) | rope_scaling_fields(rope) | {f"tokenizer.ggml.{key}": x for key, x in words.items()}
     if arch == "granite":
-        writer.add_attention_scale(config.attention_multiplier)
-        writer.add_embedding_scale(config.embedding_multiplier)
-        writer.add_residual_scale(config.residual_multiplier)
-        writer.add_logit_scale(config.logits_scaling)
+        fields |= {"attention.scale": c.attention_multiplier, "embedding_scale": c.embedding_multiplier}
+        fields |= {"residual_scale": c.residual_multiplier, "logit_scale": c.logits_scaling}
     if arch in ("llama", "smollm3"):
-        writer.add_rope_dimension_count(head_dim or config.hidden_size // config.num_attention_heads)
+        head_dim = getattr(c, "head_dim", None)
+        fields["rope.dimension_count"] = head_dim or c.hidden_size // c.num_attention_heads
     if arch == "phi3":
-        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
-        share = rope["partial_rotary_factor"]
-        writer.add_rope_dimension_count(int(share * config.hidden_size) // config.num_attention_heads)
-        writer.add_sliding_window(config.sliding_window or 0)
-    elif arch in ("gemma2", "gemma3") or config.model_type == "mistral":
-        writer.add_sliding_window(config.sliding_window)
+        fields["rope.scaling.original_context_length"] = c.original_max_position_embeddings
+        fields["rope.dimension_count"] = int(rope["partial_rotary_factor"] * c.hidden_size) // c.num_attention_heads
+        fields["attention.sliding_window"] = c.sliding_window or 0
+    elif arch in ("gemma2", "gemma3") or c.model_type == "mistral":
+        fields["attention.sliding_window"] = c.sliding_window
     if arch == "gemma2":
-        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
-        writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    if experts := getattr(config, "num_local_experts", None):
-        writer.add_expert_count(experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
+        fields["attn_logit_softcapping"] = c.attn_logit_softcapping
+        fields["final_logit_softcapping"] = c.final_logit_softcapping
+    if experts := getattr(c, "num_local_experts", None):
+        fields |= {"expert_count": experts, "expert_used_count": c.num_experts_per_tok}
     if arch == "qwen3moe":
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        fields["expert_feed_forward_length"] = c.moe_intermediate_size
+    return fields
 
 
 def gguf_tensors(arch: str, config: Any, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

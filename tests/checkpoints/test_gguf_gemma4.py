@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from paceline.checkpoints.gguf import open_gguf
 from paceline.errors import UnsupportedModel
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
-from tests.support.gguf_writing import finish
+from tests.support.gguf_writing import config_fields, write_file
 from tests.support.golden import models
 from tests.support.logits import assert_close, expected, feed, text
 from tests.support.tiny_families import GEMMA4
@@ -49,7 +48,7 @@ PARTS = {
 }
 
 
-def stored_name(name: str) -> str:
+def name_in_file(name: str) -> str:
     stem, _, kind = name.rpartition(".")
     if stem in TOP:
         return f"{TOP[stem]}.{kind}"
@@ -58,51 +57,38 @@ def stored_name(name: str) -> str:
     return f"blk.{layer}.{whole or PARTS[part.removesuffix('.weight')] + '.weight'}"
 
 
-def write(path: Path, theirs: Any, changes: dict[str, Any], factors: Tensor | None = None) -> None:
-    c, writer = theirs.config, gguf.GGUFWriter(path, "gemma4")
-    layers, near, wide = c.num_hidden_layers, c.per_layer_config[0], c.per_layer_config[2]
+def write(path: Path, theirs: Any, factors: Tensor | None = None) -> None:
+    c, near, wide = theirs.config, theirs.config.per_layer_config[0], theirs.config.per_layer_config[2]
     slides = [kind == "sliding_attention" for kind in c.layer_types]
-    writer.add_block_count(layers)
-    writer.add_context_length(c.max_position_embeddings)
-    writer.add_embedding_length(c.hidden_size)
-    writer.add_head_count(c.num_attention_heads)
-    writer.add_head_count_kv([(near if one else wide).num_key_value_heads for one in slides])
-    shared = c.num_kv_shared_layers
-    double = [c.intermediate_size * (2 if c.use_double_wide_mlp and i >= layers - shared else 1) for i in range(layers)]
-    writer.add_feed_forward_length(double if c.use_double_wide_mlp else c.intermediate_size)
-    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
-    writer.add_sliding_window(c.sliding_window)
-    writer.add_array("gemma4.attention.sliding_window_pattern", slides)
-    writer.add_key_length(wide.head_dim)
-    writer.add_value_length(wide.head_dim)
-    writer.add_rope_dimension_count(wide.head_dim)
-    writer.add_rope_freq_base(1000000.0)
-    writer.add_float32("gemma4.rope.freq_base_swa", 10000.0)
-    writer.add_float32("gemma4.final_logit_softcapping", c.final_logit_softcapping)
-    for key, value in {
-        "attention.key_length_swa": near.head_dim,
-        "attention.value_length_swa": near.head_dim,
-        "rope.dimension_count_swa": near.head_dim,
-        "attention.shared_kv_layers": shared,
+    first = c.num_hidden_layers - c.num_kv_shared_layers
+    double = [c.intermediate_size * (2 if i >= first else 1) for i in range(c.num_hidden_layers)]
+    experts = {
+        **{"expert_count": c.num_experts, "expert_used_count": c.top_k_experts},
+        "expert_feed_forward_length": c.moe_intermediate_size,
+    }
+    fields = config_fields(near) | {
+        "attention.head_count_kv": [(near if one else wide).num_key_value_heads for one in slides],
+        "feed_forward_length": double if c.use_double_wide_mlp else c.intermediate_size,
+        **{"attention.sliding_window": c.sliding_window, "attention.sliding_window_pattern": slides},
+        **dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), wide.head_dim),
+        **dict.fromkeys(
+            ("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"), near.head_dim
+        ),
+        **{"rope.freq_base": 1000000.0, "rope.freq_base_swa": 10000.0},
+        **{"final_logit_softcapping": c.final_logit_softcapping, "attention.shared_kv_layers": c.num_kv_shared_layers},
         "embedding_length_per_layer_input": c.hidden_size_per_layer_input,
-        **changes,
-    }.items():
-        writer.add_uint32(f"gemma4.{key}", value)
-    if c.enable_moe_block:
-        writer.add_expert_count(c.num_experts)
-        writer.add_expert_used_count(c.top_k_experts)
-        writer.add_expert_feed_forward_length(c.moe_intermediate_size)
+        **(experts if c.enable_moe_block else {}),
+    }
     turning = torch.tensor([1.0] * (wide.head_dim // 8) + [1e30] * (wide.head_dim * 3 // 8))
-    tensors = {stored_name(name): x for name, x in theirs.state_dict().items() if name != "lm_head.weight"}
-    for name, tensor in {**tensors, "rope_freqs.weight": turning if factors is None else factors}.items():
-        writer.add_tensor(name, tensor.float().contiguous().numpy())
-    finish(writer)
+    tensors = {name_in_file(name): x for name, x in theirs.state_dict().items() if name != "lm_head.weight"}
+    tensors["rope_freqs.weight"] = turning if factors is None else factors
+    write_file(path, "gemma4", fields, tensors.items())
 
 
 @pytest.mark.parametrize("case", GEMMA4)
 def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
     theirs, _ = models(case)
-    write(tmp_path / "m.gguf", theirs, {})
+    write(tmp_path / "m.gguf", theirs)
     config, tensors, _ = open_gguf(tmp_path / "m.gguf")
     ours = Decoder(read_config(config), tensors, torch.float64, torch.device("cpu"))
     cache, tokens = ours.new_cache(), text(70)
@@ -110,8 +96,6 @@ def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
 
 
 def test_wavelengths_that_are_neither_turned_nor_still_are_refused(tmp_path: Path) -> None:
-    write(
-        tmp_path / "m.gguf", models("gemma4, large")[0], {}, torch.tensor([1.0, 1.0, 4.0, 1e30, 1e30, 1e30, 1e30, 1e30])
-    )
+    write(tmp_path / "m.gguf", models("gemma4, large")[0], torch.tensor([1.0, 1.0, 4.0, 1e30, 1e30, 1e30, 1e30, 1e30]))
     with pytest.raises(UnsupportedModel, match="stretches some wavelengths"):
         open_gguf(tmp_path / "m.gguf")

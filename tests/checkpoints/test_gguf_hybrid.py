@@ -7,7 +7,6 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from paceline.checkpoints.head_files import open_head
 from paceline.errors import CorruptModel
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
-from tests.support.gguf_writing import finish
+from tests.support.gguf_writing import config_fields, stored_name, write_file
 from tests.support.golden import models
 from tests.support.logits import expected, feed, text
 from tests.support.mtp_reference import Reference
@@ -108,42 +107,32 @@ def laid_out(c: Any, tensors: dict[str, Tensor], tiled: bool) -> Iterator[tuple[
 
 def write(path: Path, arch: str, theirs: Any, mtp: dict[str, Tensor] | None = None) -> None:
     """`mtp`: the layer that predicts later tokens, by the names of Qwen's files; None: one that is cut off."""
-    c, writer = theirs.config, gguf.GGUFWriter(path, arch)
-    writer.add_block_count(c.num_hidden_layers + 1)  # and one that predicts later tokens
-    writer.add_uint32(f"{arch}.nextn_predict_layers", 1)
-    writer.add_context_length(c.max_position_embeddings)
-    writer.add_embedding_length(c.hidden_size)
-    writer.add_head_count(c.num_attention_heads)
-    writer.add_head_count_kv(c.num_key_value_heads)
-    writer.add_key_length(c.head_dim)
-    writer.add_value_length(c.head_dim)
-    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
-    writer.add_rope_freq_base(c.rope_parameters["rope_theta"])
-    writer.add_rope_dimension_count(c.head_dim // 4)
-    if "moe" in arch or arch == "qwen3next":
-        writer.add_expert_count(c.num_experts)
-        writer.add_expert_used_count(c.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(c.moe_intermediate_size)
-        writer.add_uint32(f"{arch}.expert_shared_feed_forward_length", c.shared_expert_intermediate_size)
-    else:
-        writer.add_feed_forward_length(c.intermediate_size)
-    for key, value in {
-        "conv_kernel": c.linear_conv_kernel_dim,
-        "state_size": c.linear_key_head_dim,
-        "group_count": c.linear_num_key_heads,
-        "time_step_rank": c.linear_num_value_heads,
-        "inner_size": c.linear_value_head_dim * c.linear_num_value_heads,
-    }.items():
-        writer.add_uint32(f"{arch}.ssm.{key}", value)
-    if arch == "qwen3next":
-        writer.add_uint32(f"{arch}.full_attention_interval", 4)
-    else:
-        recurrent = [kind == "linear_attention" for kind in c.layer_types]
-        writer.add_array(f"{arch}.attention.recurrent_layers", [*recurrent, False])
+    c, mixture = theirs.config, "moe" in arch or arch == "qwen3next"
+    experts = (
+        {
+            **{"feed_forward_length": None, "expert_feed_forward_length": c.moe_intermediate_size},
+            **{"expert_count": c.num_experts, "expert_used_count": c.num_experts_per_tok},
+            "expert_shared_feed_forward_length": c.shared_expert_intermediate_size,
+        }
+        if mixture
+        else {}
+    )
+    recurrent = [kind == "linear_attention" for kind in c.layer_types]
+    fields = (
+        config_fields(c)
+        | experts
+        | {
+            **{"block_count": c.num_hidden_layers + 1, "nextn_predict_layers": 1},  # and one that predicts later tokens
+            "rope.dimension_count": c.head_dim // 4,
+            **{"ssm.conv_kernel": c.linear_conv_kernel_dim, "ssm.state_size": c.linear_key_head_dim},
+            **{"ssm.group_count": c.linear_num_key_heads, "ssm.time_step_rank": c.linear_num_value_heads},
+            "ssm.inner_size": c.linear_value_head_dim * c.linear_num_value_heads,
+            **({"full_attention_interval": 4} if arch == "qwen3next" else {}),
+            **({} if arch == "qwen3next" else {"attention.recurrent_layers": [*recurrent, False]}),
+        }
+    )
     mtp = mtp or {"mtp.fc.weight": torch.zeros(4, 4)}
-    for name, tensor in laid_out(c, {**theirs.state_dict(), **mtp}, arch != "qwen3next"):
-        writer.add_tensor(name, tensor.detach().float().contiguous().numpy())
-    finish(writer)
+    write_file(path, arch, fields, laid_out(c, {**theirs.state_dict(), **mtp}, arch != "qwen3next"))
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -177,23 +166,19 @@ def test_the_layer_that_predicts_later_tokens_is_that_of_the_safetensors(arch: s
 def test_short_convolutions(tmp_path: Path) -> None:
     """LFM2, by `conversion/lfm2.py`: layers without key heads do not attend, and the last norm is the embedding's."""
     theirs, _ = models("lfm2")
-    c, writer = theirs.config, gguf.GGUFWriter(tmp_path / "m.gguf", "lfm2")
-    writer.add_block_count(c.num_hidden_layers)
-    writer.add_context_length(c.max_position_embeddings)
-    writer.add_embedding_length(c.hidden_size)
-    writer.add_head_count(c.num_attention_heads)
-    writer.add_head_count_kv([c.num_key_value_heads if kind != "conv" else 0 for kind in c.layer_types])
-    writer.add_layer_norm_rms_eps(c.norm_eps)
-    writer.add_rope_freq_base(c.rope_parameters["rope_theta"])
-    writer.add_uint32("lfm2.shortconv.l_cache", c.conv_L_cache)
-    tensors = theirs.state_dict()
-    writer.add_feed_forward_length(len(tensors["model.layers.0.feed_forward.w1.weight"]))
-    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LFM2, c.num_hidden_layers)
-    for name, x in tensors.items():
-        if name != "lm_head.weight":
-            x = x.squeeze(1) if "conv.conv" in name else x
-            writer.add_tensor(table.get_name(name, (".weight",)), x.float().numpy())
-    finish(writer)
+    c, tensors = theirs.config, theirs.state_dict()
+    fields = config_fields(c) | {
+        "attention.head_count_kv": [c.num_key_value_heads if kind != "conv" else 0 for kind in c.layer_types],
+        **{"attention.layer_norm_rms_epsilon": c.norm_eps, "shortconv.l_cache": c.conv_L_cache},
+        **{"attention.key_length": None, "attention.value_length": None},
+        "feed_forward_length": len(tensors["model.layers.0.feed_forward.w1.weight"]),
+    }
+    named = (
+        (stored_name("lfm2", name), x.squeeze(1) if "conv.conv" in name else x)
+        for name, x in tensors.items()
+        if name != "lm_head.weight"
+    )
+    write_file(tmp_path / "m.gguf", "lfm2", fields, named)
     config, found, _ = open_gguf(tmp_path / "m.gguf")
     ours = Decoder(read_config(config), found, torch.float64, torch.device("cpu"))
     cache, tokens = ours.new_cache(), text(70)

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from paceline.checkpoints.head_files import open_head
 from paceline.errors import UnsupportedModel
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
-from tests.support.gguf_writing import finish
+from tests.support.gguf_writing import config_fields, rope_scaling_fields, stored_name, write_file
 from tests.support.golden import models
 from tests.support.logits import assert_close, expected, feed, text
 from tests.support.mtp_reference import Reference
@@ -43,14 +42,11 @@ def laid_out(c: Any, tensors: Mapping[str, Tensor], split: bool) -> Iterator[tup
 
 def write(path: Path, theirs: Any, split: bool, mtp: Mapping[str, Tensor] | None = None, **changes: Any) -> None:
     """`mtp`: the layer that predicts later tokens, by the names of DeepSeek's files. `changes`: of the metadata."""
-    c, writer, layers = theirs.config, gguf.GGUFWriter(path, "deepseek2"), theirs.config.num_hidden_layers + bool(mtp)
+    c, layers = theirs.config, theirs.config.num_hidden_layers + bool(mtp)
     rope, sigmoid = c.rope_parameters, c.model_type != "deepseek_v2"
     key, value = c.qk_nope_head_dim + c.qk_rope_head_dim, c.v_head_dim
-    fields = {
+    fields = config_fields(c) | {
         **{"block_count": layers, "nextn_predict_layers": int(bool(mtp)), "vocab_size": c.vocab_size},
-        **{"context_length": c.max_position_embeddings, "embedding_length": c.hidden_size},
-        **{"attention.head_count": c.num_attention_heads, "attention.layer_norm_rms_epsilon": c.rms_norm_eps},
-        **{"feed_forward_length": c.intermediate_size, "rope.freq_base": rope["rope_theta"]},
         **{"attention.kv_lora_rank": c.kv_lora_rank, "attention.q_lora_rank": c.q_lora_rank},
         "attention.head_count_kv": 1 if split else c.num_attention_heads,
         "attention.key_length": c.kv_lora_rank + c.qk_rope_head_dim if split else key,
@@ -62,23 +58,16 @@ def write(path: Path, theirs: Any, split: bool, mtp: Mapping[str, Tensor] | None
         **{"expert_weights_scale": c.routed_scaling_factor, "expert_gating_func": 2 if sigmoid else 1},
         **({"expert_weights_norm": True} if sigmoid else {}),
         **{"expert_group_count": c.n_group or 1, "expert_group_used_count": c.topk_group or 1},
+        **rope_scaling_fields(rope),
     }
     if rope["rope_type"] == "yarn":
-        fields |= {"rope.scaling.type": "yarn", "rope.scaling.factor": rope["factor"]}
-        fields |= {"rope.scaling.original_context_length": rope["original_max_position_embeddings"]}
-        fields |= {"rope.scaling.yarn_log_multiplier": 0.1 * rope["mscale_all_dim"]}
-    for name, field in (fields | changes).items():
-        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-        if field is not None:
-            add[type(field)](f"deepseek2.{name}", field)
-    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.DEEPSEEK2, layers)
+        fields["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
+    named = []
     for name, x in laid_out(c, {**theirs.state_dict(), **(mtp or {})}, split):
         found = re.fullmatch(r"model\.layers\.(\d+)\.(eh_proj|enorm|hnorm|shared_head\.norm)\.weight", name)
         own = f"blk.{found[1]}.nextn.{found[2].replace('.', '_')}.weight" if found else None
-        stored = own or table.get_name(name, (".weight", ".bias"))
-        assert stored, name
-        writer.add_tensor(stored, x.detach().float().contiguous().numpy())
-    finish(writer)
+        named.append((own or stored_name("deepseek2", name), x))
+    write_file(path, "deepseek2", fields | changes, named)
 
 
 def opened(path: Path) -> Decoder:

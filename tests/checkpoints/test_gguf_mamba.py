@@ -20,7 +20,7 @@ from paceline.errors import UnsupportedModel
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
 from paceline.models.mamba_hybrids import multipliers
-from tests.support.gguf_writing import finish
+from tests.support.gguf_writing import write_file
 from tests.support.golden import models
 from tests.support.logits import assert_close, expected, feed, text
 
@@ -142,7 +142,6 @@ def laid_out(arch: Any, c: Config, tensors: dict[str, Tensor]) -> Iterator[tuple
 
 def write(path: Path, arch: Any, c: Config, fields: Config, tensors: dict[str, Tensor]) -> None:
     name = gguf.MODEL_ARCH_NAMES[arch]
-    writer = gguf.GGUFWriter(path, name)
     fields = {
         **{"block_count": len(c.get("layers_block_type") or ()) or c["num_hidden_layers"], "context_length": 2048},
         **{"embedding_length": c["hidden_size"], "attention.head_count": c.get("num_attention_heads")},
@@ -155,12 +154,7 @@ def write(path: Path, arch: Any, c: Config, fields: Config, tensors: dict[str, T
     )
     if rope := c.get("rope_parameters"):
         fields["rope.freq_base"] = rope["rope_theta"]
-    adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
-    for key, value in fields.items():
-        adders[type(value)](f"{name}.{key}", value)
-    for known, x in laid_out(arch, c, tensors):
-        writer.add_tensor(known, x.float().contiguous().numpy())
-    finish(writer)
+    write_file(path, name, fields, laid_out(arch, c, tensors))
 
 
 def saved(case: str, folder: Path) -> tuple[Any, Config, dict[str, Tensor]]:

@@ -15,7 +15,7 @@ from paceline.checkpoints.gguf import open_gguf
 from paceline.checkpoints.head_files import open_head
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
-from tests.support.gguf_writing import finish, rope_tensors
+from tests.support.gguf_writing import config_fields, rope_tensors, stored_name, write_file
 from tests.support.golden import models
 from tests.support.logits import assert_close, expected, feed, text
 from tests.support.mtp_reference import Reference
@@ -26,55 +26,34 @@ CASES["llama4 without experts"] = "llama4"
 
 def write(path: Path, arch: str, theirs: Any, later: Mapping[str, Tensor]) -> None:
     """`later`: the layer that predicts later tokens, by the names of the family's files; empty for none."""
-    c, writer = theirs.config, gguf.GGUFWriter(path, arch)
-    writer.add_block_count(c.num_hidden_layers + bool(later))
-    writer.add_context_length(c.max_position_embeddings)
-    writer.add_embedding_length(c.hidden_size)
-    writer.add_head_count(c.num_attention_heads)
-    writer.add_head_count_kv(c.num_key_value_heads)
-    writer.add_key_length(c.head_dim)
-    writer.add_value_length(c.head_dim)
-    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
-    writer.add_rope_freq_base(c.rope_parameters["rope_theta"])
-    writer.add_expert_used_count(c.num_experts_per_tok)
-    (_llama4 if arch == "llama4" else _glm4_moe)(writer, c)
+    c = theirs.config
+    fields = config_fields(c) | (_llama4(c) if arch == "llama4" else _glm4_moe(c))
     if later:
-        writer.add_nextn_predict_layers(1)
-    number = {name: one for one, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
-    table = gguf.get_tensor_name_map(number, c.num_hidden_layers + 1)
-    for name, tensor in {**theirs.state_dict(), **later}.items():
-        for part, x in split(name, tensor, arch == "llama4").items():
-            stored = table.get_name(part, (".weight", ".bias"))
-            assert stored, part
-            writer.add_tensor(stored, x.detach().float().contiguous().numpy())
-    for name, x in rope_tensors(c):
-        writer.add_tensor(name, x.numpy())
-    finish(writer)
+        fields |= {"block_count": c.num_hidden_layers + 1, "nextn_predict_layers": 1}
+    parts = (split(name, tensor, arch == "llama4") for name, tensor in {**theirs.state_dict(), **later}.items())
+    named = ((stored_name(arch, name), x) for part in parts for name, x in part.items())
+    write_file(path, arch, fields, [*named, *rope_tensors(c)])
 
 
-def _llama4(writer: gguf.GGUFWriter, c: Any) -> None:
-    writer.add_feed_forward_length(c.intermediate_size_mlp)
-    writer.add_expert_feed_forward_length(c.intermediate_size)
-    writer.add_rope_dimension_count(c.head_dim)
-    writer.add_expert_count(c.num_local_experts)
-    writer.add_interleave_moe_layer_step(c.interleave_moe_layer_step)
-    if not c.num_local_experts:
-        writer.add_sliding_window(0)
+def _llama4(c: Any) -> dict[str, Any]:
+    return {
+        **{"feed_forward_length": c.intermediate_size_mlp, "expert_feed_forward_length": c.intermediate_size},
+        **{"rope.dimension_count": c.head_dim, "interleave_moe_layer_step": c.interleave_moe_layer_step},
+        **{"expert_count": c.num_local_experts, "expert_used_count": c.num_experts_per_tok},
+        "attention.sliding_window": None if c.num_local_experts else 0,
+    }
 
 
-def _glm4_moe(writer: gguf.GGUFWriter, c: Any) -> None:
-    writer.add_feed_forward_length(c.intermediate_size)
-    writer.add_expert_feed_forward_length(c.moe_intermediate_size)
-    writer.add_rope_dimension_count(c.head_dim // 2)
-    writer.add_expert_count(c.n_routed_experts)
-    writer.add_expert_shared_count(c.n_shared_experts)
-    writer.add_leading_dense_block_count(c.first_k_dense_replace)
-    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-    writer.add_expert_weights_scale(c.routed_scaling_factor)
-    writer.add_expert_weights_norm(c.norm_topk_prob)
-    if c.n_group > 1:
-        writer.add_expert_group_count(c.n_group)
-        writer.add_expert_group_used_count(c.topk_group)
+def _glm4_moe(c: Any) -> dict[str, Any]:
+    groups = {"expert_group_count": c.n_group, "expert_group_used_count": c.topk_group}
+    return {
+        **{"expert_feed_forward_length": c.moe_intermediate_size, "rope.dimension_count": c.head_dim // 2},
+        **{"expert_count": c.n_routed_experts, "expert_used_count": c.num_experts_per_tok},
+        **{"expert_shared_count": c.n_shared_experts, "leading_dense_block_count": c.first_k_dense_replace},
+        "expert_gating_func": int(gguf.ExpertGatingFuncType.SIGMOID),
+        **{"expert_weights_scale": c.routed_scaling_factor, "expert_weights_norm": c.norm_topk_prob},
+        **(groups if c.n_group > 1 else {}),
+    }
 
 
 def split(name: str, tensor: Tensor, turned: bool) -> dict[str, Tensor]:

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 
 from paceline.checkpoints.gguf import open_gguf
 from paceline.models.decoder import Decoder
 from paceline.models.families import read_config
-from tests.support.gguf_writing import finish
+from tests.support.gguf_writing import config_fields, rope_scaling_fields, stored_name, write_file
 from tests.support.golden import models
 from tests.support.logits import assert_close, expected, feed, text
 
@@ -39,44 +38,25 @@ CASES = {
 
 
 def write(path: Path, arch: str, theirs: Any) -> None:
-    c, writer = theirs.config, gguf.GGUFWriter(path, arch)
+    c = theirs.config
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    writer.add_block_count(c.num_hidden_layers)
-    writer.add_context_length(c.max_position_embeddings)
-    writer.add_embedding_length(c.hidden_size)
-    writer.add_feed_forward_length(c.intermediate_size)
-    writer.add_head_count(c.num_attention_heads)
-    if arch != "gptneox":
-        writer.add_head_count_kv(c.num_key_value_heads)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    rope = c.rope_parameters.get("full_attention", c.rope_parameters)
+    fields = config_fields(c) | rope_scaling_fields(rope)
+    fields |= dict.fromkeys(("attention.key_length", "attention.value_length"), head_dim)
+    fields["logit_scale"] = getattr(c, "logit_scale", None)
     if eps := getattr(c, "layer_norm_eps", None) or getattr(c, "norm_epsilon", None):
-        writer.add_layer_norm_eps(eps)
-    else:
-        writer.add_layer_norm_rms_eps(c.rms_norm_eps)
-    if scale := getattr(c, "logit_scale", None):
-        writer.add_logit_scale(scale)
+        fields |= {"attention.layer_norm_epsilon": eps, "attention.layer_norm_rms_epsilon": None}
+    if arch == "gptneox":
+        fields["attention.head_count_kv"] = None
     if arch in ("stablelm", "gptneox"):
         # Converters give StableLM's as true where config.json has none, though the default is false.
-        writer.add_parallel_residual(arch == "stablelm" or c.use_parallel_residual)
-    rope = c.rope_parameters.get("full_attention", c.rope_parameters)
-    writer.add_rope_freq_base(rope["rope_theta"])
-    if rope["rope_type"] == "yarn":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(rope["factor"])
-        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        fields["use_parallel_residual"] = arch == "stablelm" or c.use_parallel_residual
     if share := rope.get("partial_rotary_factor"):
-        writer.add_rope_dimension_count(int(head_dim * share))
+        fields["rope.dimension_count"] = int(head_dim * share)
     if getattr(c, "sliding_window", None) and "sliding_attention" in c.layer_types:
-        writer.add_sliding_window(c.sliding_window)
-        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in c.layer_types])
-    number = {name: one for one, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
-    table = gguf.get_tensor_name_map(number, c.num_hidden_layers)
-    for name, tensor in stacked(theirs):
-        stored = table.get_name(name, (".weight", ".bias"))
-        assert stored, name
-        writer.add_tensor(stored, tensor.float().contiguous().numpy())
-    finish(writer)
+        fields["attention.sliding_window"] = c.sliding_window
+        fields["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in c.layer_types]
+    write_file(path, arch, fields, ((stored_name(arch, name), tensor) for name, tensor in stacked(theirs)))
 
 
 def stacked(theirs: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -31,7 +30,7 @@ from paceline.models.layers import Mixture
 from paceline.sampling.parameters import Sampling
 from paceline.testing import Oracle, run
 from paceline.types import DraftBudget
-from tests.support.gguf_writing import finish
+from tests.support.gguf_writing import config_fields, rope_scaling_fields, stored_name, write_file
 from tests.support.lazy import transformers
 from tests.support.logits import expected, feed, text
 
@@ -83,51 +82,40 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     return root / "mxfp4", root / "floats", root / "model.gguf", model
 
 
-def write_gguf(path: Path, config: Any, tensors: dict[str, Tensor], packed: dict[str, Tensor]) -> None:
+def write_gguf(path: Path, c: Any, tensors: dict[str, Tensor], packed: dict[str, Tensor]) -> None:
     """As convert_hf_to_gguf.py lays it out."""
-    writer = gguf.GGUFWriter(path, "gpt-oss")
-    writer.add_block_count(LAYERS)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(FFN)
-    writer.add_expert_feed_forward_length(FFN)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_expert_count(EXPERTS)
-    writer.add_expert_used_count(config.num_experts_per_tok)
-    writer.add_sliding_window(config.sliding_window)
-    rope = config.rope_parameters
-    writer.add_rope_freq_base(rope["rope_theta"])
-    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-    writer.add_rope_scaling_factor(rope["factor"])
-    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-4o")
-    writer.add_token_list([*(f"t{i}" for i in range(96)), "t0t1", *HARMONY])
-    writer.add_token_merges(["t0 t1"])
-    writer.add_eos_token_id(97)
-    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT_OSS, LAYERS)
-    for name, tensor in tensors.items():
-        values = tensor.numpy()
+    words = {"model": "gpt2", "pre": "gpt-4o", "tokens": [*(f"t{i}" for i in range(96)), "t0t1", *HARMONY]}
+    words |= {"merges": ["t0 t1"], "eos_token_id": 97}
+    fields = (
+        config_fields(c)
+        | rope_scaling_fields(c.rope_parameters)
+        | {
+            **{"expert_count": EXPERTS, "expert_used_count": c.num_experts_per_tok, "expert_feed_forward_length": FFN},
+            "attention.sliding_window": c.sliding_window,
+            **{f"tokenizer.ggml.{key}": value for key, value in words.items()},
+        }
+    )
+    write_file(path, "gpt-oss", fields, [*_floats(tensors), *_codes(packed)])
+
+
+def _floats(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for name, x in tensors.items():
         if name.endswith("gate_up_proj_bias"):
             for index, part in enumerate(("gate_proj", "up_proj")):
-                own = name.replace("gate_up_proj_bias", part)
-                writer.add_tensor(f"{table.get_name(own)}.bias", np.ascontiguousarray(values[:, index::2]))
-            continue
-        name = name.replace("_bias", ".bias") + ".weight" * name.endswith("sinks")
-        writer.add_tensor(table.get_name(name, (".weight", ".bias")), values)
+                yield stored_name("gpt-oss", name.replace("gate_up_proj_bias", f"{part}.bias")), x[:, index::2]
+        else:
+            own = name.replace("_bias", ".bias") + ".weight" * name.endswith("sinks")
+            yield stored_name("gpt-oss", own), x
+
+
+def _codes(packed: dict[str, Tensor]) -> Iterator[tuple[str, Any]]:
     for name in packed:
         if name.endswith("_blocks"):
             stack, blocks, scales = name.removesuffix("_blocks"), packed[name], packed[name.replace("blocks", "scales")]
             for part in ("gate", "up") if "gate_up" in stack else ("down",):
                 rows = slice("gate_up" in stack and part == "up", None, 2) if "gate_up" in stack else slice(None)
-                own = table.get_name(stack.replace("gate_up_proj", f"{part}_proj")) + ".weight"
-                data = repacked(blocks[:, rows].numpy(), scales[:, rows].numpy())
-                writer.add_tensor(own, data, raw_dtype=gguf.GGMLQuantizationType.MXFP4)
-    finish(writer)
+                own = stored_name("gpt-oss", stack.replace("gate_up_proj", f"{part}_proj") + ".weight")
+                yield own, repacked(blocks[:, rows].numpy(), scales[:, rows].numpy())
 
 
 def repacked(blocks: Any, scales: Any) -> Any:

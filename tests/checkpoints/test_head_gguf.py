@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from paceline.models.heads import BlockConfig, EagleConfig, HeadFile
 from paceline.sampling.parameters import Sampling
 from paceline.testing import TINY, run, tiny_target
 from paceline.types import DraftBudget
-from tests.support.gguf_writing import finish
+from tests.support.gguf_writing import write_file
 from tests.support.random_heads import BLOCK, DSPARK, EAGLE3, MUTUAL, REDUCED, WINDOWED, head_of
 from tests.support.tiny_heads import eagle_config, eagle_tensors
 from tests.support.toy_cli import run as run_command
@@ -63,36 +62,24 @@ def laid_out(config: EagleConfig | BlockConfig, tensors: dict[str, Tensor]) -> I
 def write(path: Path, head: HeadFile, **fields: Any) -> Path:
     config: Any = head.config
     arch, c = "eagle3" if isinstance(config, EagleConfig) else "dflash", config.layer
-    writer = gguf.GGUFWriter(path, arch)
-    writer.add_block_count(c.layers)
-    writer.add_context_length(c.context_length)
-    writer.add_embedding_length(c.hidden)
-    writer.add_feed_forward_length(c.ffn)
-    writer.add_head_count(c.heads)
-    writer.add_head_count_kv(c.kv_heads)
-    writer.add_key_length(c.head_dim)
-    writer.add_value_length(c.head_dim)
-    writer.add_layer_norm_rms_eps(c.norm_eps)
-    writer.add_rope_freq_base(c.rope.theta)
-    writer.add_token_list([f"t{i}" for i in range(c.vocab_size)])
-    writer.add_array(f"{arch}.target_layers", list(config.taps))
-    own: dict[str, Any] = {}
+    own: dict[str, Any] = {
+        **{"block_count": c.layers, "context_length": c.context_length, "embedding_length": c.hidden},
+        **{"feed_forward_length": c.ffn, "attention.head_count": c.heads, "attention.head_count_kv": c.kv_heads},
+        **{"attention.key_length": c.head_dim, "attention.value_length": c.head_dim},
+        **{"attention.layer_norm_rms_epsilon": c.norm_eps, "rope.freq_base": c.rope.theta},
+        **{"tokenizer.ggml.tokens": [f"t{i}" for i in range(c.vocab_size)], "target_layers": list(config.taps)},
+    }
     if isinstance(config, EagleConfig):
         own["target_hidden_size"] = config.target_hidden
         own |= {name: getattr(config, name) for name in ("norm_before_residual", "norm_before_fc")}
     else:
         own |= {"block_size": config.size, "sample_from_anchor": config.from_anchor}
-        writer.add_mask_token_id(config.mask_token)
+        own["tokenizer.ggml.mask_token_id"] = config.mask_token
         if windows := [layer.window for layer in c.plan if layer.window]:
             own["attention.sliding_window"] = windows[0]
-            writer.add_array(f"{arch}.attention.sliding_window_pattern", [bool(x.window) for x in c.plan])
+            own["attention.sliding_window_pattern"] = [bool(x.window) for x in c.plan]
             own |= {} if config.causal else {"attention.causal": False}
-    for key, value in (own | fields).items():
-        if value is not None:
-            writer.add_key_value(f"{arch}.{key}", value, gguf.GGUFValueType.get_type(value))
-    for name, tensor in laid_out(config, dict(head.tensors)):
-        writer.add_tensor(name, tensor.contiguous().numpy())
-    finish(writer)
+    write_file(path, arch, own | fields, laid_out(config, dict(head.tensors)))
     return path
 
 
