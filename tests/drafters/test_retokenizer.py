@@ -11,7 +11,7 @@ import pytest
 from paceline.drafters.retokenizer import Retokenizer, TokenMapper, continuation
 from paceline.drafters.vocab_map import SAMPLE, VocabMap
 from paceline.text.tokenizer import Tokenizer
-from tests.support.cover import cover
+from tests.support.cover import cover, some
 from tests.support.vocabularies import KINDS, framed, speaker, tokenizer
 from tests.text.test_tokenizer import AWKWARD
 
@@ -59,7 +59,7 @@ def test_any_tokens_can_be_read_by_any_tokenizer(target: str, draft: str) -> Non
         assert all(0 <= i < pair.draft.target.vocab_size for i in reader.ids)
 
 
-@pytest.mark.parametrize("draft", KINDS)
+@some("draft", [*KINDS], fast=["byte-level, small", "sentencepiece", "word piece", "letters"])
 def test_a_round_costs_the_same_however_long_the_text_is(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = words("byte-level", draft)
     tokens = pair.target.tokenizer.encode(SAMPLE * 6, special=False)
