@@ -113,6 +113,8 @@ def test_early_exit_takes_a_threshold(tmp_path: Path) -> None:
 )
 def test_names_that_there_are(spec: str) -> None:
     check_spec(spec)
+    with pytest.raises(InvalidOption, match="no drafter is called 'nothing'"):
+        check_spec(f"nothing+{spec}")
 
 
 @pytest.mark.parametrize("spec", ["eagle", "eagle3:", "head", "head:", "model", "suffix+medusa:", "ngram:x"])

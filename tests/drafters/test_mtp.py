@@ -60,7 +60,7 @@ class Spy(Eagle):
         return super().rank(growth, logits, paths, count)
 
 
-@pytest.mark.parametrize("case", CASES)
+@some("case", CASES, fast=["qwen3.5", "deepseek v3", "mimo"])
 def test_every_row_is_what_transformers_layer_gives_for_its_path(case: str, tmp_path: Path) -> None:
     """In trees of a ragged batch, over rounds in which true states take the place of drafted ones."""
     truth = reference(case)

@@ -11,8 +11,12 @@ import pytest
 from paceline.drafters.retokenizer import Retokenizer, TokenMapper, continuation
 from paceline.drafters.vocab_map import SAMPLE, VocabMap
 from paceline.text.tokenizer import Tokenizer
+<<<<<<< .merge_file_30FWUf
 from tests.support.awkward_texts import AWKWARD
 from tests.support.cover import cover
+=======
+from tests.support.cover import cover, some
+>>>>>>> .merge_file_pNQBed
 from tests.support.vocabularies import KINDS, framed, speaker, tokenizer
 
 BYTES = ["byte-level", "byte-level, small", "sentencepiece, no space before"]
@@ -59,7 +63,7 @@ def test_any_tokens_can_be_read_by_any_tokenizer(target: str, draft: str) -> Non
         assert all(0 <= i < pair.draft.target.vocab_size for i in reader.ids)
 
 
-@pytest.mark.parametrize("draft", KINDS)
+@some("draft", [*KINDS], fast=["byte-level, small", "sentencepiece", "word piece", "letters"])
 def test_a_round_costs_the_same_however_long_the_text_is(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = words("byte-level", draft)
     tokens = pair.target.tokenizer.encode(SAMPLE * 6, special=False)

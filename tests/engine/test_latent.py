@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from paceline.checkpoints.head_files import open_head
@@ -15,8 +14,13 @@ from paceline.models.decoder import Decoder
 from paceline.models.heads import EagleConfig
 from paceline.testing import run_together
 from paceline.types import DraftBudget
+<<<<<<< .merge_file_sYonfY
 from tests.support.golden import decoder, read, tensors_of
 from tests.support.logits import check_drafts, feed, text
+=======
+from tests.models.test_families import check_drafts, feed, models, text
+from tests.support.cover import some
+>>>>>>> .merge_file_ZueaLg
 from tests.support.mixtures import CHAIN, PROMPTS, SAMPLINGS, TREE, plain
 from tests.support.mtp_reference import Reference
 
@@ -25,7 +29,7 @@ def v3() -> Decoder:
     return decoder("deepseek v3")
 
 
-@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+@some("shape", {"chain": CHAIN, "tree": TREE}, fast=["tree"])
 def test_the_text_does_not_depend_on_its_mtp_layer(shape: DraftBudget, tmp_path: Path) -> None:
     head = open_head(Reference("deepseek v3").save(tmp_path))
     assert isinstance(head.config, EagleConfig)

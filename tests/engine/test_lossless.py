@@ -154,7 +154,7 @@ STOPS: dict[str, Callable[[list[int], int], tuple[dict[str, Any], list[int]]]] =
     shape=SHAPES,
     stop=STOPS,
     at=range(0, 24, 3),
-    together=[("drafter", "shape"), ("shape", "stop"), ("stop", "at")],
+    together=[("drafter",), ("shape", "stop"), ("stop", "at")],
 )
 def test_every_stop_condition_ends_at_the_same_token(
     drafter: str, shape: DraftBudget, stop: Callable[[list[int], int], tuple[dict[str, Any], list[int]]], at: int
@@ -294,8 +294,7 @@ def test_a_processor_that_does_not_see_the_drafted_path_is_noticed(monkeypatch: 
             assert run(TOY, PROMPT, SAMPLINGS[name], Oracle(PROMPT + plain, 1.0, 37), SHAPES["chain"])[0] != plain
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-@pytest.mark.parametrize("name", ["greedy", "warm", "all at once"])
+@cover(name=["greedy", "warm", "all at once"], shape=SHAPES, together=[("name",), ("shape",)])
 def test_logprobs_are_the_same_with_and_without_speculation(name: str, shape: DraftBudget) -> None:
     sampling = replace(SAMPLINGS[name], logprobs=3)
     plain = reported(sampling, None, shape)

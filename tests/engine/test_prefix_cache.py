@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.cache.attention import LayerAttention
@@ -42,7 +42,11 @@ from paceline.types import Draft, DraftBudget, Forward, Rows, Want
 from paceline.verify.tree import PREFILL_ROWS, pack
 from tests.conftest import packaged_model
 from tests.support.cached_engine import CachedEngine, begun
+<<<<<<< .merge_file_isV3RX
 from tests.support.native_models import BASE, MODELS, native
+=======
+from tests.support.cover import some
+>>>>>>> .merge_file_sy6474
 from tests.support.plain import plain_text
 from tests.support.tiny_heads import TINY_BLOCK, TINY_MEDUSA, block_tensors, eagle_config, eagle_tensors, medusa_tensors
 from tests.support.toys import toy_foreigner, toy_model
@@ -73,6 +77,9 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "stack": lambda: DrafterStack([NGram(), eagle()]),
 }
 
+KINDS = ["none", "suffix", "eagle-3", "block", "retold", "stack"]
+"""Drafters that save nothing, states, and parts of both."""
+
 Wish = tuple[int, int, tuple[int, ...], float, str]
 """A request: which text before it, how much of that, what follows, the temperature, the drafter."""
 
@@ -89,6 +96,7 @@ def plain(prompt: Sequence[int], sampling: Sampling) -> list[int]:
     return plain_text(TOY, prompt, sampling)
 
 
+@settings(max_examples=settings().max_examples * 3 // 5)
 @given(st.lists(wishes, min_size=2, max_size=8), st.sampled_from([PLENTY, 200_000, 40_000]))
 def test_texts_are_those_without_a_cache(sequence: list[Wish], limit: int) -> None:
     """Whoever drafts, whatever was said before, replies and chats included, and however little there is room for."""
@@ -105,7 +113,7 @@ def test_texts_are_those_without_a_cache(sequence: list[Wish], limit: int) -> No
         texts.append(prompt + text)
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@some("name", [*DRAFTERS], fast=KINDS)
 def test_a_chat_goes_on_where_it_ended(name: str) -> None:
     prefixes = PrefixCache(PLENTY, seamless=True)
     engine = CachedEngine(TOY, DRAFTERS[name](), None, prefixes, name)
@@ -124,7 +132,7 @@ def test_a_chat_goes_on_where_it_ended(name: str) -> None:
     assert prefixes.queries == 13 + 36 + 59 + 82
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@some("name", [*DRAFTERS], fast=KINDS)
 def test_requests_that_run_together_share_their_beginning(name: str) -> None:
     engine = CachedEngine(TOY, DRAFTERS[name](), None, PrefixCache(PLENTY, seamless=True), name)
     system = [i * i % 37 for i in range(50)]

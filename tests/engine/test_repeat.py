@@ -16,12 +16,13 @@ from paceline.models.heads import ExitConfig
 from paceline.sampling.parameters import Sampling
 from paceline.testing import tiny_target
 from paceline.types import DraftBudget
+from tests.support.cover import some
 from tests.support.toys import toy_model
 
 PROMPTS = ["hello", "abcabc", "x"]
 
 
-@pytest.mark.parametrize("failing", [1, 2, 3, 5, 8])
+@some("failing", [1, 2, 3, 5, 8], fast=["1", "2", "5"])
 def test_a_commit_that_fails_half_way_is_repeated(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     how = Sampling(max_new_tokens=24, temperature=0.9, seed=4)
     alone = [LLM(toy_model(), None).generate(prompt, how).token_ids for prompt in PROMPTS]

@@ -51,7 +51,7 @@ def test_a_golden_file_is_what_transformers_computes(case: str) -> None:
     assert live.logits.keys() == stored.logits.keys(), again
     for position, row in live.logits.items():
         assert_close(torch.tensor(stored.logits[position]), torch.tensor(row))
-    assert live.bfloat16 == pytest.approx(stored.bfloat16, rel=0.05), again
+    assert (live.bfloat16 or 0.0) == pytest.approx(stored.bfloat16 or 0.0, rel=0.05), again
 
 
 @pytest.mark.slow

@@ -40,15 +40,15 @@ def _chosen(rows: Sequence[tuple[str, ...]], groups: Sequence[Sequence[int]]) ->
     taken: Counter[tuple[int, str]] = Counter()
     chosen = set()
     while missing:
-        gain = {row: len(asked & missing) for row, (asked, _) in left.items()}
+        gain = {row: count for row in left if (count := len(left[row][0] & missing))}
         most = max(gain.values())
         best = max(
-            (row for row in left if gain[row] == most),
+            (row for row in gain if gain[row] == most),
             key=lambda row: (len(left[row][1] & new), -sum(taken[value] for value in enumerate(row))),
         )
-        asked, others = left.pop(best)
-        missing -= asked
-        new -= others
+        left = {row: left[row] for row in gain}
+        missing -= left[best][0]
+        new -= left[best][1]
         taken.update(enumerate(best))
         chosen.add(best)
     return chosen

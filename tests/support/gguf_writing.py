@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +89,15 @@ def rope_tensors(config: Any) -> Iterator[tuple[str, Tensor]]:
         yield "rope_freqs.weight", plain / scaled
 
 
+@cache
+def _names(arch: str) -> gguf.TensorNameMap:
+    number = {name: one for one, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
+    return gguf.get_tensor_name_map(number, 64)
+
+
 def stored_name(arch: str, name: str) -> str:
     """The name of a tensor in files, by the gguf library's table."""
-    number = {name: one for one, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
-    stored = gguf.get_tensor_name_map(number, 64).get_name(name, (".weight", ".bias"))
+    stored = _names(arch).get_name(name, (".weight", ".bias"))
     assert stored, name
     return stored
 
