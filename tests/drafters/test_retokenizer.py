@@ -11,12 +11,8 @@ import pytest
 from paceline.drafters.retokenizer import Retokenizer, TokenMapper, continuation
 from paceline.drafters.vocab_map import SAMPLE, VocabMap
 from paceline.text.tokenizer import Tokenizer
-<<<<<<< .merge_file_30FWUf
 from tests.support.awkward_texts import AWKWARD
-from tests.support.cover import cover
-=======
 from tests.support.cover import cover, some
->>>>>>> .merge_file_pNQBed
 from tests.support.vocabularies import KINDS, framed, speaker, tokenizer
 
 BYTES = ["byte-level", "byte-level, small", "sentencepiece, no space before"]

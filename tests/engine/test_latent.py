@@ -14,13 +14,9 @@ from paceline.models.decoder import Decoder
 from paceline.models.heads import EagleConfig
 from paceline.testing import run_together
 from paceline.types import DraftBudget
-<<<<<<< .merge_file_sYonfY
+from tests.support.cover import some
 from tests.support.golden import decoder, read, tensors_of
 from tests.support.logits import check_drafts, feed, text
-=======
-from tests.models.test_families import check_drafts, feed, models, text
-from tests.support.cover import some
->>>>>>> .merge_file_ZueaLg
 from tests.support.mixtures import CHAIN, PROMPTS, SAMPLINGS, TREE, plain
 from tests.support.mtp_reference import Reference
 

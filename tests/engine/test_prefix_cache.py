@@ -42,11 +42,8 @@ from paceline.types import Draft, DraftBudget, Forward, Rows, Want
 from paceline.verify.tree import PREFILL_ROWS, pack
 from tests.conftest import packaged_model
 from tests.support.cached_engine import CachedEngine, begun
-<<<<<<< .merge_file_isV3RX
-from tests.support.native_models import BASE, MODELS, native
-=======
 from tests.support.cover import some
->>>>>>> .merge_file_sy6474
+from tests.support.native_models import BASE, MODELS, native
 from tests.support.plain import plain_text
 from tests.support.tiny_heads import TINY_BLOCK, TINY_MEDUSA, block_tensors, eagle_config, eagle_tensors, medusa_tensors
 from tests.support.toys import toy_foreigner, toy_model
