@@ -10,6 +10,8 @@ _MEMORY = 0.98
 """Decay of a measurement per round."""
 _MAX_WEIGHT = 8.0
 """The most measurements that a mean remembers: a machine's speed drifts."""
+_LEAST_SECONDS = 1e-9
+"""Shortest time that counts: a coarse clock may read the same twice, and costs are divided by one another."""
 _OUTLIER = 1.5
 """Measurements are clipped to this multiple of the mean: other programs run on the machine, too."""
 
@@ -71,7 +73,7 @@ class Curve:
         step = 1 << max(0, size.bit_length() - 4)
         size = -(-size // step) * step
         seen = self._seen.setdefault(size, Fading())
-        seen.add(seconds, round)
+        seen.add(max(seconds, _LEAST_SECONDS), round)
         if seen.known and size not in self._sizes:
             insort(self._sizes, size)
         falling = accumulate((self._seen[n].value for n in reversed(self._sizes)), min)
