@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
@@ -60,14 +61,10 @@ def configs(family: str) -> Iterator[dict[str, Any]]:
 
 
 def read(config: dict[str, Any]) -> None:
-    """Read a config in each way that a checkpoint's is read. Raises anything but a `PacelineError`."""
+    """Read a config in each way that a checkpoint's is read. Errors of other types than `PacelineError` are raised."""
     for reader in (read_config, ties_head, lambda raw: translated(raw, {})):
-        try:
+        with suppress(PacelineError):
             reader(config)
-        except PacelineError:
-            pass
-        except Exception as error:
-            raise AssertionError(f"{config} raised {error!r}") from error
 
 
 @pytest.mark.parametrize("family", FAMILIES)
