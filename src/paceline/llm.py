@@ -263,12 +263,19 @@ class LLM:
         text = TextStream(sampling, self.model.eos, self.tokenizer.decode, room, special)
         how = speculation or self.speculation(adapter)
         stats = Stats(sampler.noise.seed, text_guarantee(sampler, self.guarantee), how.drafter, adapter)
-        request = self.engine.start(tokens, sampler, text, stats, None if scores else source, how, number)
-        request.prompt_reader = scores
+        predicted: tuple[int, ...] = ()
         if sampling.prediction:
-            request.expect(predicted_ids(sampling.prediction, self.tokenizer.encode, room, target.vocab_size))
-        if self.recorder and sampling.max_new_tokens:
-            self.recorder.watch(request, sampling, sample)
+            predicted = predicted_ids(sampling.prediction, self.tokenizer.encode, room, target.vocab_size)
+        request = self.engine.start(tokens, sampler, text, stats, None if scores else source, how, number)
+        try:
+            request.prompt_reader = scores
+            if sampling.prediction:
+                request.expect(predicted)
+            if self.recorder and sampling.max_new_tokens:
+                self.recorder.watch(request, sampling, sample)
+        except BaseException:
+            self.engine.finish(request)
+            raise
         return request
 
     def speculation(self, adapter: str | None = None) -> Speculation:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, Literal
 
 from torch import Tensor
@@ -133,6 +134,7 @@ class Rows:
     all are real.
     `prefill`: a chunk of a prompt, which does not depend on drafts: its bits may depend on its shape.
     `resume`: set where rows do not begin at the first layer.
+    `number`: identifies the pass (`KVCache.commit`). Copies by `replace` keep it.
     """
 
     tokens: Tensor
@@ -144,6 +146,7 @@ class Rows:
     counts: tuple[int, ...] = ()
     prefill: bool = False
     resume: Resume | None = None
+    number: int = field(default_factory=count().__next__, compare=False)
 
     def __post_init__(self) -> None:
         if not self.counts:

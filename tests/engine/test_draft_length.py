@@ -264,6 +264,30 @@ def test_company_that_is_drafted_for_in_other_ways_does_not_keep_it_from_learnin
         assert sizes[-100:].count(expected) > 80, sizes[-100:]
 
 
+def test_a_round_that_yields_no_token_does_not_stop_later_rounds() -> None:
+    """Of two stages that share rounds, one draws and the reply fails; before any other round, and after many."""
+    for rounds in (0, 50):
+        world = World(DraftBudget.chain(6), 0.02, 0.1, 0.8)
+        for _ in range(rounds):
+            world.controller.share(2, 1)
+            world.round()
+        for own, others in ((0, 0), (0, 0), (0, 3), (0, 0)):
+            world.controller.choose(1)
+            world.controller.share(own, others)
+            world.controller.learn([], [], [], 0.0, 1.0, 1, 4)
+        world.controller.share(2, 1)
+        assert world.speed(300) > 1.1
+
+
+def test_a_clock_that_stands_still_does_not_stop_the_controller() -> None:
+    controller = Controller(DraftBudget.chain(4))
+    for _ in range(40):
+        size = controller.choose()
+        verdict = Verdict((), (0,))
+        controller.learn([size], [Draft.chain((0,) * size.nodes)], [verdict], 0.0, 0.0, 1, 1 + size.nodes)
+        controller.price(1)
+
+
 @pytest.mark.parametrize("most", [DraftBudget(8, 4), DraftBudget(4, 8)])
 def test_a_chain_has_one_node_for_each_level(most: DraftBudget) -> None:
     assert Controller(most).sizes[-1] == DraftBudget.chain(4)

@@ -65,8 +65,10 @@ def test_only_visited_rows_must_be_finite(temperature: float) -> None:
     logits[0, 2] = logits[1, 3] = 100.0
     logits[2] = torch.nan
     assert match(Draft((2, 1), (0, 0)), logits, sampler, Prefix()).tokens == (2, 3)
+    ended = match(Draft((1, 2), (0, 0)), logits, sampler, Prefix())
+    assert ended == Verdict((), (2,)), "the next round begins with the broken row, as plain decoding does"
     with pytest.raises(NonFiniteLogits, match="position 1"):
-        match(Draft((1, 2), (0, 0)), logits, sampler, Prefix())
+        match(Draft(), logits[2:], sampler, Prefix([2]))
 
 
 def test_cutting_a_verdict_keeps_path_and_tokens_in_step() -> None:

@@ -50,10 +50,11 @@ class SharedSlabCache(SlabCache):
             for slab in self.slabs:
                 if place != last:
                     slab.copy(slab, last, place, max(self._tops[slot], self._tops[moved]))
+            # All slabs have moved: one assignment, so that an interrupt leaves each slot in one place.
+            self._places = {other: at for other, at in {**self._places, moved: place}.items() if other != slot}
+            for slab in self.slabs:
                 # So that a shorter neighbour meets no NaN of a request that failed.
                 slab.clear(last, self._tops[moved])
-            self._places[moved] = place
-            del self._places[slot]
         super().release(slot)
         if not self._places:
             # What one long text or one wide batch needed is not held for the next.

@@ -303,8 +303,7 @@ class SlabCache(SlotTable):
 
     def begin(self, rows: Rows) -> SlabPass:
         """See `protocols.KVCache.begin`."""
-        for slot in rows.slots:
-            self.check_taken(slot)
+        self.note_pass(rows)
         layouts = [_layout(rows, i) for i in range(len(rows.slots))]
         self._reserve(rows.slots, [n + x.visible.shape[1] for n, x in zip(rows.lengths, layouts, strict=True)])
         return SlabPass(self._plans(rows, layouts), self._layers, self._indices, rows.prefill)

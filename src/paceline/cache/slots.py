@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from paceline.errors import CacheError
 from paceline.types import Rows
@@ -26,16 +25,19 @@ class SlotTable(ABC):
         self.adapters: list[int] = []
         """Adapter of each slot's request."""
         self._free: list[int] = []
-        self._kept: dict[int, tuple[Tensor, int]] = {}
-        """Slot -> the tokens of the pass that it committed last, and its length before."""
+        self._begun: dict[int, int] = {}
+        """Slot -> number of its latest pass, until that is committed."""
+        self._before: dict[int, int] = {}
+        """Slot -> its length before its latest commit."""
 
     def acquire(self, prompt: int = 0, adapter: int = 0) -> int:
         """See `protocols.KVCache.acquire`."""
         if not self._free:
-            self._free.append(len(self.lengths))
-            self.lengths.append(0)
+            # The new slot is listed last, so that an interrupt leaves no slot without its entries.
             self.prompts.append(0)
             self.adapters.append(0)
+            self.lengths.append(0)
+            self._free.append(len(self.lengths) - 1)
         slot = self._free.pop()
         self.lengths[slot], self.prompts[slot], self.adapters[slot] = 0, prompt, adapter
         return slot
@@ -45,8 +47,15 @@ class SlotTable(ABC):
         if slot not in self._free:
             self.check_taken(slot)
             self.lengths[slot] = 0
-            self._kept.pop(slot, None)
+            self._begun.pop(slot, None)
+            self._before.pop(slot, None)
             self._free.append(slot)
+
+    def note_pass(self, rows: Rows) -> None:
+        """Make these rows the latest pass of their slots. Raises `CacheError` for a slot that is not taken."""
+        for slot in rows.slots:
+            self.check_taken(slot)
+        self._begun.update(dict.fromkeys(rows.slots, rows.number))
 
     @torch.inference_mode()
     def commit(self, rows: Rows, paths: Sequence[Sequence[int] | None]) -> None:
@@ -60,7 +69,8 @@ class SlotTable(ABC):
             moves = [(length + columns[row], length + to) for to, row in enumerate(path, 1) if columns[row] != to]
             if moves:
                 self._move(slot, *map(list, zip(*moves, strict=True)))
-            self.lengths[slot], self._kept[slot] = length + 1 + len(path), (rows.tokens, length)
+            self.lengths[slot], self._before[slot] = length + 1 + len(path), length
+            del self._begun[slot]
 
     def check_taken(self, slot: int) -> None:
         """Raise `CacheError` for a slot that is free or does not exist."""
@@ -79,11 +89,15 @@ class SlotTable(ABC):
             )
 
     def check_commit(self, slot: int, rows: Rows, index: int) -> None:
-        """Raise `CacheError` unless `rows` may be those of the slot's latest pass, not committed yet."""
+        """Raise `CacheError` unless `rows` are those of the slot's latest pass, not committed yet."""
         self.check_taken(slot)
-        tokens, before = self._kept.get(slot, (None, None))
+        if self._begun.get(slot) != rows.number:
+            raise CacheError(
+                f"this pass of slot {slot} was committed already, or a later one has begun",
+                "Commit the slot's latest pass, once",
+            )
         # A slot may be ahead of its rows: a round that failed half-way through its commits is repeated.
-        if tokens is rows.tokens or rows.lengths[index] not in (self.lengths[slot], before):
+        if rows.lengths[index] not in (self.lengths[slot], self._before.get(slot)):
             raise CacheError(
                 f"slot {slot} holds {self.lengths[slot]} tokens, and this pass was over {rows.lengths[index]}",
                 "Commit the slot's latest pass, once",

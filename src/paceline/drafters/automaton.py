@@ -26,9 +26,13 @@ class SuffixAutomaton:
         self.text: list[int] = []
         self.generation = 0
         """Increases whenever the automaton starts over: states of an earlier generation are invalid."""
-        self._clear()
+        self._empty()
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Forget the text."""
+        self._start_over(())
+
+    def _empty(self) -> None:
         self._next: list[dict[int, int]] = [{}]
         self._link = [-1]
         self._length = [0]
@@ -57,7 +61,7 @@ class SuffixAutomaton:
     def _start_over(self, tokens: Iterable[int]) -> None:
         self.generation += 1
         self.text = []
-        self._clear()
+        self._empty()
         for token in tokens:
             self._grow(token)
 

@@ -104,7 +104,13 @@ class CachedDrafter(Drafter, Generic[S]):
         self._slots: dict[int, S] = {}
 
     def admit(self, slot: int, prompt: Sequence[int]) -> None:
+        self._reclaim()
         self._slots[slot] = self._slot_type(self._cache.acquire(len(prompt)), list(prompt))
+
+    def _reclaim(self) -> None:
+        """Release cache slots that no request holds: an interrupt may have come after one was taken."""
+        for cache_slot in {*range(len(self._cache.lengths))} - {state.cache_slot for state in self._slots.values()}:
+            self._cache.release(cache_slot)
 
     def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
         self._slots[slot].token_ids += verdict.tokens
@@ -133,6 +139,7 @@ class StateDrafter(CachedDrafter[S]):
     _cache: SlabCache
 
     def fork(self, slot: int, source: int, prompt: Sequence[int]) -> None:
+        self._reclaim()
         like = self._slots[source]
         pending = PendingStates(like.pending.parts)
         fork = self._cache.fork(like.cache_slot)

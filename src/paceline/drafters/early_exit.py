@@ -88,6 +88,10 @@ class EarlyExit(CacheSharing, Growing):
         return self._feed(growths, [0] * len(growths))
 
     def level(self, growths: Sequence[Growth]) -> Sequence[Tensor]:
+        for growth in growths:
+            # Rows that were fed come first in the draft. Drawn siblings must stay in their order, so those drawn
+            # before a fed one are fed too. They pass these layers now instead of in verification.
+            growth.chosen = growth.nodes.with_elders(growth.chosen)
         return self._feed(growths, [growth.feed() for growth in growths])
 
     def _feed(self, growths: Sequence[Growth], starts: Sequence[int]) -> list[Tensor]:

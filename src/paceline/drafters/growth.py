@@ -51,6 +51,10 @@ class Nodes(ABC):
     def others(self, first: Sequence[int]) -> list[int]:
         """Return the nodes that are kept besides those in `first`, oldest first."""
 
+    def with_elders(self, nodes: Sequence[int]) -> list[int]:
+        """Return these nodes and the siblings that must come before them in a draft, oldest first."""
+        return list(nodes)
+
     def promise(self, nodes: Sequence[int]) -> float:
         """Return the probability that one of these nodes, siblings or cousins, is accepted; 1 where it is unknown."""
         return 1.0
@@ -116,6 +120,8 @@ class Drawn(Nodes):
     odds: list[float] = field(default_factory=list)
 
     def grow(self, parent: int, best: Ranked) -> None:
+        if parent != ROOT and not self._expands(parent):
+            return
         ranks, odds = (self.ranks[parent], self.odds[parent]) if parent != ROOT else ((), 1.0)
         for rank, token in enumerate(best.tokens[: shape(self.budget)[ranks]]):
             self.add(token, parent)
@@ -125,8 +131,15 @@ class Drawn(Nodes):
             self.q[parent] = best.q
 
     def level(self, first: int) -> list[int]:
-        nodes = range(first, len(self.tokens))
-        return [n for n in nodes if self.ranks[n] in shape(self.budget) and self.odds[n] >= self.least]
+        return [node for node in range(first, len(self.tokens)) if self._expands(node)]
+
+    def with_elders(self, nodes: Sequence[int]) -> list[int]:
+        """Siblings are judged in the order in which they were drawn, and have consecutive numbers."""
+        return sorted({elder for node in nodes for elder in range(node - self.ranks[node][-1], node + 1)})
+
+    def _expands(self, node: int) -> bool:
+        """Whether anything is drawn below a node."""
+        return self.ranks[node] in shape(self.budget) and self.odds[node] >= self.least
 
     def others(self, first: Sequence[int]) -> list[int]:
         return sorted({*range(len(self.tokens))} - {*first})

@@ -78,11 +78,18 @@ class Suffix(Drafter):
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         if self._memory:
-            for reply in self._finished:
-                self._memory.extend(reply)
-                self._memory.push(_END)
-            self._finished.clear()
+            self._remember(self._memory)
         return [self._draft(ask, len(asks)) for ask in asks]
+
+    def _remember(self, memory: SuffixAutomaton) -> None:
+        """Add the replies that have ended. All requests share the memory: it starts over if anything interrupts."""
+        try:
+            while self._finished:
+                memory.extend(self._finished.pop(0))
+                memory.push(_END)
+        except BaseException:
+            memory.clear()
+            raise
 
     def extend(self, ask: Ask, draft: Draft) -> Draft:
         contexts = self._slots[ask.slot].contexts(self._memory)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from itertools import accumulate
 from math import inf
 
@@ -10,6 +10,8 @@ _MEMORY = 0.98
 """Decay of a measurement per round."""
 _MAX_WEIGHT = 8.0
 """The most measurements that a mean remembers: a machine's speed drifts."""
+_LEAST_SECONDS = 1e-9
+"""Shortest time that counts: a coarse clock may read the same twice, and costs are divided by one another."""
 _OUTLIER = 1.5
 """Measurements are clipped to this multiple of the mean: other programs run on the machine, too."""
 
@@ -58,33 +60,35 @@ class Curve:
         """`slope`: relative cost of one more, until two sizes are measured."""
         self._slope = slope
         self._seen: dict[int, Fading] = {}
-        self._sizes: list[int] = []
-        self._seconds: list[float] = []
+        self._points: tuple[list[int], list[float]] = [], []
+        """Sizes and their seconds. One attribute, so that an interrupt cannot leave more of one than of the other."""
 
     @property
     def known(self) -> bool:
         """Whether anything was measured."""
-        return bool(self._sizes)
+        return bool(self._points[0])
 
     def add(self, size: int, seconds: float, round: int) -> None:
         """Add a measurement; large sizes are rounded and share theirs."""
         step = 1 << max(0, size.bit_length() - 4)
         size = -(-size // step) * step
         seen = self._seen.setdefault(size, Fading())
-        seen.add(seconds, round)
-        if seen.known and size not in self._sizes:
-            insort(self._sizes, size)
-        falling = accumulate((self._seen[n].value for n in reversed(self._sizes)), min)
-        self._seconds = [*falling][::-1]
+        seen.add(max(seconds, _LEAST_SECONDS), round)
+        sizes = self._points[0]
+        if seen.known and size not in sizes:
+            sizes = sorted([*sizes, size])
+        falling = accumulate((self._seen[n].value for n in reversed(sizes)), min)
+        self._points = sizes, [*falling][::-1]
 
     def at(self, size: float) -> float:
         """Return seconds, or relative costs until something is measured."""
-        if not self._sizes:
+        sizes, seconds = self._points
+        if not sizes:
             return 1.0 + self._slope * size
-        after = bisect_left(self._sizes, size)
-        if after in (0, len(self._sizes)):
-            near = min(after, len(self._sizes) - 1)
-            return self._seconds[near] * (1 + self._slope * size) / (1 + self._slope * self._sizes[near])
-        low, high = self._sizes[after - 1 : after + 1]
-        first, last = self._seconds[after - 1 : after + 1]
+        after = bisect_left(sizes, size)
+        if after in (0, len(sizes)):
+            near = min(after, len(sizes) - 1)
+            return seconds[near] * (1 + self._slope * size) / (1 + self._slope * sizes[near])
+        low, high = sizes[after - 1 : after + 1]
+        first, last = seconds[after - 1 : after + 1]
         return first + (last - first) * (size - low) / (high - low)

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from paceline.errors import PromptTooLong
 from paceline.sampling.parameters import Sampling
 from paceline.types import Draft, FinishReason, Verdict
 
@@ -222,7 +223,10 @@ class TextStream:
         special: Mapping[int, str] | None = None,
     ) -> None:
         """`room`: tokens that the context has left for the reply; `eos`: the model's end-of-sequence tokens;
-        `special`: special tokens that `sampling.reasoning` spells, with their texts."""
+        `special`: special tokens that `sampling.reasoning` spells, with their texts. Raises `PromptTooLong` for a
+        negative room."""
+        if room < 0:
+            raise PromptTooLong(f"the prompt is {-room} tokens longer than the model's context", "Shorten the prompt")
         self._ends: dict[int, FinishReason] = {} if sampling.ignore_eos else dict.fromkeys(eos, "eos")
         self._ends.update(dict.fromkeys(sampling.stop_token_ids, "stop"))
         self._criteria = (sampling.stop_when,) if callable(sampling.stop_when) else sampling.stop_when
@@ -286,7 +290,7 @@ class TextStream:
             state.text += text
             answers = [criterion(state.ids, state.text) for criterion in self._criteria]  # each sees every token
             finish = finish or ("stop" if any(answers) else None)
-        if not stopped and (finish or state.left == 0):
+        if not stopped and (finish or state.left <= 0):
             finish = finish or "length"
             rest, stopped = state.stops.push(state.detokenizer.flush())
             piece += rest + ("" if stopped else state.stops.flush())

@@ -129,9 +129,8 @@ def learn(
     for group in groups:
         if group.controller:
             made, kept = [drafts[i] for i in group.indices], [verdicts[i] for i in group.indices]
-            if group.indices or group.left:
-                others = sum(len(verdicts[i].tokens) for i in group.left)
-                group.controller.share(sum(len(verdict.tokens) for verdict in kept), others)
+            others = sum(len(verdicts[i].tokens) for i in group.left)
+            group.controller.share(sum(len(verdict.tokens) for verdict in kept), others)
             if not group.indices:
                 continue
             told = group.seconds, verifying, len(drafts), rows, resumed

@@ -264,9 +264,13 @@ class Controller:
         return self._at > 0
 
     def share(self, own: int, others: int) -> None:
-        """Note the tokens of a round's requests: of those that it chose for, and of those that another stage did."""
-        self._own.add(own, self._round)
-        self._all.add(own + others, self._round)
+        """Note the tokens of a round's requests: of those that it chose for, and of those that another stage did.
+
+        A round without any tokens is ignored. Its requests failed, which says nothing about later ones.
+        """
+        if own + others:
+            self._own.add(own, self._round)
+            self._all.add(own + others, self._round)
 
     def learn(
         self,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cached_property, wraps
+from functools import cached_property, partial, wraps
 from itertools import zip_longest
 from threading import RLock
 from typing import Any, TypeVar
+from weakref import ref
 
 from paceline.drafters.base import Ask, Drafter
 from paceline.engine.detokenizer import Chunk, TextStream, Trimmed
@@ -23,6 +25,8 @@ from paceline.protocols import KVCache, Target
 from paceline.sampling.sampler import Sampler
 from paceline.types import Draft, DraftBudget, Forward, Guarantee, Rows, Want
 from paceline.verify.tree import PREFILL_ROWS, chunk_end, pack, pack_prefix
+
+_log = logging.getLogger("paceline.engine")
 
 _MAX_FORCED = 32
 """The most tokens of a draft that a grammar forces."""
@@ -40,6 +44,9 @@ def _exclusive(method: Method) -> Method:
             self._depth += 1
             try:
                 return method(self, *args, **options)
+            except BaseException:
+                self._reclaim()
+                raise
             finally:
                 self._depth -= 1
                 while self._finished and not self._depth:
@@ -69,6 +76,8 @@ class Engine:
         """Set by `remember`."""
         self._lock, self._depth = RLock(), 0
         self._finished: list[Request] = []
+        self._holders: dict[int, ref[Request]] = {}
+        """Slot -> the active request that holds it. Weak: an interrupt may leave a request that nobody finishes."""
 
     @cached_property
     def guarantee(self) -> Guarantee:
@@ -107,10 +116,11 @@ class Engine:
         # By then a drafter that is fed hidden states has been fed those of the reply as well.
         if source and policy and policy.drafter.taps and (replied or source.policy is not policy):
             source = None
+        self._reclaim()
         slot = self.cache.fork(source.slot) if source else self.cache.acquire(len(prompt), adapter)
         request = Request(list(prompt), len(prompt), sampler, stream, stats, slot, policy, speculation.max_draft)
         request.adapter = adapter
-        with self._released_on_error(request):
+        with self._holding(request):
             if source:
                 self.cache.truncate(slot, request.position)
             if policy and source and source.policy is policy and not replied:
@@ -129,7 +139,7 @@ class Engine:
         """Take a slot again; a prefill of the whole text must follow."""
         request.slot = self.cache.acquire(request.num_prompt_tokens, request.adapter)
         request.active, request.num_seen_tokens = True, 0
-        with self._released_on_error(request):
+        with self._holding(request):
             if request.policy:
                 request.policy.drafter.admit(request.slot, request.token_ids)
 
@@ -183,15 +193,21 @@ class Engine:
         return known
 
     def _save_prefix(self, request: Request) -> None:
-        """Keep the text's state in the prefix cache, memory permitting; not that of a failed one or an embedding."""
+        """Keep the text's state in the prefix cache, if possible; not that of a failed one or an embedding.
+
+        The cache only saves time, so an error here (of a drafter, for example) never fails a reply.
+        """
         reader = request.prompt_reader
         if self.prefixes is None or request.error or (reader and reader.want.logits == "none"):
             return
         policy = request.policy
-        with suppress(OutOfMemory), memory_named("no memory to keep a text", "Keep fewer"):
-            saved = {policy.name: policy.drafter.save(request.slot)} if policy else {}
-            prompt, state = request.num_prompt_tokens, self.cache.save(request.slot)
-            self.prefixes.store(request.token_ids, prompt, state, saved, request.adapter)
+        try:
+            with suppress(OutOfMemory), memory_named("no memory to keep a text", "Keep fewer"):
+                saved = {policy.name: policy.drafter.save(request.slot)} if policy else {}
+                prompt, state = request.num_prompt_tokens, self.cache.save(request.slot)
+                self.prefixes.store(request.token_ids, prompt, state, saved, request.adapter)
+        except Exception:
+            _log.exception("the state of a text could not be kept for later prompts")
 
     @_exclusive
     def step(self, requests: Sequence[Request]) -> list[list[Chunk]]:
@@ -242,25 +258,40 @@ class Engine:
     def _release(self, request: Request) -> None:
         if not request.active:
             return
-        request.active = False
         try:
-            # Not what an interrupt has left between the cache's commit and the text's.
+            # Skip requests that were interrupted between the cache commit and the token update.
             if self.cache.lengths[request.slot] - request.position in (0, 1):
                 self._save_prefix(request)
         finally:
+            self._give_back(request)
+
+    def _give_back(self, request: Request) -> None:
+        """Release a request's slot without saving anything."""
+        request.active = False
+        self._holders.pop(request.slot, None)
+        self._reclaim()
+
+    def _reclaim(self) -> None:
+        """Release all slots that no active request holds.
+
+        Usually these are free already. An interrupt may have come after a slot was taken and before a request held it,
+        or before the request reached its caller. Nobody else will release such a slot.
+        """
+        for slot in {*range(len(self.cache.lengths))} - {*self._holders}:
             try:
-                if request.policy:
-                    request.policy.drafter.release(request.slot)
+                for policy in self.policies:
+                    policy.drafter.release(slot)
             finally:
-                self.cache.release(request.slot)
+                self.cache.release(slot)
 
     @contextmanager
-    def _released_on_error(self, request: Request) -> Iterator[None]:
-        """Release the slot of a request that cannot begin."""
+    def _holding(self, request: Request) -> Iterator[None]:
+        """Let a request hold its slot. If the request cannot begin, give the slot back: there is nothing to save."""
+        self._holders[request.slot] = ref(request, partial(_drop, ref(self), request.slot))
         try:
             yield
         except BaseException:
-            self._release(request)
+            self._give_back(request)
             raise
 
     def _known(self, request: Request) -> Draft:
@@ -328,6 +359,18 @@ class Engine:
                 raise
         self.prefixes.clear()  # active requests come before what may be needed again
         return self._forward(rows, want)
+
+
+def _drop(engine: ref[Engine], slot: int, request: ref[Request]) -> None:
+    """Release the slot of a request that was deleted without an end; later, if a pass runs."""
+    if (own := engine()) is not None:
+        del own._holders[slot]
+        if own._lock.acquire(blocking=False):
+            try:
+                if not own._depth:
+                    own._reclaim()
+            finally:
+                own._lock.release()
 
 
 def _charge(requests: Sequence[Request], clock: Clock) -> None:

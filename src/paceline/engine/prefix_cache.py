@@ -49,9 +49,13 @@ class PrefixCache:
     def __init__(self, limit: int, seamless: bool = False) -> None:
         """`limit`: bytes. `seamless`: the target's `self_check.seamless`."""
         self._limit, self._seamless = limit, seamless
-        self._entries: list[_CachedText] = []
-        """In the order of their last use."""
-        self.nbytes = self.queries = self.hits = 0
+        self._entries: dict[_CachedText, int] = {}
+        """Texts and their bytes, in the order of their last use."""
+        self.queries = self.hits = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self._entries.values())
 
     def __len__(self) -> int:
         """Number of texts held."""
@@ -73,8 +77,7 @@ class PrefixCache:
         self.hits += length
         if found is None:
             return None
-        self._entries.remove(found)
-        self._entries.append(found)
+        self._entries[found] = self._entries.pop(found)
         return Hit(length, found.target, found.drafters)
 
     def store(
@@ -98,24 +101,18 @@ class PrefixCache:
         for other in list(self._entries):
             if self._covers(entry, other):
                 entry = _merged(entry, other)
-                self._drop(other)
+                del self._entries[other]
             elif self._covers(other, entry):
                 entry = _merged(other, entry)
-                self._drop(other)
+                del self._entries[other]
         if self._most(entry) > 0:
-            self._entries.append(entry)
-            self.nbytes += entry.nbytes
+            self._entries[entry] = entry.nbytes
         while self.nbytes > self._limit:
-            self._drop(self._entries[0])
+            del self._entries[next(iter(self._entries))]
 
     def clear(self) -> None:
         """Forget all texts."""
         self._entries.clear()
-        self.nbytes = 0
-
-    def _drop(self, entry: _CachedText) -> None:
-        self._entries.remove(entry)
-        self.nbytes -= entry.nbytes
 
     def _usable(self, entry: _CachedText, common: int, prompt: int, needs: str | None) -> int:
         """Return the usable length of an entry for a prompt of `prompt` tokens that shares its first `common` tokens.

@@ -18,7 +18,7 @@ from paceline.types import Draft, DraftBudget, FinishReason
 from paceline.verify.rules import RULES
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class Request:
     """A reply in progress. Its state advances only when a round commits, so a round that fails before can be repeated.
 

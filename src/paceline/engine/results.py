@@ -49,20 +49,23 @@ class Batch(Closable, Iterator[tuple[int, Chunk]]):
     is raised when all others are done; a `PacelineError` has every completion as its `partial`.
     """
 
+    _scheduler: Scheduler | None = None
+    """None only if an interrupt ended the constructor."""
+
     def __init__(self, engine: Engine, tasks: Sequence[Task], width: int) -> None:
-        self._scheduler = Scheduler(engine, width)
         self._tasks = list(tasks)
         self._index = {task: index for index, task in enumerate(self._tasks)}
         self._shown: list[list[Chunk]] = [[] for _ in self._tasks]
         self._ready: deque[tuple[int, Chunk]] = deque()
         self._raised = False
+        self._scheduler = Scheduler(engine, width)
         for task in self._tasks:
             self._scheduler.add(task)
 
     def __next__(self) -> tuple[int, Chunk]:
         try:
             while not self._ready:
-                if not self._scheduler.busy:
+                if not self._scheduler or not self._scheduler.busy:
                     errors = [] if self._raised else [*self.errors.values()]
                     raise errors[0] if errors else StopIteration
                 for task, chunks in self._scheduler.turn():
@@ -79,8 +82,9 @@ class Batch(Closable, Iterator[tuple[int, Chunk]]):
 
     def close(self) -> None:
         """Stop all replies and free their slots; closing twice does nothing."""
-        self._scheduler.close()
-        self._ready.clear()
+        if self._scheduler:
+            self._scheduler.close()
+            self._ready.clear()
 
     def stop(self, index: int) -> None:
         """End one reply here, as if cancelled: nothing more of it is handed out, and the others go on."""
@@ -132,7 +136,8 @@ class Stream(Closable, Iterator[Chunk]):
 
     def close(self) -> None:
         """Stop the reply and free its slot; closing twice does nothing."""
-        self._batch.close()
+        if batch := vars(self).get("_batch"):  # an interrupt may have ended the constructor
+            batch.close()
 
     @property
     def completion(self) -> Completion:

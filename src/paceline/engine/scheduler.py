@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import inf
 
@@ -82,6 +83,9 @@ class Scheduler:
         self.running: list[Task] = []
         self._limit = width
         """Slots in use at most: fewer than `width` after memory ran out, until a reply ends."""
+        self._open: dict[Task, None] = {}
+        """All tasks that have not ended, oldest first. An interrupt may have come while one moved between the lists
+        above."""
         self._prefilled: dict[Hashable | None, Request] = {}
         """The latest prefilled request of each group, a source for others as long as it has a slot."""
 
@@ -97,6 +101,7 @@ class Scheduler:
 
     def add(self, task: Task) -> None:
         """Queue a task."""
+        self._open[task] = None
         self.waiting.append(task)
 
     def turn(self) -> list[Event]:
@@ -107,9 +112,10 @@ class Scheduler:
 
     def close(self) -> list[Event]:
         """End all tasks here."""
-        tasks = [*self.waiting, *self.active]
-        for task in tasks:
-            self._end(task)
+        tasks = list(self._open)
+        with ExitStack() as every:  # an error at one task does not keep the others open
+            for task in reversed(tasks):
+                every.callback(self._end, task)
         self.waiting.clear()
         return [(task, []) for task in tasks]
 
@@ -124,8 +130,6 @@ class Scheduler:
             if task.cancelled or task.error:
                 ended.append(task)
                 self._end(task)
-        if ended:
-            self.waiting = deque(task for task in self.waiting if not task.done)
         return ended
 
     def _end(self, task: Task) -> None:
@@ -137,6 +141,7 @@ class Scheduler:
             if self._prefilled.get(task.group) is task.request:
                 del self._prefilled[task.group]
         task.done = True
+        self._open.pop(task, None)
 
     def _leave_batch(self, task: Task) -> None:
         self._limit = self._width
@@ -146,6 +151,8 @@ class Scheduler:
             last = self.running.pop()
             if last is not task:
                 self.running[self.running.index(task)] = last
+        elif task in self.waiting:
+            self.waiting.remove(task)
 
     # Beginning
 
@@ -211,6 +218,8 @@ class Scheduler:
 
     def _fail(self, task: Task, error: Exception) -> Event:
         task.error = error
+        if task.request:
+            task.request.fail(error)
         self._end(task)
         return task, []
 

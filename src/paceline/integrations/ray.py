@@ -77,9 +77,11 @@ class Replica:
         await self._running.aclose()
 
     async def check_health(self) -> None:
-        """Raise an error if a worker has ended: Serve then replaces this replica. Reports the server's metrics too."""
+        """Raise an error if a worker has ended or fails: Serve then replaces this replica. Reports metrics too."""
         if not self._served.models.alive:
             raise RuntimeError("a worker of this replica has ended, see its log")
+        if self._served.models.failing:
+            raise RuntimeError("the latest replies of this replica ended with internal errors, see its log")
         for name, labels, value in self._served.models.metrics.samples():
             name = name.replace(":", "_")  # which Ray does not allow
             if name not in self._gauges:

@@ -28,11 +28,13 @@ from paceline.files.schema import (
     MAMBA,
     MIXTURE,
     MOST_ROWS,
+    OBJECT,
     QWEN,
     SHORT_CONV,
     SMOLLM3,
     FieldKind,
     check,
+    check_value,
 )
 from paceline.kernels.activations import ACTIVATIONS, LIMIT, SLOPE, UNGATED
 from paceline.models import gemma4, mixtures
@@ -266,6 +268,7 @@ def _rope(raw: Raw, head_dim: int) -> RopeConfig:
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if raw["model_type"] == "gemma4_text":
         scaling = scaling.get(SLIDING) or {}
+        check_value("config.json", f"rope_parameters.{SLIDING}", scaling, OBJECT)
     if raw["model_type"] in ("gemma3_text", "olmo3"):
         scaling = scaling.get("full_attention", {} if "sliding_attention" in scaling else scaling) or {}
     if raw["model_type"] in TEXT_PARTS.values():

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from paceline.errors import UnsupportedModel
-from paceline.files.schema import MOST_ROWS
+from paceline.errors import CorruptModel, UnsupportedModel
+from paceline.files.schema import CORRECT, DECODER, MAMBA, MOST_ROWS, check
 from paceline.models.attending import granite
 from paceline.models.config import Experts, LayerConfig, Mamba2Config, ModelConfig
 from paceline.models.layer_types import read_types
@@ -70,8 +70,12 @@ def _falcon_h1(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 
 def multipliers(raw: Raw) -> dict[str, Multiplier]:
-    """The factors of Falcon-H1's tensors, by the ends of their names. The model multiplies activations by them."""
+    """The factors of Falcon-H1's tensors, by the ends of their names. The model multiplies activations by them. Raises
+    `CorruptModel`: tensors may be read before the rest of the config is."""
     raw = {**_FALCON_H1, **raw}
+    check("config.json", raw, {**DECODER, **MAMBA})
+    if "hidden_size" not in raw:
+        raise CorruptModel("config.json of a falcon_h1 model lacks 'hidden_size'", CORRECT)
     key, into, out = (raw[f"{x}_multiplier"] for x in ("key", "attention_in", "attention_out"))
     gate, down = raw["mlp_multipliers"] or (1.0, 1.0)
     values = raw["mamba_d_ssm"] or raw["mamba_expand"] * raw["hidden_size"]

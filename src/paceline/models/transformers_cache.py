@@ -149,8 +149,7 @@ class SlotCache(SlotTable):
 
     def begin(self, rows: Rows) -> Cache:
         """Return the cache to hand to the model as `past_key_values`."""
-        for slot in rows.slots:
-            self.check_taken(slot)
+        self.note_pass(rows)
         self._window.slots = rows.slots
         self._window.starts = tuple(map(operator.add, rows.lengths, rows.starts))
         self._window.end = rows.end

@@ -83,7 +83,8 @@ class Sampling:
     no_repeat_ngram_size: no n-gram of this size occurs twice, prompt included (0: off).
     min_new_tokens: EOS and stop_token_ids cannot come before this many tokens. Stop strings and stop_when can.
     processors: your own functions of (prefix, logits [V]) that return the logits to use. `prefix` is a
-    `sampler.Prefix`.
+    `sampler.Prefix`. They are called for drafted tokens too; what they raise after drafted tokens ends the reply only
+    if the reply gets there.
     grammar: the grammar of the reply (`Grammar`). Where it allows only EOS, EOS comes even before min_new_tokens.
 
     Truncation, in this order. top_k: keep the k likeliest tokens (0: all). top_p: keep the likeliest tokens until their

@@ -216,10 +216,14 @@ def _add_health(app: FastAPI, service: Service) -> None:
 
     @app.get("/health", responses=answers)
     async def health() -> JSONResponse:
-        """Report whether the server accepts requests; 503 if it does not."""
-        load, alive = service.loader.load, service.loader.alive
-        status = {"status": "ok" if alive else "stopping", "running": load.running, "waiting": load.waiting}
-        return JSONResponse(status, 200 if alive else 503)
+        """Report whether the server accepts requests and answers them; 503 if it does not."""
+        load, status = service.loader.load, "ok"
+        if not service.loader.alive:
+            status = "stopping"
+        elif service.loader.failing:
+            status = "failing"
+        content = {"status": status, "running": load.running, "waiting": load.waiting}
+        return JSONResponse(content, 200 if status == "ok" else 503)
 
 
 def _add_ollama(router: APIRouter, service: Service) -> None:

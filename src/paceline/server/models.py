@@ -184,6 +184,11 @@ class Models:
         return not self._stopping and all(model.worker.alive for model in self._loaded.values())
 
     @property
+    def failing(self) -> bool:
+        """Whether a model's latest replies all ended with an internal error."""
+        return any(model.worker.failing for model in self._loaded.values())
+
+    @property
     def load(self) -> Load:
         """The load of all workers together at this moment."""
         loads = [model.worker.load for model in self._loaded.values()]

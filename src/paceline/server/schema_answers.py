@@ -14,9 +14,9 @@ class PlainAnswer(BaseModel):
 
 
 class Health(PlainAnswer):
-    """Whether the server accepts requests."""
+    """Whether the server accepts requests and answers them; "failing" after several internal errors in a row."""
 
-    status: Literal["ok", "stopping"]
+    status: Literal["ok", "stopping", "failing"]
     running: int
     waiting: int
 

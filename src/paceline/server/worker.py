@@ -29,6 +29,8 @@ from paceline.sampling.parameters import Sampling
 
 _log = logging.getLogger("paceline.serve")
 
+_FAILURES = 3
+"""Replies in a row that end with an internal error before the worker counts as failing."""
 _IDLE_TRIM = 1.0
 """Seconds without work after which free memory is returned to the system."""
 
@@ -190,6 +192,8 @@ class Worker:
         self._replies: dict[Task, ReplyHandle] = {}
         self._unfinished: set[Task] = set()
         """Tasks that the engine's thread has taken from the inbox and whose end it has not delivered."""
+        self._failures = 0
+        """Replies in a row that ended with an internal error."""
         self._changed = threading.Condition()
         self._stopping = False
         self._ends_at = inf
@@ -207,6 +211,11 @@ class Worker:
     def alive(self) -> bool:
         """Whether jobs are accepted."""
         return self._thread.is_alive() and not self._stopping
+
+    @property
+    def failing(self) -> bool:
+        """Whether the latest replies all ended with an internal error. The next one that succeeds ends this."""
+        return self._failures >= _FAILURES
 
     @property
     def load(self) -> Load:
@@ -291,11 +300,21 @@ class Worker:
             return self._changed.wait_for(lambda: bool(self._inbox) or self._scheduler.busy or self._stopping, timeout)
 
     def _hand_over(self, events: Sequence[Event]) -> None:
-        self._unfinished.difference_update(task for task, _ in events if task.done)
+        ended = [task for task, _ in events if task.done]
+        self._unfinished.difference_update(ended)
+        for task in ended:
+            self._count(task)
         if events and self._loop and not self._loop.is_closed():
             # Read the counts here: by the time the event loop runs, the engine may be some rounds ahead.
             outputs = [(task, chunks, _drafted(task), task.done) for task, chunks in events]
             self._loop.call_soon_threadsafe(self._deliver, outputs)
+
+    def _count(self, task: Task) -> None:
+        """Count replies that failed because of the engine: not a request's own errors, nor cancelled replies."""
+        if task.error is None and not task.cancelled:
+            self._failures = 0
+        elif task.error and not isinstance(task.error, PacelineError):
+            self._failures += 1
 
     def _start_over(self, error: Exception | None) -> list[Event]:
         """End all replies, including those that a failed turn had ended without delivering it."""

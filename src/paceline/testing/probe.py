@@ -77,7 +77,7 @@ class Text:
     cache: KVCache
     slot: int
     tokens: list[int] = field(default_factory=list)
-    _rows: Rows = field(init=False, repr=False)
+    rows: Rows = field(init=False, repr=False)
 
     @property
     def length(self) -> int:
@@ -92,13 +92,13 @@ class Text:
             self.tokens.append(token)
 
     def verify(self, draft: Draft, want: Want | None = None) -> Forward:
-        self._rows = pack([self.tokens[-1]], [draft], [self.slot], [self.length], self.probe.target.device)
-        return self.probe.forward(self._rows, self.cache, want or Want(taps=self.probe.taps))
+        self.rows = pack([self.tokens[-1]], [draft], [self.slot], [self.length], self.probe.target.device)
+        return self.probe.forward(self.rows, self.cache, want or Want(taps=self.probe.taps))
 
     def commit(self, draft: Draft, path: Sequence[int], rows: Rows | None = None) -> None:
         """Keep the pending token and the path; its last token stays in the cache, and the text has no pending one.
         `rows`: those of the pass that verified the draft, if it was not `verify`."""
-        length, rows = self.length, rows or self._rows
+        length, rows = self.length, rows or self.rows
         self.cache.commit(rows, [path if slot == self.slot else None for slot in rows.slots])
         assert self.length == length + 1 + len(path), f"commit of {1 + len(path)} rows: {length} became {self.length}"
         self.tokens += [draft.tokens[row - 1] for row in path]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from paceline.cache.layout import NONE
+from paceline.errors import CacheError
 from paceline.protocols import Target
 from paceline.sampling.parameters import Sampling
 from paceline.testing.drafters import Oracle
@@ -123,6 +125,37 @@ def _commits(probe: Probe) -> None:
                 text.commit(draft, path)
                 text.tokens.append(3)
                 text.expect(f"after commit of the path {path} of {draft.parents}")
+
+
+def _passes(probe: Probe) -> None:
+    """Only a slot's latest pass can be committed, once, and not after the slot was released."""
+    text = probe.text(6)
+    text.verify(Draft())
+    older = text.rows
+    text.verify(text.draft(DraftBudget.chain(2)))
+    newer = text.rows
+
+    def refused(said: str, rows: Rows, slot: int) -> None:
+        before = probe.cache.lengths[slot]
+        try:
+            probe.cache.commit(rows, [()])
+        except CacheError:
+            assert probe.cache.lengths[slot] == before, f"{said} changed the slot"
+            return
+        raise AssertionError(f"{said} was committed")
+
+    refused("the older of two passes", older, text.slot)
+    text.commit(Draft(), (), newer)
+    refused("a pass that was committed", newer, text.slot)
+    refused("an older pass after a newer one", older, text.slot)
+    text.tokens.append(3)
+    text.expect("after refused commits")
+    left = text.rows
+    probe.cache.release(text.slot)
+    owner = probe.text(1, seed=1)
+    while owner.length != left.lengths[0]:
+        owner.add(2)
+    refused("a released slot's pass on the next owner", replace(left, slots=(owner.slot,)), owner.slot)
 
 
 def _truncation(probe: Probe) -> None:
@@ -291,6 +324,7 @@ CLAUSES: tuple[Callable[[Probe], None], ...] = (
     _chunks,
     _traces,
     _commits,
+    _passes,
     _truncation,
     _forks,
     _lives,

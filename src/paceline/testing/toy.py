@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.cache.layout import NONE
+from paceline.errors import CacheError
 from paceline.protocols import KVCache, Saved
 from paceline.types import DraftBudget, Forward, Rows, Tap, Want
 
@@ -32,6 +33,7 @@ class ListCache:
         self.adapters: list[int] = []  # slot -> its request's adapter
         self._kept: list[list[Entry]] = []  # slot -> its committed tokens
         self._fed: dict[int, list[Entry]] = {}  # slot -> the rows fed since, none of them committed
+        self._begun: dict[int, int] = {}  # slot -> the number of its latest pass, until that is committed
         self._free: list[int] = []
 
     @property
@@ -53,6 +55,7 @@ class ListCache:
             # Rows that have been taken to a later layer keep what the layers before it wrote.
             earlier = self._fed.get(slot, [])[: len(parents) if rows.resume else start]
             self._fed[slot] = earlier + [{} for _ in parents[len(earlier) :]]
+            self._begun[slot] = rows.number
         return ListPass(rows, [self._kept[slot] for slot in rows.slots], [self._fed[slot] for slot in rows.slots])
 
     def fit(self, slot: int, budget: DraftBudget) -> DraftBudget:
@@ -61,6 +64,9 @@ class ListCache:
     def commit(self, rows: Rows, paths: Sequence[Sequence[int] | None]) -> None:
         for slot, path in zip(rows.slots, paths, strict=True):
             if path is not None:
+                if self._begun.get(slot) != rows.number:
+                    raise CacheError(f"not the latest pass of slot {slot}", "Commit the slot's latest pass, once")
+                del self._begun[slot]
                 fed = self._fed.pop(slot)
                 self._kept[slot] += [fed[row] for row in (0, *path)]
 
@@ -84,6 +90,7 @@ class ListCache:
     def release(self, slot: int) -> None:
         if slot not in self._free:
             self._kept[slot] = []
+            self._begun.pop(slot, None)
             self._free.append(slot)
 
 

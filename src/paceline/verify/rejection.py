@@ -21,8 +21,9 @@ from paceline.types import Draft, Verdict
 _UNNORMALISED = 1e-4
 """How far from 1 a distribution's sum may be: float32 sums of 262,144 columns are well within."""
 
-Shaped = Callable[[int, Sequence[int]], Tensor]
-"""(row, drafted tokens that lead to it) -> p [V], the target's distribution after processors, temperature and cuts."""
+Shaped = Callable[[int, Sequence[int]], Tensor | None]
+"""(row, drafted tokens that lead to it) -> p [V], the target's distribution after processors, temperature and cuts.
+None: the row failed (`rules.deferred`), and the walk ends above it."""
 
 
 class Chance(Protocol):
@@ -129,6 +130,8 @@ class _Walk:
     def step(self) -> bool:
         """Descend to the first accepted child, if there is one."""
         p = self._shaped(self._row, self._tokens)
+        if p is None:
+            return False
         q = self._q(self._row, p)
         for child in self._children[self._row]:
             token = self._draft.tokens[child - 1]
@@ -159,6 +162,8 @@ class _Walk:
         tokens = list(self._tokens)
         for parent, child in zip([self._row, *chain], chain, strict=False):
             p, token = self._shaped(parent, tokens), self._draft.tokens[child - 1]
+            if p is None:  # the chain ends here, as far as this round can tell
+                break
             q = _source(self._q(parent, p), token, p)
             steps.append((p, q, weight))
             tokens.append(token)
@@ -166,7 +171,7 @@ class _Walk:
             if weight == 0.0:
                 break
         if self._chance.accept(weight):
-            return self._descend(chain)
+            return self._descend(chain[: len(steps)])
         for kept in range(len(steps) - 1, -1, -1):
             p, q, weight = steps[kept]
             excess = _excess(p, q, weight)
@@ -177,8 +182,10 @@ class _Walk:
         raise AssertionError("unreachable: the empty prefix always stands")
 
     def verdict(self) -> Verdict:
-        """End the round with the target's own token."""
+        """End the round with the target's own token, or above a row that failed."""
         left = self._shaped(self._row, self._tokens) if self._left is None else self._left
+        if left is None:
+            return Verdict(tuple(self._path[:-1]), tuple(self._tokens))
         own = self._chance.token(left)
         return Verdict(tuple(self._path), (*self._tokens, own))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,8 +17,29 @@ from paceline.verify.rejection import Chance, RoundChance, Shaped, block_walk, r
 Rule = Callable[[Draft, Tensor, Sampler, Prefix], Verdict]
 """(draft, logits [T, V] of the pending token and the draft, sampler, prefix of row 0) -> verdict."""
 
-Choose = Callable[[int, Sequence[int]], int]
-"""(row, drafted tokens that lead to it) -> the target's next token."""
+Choose = Callable[[int, Sequence[int]], int | None]
+"""(row, drafted tokens that lead to it) -> the target's next token; None where the row failed (`deferred`)."""
+
+T = TypeVar("T")
+
+
+def deferred(read: Callable[[int, Sequence[int]], T]) -> Callable[[int, Sequence[int]], T | None]:
+    """Return `read` (row, drafted tokens that lead to it), but with None for a drafted row that raises.
+
+    A walk ends above such a row, as if nothing had been drafted there. If the reply has ended by then (EOS, a stop
+    string), plain decoding never reads the row. If not, the next round begins with it and raises the error, as plain
+    decoding does. So a draft never decides whether a reply fails.
+    """
+
+    def attempt(row: int, path: Sequence[int]) -> T | None:
+        try:
+            return read(row, path)
+        except Exception:
+            if not path:
+                raise
+            return None
+
+    return attempt
 
 
 def match(draft: Draft, logits: Tensor, sampler: Sampler, prefix: Prefix) -> Verdict:
@@ -25,11 +47,11 @@ def match(draft: Draft, logits: Tensor, sampler: Sampler, prefix: Prefix) -> Ver
     next.
 
     Only visited rows are shaped and checked. The tokens are those of plain decoding with the same `sampler`, whatever
-    was drafted. Raises `NonFiniteLogits`.
+    was drafted. Raises `NonFiniteLogits`, and what a processor raises at row 0; see `deferred` for other rows.
     """
     if sampler.greedy and not sampler.processors and logits.device.type != "cpu":
-        return walk(draft, _greedy(logits, len(prefix)))
-    return walk(draft, lambda row, path: sampler.choose(prefix.after(path), logits[row]))
+        return walk(draft, deferred(_greedy(logits, len(prefix))))
+    return walk(draft, deferred(lambda row, path: sampler.choose(prefix.after(path), logits[row])))
 
 
 def _distributed(walk: Callable[[Draft, Shaped, Chance], Verdict]) -> Rule:
@@ -44,7 +66,7 @@ def _distributed(walk: Callable[[Draft, Shaped, Chance], Verdict]) -> Rule:
         def shaped(row: int, path: Sequence[int]) -> Tensor:
             return sampler.distribution(prefix.after(path), logits[row])
 
-        return walk(draft, shaped, RoundChance(sampler.noise, len(prefix)))
+        return walk(draft, deferred(shaped), RoundChance(sampler.noise, len(prefix)))
 
     return rule
 
@@ -58,30 +80,34 @@ def typical(
     likeliest token follows, so that a round always yields one. The defaults are the authors'. Source: typical
     acceptance of Medusa, arXiv 2401.10774. Raises `NonFiniteLogits`.
     """
-    kept = {0: _TypicalRow((), (), 0.0, sampler.distribution(prefix, logits[0]))}
+    shaped = deferred(lambda row, path: sampler.distribution(prefix.after(path), logits[row]))
+    kept = {0: _TypicalRow((), (), 0.0, shaped(0, ()))}
     for row, (parent, token) in enumerate(zip(draft.parents, draft.tokens, strict=True), 1):
         above = kept.get(parent)
-        if above and above.plausible(token, epsilon, delta):
+        if above and above.p is not None and _plausible(above.p, token, epsilon, delta):
             path = (*above.tokens, token)
             score = above.score + math.log(float(above.p[token]))
-            p = sampler.distribution(prefix.after(path), logits[row])
-            kept[row] = _TypicalRow((*above.path, row), path, score, p)
+            kept[row] = _TypicalRow((*above.path, row), path, score, shaped(row, path))
     best = max(kept.values(), key=lambda k: (len(k.path), k.score))
+    if best.p is None:
+        return Verdict(best.path[:-1], best.tokens)
     return Verdict(best.path, (*best.tokens, int(best.p.argmax())))
 
 
 @dataclass(frozen=True, slots=True)
 class _TypicalRow:
-    """A row that `typical` may keep: its path, the path's log-probability, and the distribution after it."""
+    """A row that `typical` may keep: its path, the path's log-probability, and the distribution after it (None if the
+    row failed)."""
 
     path: tuple[int, ...]
     tokens: tuple[int, ...]
     score: float
-    p: Tensor
+    p: Tensor | None
 
-    def plausible(self, token: int, epsilon: float, delta: float) -> bool:
-        entropy = float(torch.special.entr(self.p).sum())
-        return float(self.p[token]) > min(epsilon, delta * math.exp(-entropy))
+
+def _plausible(p: Tensor, token: int, epsilon: float, delta: float) -> bool:
+    entropy = float(torch.special.entr(p).sum())
+    return float(p[token]) > min(epsilon, delta * math.exp(-entropy))
 
 
 RULES: dict[RuleName, Rule] = {
@@ -101,14 +127,17 @@ def text_guarantee(sampler: Sampler, guarantee: Guarantee) -> Guarantee:
 
 
 def walk(draft: Draft, choose: Choose) -> Verdict:
-    """Follow the target's choices down the tree until one was not drafted."""
+    """Follow the target's choices down the tree until one was not drafted, or until a row fails."""
     children = {edge: node + 1 for node, edge in enumerate(zip(draft.parents, draft.tokens, strict=True))}
     path: list[int] = []
     tokens: list[int] = []
     row: int | None = 0
     while row is not None:
-        tokens.append(choose(row, tokens))
-        row = children.get((row, tokens[-1]))
+        token = choose(row, tokens)
+        if token is None:
+            return Verdict(tuple(path[:-1]), tuple(tokens))
+        tokens.append(token)
+        row = children.get((row, token))
         if row is not None:
             path.append(row)
     return Verdict(tuple(path), tuple(tokens))

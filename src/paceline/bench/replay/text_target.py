@@ -213,7 +213,9 @@ class TextTarget:
         self._seen.pop(slot, None)
 
     def forward(self, rows: Rows, cache: KVCache[Any], want: Want) -> Forward:
+        assert isinstance(cache, TextCache)
         count = sum(rows.counts)
+        cache.note_pass(rows)
         if rows.prefill:
             self._clock.charge(self._prices.prefill(count, rows.lengths[0]))
         else:

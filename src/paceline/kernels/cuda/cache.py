@@ -63,8 +63,7 @@ class DeviceCache(SharedSlabCache):
 
     def places(self, rows: Rows, count: int) -> list[int]:
         """Places of the slots of a pass, with room for `count` rows each. Raises `OutOfMemory`."""
-        for slot in rows.slots:
-            self.check_taken(slot)
+        self.note_pass(rows)
         ends = [length + start + count for length, start in zip(rows.lengths, rows.starts, strict=True)]
         self._reserve(rows.slots, ends)
         addresses = [(x.data_ptr(), x.shape) for slab in self.slabs for x in slab.tensors]

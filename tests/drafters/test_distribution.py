@@ -1,0 +1,79 @@
+"""Under `rejection` and `block` every drafter keeps the distribution of every kind of model: chi-squares of replies.
+
+The seeds are fixed, so a test passes or fails the same way every time.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping
+
+import pytest
+
+from paceline.engine.engine import Engine
+from paceline.models.decoder import Decoder
+from paceline.sampling.parameters import Sampling
+from paceline.testing import run_together
+from paceline.types import DraftBudget, Want
+from paceline.verify.tree import pack_prefix
+from tests.support.every_drafter import EVERY, KINDS, VOCAB
+
+PROMPT = [1, 2, 3, 0, 1, 2, 4, 1]
+LENGTH, REPLIES, TOGETHER, HEAT = 3, 640, 32, 2.0
+TREE = DraftBudget(14, 2, 4)
+
+Reply = tuple[int, ...]
+
+
+def distribution(target: Decoder) -> dict[Reply, float]:
+    """Return the exact probability of every reply of `LENGTH` tokens."""
+    found = {}
+    for above in itertools.product(range(VOCAB), repeat=LENGTH - 1):
+        cache, text = target.new_cache(), [*PROMPT, *above]
+        out = target.forward(pack_prefix(text, cache.acquire(len(text)), 0, target.device), cache, Want())
+        rows = (out.logits[0, len(PROMPT) - 1 : len(text)] / HEAT).softmax(-1)
+        chance = 1.0
+        for row, token in zip(rows, above, strict=False):
+            chance *= float(row[token])
+        found.update({(*above, last): chance * float(rows[-1][last]) for last in range(VOCAB)})
+    assert sum(found.values()) == pytest.approx(1.0)
+    return found
+
+
+def excess(counts: Mapping[Reply, int], expected: Mapping[Reply, float]) -> float:
+    """Return by how many standard deviations chi-square exceeds its mean. Rare replies share one cell."""
+    common = {reply: p * REPLIES for reply, p in expected.items() if p * REPLIES >= 5}
+    rest = REPLIES - sum(common.values()), REPLIES - sum(counts[reply] for reply in common)
+    cells = [*((p, counts[reply]) for reply, p in common.items()), rest]
+    chi_square = sum((seen - p) ** 2 / p for p, seen in cells)
+    return (chi_square - len(common)) / (2 * len(common)) ** 0.5
+
+
+def replies(target: Decoder, drafter: str, rule: str) -> Counter[Reply]:
+    engine = Engine(target, EVERY[drafter](target), TREE)
+    counts: Counter[Reply] = Counter()
+    for first in range(0, REPLIES, TOGETHER):
+        hows = [
+            Sampling(max_new_tokens=LENGTH, temperature=HEAT, seed=seed, rule=rule)  # type: ignore[arg-type]
+            for seed in range(first, first + TOGETHER)
+        ]
+        counts.update(tuple(reply[0]) for reply in run_together(engine, [PROMPT] * TOGETHER, hows))
+    return counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("drafter", EVERY)
+def test_replies_have_the_distribution_of_plain_decoding(drafter: str, kind: str, rule: str) -> None:
+    target = KINDS[kind](0)
+    assert excess(replies(target, drafter, rule), distribution(target)) < 4
+
+
+@pytest.mark.slow
+def test_another_temperature_is_noticed() -> None:
+    target = KINDS["attention"](0)
+    cold = {reply: p**1.2 for reply, p in distribution(target).items()}
+    total = sum(cold.values())
+    assert excess(replies(target, "suffix", "rejection"), {reply: p / total for reply, p in cold.items()}) > 4

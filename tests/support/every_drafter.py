@@ -1,0 +1,130 @@
+"""Every drafter with probabilities or without, for small random models of several kinds with a vocabulary of six."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from paceline.checkpoints.loader import Loaded
+from paceline.drafters.base import Drafter
+from paceline.drafters.block import Block
+from paceline.drafters.cross import SharedTokens, TextDrafter
+from paceline.drafters.eagle import Eagle
+from paceline.drafters.early_exit import EarlyExit
+from paceline.drafters.medusa import Medusa
+from paceline.drafters.model import DraftModel
+from paceline.drafters.ngram import NGram
+from paceline.drafters.parallel import ParallelEagle
+from paceline.drafters.stack import DrafterStack
+from paceline.drafters.suffix import Suffix
+from paceline.drafters.vocab_map import VocabMap
+from paceline.models.config import LayerConfig, ModelConfig
+from paceline.models.decoder import Decoder
+from paceline.models.heads import ExitConfig
+from paceline.testing import TINY, random_tensors
+from tests.support.hybrids import HYBRID, MAMBA_HYBRID, hybrid_tensors, mamba_tensors
+from tests.support.tiny_heads import (
+    TINY_BLOCK,
+    TINY_MEDUSA,
+    block_tensors,
+    eagle_config,
+    eagle_tensors,
+    medusa_tensors,
+    mtp_head,
+)
+from tests.support.toys import toy_tokenizer
+
+VOCAB = 6
+_LETTERS = "abcde"
+_CPU = torch.device("cpu")
+
+
+def small(config: ModelConfig, tensors: dict[str, torch.Tensor], **changes: object) -> Decoder:
+    """Return the model of a config and its tensors with a vocabulary of six, in float64."""
+    embeddings = {name: x[:VOCAB] for name, x in tensors.items() if "embed_tokens" in name}
+    own = replace(config, vocab_size=VOCAB, **changes)  # type: ignore[arg-type]
+    return Decoder(own, tensors | embeddings, torch.float64, _CPU)
+
+
+KINDS: dict[str, Callable[[int], Decoder]] = {
+    "attention": lambda seed: small(TINY, random_tensors(TINY, seed)),
+    "window": lambda seed: small(
+        TINY, random_tensors(TINY, seed), special=(LayerConfig(TINY.rope, window=4), LayerConfig(TINY.rope))
+    ),
+    "gated deltanet": lambda seed: small(HYBRID, hybrid_tensors(seed)),
+    "mamba-2": lambda seed: small(MAMBA_HYBRID, mamba_tensors(seed)),
+}
+"""Kind of model -> a random one of this seed."""
+
+
+def loaded(model: Decoder, letters: str = _LETTERS) -> Loaded:
+    """Return the model with a tokenizer of one letter per token."""
+    return Loaded(model, toy_tokenizer(letters), (VOCAB - 1,), {}, Path("small"))
+
+
+def _eagle(target: Decoder, **changes: object) -> Drafter:
+    config = eagle_config(target.config, **{"layer": _layer(target), "draft_vocab": 4, **changes})
+    return Eagle(config, eagle_tensors(config), target)
+
+
+def _parallel(target: Decoder) -> Drafter:
+    config = eagle_config(target.config, layer=_layer(target), draft_vocab=4, mask_token=VOCAB - 1)
+    wide = len(config.taps) * config.target_hidden
+    mask = torch.randn(1, 1, wide, generator=torch.Generator().manual_seed(4))
+    return ParallelEagle(config, eagle_tensors(config) | {"mask_hidden": mask}, target)
+
+
+def _block(target: Decoder, **changes: object) -> Drafter:
+    layer = replace(TINY_BLOCK.layer, vocab_size=VOCAB)
+    config = replace(TINY_BLOCK, layer=layer, mask_token=VOCAB - 1, **changes)  # type: ignore[arg-type]
+    return Block(config, block_tensors(config), target)
+
+
+def _medusa(target: Decoder) -> Drafter:
+    config = replace(TINY_MEDUSA, vocab_size=VOCAB)
+    return Medusa(config, medusa_tensors(config), target)
+
+
+def _mtp(target: Decoder) -> Drafter:
+    config, tensors = mtp_head(replace(HYBRID, vocab_size=VOCAB))
+    return Eagle(config, tensors, target)
+
+
+def _layer(target: Decoder) -> ModelConfig:
+    """The layer of a head: plain attention, whatever the target has."""
+    return replace(TINY, layers=1, vocab_size=VOCAB, context_length=16)
+
+
+def _foreign(target: Decoder) -> VocabMap:
+    return VocabMap(loaded(target), loaded(KINDS["attention"](9), _LETTERS[::-1]))
+
+
+EVERY: dict[str, Callable[[Decoder], Drafter]] = {
+    "ngram": lambda target: NGram(),
+    "suffix": lambda target: Suffix(remember=True, floor=0.0),
+    "another model": lambda target: DraftModel(KINDS["attention"](9), VOCAB),
+    "the model itself": lambda target: DraftModel(target, VOCAB),
+    "a model with a trimmed vocabulary": lambda target: DraftModel(_trimmed(), VOCAB, torch.tensor([0, 1, 3, 5])),
+    "shared tokens": lambda target: SharedTokens(_foreign(target)),
+    "text": lambda target: TextDrafter(_foreign(target)),
+    "eagle-3": _eagle,
+    "eagle-1": lambda target: _eagle(target, version=1, taps=("final",), draft_vocab=VOCAB),
+    "mtp": _mtp,
+    "p-eagle": _parallel,
+    "block": _block,
+    "block with a markov head": lambda target: _block(target, markov=6),
+    "block with a selector": lambda target: _block(target, conv=2, conv_group=8, selector=6, candidates=5),
+    "medusa": _medusa,
+    "early exit": lambda target: EarlyExit(ExitConfig(target.config.hidden, 1), {}, target, threshold=0.0),
+    "stack": lambda target: DrafterStack([NGram(), DraftModel(KINDS["attention"](9), VOCAB)]),
+}
+"""Name of a drafter -> one for this target."""
+
+
+def _trimmed() -> Decoder:
+    config = replace(TINY, vocab_size=VOCAB)
+    kept = torch.tensor([0, 1, 3, 5])
+    return Decoder(config, random_tensors(config, 9), torch.float64, _CPU, head_tokens=kept)

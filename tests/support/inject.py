@@ -1,0 +1,47 @@
+"""Errors raised at a chosen moment: at the n-th call or line within Paceline's own code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import paceline
+
+_SOURCE = str(Path(paceline.__file__).parent)
+
+
+@dataclass
+class Moments:
+    """Moments that have passed."""
+
+    count: int = 0
+
+
+@contextmanager
+def raising(error: BaseException | None, moment: int, lines: bool) -> Iterator[Moments]:
+    """Context whose thread raises `error` at the moment of this number, from 1 on, and goes on without further errors.
+
+    `lines`: every line is a moment, as for an interrupt; otherwise every call.
+    """
+    passed = Moments()
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(_SOURCE):
+            return None
+        if event == ("line" if lines else "call"):
+            passed.count += 1
+            if passed.count == moment and error is not None:
+                raise error  # Python stops tracing then
+        return trace if lines else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield passed
+    finally:
+        sys.settrace(before)
