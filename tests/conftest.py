@@ -15,6 +15,7 @@ import torch
 
 from paceline.checkpoints.loader import Loaded, load_model
 from paceline.errors import ModelNotFound
+from paceline.kernels.quantize import Precision
 from paceline.models.decoder import Decoder
 from paceline.testing import tiny_target
 
@@ -48,12 +49,12 @@ def toy() -> Decoder:
 
 
 @cache
-def _loaded(name: str, quantize: str | None) -> Loaded:
+def _loaded(name: str, quantize: Precision) -> Loaded:
     return load_model(name, quantize=quantize)
 
 
 @contextmanager
-def packaged_model(name: str, quantize: str | None = None) -> Iterator[Loaded]:
+def packaged_model(name: str, quantize: Precision = "none") -> Iterator[Loaded]:
     """A real model from PyPI wheels, on `THREADS` threads. Skips where it cannot be had, but not in CI."""
     torch.set_num_threads(THREADS)
     try:

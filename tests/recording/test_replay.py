@@ -62,11 +62,11 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 }
 SIZES = {"chain": DraftBudget.chain(5), "tree": DraftBudget(14, 4, 3)}
 SAMPLINGS = {
-    "greedy": Sampling(max_new_tokens=24, seed=0, ignore_eos=True),
-    "warm": Sampling(max_new_tokens=24, temperature=0.7, top_p=0.9, seed=11),
-    "hot": Sampling(max_new_tokens=24, temperature=1.0, seed=12, ignore_eos=True),
+    "greedy": Sampling(max_new_tokens=25, seed=0, ignore_eos=True),
+    "warm": Sampling(max_new_tokens=25, temperature=0.7, top_p=0.9, seed=11),
+    "hot": Sampling(max_new_tokens=25, temperature=1.0, seed=12, ignore_eos=True),
     "penalties and bans": Sampling(
-        max_new_tokens=24,
+        max_new_tokens=25,
         temperature=1.0,
         top_p=0.95,
         seed=13,
@@ -77,7 +77,7 @@ SAMPLINGS = {
         min_new_tokens=9,
         no_repeat_ngram_size=3,
     ),
-    "stop strings": Sampling(max_new_tokens=24, temperature=1.0, seed=14, stop=["e", "gh"], stop_token_ids=[30]),
+    "stop strings": Sampling(max_new_tokens=25, temperature=1.0, seed=14, stop=["e", "gh"], stop_token_ids=[30]),
 }
 
 
@@ -86,7 +86,7 @@ def counts(stats: Sequence[Stats]) -> list[Any]:
 
 
 def samplings(sampling: Sampling) -> list[Sampling]:
-    return [replace(sampling, seed=(sampling.seed or 0) + i, max_new_tokens=24 - 2 * i) for i in range(len(PROMPTS))]
+    return [replace(sampling, seed=(sampling.seed or 0) + i, max_new_tokens=25 - 2 * i) for i in range(len(PROMPTS))]
 
 
 def recorded(path: Path, sampling: Sampling, model: Loaded = MODEL, width: int = 1) -> list[RecordedReply]:
@@ -269,20 +269,20 @@ def ticking(
 def test_a_reply_takes_what_its_parts_cost(tmp_path: Path) -> None:
     replies = recorded(tmp_path / "r.jsonl", SAMPLINGS["greedy"])[:1]
     plain = Replayer(MODEL, Prices()).run(replies)
-    assert plain.seconds == pytest.approx(0.9 + 40 * (10 + 1 + 0.5))
+    assert plain.seconds == pytest.approx(0.9 + 25 * (10 + 1 + 0.5))
     fed = ticking(replies, DraftBudget.chain(4))
     (stats,) = fed.stats
-    assert stats.tokens == 40
-    assert stats.rounds == 8, "the model itself is always right"
+    assert stats.tokens == 25
+    assert stats.rounds == 5, "the model itself is always right"
     assert stats.seconds["prefill"] == pytest.approx(0.9)
-    assert stats.seconds["draft"] == pytest.approx(8 * 2 * 4)
-    assert stats.seconds["verify"] == pytest.approx(8 * (10 + 5) + 40 * 0.5)
+    assert stats.seconds["draft"] == pytest.approx(5 * 2 * 4)
+    assert stats.seconds["verify"] == pytest.approx(5 * (10 + 5) + 25 * 0.5)
     assert fed.seconds == pytest.approx(sum(stats.seconds.values())) == pytest.approx(sum(fed.shares))
-    assert fed.rows == 8 * 5
-    assert fed.drafting == [8.0] * 8
+    assert fed.rows == 5 * 5
+    assert fed.drafting == [8.0] * 5
     slow = ticking(replies, DraftBudget.chain(4), 1.5, 1.1).stats[0].seconds
-    assert slow["draft"] == pytest.approx(1.5 * 8 * 8)
-    assert slow["verify"] == pytest.approx(1.1 * 8 * (10 + 5) + 40 * 0.5)
+    assert slow["draft"] == pytest.approx(1.5 * 5 * 8)
+    assert slow["verify"] == pytest.approx(1.1 * 5 * (10 + 5) + 25 * 0.5)
 
 
 def test_the_controller_goes_by_prices(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from paceline.server.worker import Worker, WorkerLimits
 
 _server = options_of("Server")
+_messages = options_of("Messages")
 _limit = options_of("Limits")
 _several = options_of("Several models")
 _STORES = ("pulled", "all")
@@ -78,7 +79,7 @@ class ServerOptions:
         "token ids, and a new file can be read by its owner alone. Tell your users.",
         metavar="FILE",
     )
-    special_tokens_in_messages: bool = _server(
+    special_tokens_in_messages: bool = _messages(
         "Let text of messages form the model's special tokens.\n\nBy default it stays text, so that a tool's result "
         "cannot write a message of its own.",
         default=False,
