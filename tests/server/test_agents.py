@@ -141,5 +141,6 @@ def test_instructions_that_come_late_are_moved_if_the_template_refuses_them(refu
         made = it.post("/v1/responses", {"input": items, "instructions": "d", "max_output_tokens": 1}).json()
         text = "<system>d\n\nb<user>a\n\nc"
         assert made["usage"]["input_tokens"] == it.post("/tokenize", {"prompt": text}).json()["count"]
-        chat = [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]
-        assert it.post("/v1/chat/completions", {"messages": chat}).status_code == 400
+        chat = [{"role": "system", "content": "d"}, *items]
+        made = it.post("/v1/chat/completions", {"messages": chat, "max_tokens": 1}).json()
+        assert made["usage"]["prompt_tokens"] == it.post("/tokenize", {"prompt": text}).json()["count"]

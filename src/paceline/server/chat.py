@@ -75,15 +75,15 @@ class PreparedChat:
     sampling: Sampling
 
 
-def prepare(model: LoadedModel, settings: Settings, body: ChatRequest, orderly: bool = False) -> PreparedChat:
-    """Prepare every reply's tokens, sampling and speculation. `orderly`: see `chat_text`.
+def prepare(model: LoadedModel, settings: Settings, body: ChatRequest) -> PreparedChat:
+    """Prepare every reply's tokens, sampling and speculation.
 
     Raises `PacelineError` and `ApiError`.
     """
     llm = model.llm
     family, calling = tools.family(llm.tokenizer.chat_template), CallOptions.of(body)
     functions = calling.functions
-    text = chat_text(llm, body, calling.shown, orderly)
+    text = chat_text(llm, body, calling.shown)
     options.check_length(llm, settings, text, "messages")
     form = thinking.family(llm.tokenizer.chat_template)
     if form and (form.over(text) or (body.reasoning_format == "none" and form is not thinking.HARMONY)):
@@ -129,24 +129,15 @@ def _special(llm: LLM, *markers: str) -> dict[str, int]:
     return {marker: token for marker, token in ids.items() if token is not None and token in llm.tokenizer.special_ids}
 
 
-def chat_text(
-    llm: LLM, body: ChatRequest | PromptRequest, offered: Sequence[Tool] | None, orderly: bool = False
-) -> str:
-    """Return a chat's prompt as text. `orderly`: messages that the template refuses are tried again in the order that
-    every template expects. Raises `ApiError` 400 naming the messages.
-    """
+def chat_text(llm: LLM, body: ChatRequest | PromptRequest, offered: Sequence[Tool] | None) -> str:
+    """Return a chat's prompt as text. Raises `ApiError` 400 naming the messages."""
     chat = [_as_template_message(message) for message in body.messages or ()]
     given = [tool.model_dump(exclude_none=True) for tool in offered or ()]
     reserved = body.template_values.keys() & {"messages", "tools", "add_generation_prompt", "self"}
     if reserved:
         raise bad_request(f"chat_template_kwargs must not contain {reserved.pop()!r}", "chat_template_kwargs")
     try:
-        try:
-            return _rendered(llm, body, chat, given)
-        except InvalidPrompt:
-            if not orderly or (ordered := _ordered(chat)) == chat:
-                raise
-            return _rendered(llm, body, ordered, given)
+        return _rendered(llm, body, chat, given)
     except TimedOut as error:
         raise Busy(error.cause, error.fix) from error
     except PacelineError as error:
@@ -157,31 +148,27 @@ def _rendered(
     llm: LLM, body: ChatRequest | PromptRequest, chat: list[dict[str, Any]], given: list[dict[str, Any]]
 ) -> str:
     template = llm.tokenizer.chat_template
-    if given and not tools.knows_tools(template):
-        chat, given = tools.with_tools(check_messages(chat), given), []
+    if tools.knows_tools(template):
+        return _applied(llm, body, chat, given)
+    if given:
+        return _applied(llm, body, tools.with_tools(check_messages(chat), given), [])
+    try:
+        return _applied(llm, body, chat, [])
+    except InvalidPrompt:
+        if not any(message["role"] == "tool" or "tool_calls" in message for message in chat):
+            raise
+        return _applied(llm, body, tools.with_tools(check_messages(chat), []), [])
+
+
+def _applied(
+    llm: LLM, body: ChatRequest | PromptRequest, chat: list[dict[str, Any]], given: list[dict[str, Any]]
+) -> str:
     values = {"tools": given or None, **body.template_values}
     if body.continue_final_message:
         return _continued(llm, chat, values)
     text = llm.tokenizer.apply_chat_template(chat, body.add_generation_prompt is not False, **values)
-    form = thinking.family(template)
+    form = thinking.family(llm.tokenizer.chat_template)
     return form.skip(text) if form and values.get("enable_thinking") is False else text
-
-
-def _ordered(chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a chat with all instructions in one message at its beginning, and no two of the user's in a row."""
-    system = [message for message in chat if message["role"] == "system"]
-    ordered: list[dict[str, Any]] = []
-    for message in (*system, *(message for message in chat if message["role"] != "system")):
-        last = ordered[-1] if ordered else None
-        if last and last["role"] == message["role"] in ("system", "user"):
-            ordered[-1] = {**last, "content": f"{_text_of(last)}\n\n{_text_of(message)}"}
-        else:
-            ordered.append(message)
-    return ordered
-
-
-def _text_of(message: dict[str, Any]) -> str:
-    return str(check_messages([message])[0]["content"])
 
 
 def _continued(llm: LLM, chat: list[dict[str, Any]], values: dict[str, Any]) -> str:

@@ -30,7 +30,7 @@ def prepare_chat(model: LoadedModel, settings: Settings, body: OllamaChatRequest
     """
     if body.empty:
         return PreparedRequest([], lambda _: OllamaWriter(body.model, ChatReply(), None, "message"))
-    prepared = chat.prepare(model, settings, _within(body, body.as_chat(), ChatRequest), orderly=True)
+    prepared = chat.prepare(model, settings, _within(body, body.as_chat(), ChatRequest))
     texts = model.token_texts if body.logprobs else None
     return PreparedRequest(prepared.jobs, lambda _: OllamaWriter(body.model, prepared.reply(), texts, "message"))
 
@@ -46,7 +46,7 @@ def prepare_text(model: LoadedModel, settings: Settings, body: OllamaGenerateReq
     if body.is_text:
         jobs = completions.prepare(model, settings, _within(body, body.as_text(), CompletionRequest)).jobs
         return PreparedRequest(jobs, lambda _: OllamaWriter(body.model, ChatReply(), texts, "response"))
-    prepared = chat.prepare(model, settings, _within(body, body.as_chat(), ChatRequest), orderly=True)
+    prepared = chat.prepare(model, settings, _within(body, body.as_chat(), ChatRequest))
     return PreparedRequest(prepared.jobs, lambda _: OllamaWriter(body.model, prepared.reply(), texts, "response"))
 
 

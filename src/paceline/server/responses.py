@@ -38,7 +38,7 @@ def prepare(store: ResponseStore, model: LoadedModel, settings: Settings, body: 
     for before in store.conversation(body.previous_response_id, _CONVERSATION * settings.max_body):
         items += [*before.input, *_ITEMS.validate_python(before.document["output"])]
     request = validated(chat_body(body, [*items, *new]), ChatRequest)
-    prepared = chat.prepare(model, settings, request, orderly=True)
+    prepared = chat.prepare(model, settings, request)
     head, origins = _head(body, prepared.sampling), body.origins
     logprobs = model.token_texts if request.logprobs else None
     kept = store if body.store is not False else None

@@ -11,6 +11,7 @@ import base64
 import json
 import marshal
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -20,6 +21,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from paceline.errors import InvalidPrompt, TimedOut
+from paceline.text import orderly
 from paceline.text.sandbox import SANDBOX, JobFailed, OverLimit, Unfinished
 
 _SECONDS, _MEMORY = 5.0, 512 * 2**20
@@ -87,20 +89,30 @@ def _function(function: Mapping[str, Any]) -> dict[str, Any]:
 def render(template: str, messages: Any, values: Mapping[str, Any]) -> str:
     """Return the prompt text. `values`: variables of the template besides the messages, such as special tokens.
 
-    The template runs in a process of its own, for at most 5 seconds of processor time and 512 MiB. Raises
-    `InvalidPrompt` for malformed messages, errors that the template raises, and exceeded limits, and `TimedOut` where
-    the machine was too busy.
+    Messages that the template refuses are tried again in the other orders of `orderly.forms`. The template runs in a
+    process of its own, for at most 5 seconds of processor time and 512 MiB. Raises `InvalidPrompt` for malformed
+    messages, messages that the template refuses in every order, and exceeded limits, and `TimedOut` where the machine
+    was too busy.
     """
     checked = check_messages(messages)
     try:
-        code = _compiled(template)
-        given = {"tools": None, "documents": None, **values, "messages": checked}
-        return str(SANDBOX.run("paceline.text.chat_template:render_compiled", (code, given), _SECONDS, _MEMORY))
+        return _run(template, checked, values)
     except JobFailed as error:
+        for form in orderly.forms(checked):
+            with suppress(JobFailed):
+                return _run(template, form, values)
         raise InvalidPrompt(
             f"the model's chat template refuses these messages ({error})",
             "Check roles and their order, or skip the template with raw=True (--raw)",
         ) from error
+
+
+def _run(template: str, messages: list[dict[str, Any]], values: Mapping[str, Any]) -> str:
+    """Return the prompt text. Raises `JobFailed` for messages that the template refuses."""
+    try:
+        given = {"tools": None, "documents": None, **values, "messages": messages}
+        job = (_compiled(template), given)
+        return str(SANDBOX.run("paceline.text.chat_template:render_compiled", job, _SECONDS, _MEMORY))
     except OverLimit as error:
         raise InvalidPrompt(
             f"the model's chat template needs more than {_SECONDS:g} s or {_MEMORY >> 20} MiB for these messages",
