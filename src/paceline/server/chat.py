@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from paceline.engine.prediction import predicted_ids
@@ -13,13 +14,14 @@ from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
 from paceline.server import options, thinking, tools
 from paceline.server.calls import CallParser, ForcedCallParser
-from paceline.server.errors import bad_request
+from paceline.server.errors import ContextExceeded, bad_request
 from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
 from paceline.server.replies import ChatReply
 from paceline.server.schema import ChatRequest, Message, NamedTool, Schema, Tool
 from paceline.server.schema_tokens import PromptRequest
 from paceline.server.tools import CallFormat
+from paceline.server.truncation import truncated
 from paceline.server.worker import Busy, ReplyJob
 from paceline.text.chat_template import check_messages
 
@@ -75,14 +77,17 @@ class PreparedChat:
     sampling: Sampling
 
 
-def prepare(model: LoadedModel, settings: Settings, body: ChatRequest) -> PreparedChat:
-    """Prepare every reply's tokens, sampling and speculation.
+def prepare(model: LoadedModel, settings: Settings, body: ChatRequest, truncate: bool = False) -> PreparedChat:
+    """Prepare every reply's tokens, sampling and speculation. `truncate`: leave out the oldest messages of a chat that
+    is too long.
 
     Raises `PacelineError` and `ApiError`.
     """
     llm = model.llm
     family, calling = tools.family(llm.tokenizer.chat_template), CallOptions.of(body)
     functions = calling.functions
+    if truncate:
+        body = truncated(body, partial(_size, llm, settings, calling.shown), options.prompt_limit(llm, settings))
     text = chat_text(llm, body, calling.shown)
     options.check_length(llm, settings, text, "messages")
     form = thinking.family(llm.tokenizer.chat_template)
@@ -121,6 +126,16 @@ def prepare(model: LoadedModel, settings: Settings, body: ChatRequest) -> Prepar
         )
 
     return PreparedChat(options.jobs(llm, settings, body, [tokens], sampling), reply, sampling)
+
+
+def _size(llm: LLM, settings: Settings, shown: Sequence[Tool], body: ChatRequest) -> int:
+    """Return the tokens of a chat's prompt; at least as many for a text that is too long whatever its tokens are."""
+    text = chat_text(llm, body, shown)
+    try:
+        options.check_length(llm, settings, text, "messages")
+    except ContextExceeded as error:
+        return error.size
+    return len(options.token_ids(llm, text, "messages", chat=True))
 
 
 def _special(llm: LLM, *markers: str) -> dict[str, int]:

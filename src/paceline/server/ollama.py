@@ -30,7 +30,8 @@ def prepare_chat(model: LoadedModel, settings: Settings, body: OllamaChatRequest
     """
     if body.empty:
         return PreparedRequest([], lambda _: OllamaWriter(body.model, ChatReply(), None, "message"))
-    prepared = chat.prepare(model, settings, _within(body, body.as_chat(), ChatRequest))
+    request = _within(body, body.as_chat(), ChatRequest)
+    prepared = chat.prepare(model, settings, request, truncate=body.truncate is not False)
     texts = model.token_texts if body.logprobs else None
     return PreparedRequest(prepared.jobs, lambda _: OllamaWriter(body.model, prepared.reply(), texts, "message"))
 
@@ -108,7 +109,7 @@ class OllamaWriter(Writer):
 
     def failed(self, error: ApiError) -> Event:
         """Return Ollama's error."""
-        return {"error": error.message}
+        return {"error": error.ollama}
 
     def encode(self, event: Event) -> bytes:
         """Return a line."""

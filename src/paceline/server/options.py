@@ -13,7 +13,7 @@ from paceline.errors import InvalidOption, PacelineError
 from paceline.llm import LLM
 from paceline.sampling.grammar import Cache, Grammar, Kind, check_installed, live_bytes, refused, spelled
 from paceline.sampling.parameters import Sampling
-from paceline.server.errors import bad_request
+from paceline.server.errors import ContextExceeded, bad_request
 from paceline.server.lark import json_of
 from paceline.server.limits import Settings
 from paceline.server.schema import ChatRequest, RequestBody, SchemaFormat, SpeculationOptions
@@ -184,18 +184,22 @@ def token_ids(llm: LLM, prompt: Any, param: str, chat: bool = False) -> list[int
         raise bad_request(str(error), param) from error
 
 
+def prompt_limit(llm: LLM, settings: Settings) -> int:
+    """Return the most tokens of a prompt, which leaves room for one of the reply."""
+    context = llm.model.target.context_length
+    return min(context - 1, settings.max_prompt or context)
+
+
 def check_length(llm: LLM, settings: Settings, prompt: str | Sequence[int], param: str) -> None:
-    """Raise `ApiError` 400 for a prompt that is too long, or leaves no room for a reply; for a text that is so whatever
-    its tokens are, before it is tokenised."""
-    context, longest = llm.model.target.context_length, llm.tokenizer.max_token_chars
-    limit = min(context - 1, settings.max_prompt or context)
-    if not isinstance(prompt, str):
-        too_long, size = len(prompt) > limit, f"{len(prompt)} tokens, the limit is {limit}"
-    else:
-        too_long = longest is not None and len(prompt) > longest * limit
-        size = f"{len(prompt)} characters, more than {limit} tokens can hold"
-    if too_long:
-        raise bad_request(f"the prompt has {size}. Shorten it", param, "context_length_exceeded")
+    """Raise `ContextExceeded` for a prompt that is too long, or leaves no room for a reply; for a text that is so
+    whatever its tokens are, before it is tokenised."""
+    limit, size = prompt_limit(llm, settings), len(prompt)
+    if is_text := isinstance(prompt, str):
+        longest = llm.tokenizer.max_token_chars
+        size = 0 if longest is None else -(-size // longest)
+    if size > limit:
+        context = llm.model.target.context_length
+        raise ContextExceeded(size, context if limit == context - 1 else limit, param, exact=not is_text)
 
 
 def length(llm: LLM, body: RequestBody, default: int = -1) -> int:

@@ -14,7 +14,7 @@ from paceline.server import chat
 from paceline.server.bodies import validated
 from paceline.server.calls import Call
 from paceline.server.choices import TokenTexts
-from paceline.server.errors import ApiError
+from paceline.server.errors import LOG, REQUEST_ID, ApiError, ContextExceeded
 from paceline.server.items import chat_body
 from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
@@ -38,7 +38,12 @@ def prepare(store: ResponseStore, model: LoadedModel, settings: Settings, body: 
     for before in store.conversation(body.previous_response_id, _CONVERSATION * settings.max_body):
         items += [*before.input, *_ITEMS.validate_python(before.document["output"])]
     request = validated(chat_body(body, [*items, *new]), ChatRequest)
-    prepared = chat.prepare(model, settings, request)
+    try:
+        prepared = chat.prepare(model, settings, request, truncate=body.truncation == "auto")
+    except ContextExceeded as error:
+        if not body.stream:
+            raise
+        return _overflown(model, body, error)
     head, origins = _head(body, prepared.sampling), body.origins
     logprobs = model.token_texts if request.logprobs else None
     kept = store if body.store is not False else None
@@ -50,6 +55,17 @@ def prepare(store: ResponseStore, model: LoadedModel, settings: Settings, body: 
         return ResponsesWriter(document, prepared.reply(), origins, logprobs, kept, new, size, length)
 
     return PreparedRequest(prepared.jobs, writer)
+
+
+def _overflown(model: LoadedModel, body: ResponsesRequest, error: ContextExceeded) -> PreparedRequest:
+    """Return a stream whose response fails: as in OpenAI's API, and where Codex looks for this error."""
+    LOG.info("%s refused: %s", REQUEST_ID.get(), error.message)
+    head = _head(body, model.llm.sampling())
+
+    def writer(answer_id: str) -> FailingWriter:
+        return FailingWriter({"id": answer_id, "created_at": int(time.time()), "model": model.name, **head}, error)
+
+    return PreparedRequest([], writer)
 
 
 def _head(body: ResponsesRequest, sampling: Any) -> dict[str, Any]:
@@ -74,7 +90,7 @@ def _head(body: ResponsesRequest, sampling: Any) -> dict[str, Any]:
         "tool_choice": dumped.get("tool_choice", "auto"),
         "tools": [{"parameters": None, "strict": None, **tool.model_dump()} for tool in body.functions],
         "top_p": sampling.top_p,
-        "truncation": "disabled",
+        "truncation": body.truncation or "disabled",
         "usage": None,
     }
 
@@ -236,6 +252,18 @@ class ResponsesWriter(Writer):
                 self._of_item("response.content_part.done", content_index=0, part=part),
             ]
         return [*events, self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)]
+
+
+class FailingWriter(ResponsesWriter):
+    """A response that fails before it has any output."""
+
+    def __init__(self, document: dict[str, Any], error: ApiError) -> None:
+        super().__init__(document, ChatReply(), {}, None, None, (), 0, 0)
+        self._error = error
+
+    def end(self, usage: Usage) -> list[Event]:
+        """Raise the error, which ends the stream."""
+        raise self._error
 
 
 def _reasoning() -> dict[str, Any]:

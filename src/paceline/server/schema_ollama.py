@@ -69,7 +69,7 @@ def _is_zero(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value == 0
 
 
-@accepts("truncate shift", ())
+@accepts("shift", ())
 class OllamaRequest(Generating):
     """Parameters of chats and of single prompts."""
 
@@ -80,6 +80,10 @@ class OllamaRequest(Generating):
     think: bool | Literal["low", "medium", "high", "max"] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    truncate: (
+        Annotated[bool, Field(description="Leave out the oldest messages of a chat that is too long. True by default.")]
+        | None
+    ) = None
     unloads: Annotated[
         Any,
         BeforeValidator(_is_zero),

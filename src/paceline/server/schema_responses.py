@@ -206,7 +206,6 @@ class ResponseStreamOptions(Strict):
     """,
     (
         ((False,), "background"),
-        (("disabled",), "truncation"),
         ((), "access_programs background_options context_management conversation image moderation prompt"),
     ),
 )
@@ -230,6 +229,10 @@ class ResponsesRequest(Generating):
     reasoning: ReasoningOptions | None = None
     previous_response_id: ResponseId | None = None
     store: bool | None = None
+    truncation: (
+        Annotated[Literal["auto", "disabled"], Field(description="auto: leave out the oldest items that do not fit.")]
+        | None
+    ) = None
     include: Annotated[list[Annotated[str, Field(max_length=100)]], Field(max_length=32)] | None = None
     metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
     stream_options: ResponseStreamOptions | None = None
