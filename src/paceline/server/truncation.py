@@ -1,4 +1,4 @@
-"""Chats that are too long, without their oldest messages: as Ollama does by default, and OpenAI's Responses if asked."""
+"""Chats that are too long, without their oldest messages: Ollama's default, and an option of OpenAI's Responses."""
 
 from __future__ import annotations
 
