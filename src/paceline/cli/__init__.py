@@ -90,11 +90,12 @@ def compile_kernels(*, as_json: AsJson = False) -> None:
 
 # Arguments after the prompt are kept for an error that says to quote it.
 add_command(app, generate, allow_extra_args=True)
-for _command in (chat, run, serve, pull, rm, demo, info, doctor, bench, record, replay, tune, perplexity, train):
+for _command in (chat, serve, pull, rm, demo, info, doctor, bench, record, replay, tune, perplexity, train):
     add_command(app, _command)
 add_command(app, compile_kernels, "compile")
 add_command(app, list_models, "list")
-# A second name, under which users of Ollama know it.
+# The names under which users of Ollama know them.
+add_command(app, run)
 add_command(app, info, "show")
 
 

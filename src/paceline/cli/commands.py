@@ -23,7 +23,6 @@ from paceline.errors import PacelineError
 EVERYDAY = {
     "generate": "model drafter quantize max-new-tokens temperature seed prompts json output quiet",
     "chat": "model drafter quantize max-new-tokens temperature seed system quiet",
-    "run": "model drafter quantize max-new-tokens temperature seed system quiet",
     "serve": "model drafter quantize models host port api-key served-model-name slots quiet",
     "pull": "revision token quiet",
     "rm": "",
@@ -38,6 +37,7 @@ EVERYDAY = {
     "train": "out target kind prompts answers from taps vocabulary epochs quiet",
     "compile": "json",
     "list": "all json",
+    "run": "model drafter quantize max-new-tokens temperature seed system quiet",
     "show": "model json",
 }
 """Options that the --help of each command shows, in this order. --help-all shows every option, by panel."""
