@@ -74,12 +74,13 @@ class ErrorBody(BaseModel):
 
 
 class AnthropicErrorDetail(BaseModel):
-    """Anthropic's error, with OpenAI's parameter and code."""
+    """Anthropic's error, with OpenAI's parameter and code. `details`: by which its client goes on without a feature."""
 
     type: str
     message: str
     param: str | None
     code: str | None
+    details: dict[str, Any] | None = None
 
 
 class AnthropicErrorBody(BaseModel):

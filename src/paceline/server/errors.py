@@ -49,7 +49,8 @@ _ANTHROPIC = {
 
 
 class ApiError(Exception):
-    """An error response. `param`: the parameter at fault, as a path such as "messages.0.role"."""
+    """An error response. `param`: the parameter at fault, as a path such as "messages.0.role". `details`: what
+    Anthropic's clients read of it."""
 
     def __init__(
         self,
@@ -59,9 +60,10 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.message, self.param, self.code, self.details = status, message, param, code, details
         self.headers = dict(headers or {})
 
     @property
@@ -86,6 +88,8 @@ class ApiError(Exception):
         """The JSON document of the response in Anthropic's shape."""
         kind = _ANTHROPIC.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
         error: dict[str, Any] = {"type": kind, "message": self.message, "param": self.param, "code": self.code}
+        if self.details:
+            error["details"] = self.details
         return {"type": "error", "error": error, "request_id": REQUEST_ID.get()}
 
     def response(self, path: str) -> JSONResponse:

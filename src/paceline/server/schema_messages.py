@@ -158,7 +158,7 @@ class OutputConfig(Strict):
     format: OutputFormat | None = None
 
 
-_HOSTED = "compaction container fallbacks fallback_credit_token thread"
+_HOSTED = "compaction container fallbacks fallback_credit_token"
 
 
 @accepts(
@@ -176,6 +176,7 @@ class CountTokensRequest(Generating):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
+    thread: Annotated[Schema, Field(description="Refused: this server keeps no conversations.")] | None = None
     chat_template_kwargs: Annotated[Schema, Field(max_length=64)] | None = None
 
     @property
