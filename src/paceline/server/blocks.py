@@ -24,7 +24,6 @@ from paceline.server.schema_messages import (
     ToolUseBlock,
 )
 
-
 _NO_THREADS = "thread: this server keeps no conversations. Send the whole conversation without thread"
 _THREAD_DETAILS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 """Anthropic's SDK (`beta.messages.tool_runner`) and Claude Code go on without threads after an error with these."""
