@@ -172,6 +172,7 @@ def _api(service: Service, app: FastAPI) -> APIRouter:
     _add_ollama(router, service)
     _add_post(router, "/v1/embeddings", service.embeddings, "EmbeddingsRequest", "Embeddings")
     _add_post(router, "/tokenize", service.tokenize, "TokenizeRequest", "Tokens")
+    _add_get(router, "/tokenizer_info", service.tokenizer_info, schema_answers.TokenizerInfo)
     _add_post(router, "/apply-template", service.apply_template, "ApplyTemplateRequest", "RenderedPrompt")
     _add_post(router, "/infill", service.infill, "InfillRequest", stream="text/event-stream")
     _add_post(router, "/detokenize", service.detokenize, "DetokenizeRequest", "DecodedText")

@@ -39,7 +39,10 @@ def chat_body(body: ResponsesRequest, items: Iterable[Item]) -> dict[str, Any]:
         "logprobs": body.top_logprobs is not None or "message.output_text.logprobs" in (body.include or ()),
         "top_logprobs": body.top_logprobs,
     }
-    same = ("model", "temperature", "top_p", "seed", "parallel_tool_calls", "timeout", "chat_template_kwargs")
+    same = (
+        *("model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "parallel_tool_calls", "timeout"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty", "chat_template_kwargs"),
+    )
     found |= {name: getattr(body, name) for name in same}
     if body.speculation is not None:
         named = body.speculation if isinstance(body.speculation, str) else body.speculation.model_dump()

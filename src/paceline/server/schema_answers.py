@@ -43,6 +43,15 @@ class DecodedText(PlainAnswer):
     content: str
 
 
+class TokenizerInfo(BaseModel):
+    """A tokenizer, with its special tokens by their roles."""
+
+    tokenizer_class: str
+    model_max_length: int
+    vocab_size: int
+    chat_template: str | None
+
+
 class RenderedPrompt(PlainAnswer):
     """A chat's prompt."""
 

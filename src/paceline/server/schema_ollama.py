@@ -9,16 +9,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from paceline.server.compat import Lenient, Strict, accepts
-from paceline.server.schema import Generating, ModelName, Name, Schema, Stop, Stops, Text, Tools
+from paceline.server.compat import Lenient, Naming, accepts, ignored, only
+from paceline.server.schema import WITHOUT_EMPTY, Generating, ModelName, Name, Schema, Stop, Stops, Text, Tools
 
 
 @accepts(
-    "draft_num_predict embedding_only f16_kv logits_all low_vram main_gpu mirostat_eta mirostat_tau num_batch num_ctx "
-    "num_gpu num_keep num_thread numa penalize_newline use_mlock use_mmap vocab_only",
-    (((0,), "mirostat"), ((1,), "tfs_z")),
+    ignored(
+        "draft_num_predict embedding_only f16_kv logits_all low_vram main_gpu num_batch num_ctx num_gpu num_keep "
+        "num_thread numa use_mlock use_mmap vocab_only",
+        "the model is loaded already",
+    ),
+    ignored("mirostat_eta mirostat_tau penalize_newline", "settings of samplers that are off"),
+    only((0,), "mirostat", "this sampler is not implemented"),
+    only((1,), "tfs_z", "this sampler is not implemented"),
 )
-class OllamaOptions(Strict):
+class OllamaOptions(Naming):
     """`options` of a request. Those of the machine have no effect, since the model is loaded already."""
 
     num_predict: Annotated[int, Field(ge=-2, le=2**31, description="0, -1, -2: as many as fit.")] | None = None
@@ -34,12 +39,19 @@ class OllamaOptions(Strict):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Stop | Stops | None = None
+    stop: Annotated[Stop | Stops | None, WITHOUT_EMPTY] = None
 
 
 class OllamaFunction(Lenient):
     name: Name
-    arguments: Schema
+    arguments: Annotated[Schema | str, Field(description="An object; JSON text as in OpenAI's API is read too.")] = (
+        Field(default_factory=dict)
+    )
+
+    @property
+    def text(self) -> str:
+        """The arguments as JSON."""
+        return self.arguments if isinstance(self.arguments, str) else json.dumps(self.arguments)
 
 
 class OllamaCall(Lenient):
@@ -49,11 +61,15 @@ class OllamaCall(Lenient):
     id: Annotated[str, Field(max_length=200)] | None = None
 
 
-@accepts("", ((([],), "images"),))
-class OllamaMessage(Strict):
+def _lower(role: Any) -> Any:
+    return role.lower() if isinstance(role, str) else role
+
+
+@accepts(only(([],), "images", "this server reads text only"))
+class OllamaMessage(Naming):
     """A message of a chat."""
 
-    role: Literal["system", "user", "assistant", "tool"]
+    role: Annotated[Literal["system", "user", "assistant", "tool"], BeforeValidator(_lower)]
     content: Text | None = None
     thinking: Text | None = None
     tool_calls: Annotated[list[OllamaCall], Field(max_length=128)] | None = None
@@ -69,8 +85,8 @@ def _is_zero(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value == 0
 
 
-@accepts("shift", ())
-class OllamaRequest(Generating):
+@accepts(ignored("shift", "a full context ends the reply"))
+class OllamaRequest(Naming, Generating, extra="ignore"):
     """Parameters of chats and of single prompts."""
 
     model: ModelName
@@ -152,16 +168,20 @@ def _message(message: OllamaMessage) -> dict[str, Any]:
         found["reasoning_content"] = message.thinking
     if message.tool_calls:
         found["tool_calls"] = [
-            {"id": call.id or f"call_{i}", "function": {"name": call.function.name, "arguments": json.dumps(args)}}
+            {"id": call.id or f"call_{i}", "function": {"name": call.function.name, "arguments": call.function.text}}
             for i, call in enumerate(message.tool_calls)
-            for args in (call.function.arguments,)
         ]
     if message.tool_name:
         found["name"] = message.tool_name
     return found | ({"tool_call_id": message.tool_call_id} if message.tool_call_id else {})
 
 
-@accepts("", ((("",), "template"), (([],), "context images"), ((), "width height steps")))
+@accepts(
+    only(("",), "template", "the model's own template is used"),
+    only(([],), "context", "/api/chat takes whole conversations"),
+    only(([],), "images", "this server reads text only"),
+    only((), "width height steps", "this server writes text only"),
+)
 class OllamaGenerateRequest(OllamaRequest):
     """Body of /api/generate."""
 
@@ -198,8 +218,8 @@ class OllamaGenerateRequest(OllamaRequest):
         return {"max_tokens": -1, **body}
 
 
-@accepts("verbose options system template", ())
-class NamedModelRequest(Strict):
+@accepts(ignored("verbose options system template", "models are described as they are"))
+class NamedModelRequest(Naming):
     """Body of /api/show and of the endpoints that change what is stored."""
 
     model: ModelName | None = None
@@ -217,7 +237,7 @@ class NamedModelRequest(Strict):
         return self
 
 
-@accepts("insecure username password", ())
+@accepts(ignored("insecure username password", "models are fetched from the hub"))
 class PullRequest(NamedModelRequest):
     """Body of /api/pull."""
 

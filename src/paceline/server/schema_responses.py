@@ -7,8 +7,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from paceline.server.compat import Lenient, Strict, accepts, left_out
-from paceline.server.schema import MAX_TOOLS, Effort, Generating, Name, Schema, Text
+from paceline.server.compat import Lenient, OtherServers, Strict, accepts, ignored, left_out, only
+from paceline.server.schema import (
+    MAX_TOOLS,
+    WITHOUT_EMPTY,
+    Effort,
+    Generating,
+    Name,
+    Penalty,
+    Schema,
+    Stop,
+    Stops,
+    Text,
+    schema_format,
+)
 
 ResponseId = Annotated[str, Field(min_length=1, max_length=200)]
 Kind = Annotated[str, Field(max_length=100)]
@@ -178,38 +190,49 @@ class PlainText(Strict):
 
 class SchemaText(Strict):
     type: Literal["json_schema"]
-    name: Name
+    name: Name = "schema"
     schema_: Annotated[Schema, Field(alias="schema")]
     description: Text | None = None
     strict: bool | None = None
 
 
+def _flat_format(form: Any) -> Any:
+    """Return a text format in the shape of this API: the schema of a chat's `response_format` lies one level deeper."""
+    form = schema_format(form)
+    inner = form.get("json_schema") if isinstance(form, dict) and form.get("type") == "json_schema" else None
+    if not isinstance(inner, dict):
+        return form
+    return {**inner, **{key: value for key, value in form.items() if key != "json_schema"}}
+
+
 class TextOptions(Strict):
-    format: Annotated[PlainText | SchemaText, Field(discriminator="type")] | None = None
+    format: Annotated[
+        Annotated[PlainText | SchemaText, Field(discriminator="type")] | None, BeforeValidator(_flat_format)
+    ] = None
     verbosity: Annotated[Literal["medium"], Field(description="The only value that changes nothing.")] | None = None
 
 
-@accepts("summary generate_summary", ())
+@accepts(ignored("summary generate_summary", "the reasoning itself is returned"))
 class ReasoningOptions(Strict):
     effort: Effort | None = None
 
 
-@accepts("include_obfuscation", ())
+@accepts(ignored("include_obfuscation", "streams are not padded"))
 class ResponseStreamOptions(Strict):
     pass
 
 
 @accepts(
-    """
-    client_metadata max_tool_calls prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier
-    service_tier user
-    """,
-    (
-        ((False,), "background"),
-        ((), "access_programs background_options context_management conversation image moderation prompt"),
+    ignored(
+        "client_metadata max_tool_calls prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier "
+        "service_tier user enable_response_messages",
+        "it has no effect on a local server",
     ),
+    only((False,), "background", "a response is written while its client waits"),
+    only((), "conversation prompt previous_input_messages", "send the whole conversation, or `previous_response_id`"),
+    only((), "access_programs background_options context_management image moderation", "OpenAI's servers run it"),
 )
-class ResponsesRequest(Generating):
+class ResponsesRequest(OtherServers, Generating):
     """Body of /v1/responses."""
 
     input: Text | Items = Field(default_factory=list)
@@ -218,6 +241,12 @@ class ResponsesRequest(Generating):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Penalty | None = None
+    stop: Annotated[Stop | Stops | None, WITHOUT_EMPTY] = None
     tools: Tools | None = None
     tool_choice: (
         Literal["none", "auto", "required"]

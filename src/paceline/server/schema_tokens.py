@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from paceline.server.compat import Strict, accepts
+from paceline.server.compat import Strict, accepts, ignored
 from paceline.server.schema import Messages, ModelName, RequestBody, Schema, Text, TokenId, Tools
 
 
@@ -26,7 +26,7 @@ class PromptRequest(Strict):
         return self.chat_template_kwargs or {}
 
 
-@accepts("parse_special", ())
+@accepts(ignored("parse_special", "special tokens are read"))
 class TokenizeRequest(PromptRequest):
     """Body of /tokenize: either text as it is, or messages for the chat template. `content`, `add_special` and
     `with_pieces` are llama.cpp's, the others vLLM's."""
@@ -64,7 +64,7 @@ class DetokenizeRequest(Strict):
     tokens: Annotated[list[TokenId], Field(max_length=1_000_000, fail_fast=True)]
 
 
-@accepts("time", ())
+@accepts(ignored("time", "files stay in their order"))
 class InfillFile(Strict):
     """Another file, which the model sees before the text."""
 
@@ -72,7 +72,7 @@ class InfillFile(Strict):
     text: Text
 
 
-@accepts("samplers t_max_prompt_ms t_max_predict_ms", ())
+@accepts(ignored("samplers t_max_prompt_ms t_max_predict_ms", "editors send it with every request"))
 class InfillRequest(RequestBody):
     """Body of /infill. `prompt`: the beginning of the current line, after `input_prefix`."""
 

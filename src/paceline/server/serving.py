@@ -173,6 +173,17 @@ class Service:
 
             return await self._compute(request, body.model, work)
 
+    async def tokenizer_info(self, request: Request) -> Response:
+        """Describe a model's tokenizer as vLLM does, by which lm-eval's `remote` backend begins."""
+        name = request.query_params.get("model") or self.loader.names[0]
+
+        def work(model: LoadedModel) -> dict[str, Any]:
+            words, context = model.llm.tokenizer, model.llm.model.target.context_length
+            about = {"tokenizer_class": words.kind, "model_max_length": context, "vocab_size": words.vocab_size}
+            return {**about, **words.special_tokens, "chat_template": words.chat_template}
+
+        return await self._compute(request, name, work)
+
     async def detokenize(self, request: Request) -> Response:
         """Return the text of token ids, under vLLM's name and llama.cpp's."""
         async with self.bodies.read(request, schema_tokens.DetokenizeRequest) as (body, _):
