@@ -41,7 +41,8 @@ POLICY = (
 )
 _PAGE_TYPES = {".css": "text/css", ".html": "text/html", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _BODIES = (
-    *(schema.ChatRequest, schema_completions.CompletionRequest, schema_responses.ResponsesRequest),
+    *(schema.ChatRequest, schema_completions.CompletionRequest),
+    *(schema_responses.ResponsesRequest, schema_responses.CompactRequest),
     *(schema_messages.MessagesRequest, schema_messages.CountTokensRequest),
     *(schema_ollama.OllamaChatRequest, schema_ollama.OllamaGenerateRequest),
     *(schema_ollama.NamedModelRequest, schema_ollama.PullRequest),
@@ -167,6 +168,7 @@ def _api(service: Service, app: FastAPI) -> APIRouter:
     _add_post(router, "/v1/chat/completions", service.chat_completions, "ChatRequest", stream="text/event-stream")
     _add_post(router, "/v1/completions", service.completions, "CompletionRequest", stream="text/event-stream")
     _add_post(router, "/v1/responses", service.create_response, "ResponsesRequest", stream="text/event-stream")
+    _add_post(router, "/v1/responses/compact", service.compact_response, "CompactRequest")
     _add_post(router, "/v1/messages", service.messages, "MessagesRequest", stream="text/event-stream")
     _add_post(router, "/v1/messages/count_tokens", service.count_tokens, "CountTokensRequest", "TokenCount")
     _add_ollama(router, service)

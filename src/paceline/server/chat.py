@@ -147,7 +147,7 @@ def _special(llm: LLM, *markers: str) -> dict[str, int]:
 def chat_text(llm: LLM, body: ChatRequest | PromptRequest, offered: Sequence[Tool] | None) -> str:
     """Return a chat's prompt as text. Raises `ApiError` 400 naming the messages."""
     chat = [_as_template_message(message) for message in body.messages or ()]
-    given = [tool.model_dump(exclude_none=True) for tool in offered or ()]
+    given = [tool.shown for tool in offered or ()]
     reserved = body.template_values.keys() & {"messages", "tools", "add_generation_prompt", "self"}
     if reserved:
         raise bad_request(f"chat_template_kwargs must not contain {reserved.pop()!r}", "chat_template_kwargs")

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from paceline.server.compat import Ignored, Lenient, OtherServers, Strict, accepts, ignored, only
+from paceline.server.custom_tools import chat_call, chat_tool
 
 MAX_STOPS, MAX_BIASES, MAX_TOOLS = 16, 4096, 512
 
@@ -283,6 +284,8 @@ class CalledFunction(Lenient):
 class ToolCall(Lenient):
     """A function call in an assistant's message."""
 
+    _custom = model_validator(mode="before")(chat_call)
+
     id: Annotated[str, Field(max_length=200)] | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -327,8 +330,17 @@ class Function(Lenient):
 
 
 class Tool(Lenient):
-    type: Literal["function"]
+    """A function, or a custom tool as the function by which the model sees it."""
+
+    type: Literal["function", "custom"]
     function: Function
+
+    _custom = model_validator(mode="before")(chat_tool)
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """The tool as chat templates know it."""
+        return {"type": "function", "function": self.function.model_dump(exclude_none=True)}
 
 
 class FunctionName(Strict):
@@ -338,6 +350,8 @@ class FunctionName(Strict):
 class NamedTool(Strict):
     type: Literal["function"]
     function: FunctionName
+
+    _custom = model_validator(mode="before")(chat_call)
 
 
 class Allowed(Strict):
@@ -463,6 +477,11 @@ class ChatRequest(RequestBody):
         """The tools, sent as `tools` or as the legacy `functions`."""
         legacy = [Tool(type="function", function=function) for function in self.functions or ()]
         return [*(self.tools or ()), *legacy]
+
+    @property
+    def custom(self) -> frozenset[str]:
+        """Names of the custom tools."""
+        return frozenset(tool.function.name for tool in self.tools or () if tool.type == "custom")
 
     @property
     def choice(self) -> Literal["none", "auto", "required"] | NamedTool | AllowedTools:

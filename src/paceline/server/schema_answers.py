@@ -80,11 +80,19 @@ class ServedModel(PlainAnswer):
     paceline: dict[str, Any]
 
 
+class ModelName(PlainAnswer):
+    """A model as llama.cpp's clients read it."""
+
+    name: str
+    model: str
+
+
 class ModelListing(PlainAnswer):
     """All models."""
 
     object: Literal["list"]
     data: list[ServedModel]
+    models: list[ModelName]
     first_id: str | None
     last_id: str | None
     has_more: bool

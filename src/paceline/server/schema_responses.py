@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import base64
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from paceline.server.compat import Lenient, OtherServers, Strict, accepts, ignored, left_out, only
+from paceline.server.custom_tools import CustomTool, arguments_of
 from paceline.server.schema import (
     MAX_TOOLS,
     WITHOUT_EMPTY,
@@ -101,13 +102,35 @@ def _kind(item: Any) -> str:
     return kind if kind in ("message", "function_call", "function_call_output", "reasoning") else "other"
 
 
+_PACKED = "paceline:"
+
+
+def packed(summary: str) -> str:
+    """Return a summary as the opaque content of a compaction."""
+    return _PACKED + base64.b64encode(summary.encode()).decode()
+
+
+def unpacked(content: Any) -> str | None:
+    """Return the message for a compaction of this server; None for another's."""
+    if not isinstance(content, str) or not content.startswith(_PACKED):
+        return None
+    try:
+        summary = base64.b64decode(content.removeprefix(_PACKED), validate=True).decode()
+    except ValueError:
+        return None
+    return f"Summary of the conversation so far:\n\n{summary}"
+
+
 def _as_function(item: Any) -> Any:
-    """Return the call of a tool that takes plain text, or its result, as those of a function."""
+    """Return the call of a tool that takes plain text, or its result, as those of a function, and a compaction as a
+    message."""
     kind = item.get("type") if isinstance(item, dict) else None
     if kind == "item_reference":
         raise ValueError("an item_reference is not resolved here. Send the item itself, or previous_response_id")
     if kind == "custom_tool_call":
-        return {**item, "type": "function_call", "arguments": json.dumps({"input": item.get("input")})}
+        return {**item, "type": "function_call", "arguments": arguments_of(item.get("input"))}
+    if kind in ("compaction", "compaction_summary") and (summary := unpacked(item.get("encrypted_content"))):
+        return {"type": "message", "role": "user", "content": summary}
     return {**item, "type": "function_call_output"} if kind == "custom_tool_call_output" else item
 
 
@@ -145,9 +168,12 @@ class Namespace(Lenient):
     tools: Tools
 
     @property
-    def functions(self) -> dict[str, FunctionTool]:
+    def functions(self) -> dict[str, FunctionTool | CustomTool]:
         """The functions by the names under which the model sees them."""
-        return {in_namespace(self.name, tool.name): tool for tool in self.tools if isinstance(tool, FunctionTool)}
+        return {in_namespace(self.name, tool.name): tool for tool in self.tools if isinstance(tool, _CALLED)}
+
+
+_CALLED = (FunctionTool, CustomTool)
 
 
 class SkippedTool(Lenient):
@@ -158,11 +184,12 @@ class SkippedTool(Lenient):
 
 def _tool_kind(tool: Any) -> str:
     kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-    return kind if kind in ("function", "namespace") else "skipped"
+    return kind if kind in ("function", "custom", "namespace") else "skipped"
 
 
 Tool = Annotated[
     Annotated[FunctionTool, Tag("function")]
+    | Annotated[CustomTool, Tag("custom")]
     | Annotated[Namespace, Tag("namespace")]
     | Annotated[SkippedTool, Tag("skipped")],
     Discriminator(_tool_kind),
@@ -172,7 +199,7 @@ Namespace.model_rebuild()
 
 
 class NamedFunction(Strict):
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: Name
 
 
@@ -268,12 +295,25 @@ class ResponsesRequest(OtherServers, Generating):
     chat_template_kwargs: Annotated[Schema, Field(max_length=64)] | None = None
 
     @property
-    def functions(self) -> list[FunctionTool]:
-        """The tools that are functions, those of namespaces under the names that the model sees."""
-        found = [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
+    def callable_tools(self) -> list[FunctionTool | CustomTool]:
+        """The tools that the model may call, those of namespaces under the names that it sees."""
+        found = [tool for tool in self.tools or () if isinstance(tool, _CALLED)]
         for space in self._namespaces:
             found += [tool.model_copy(update={"name": name}) for name, tool in space.functions.items()]
         return found
+
+    @property
+    def functions(self) -> list[dict[str, Any]]:
+        """The same as functions, as the model sees them."""
+        return [
+            tool.function if isinstance(tool, CustomTool) else tool.model_dump(exclude_none=True, exclude={"type"})
+            for tool in self.callable_tools
+        ]
+
+    @property
+    def custom(self) -> frozenset[str]:
+        """Names of the custom tools, as the model sees them."""
+        return frozenset(tool.name for tool in self.callable_tools if isinstance(tool, CustomTool))
 
     @property
     def origins(self) -> dict[str, dict[str, str]]:
@@ -297,3 +337,7 @@ class ResponsesRequest(OtherServers, Generating):
     def constrained(self) -> bool:
         """Whether a grammar must be compiled for the reply."""
         return self.format.type != "text" or self.tool_choice not in (None, "none", "auto")
+
+
+class CompactRequest(ResponsesRequest):
+    """Body of /v1/responses/compact: the conversation that is to be summarised."""
