@@ -198,14 +198,16 @@ def test_a_cut_call_is_returned_as_far_as_it_goes(talker: Serving) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"format": {"type": "xml"}}, {"name": "a b"}, {"format": {"type": "grammar"}}], ids=str
+    "wrong", [{"format": {"type": "xml"}}, {"name": "a b"}, {"format": {"type": "grammar"}}, {"format": "x"}], ids=str
 )
 def test_malformed_custom_tools_are_refused(served: Serving, wrong: dict[str, Any]) -> None:
     answer = served.post("/v1/responses", {"input": "go", "tools": [{**TOOL, **wrong}], "max_output_tokens": 1})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"].startswith("tools.0")
     chat = {"type": "custom", "custom": {**CHAT_TOOL["custom"], **wrong}}
-    assert served.post("/v1/chat/completions", {"messages": GO, "tools": [chat]}).status_code == 400
+    answer = served.post("/v1/chat/completions", {"messages": GO, "tools": [chat]})
+    assert answer.status_code == 400
+    assert "custom." in answer.json()["error"]["message"]
 
 
 def test_a_conversation_is_compacted_and_goes_on() -> None:

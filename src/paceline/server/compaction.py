@@ -36,7 +36,8 @@ def prepare(store: ResponseStore, model: LoadedModel, settings: Settings, body: 
     before, new = conversation(store, settings, body)
     items = [*before, *new]
     asked = chat_body(body, [*items, MessageItem(role="user", content=_ASK)])
-    plain = {name: asked[name] for name in ("model", "messages", "seed", "timeout", "speculation") if name in asked}
+    kept = {"model", "messages", "seed", "timeout", "speculation"}
+    plain = {name: value for name, value in asked.items() if name in kept}
     room = model.llm.model.target.context_length // _SHARE
     request = validated({**plain, "max_tokens": room, "reasoning": "off"}, ChatRequest)
     prepared = chat.prepare(model, settings, request, truncate=True)

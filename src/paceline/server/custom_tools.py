@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from paceline.server.compat import Lenient
 
@@ -50,9 +50,13 @@ def chat_tool(tool: Any) -> Any:
     if not isinstance(custom, dict):
         return tool
     form = custom.get("format")
-    inner = form.get("grammar") if isinstance(form, dict) else None
-    flat = {**form, **inner} if isinstance(inner, dict) else form
-    made = CustomTool.model_validate({**custom, "type": "custom", "format": flat and {**flat, "type": form["type"]}})
+    if isinstance(form, dict) and isinstance(form.get("grammar"), dict):
+        form = {**form["grammar"], "type": form.get("type")}
+    try:
+        made = CustomTool.model_validate({**custom, "type": "custom", "format": form})
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise ValueError(f"custom.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     return {"type": "custom", "function": made.function}
 
 
@@ -170,4 +174,5 @@ class _Pattern:
             case "count":
                 low, _, high = token["count"].strip("~ ").partition("..")
                 return f"{{{int(low)},{int(high)}}}" if high else f"{{{int(low)}}}"
-        return {"(": "(?:", "[": "(?:", "]": ")?"}.get(token["other"], token["other"])
+        other = str(token["other"])
+        return {"(": "(?:", "[": "(?:", "]": ")?"}.get(other, other)
