@@ -57,8 +57,9 @@ def test_all_shows_other_programs_models(disk: Path) -> None:
     assert run("list", "--all").stdout == "lmstudio:a/b/c  1 kB  lmstudio\n"
 
 
-def test_run_is_chat_and_show_is_info() -> None:
+def test_run_is_chat_with_a_prompt_and_show_is_info() -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    for name, other in (("run", "chat"), ("show", "info")):
-        assert [param.opts for param in commands[name].params] == [param.opts for param in commands[other].params]
-        assert commands[name].help == commands[other].help
+    names = {name: [param.opts for param in command.params] for name, command in commands.items()}
+    assert names["run"] == [names["chat"][0], ["words"], *names["chat"][1:]]
+    assert names["show"] == names["info"]
+    assert commands["show"].help == commands["info"].help

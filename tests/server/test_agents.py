@@ -66,7 +66,11 @@ def test_codex_finds_the_tools_of_its_servers() -> None:
         kinds = ("response.output_item.added", "response.output_item.done")
         call, done = (event["item"] for event in found if event["type"] in kinds)
         assert (call["name"], call["namespace"]) == (done["name"], done["namespace"]) == ("search", "mcp__docs")
-        assert [tool["name"] for tool in found[0]["response"]["tools"]] == ["exec_command", "mcp__docs__search"]
+        assert [tool["name"] for tool in found[0]["response"]["tools"]] == [
+            "exec_command",
+            "apply_patch",
+            "mcp__docs__search",
+        ]
         result = {"type": "function_call_output", "call_id": done["call_id"], "output": "src"}
         again = streamed(it, "/v1/responses", CODEX | {"input": [*CODEX["input"], done, result]})
         assert again[-1]["type"] == "response.completed"
@@ -141,5 +145,6 @@ def test_instructions_that_come_late_are_moved_if_the_template_refuses_them(refu
         made = it.post("/v1/responses", {"input": items, "instructions": "d", "max_output_tokens": 1}).json()
         text = "<system>d\n\nb<user>a\n\nc"
         assert made["usage"]["input_tokens"] == it.post("/tokenize", {"prompt": text}).json()["count"]
-        chat = [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]
-        assert it.post("/v1/chat/completions", {"messages": chat}).status_code == 400
+        chat = [{"role": "system", "content": "d"}, *items]
+        made = it.post("/v1/chat/completions", {"messages": chat, "max_tokens": 1}).json()
+        assert made["usage"]["prompt_tokens"] == it.post("/tokenize", {"prompt": text}).json()["count"]

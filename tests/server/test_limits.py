@@ -137,7 +137,7 @@ def test_prompts_that_are_too_long() -> None:
         assert it.post("/v1/completions", {"prompt": "a" * 20}).status_code == 200
         answer = it.post("/v1/completions", {"prompt": "a" * 21})
         assert answer.status_code == 400
-        assert "the limit is 20" in answer.json()["error"]["message"]
+        assert "context length is 20 tokens" in answer.json()["error"]["message"]
 
 
 def test_a_full_queue(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +283,7 @@ def test_the_log_says_why_a_request_was_refused(served: Serving, caplog: pytest.
     first, second, third = said.splitlines()
     assert first.startswith("id-1 refused: mirostat: not supported by this server. Leave it out, or send 0")
     assert second == "id-2 refused: x forged: unknown parameter"
-    assert third.startswith("id-3 refused: the prompt has 300 tokens")
+    assert third.startswith("id-3 refused: This model's maximum context length is 256 tokens.")
 
 
 def test_prompts_are_logged_if_that_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:

@@ -273,10 +273,8 @@ def test_models_are_not_changed_over_the_network(client: Any) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "named"),
     [
-        ("chat", {"nonsense": 1}, "nonsense"),
         ("chat", {"messages": [{"role": "user", "content": "a", "images": ["eA=="]}]}, "images"),
         ("chat", {"options": {"mirostat": 2}}, "mirostat"),
-        ("chat", {"options": {"nonsense": 2}}, "nonsense"),
         ("chat", {"options": {"temperature": -1}}, "temperature"),
         ("chat", {"format": "xml"}, "format"),
         ("generate", {"template": "x"}, "template"),

@@ -23,6 +23,7 @@ def schemathesis() -> Any:
 
 GENERATING = (
     *("POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses", "POST /v1/messages"),
+    *("POST /v1/responses/compact",),
     *("POST /v1/messages/count_tokens", "POST /api/chat", "POST /api/generate", "POST /apply-template", "POST /infill"),
 )
 """Operations with large bodies, of which schemathesis takes seconds to make the first."""

@@ -14,7 +14,7 @@ import typer
 
 from paceline import __version__
 from paceline.cli.bench import bench
-from paceline.cli.chat import chat
+from paceline.cli.chat import chat, run
 from paceline.cli.commands import PacelineGroup, add_command
 from paceline.cli.config import read_config
 from paceline.cli.demo import demo
@@ -94,8 +94,8 @@ for _command in (chat, serve, pull, rm, demo, info, doctor, bench, record, repla
     add_command(app, _command)
 add_command(app, compile_kernels, "compile")
 add_command(app, list_models, "list")
-# Second names, under which users of ollama know them.
-add_command(app, chat, "run")
+# The names under which users of Ollama know them.
+add_command(app, run)
 add_command(app, info, "show")
 
 

@@ -15,6 +15,7 @@ import typer
 
 from paceline.cli.commands import option, print_error
 from paceline.cli.options import LoadOptions, ModelArgument, Quiet, SamplingOptions, progress_wanted
+from paceline.cli.prompts import piped_prompt
 from paceline.cli.show import Display, has_colour, loaded_line, sampling_line, summary
 from paceline.errors import InvalidData, InvalidOption, PacelineError, UnsupportedModel
 
@@ -63,6 +64,34 @@ def chat(
         legend = "Green: drafted tokens that the model accepted. " if has_colour(sys.stdout) else ""
         typer.echo(f"{legend}/help lists the commands, Ctrl-D leaves.", err=True)
     conversation.run()
+
+
+def run(
+    argument: ModelArgument = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[PROMPT]...",
+            help="Prompt to answer. Piped text follows it (</dev/null keeps stdin out). Without both: a conversation.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    load: LoadOptions,
+    sampling: SamplingOptions,
+    system: Annotated[str | None, option("System message, the first of the conversation.")] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Answer a prompt, or chat with a model in the terminal.
+
+    With a prompt, or text piped to it, the command writes one answer and exits. Without, it is `paceline chat`.
+    """
+    prompt = piped_prompt(" ".join(words or ()))
+    if not prompt:
+        chat(argument, load=load, sampling=sampling, system=system, quiet=quiet)
+        return
+    sampling.check()
+    _Chat(load.with_model(argument), sampling, system, quiet).answer_once(prompt)
 
 
 class _Chat:
@@ -118,6 +147,10 @@ class _Chat:
                     print_error(error)
                 except OSError as error:
                     print_error(f"{error.filename or rest}: {error.strerror or error}")
+
+    def answer_once(self, line: str) -> None:
+        """Answer one message. Raises `PacelineError`."""
+        self._reply([*self._messages, {"role": "user", "content": line}])
 
     def _reset(self, _: str) -> None:
         self._messages = list(self._opening)

@@ -37,6 +37,14 @@ def single_prompt(prompt: str | None, with_stdin: bool = False) -> str:
         raise InvalidPrompt(str(error), "Give it as an argument, on stdin, or with --prompts FILE") from None
 
 
+def piped_prompt(prompt: str) -> str:
+    """Return the prompt of the command line, followed by piped text; "" without either. Raises `InvalidPrompt`."""
+    if prompt:
+        return single_prompt(prompt, with_stdin=True)
+    text = _read_stdin(from_terminal=False) if _is_piped() else ""
+    return text_of(text, "stdin") if text else ""
+
+
 def _is_piped() -> bool:
     """Return whether stdin is a file or a pipe. Print a line if it stays silent: a pipe may stay open forever."""
     try:

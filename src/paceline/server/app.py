@@ -41,7 +41,8 @@ POLICY = (
 )
 _PAGE_TYPES = {".css": "text/css", ".html": "text/html", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _BODIES = (
-    *(schema.ChatRequest, schema_completions.CompletionRequest, schema_responses.ResponsesRequest),
+    *(schema.ChatRequest, schema_completions.CompletionRequest),
+    *(schema_responses.ResponsesRequest, schema_responses.CompactRequest),
     *(schema_messages.MessagesRequest, schema_messages.CountTokensRequest),
     *(schema_ollama.OllamaChatRequest, schema_ollama.OllamaGenerateRequest),
     *(schema_ollama.NamedModelRequest, schema_ollama.PullRequest),
@@ -69,12 +70,13 @@ class ErrorBody(BaseModel):
 
 
 class AnthropicErrorDetail(BaseModel):
-    """Anthropic's error, with OpenAI's parameter and code."""
+    """Anthropic's error, with OpenAI's parameter and code. `details`: by which its client goes on without a feature."""
 
     type: str
     message: str
     param: str | None
     code: str | None
+    details: dict[str, Any] | None = None
 
 
 class AnthropicErrorBody(BaseModel):
@@ -94,7 +96,12 @@ class OllamaErrorBody(BaseModel):
 _ANSWERS = (
     *(schema_answers.Tokens, schema_answers.DecodedText, schema_answers.RenderedPrompt, schema_answers.TokenCount),
     *(schema_answers.ModelListing, schema_answers.ServedModel, schema_answers.DeletedResponse, schema_answers.Health),
-    *(schema_answers.OllamaVersion, schema_answers.OllamaModelList, schema_answers.OllamaModelAbout),
+    *(
+        schema_answers.TokenizerInfo,
+        schema_answers.OllamaVersion,
+        schema_answers.OllamaModelList,
+        schema_answers.OllamaModelAbout,
+    ),
     *(schema_embeddings.Embeddings, schema_embeddings.OllamaEmbeddings, schema_embeddings.OllamaPromptEmbedding),
     *(ErrorBody, AnthropicErrorBody, OllamaErrorBody),
 )
@@ -175,11 +182,13 @@ def _api(service: Service, app: FastAPI) -> APIRouter:
     _add_post(router, "/v1/chat/completions", service.chat_completions, "ChatRequest", stream="text/event-stream")
     _add_post(router, "/v1/completions", service.completions, "CompletionRequest", stream="text/event-stream")
     _add_post(router, "/v1/responses", service.create_response, "ResponsesRequest", stream="text/event-stream")
+    _add_post(router, "/v1/responses/compact", service.compact_response, "CompactRequest")
     _add_post(router, "/v1/messages", service.messages, "MessagesRequest", stream="text/event-stream")
     _add_post(router, "/v1/messages/count_tokens", service.count_tokens, "CountTokensRequest", "TokenCount")
     _add_ollama(router, service)
     _add_post(router, "/v1/embeddings", service.embeddings, "EmbeddingsRequest", "Embeddings")
     _add_post(router, "/tokenize", service.tokenize, "TokenizeRequest", "Tokens")
+    _add_get(router, "/tokenizer_info", service.tokenizer_info, "TokenizerInfo")
     _add_post(router, "/apply-template", service.apply_template, "ApplyTemplateRequest", "RenderedPrompt")
     _add_post(router, "/infill", service.infill, "InfillRequest", stream="text/event-stream")
     _add_post(router, "/detokenize", service.detokenize, "DetokenizeRequest", "DecodedText")

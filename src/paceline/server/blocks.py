@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.server.compat import left_out
-from paceline.server.errors import bad_request
+from paceline.server.errors import ApiError, bad_request
 from paceline.server.schema_messages import (
     BILLING,
     AnthropicMessage,
@@ -24,9 +24,15 @@ from paceline.server.schema_messages import (
     ToolUseBlock,
 )
 
+_NO_THREADS = "thread: this server keeps no conversations. Send the whole conversation without thread"
+_THREAD_DETAILS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+"""Anthropic's SDK (`beta.messages.tool_runner`) and Claude Code go on without threads after an error with these."""
+
 
 def chat_body(body: CountTokensRequest) -> dict[str, Any]:
-    """Return the request as the body of a chat completion. Raises `ApiError` 400 as `_check_new` does."""
+    """Return the request as the body of a chat completion. Raises `ApiError` 400 for a thread, and as `_check_new`."""
+    if body.thread is not None:
+        raise ApiError(400, _NO_THREADS, param="thread", details=_THREAD_DETAILS)
     _check_new(body.messages)
     messages = [message for given in body.messages for message in _messages(given)]
     if system := _system(body.system):

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import anyio
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
+from starlette.datastructures import Headers
 
 from paceline.server.errors import ApiError, bad_request, invalid_body, retry_later
 from paceline.server.preprocessing import LONG, PoolName, Preprocessor, client_of
@@ -63,7 +64,7 @@ class BodyReader:
 
         Raises `ApiError` 400, 408, 413 or 503, and starlette's `ClientDisconnect`.
         """
-        _check_type(request.headers.get("content-type", ""))
+        _check_type(request.headers)
         async with self.receive(request) as (data, held):
             pool: PoolName = "long" if len(data) > LONG else "short"
             work = partial(_parsed, data, kind)
@@ -144,11 +145,21 @@ def validated(body: dict[str, Any], kind: type[Body]) -> Body:
         raise invalid_body(body, error.errors(include_url=False, include_input=False)) from None
 
 
-def _check_type(header: str) -> None:
-    kind, _, parameters = header.lower().partition(";")
+def _check_type(headers: Headers) -> None:
+    """Raise `ApiError` 400 for a request of a web page whose body is not declared as JSON.
+
+    A browser asks the server before a page of another origin may send JSON; other types it sends unasked. It says which
+    page asks (`Origin`) with every POST. Other clients say nothing of that kind, and many leave the type out.
+    """
+    if "origin" not in headers and "sec-fetch-site" not in headers:
+        return
+    kind, _, parameters = headers.get("content-type", "").lower().partition(";")
     name, _, charset = parameters.strip().partition("=")
     if kind.strip() != "application/json" or (name == "charset" and charset.strip('"') not in ("utf-8", "utf8")):
-        raise bad_request("the content type must be application/json in UTF-8. Send Content-Type: application/json")
+        raise bad_request(
+            "the content type of a web page's request must be application/json in UTF-8. "
+            "Send Content-Type: application/json"
+        )
 
 
 def parse(data: bytes) -> tuple[dict[str, Any], int]:

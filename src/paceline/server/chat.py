@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from paceline.engine.prediction import predicted_ids
@@ -13,13 +14,14 @@ from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
 from paceline.server import options, thinking, tools
 from paceline.server.calls import CallParser, ForcedCallParser, ReasonedCalls
-from paceline.server.errors import bad_request
+from paceline.server.errors import ContextExceeded, bad_request
 from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
 from paceline.server.replies import ChatReply
 from paceline.server.schema import ChatRequest, Message, NamedTool, Schema, Tool
 from paceline.server.schema_tokens import PromptRequest
 from paceline.server.tools import CallFormat
+from paceline.server.truncation import truncated
 from paceline.server.worker import Busy, ReplyJob
 from paceline.text.chat_template import check_messages
 
@@ -75,15 +77,18 @@ class PreparedChat:
     sampling: Sampling
 
 
-def prepare(model: LoadedModel, settings: Settings, body: ChatRequest, orderly: bool = False) -> PreparedChat:
-    """Prepare every reply's tokens, sampling and speculation. `orderly`: see `chat_text`.
+def prepare(model: LoadedModel, settings: Settings, body: ChatRequest, truncate: bool = False) -> PreparedChat:
+    """Prepare every reply's tokens, sampling and speculation. `truncate`: leave out the oldest messages of a chat that
+    is too long.
 
     Raises `PacelineError` and `ApiError`.
     """
     llm = model.llm
     family, calling = call_format(llm), CallOptions.of(body)
     functions = calling.functions
-    text = chat_text(llm, body, calling.shown, orderly)
+    if truncate:
+        body = truncated(body, partial(_size, llm, settings, calling.shown), options.prompt_limit(llm, settings))
+    text = chat_text(llm, body, calling.shown)
     options.check_length(llm, settings, text, "messages")
     form = thinking.family(llm.tokenizer.template_for(bool(calling.shown)))
     if form and (form.over(text) or (body.reasoning_format == "none" and form is not thinking.HARMONY)):
@@ -133,31 +138,32 @@ def call_format(llm: LLM) -> CallFormat:
     return tools.family(template if tools.knows_tools(template) else None, lambda text: token_id(text) is not None)
 
 
+def _size(llm: LLM, settings: Settings, shown: Sequence[Tool], body: ChatRequest) -> int:
+    """Return the tokens of a chat's prompt; at least as many for a text that is too long whatever its tokens are."""
+    text = chat_text(llm, body, shown)
+    try:
+        options.check_length(llm, settings, text, "messages")
+    except ContextExceeded as error:
+        return error.size
+    return len(options.token_ids(llm, text, "messages", chat=True))
+
+
 def _special(llm: LLM, *markers: str) -> dict[str, int]:
     """Return those markers that are special tokens, which a reply's text leaves out, with their ids."""
     ids = {marker: llm.tokenizer.token_id(marker) for marker in markers}
     return {marker: token for marker, token in ids.items() if token is not None and token in llm.tokenizer.special_ids}
 
 
-def chat_text(
-    llm: LLM, body: ChatRequest | PromptRequest, offered: Sequence[Tool] | None, orderly: bool = False
-) -> str:
-    """Return a chat's prompt as text. `orderly`: messages that the template refuses are tried again in the order that
-    every template expects. Raises `ApiError` 400 naming the messages.
-    """
+def chat_text(llm: LLM, body: ChatRequest | PromptRequest, offered: Sequence[Tool] | None) -> str:
+    """Return a chat's prompt as text. Raises `ApiError` 400 naming the messages."""
     _check_new(body.messages or ())
     chat = [_as_template_message(message) for message in body.messages or ()]
-    given = [tool.model_dump(exclude_none=True) for tool in offered or ()]
+    given = [tool.shown for tool in offered or ()]
     reserved = body.template_values.keys() & {"messages", "tools", "add_generation_prompt", "self"}
     if reserved:
         raise bad_request(f"chat_template_kwargs must not contain {reserved.pop()!r}", "chat_template_kwargs")
     try:
-        try:
-            return _rendered(llm, body, chat, given)
-        except InvalidPrompt:
-            if not orderly or (ordered := _ordered(chat)) == chat:
-                raise
-            return _rendered(llm, body, ordered, given)
+        return _rendered(llm, body, chat, given)
     except TimedOut as error:
         raise Busy(error.cause, error.fix) from error
     except PacelineError as error:
@@ -170,31 +176,26 @@ def _rendered(
     template = llm.tokenizer.template_for(bool(given))
     if tools.knows_tools(template):
         chat, given = tools.fitted(template, call_format(llm), check_messages(chat), given)
-    elif given:
-        chat, given = tools.with_tools(check_messages(chat), given), []
+        return _applied(llm, body, chat, given)
+    if given:
+        return _applied(llm, body, tools.with_tools(check_messages(chat), given), [])
+    try:
+        return _applied(llm, body, chat, [])
+    except InvalidPrompt:
+        if not any(message["role"] == "tool" or "tool_calls" in message for message in chat):
+            raise
+        return _applied(llm, body, tools.with_tools(check_messages(chat), []), [])
+
+
+def _applied(
+    llm: LLM, body: ChatRequest | PromptRequest, chat: list[dict[str, Any]], given: list[dict[str, Any]]
+) -> str:
     values = {"tools": given or None, **body.template_values}
     if body.continue_final_message:
         return _continued(llm, chat, values)
     text = llm.tokenizer.apply_chat_template(chat, body.add_generation_prompt is not False, **values)
-    form = thinking.family(template)
+    form = thinking.family(llm.tokenizer.chat_template)
     return form.skip(text) if form and values.get("enable_thinking") is False else text
-
-
-def _ordered(chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a chat with all instructions in one message at its beginning, and no two of the user's in a row."""
-    system = [message for message in chat if message["role"] == "system"]
-    ordered: list[dict[str, Any]] = []
-    for message in (*system, *(message for message in chat if message["role"] != "system")):
-        last = ordered[-1] if ordered else None
-        if last and last["role"] == message["role"] in ("system", "user"):
-            ordered[-1] = {**last, "content": f"{_text_of(last)}\n\n{_text_of(message)}"}
-        else:
-            ordered.append(message)
-    return ordered
-
-
-def _text_of(message: dict[str, Any]) -> str:
-    return str(check_messages([message])[0]["content"])
 
 
 def _continued(llm: LLM, chat: list[dict[str, Any]], values: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from paceline.server import chat
 from paceline.server.calls import Call
 from paceline.server.choices import Choice, ChoicesWriter
+from paceline.server.custom_tools import text_of
 from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
 from paceline.server.replies import Arguments, ChatReply, Part, Reasoning, ReplyText
@@ -19,10 +20,11 @@ from paceline.server.writers import PreparedRequest
 
 @dataclass(slots=True, kw_only=True)
 class ChatChoice(Choice):
-    """A choice of a chat completion. `legacy`: calls are sent as `function_call`."""
+    """A choice of a chat completion. `legacy`: calls are sent as `function_call`. `custom`: names of custom tools."""
 
     reply: ChatReply
     legacy: bool = False
+    custom: frozenset[str] = frozenset()
     token_logprobs: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -41,7 +43,7 @@ class ChatChoice(Choice):
         if reply.reasoning:
             message["reasoning_content"] = reply.reasoning
         if reply.calls:
-            calls = [call.as_dict() for call in reply.calls]
+            calls = [self._call(call) for call in reply.calls]
             message["content"] = reply.text or None
             message |= {"function_call": calls[0]["function"]} if self.legacy else {"tool_calls": calls}
         return {
@@ -60,7 +62,12 @@ class ChatChoice(Choice):
         events = []
         for part in self.reply.add(round_):
             count += isinstance(part, Call)
-            events.append(self._event(self._delta(part, count - 1)))
+            if not isinstance(part, Call | Arguments) or self.reply.calls[count - 1].name not in self.custom:
+                events.append(self._event(self._delta(part, count - 1)))
+        if self.reply.finish_reason:
+            # The text of a call is known once its JSON is complete.
+            whole = [(i, call) for i, call in enumerate(self.reply.calls) if call.name in self.custom]
+            events += [self._event({"tool_calls": [{"index": i, **self._call(call)}]}) for i, call in whole]
         if self.logprobs or self.trace:
             events = events or [self._event()]
             events[0] |= self._trace(round_)
@@ -83,6 +90,11 @@ class ChatChoice(Choice):
                 new = part.as_dict()
         return {"function_call": new["function"]} if self.legacy else {"tool_calls": [{"index": call, **new}]}
 
+    def _call(self, call: Call) -> dict[str, Any]:
+        if call.name not in self.custom:
+            return call.as_dict()
+        return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": text_of(call.arguments)}}
+
     def _finish(self, reason: str) -> str:
         finished = self.reply.finish_reason or Choice._finish(self, reason)
         return "function_call" if finished == "tool_calls" and self.legacy else finished
@@ -102,6 +114,7 @@ def prepare(model: LoadedModel, settings: Settings, body: ChatRequest) -> Prepar
             trace=bool(body.trace),
             reply=prepared.reply(),
             legacy=bool(body.functions),
+            custom=body.custom,
         )
 
     def writer(answer_id: str) -> ChoicesWriter:

@@ -1,15 +1,19 @@
-"""Parameters of other local servers: llama.cpp's server, vLLM, Ollama, LM Studio.
+"""Parameters of other local servers: llama.cpp's server, vLLM, SGLang, Ollama, LM Studio.
 
-Their clients send them unasked, most of them at the value that switches them off. Parameters without effect here are
-accepted, at any value or at their neutral values; all others are rejected like any unknown parameter.
+Their clients send them unasked, most of them at the value that switches them off. A parameter that cannot change the
+text is accepted at any value, and the log names it once. One that would is accepted at the values that change nothing.
+All others are rejected like any unknown parameter. docs/reference/fields.md lists them: it is made from these tables.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import islice
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -22,32 +26,94 @@ from pydantic import (
     model_validator,
 )
 
+LOG = logging.getLogger("paceline.server")
+
 M = TypeVar("M", bound=BaseModel)
 
-Ignored = Annotated[
-    Any,
-    BeforeValidator(lambda _: None),  # it may be megabytes of anything
-    Field(description="Accepted and ignored: it has no effect on a local server."),
-]
+_MOST_NAMES = 1000
+_named: set[str] = set()
+"""Parameters that the log has named."""
 
 
-def _only(values: tuple[Any, ...]) -> Any:
-    """Return the type of a parameter that may be null or one of a few neutral values."""
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Treatment of parameters that have no effect here. `why`: the reason. `values`: the only ones that are accepted
+    besides null; None for any value."""
 
-    def check(value: Any) -> None:
-        same_kind = (other for other in values if isinstance(value, bool) == isinstance(other, bool))
-        if value is not None and value not in same_kind:
-            allowed = " or ".join(map(json.dumps, values))
-            raise ValueError(f"not supported by this server. Leave it out{f', or send {allowed}' if allowed else ''}")
+    names: tuple[str, ...]
+    why: str
+    values: tuple[Any, ...] | None = None
 
-    about = "Accepted at the value that changes nothing." if values else "Not supported: must be null."
-    return Annotated[Any, PlainValidator(check), WithJsonSchema({"enum": [*values, None], "description": about})]
+    def field(self, name: str) -> Any:
+        """Return the definition of one of the parameters, for pydantic."""
+        if self.values is None:
+            # It may be megabytes of anything.
+            kind: Any = Annotated[Any, self, BeforeValidator(partial(_ignore, name, self.why))]
+            about = f"Accepted and ignored: {self.why}."
+        else:
+            schema = WithJsonSchema({"enum": [*self.values, None]})
+            kind = Annotated[Any, self, PlainValidator(partial(_check_neutral, self.values)), schema]
+            about = f"Accepted at the value that changes nothing: {self.why}."
+        more: dict[str, Any] = {} if name.isidentifier() and name[0] != "_" else {"alias": name}
+        return kind, Field(None, description=about, **more)
+
+
+def ignored(names: str, why: str) -> Rule:
+    """Return the rule of parameters that are accepted at any value."""
+    return Rule(tuple(names.split()), why)
+
+
+def only(values: tuple[Any, ...], names: str, why: str) -> Rule:
+    """Return the rule of parameters that are accepted at these values, or null."""
+    return Rule(tuple(names.split()), why, values)
+
+
+def _ignore(name: str, why: str, value: Any) -> None:
+    if value is not None:
+        name_once(name, why)
+
+
+def name_once(name: str, why: str) -> None:
+    """Name a parameter that is ignored in the log, unless that has been done."""
+    if name not in _named and len(_named) < _MOST_NAMES:
+        _named.add(name)
+        LOG.info("parameter ignored, here and in later requests: %s (%s)", ascii(name[:100])[1:-1], why)
+
+
+def _check_neutral(values: tuple[Any, ...], value: Any) -> None:
+    same_kind = (other for other in values if isinstance(value, bool) == isinstance(other, bool))
+    if value is not None and value not in same_kind:
+        allowed = " or ".join(map(json.dumps, values))
+        raise ValueError(f"not supported by this server. Leave it out{f', or send {allowed}' if allowed else ''}")
+
+
+@lru_cache(maxsize=256)
+def _integers(model: type[BaseModel]) -> frozenset[str]:
+    """Return the parameters that may be whole numbers and no others."""
+    found = {field.alias or name: _kinds(field.annotation) for name, field in model.model_fields.items()}
+    return frozenset(name for name, kinds in found.items() if int in kinds and float not in kinds)
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """Return the types that a type is made of, without the items of lists."""
+    if getattr(annotation, "__origin__", None) in (list, dict):
+        return {annotation.__origin__}
+    return {annotation}.union(*map(_kinds, get_args(annotation))) if get_args(annotation) else {annotation}
 
 
 class Strict(BaseModel):
-    """Model without conversions (a bool is not a number, a number is not text), unknown keys or NaN."""
+    """Model without conversions (a bool is not a number, a number is not text), unknown keys or NaN. Whole numbers may
+    be written as 16.0: JavaScript and Lua know no others."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_whole_numbers(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        whole = {name: int(body[name]) for name in _integers(cls) if _is_whole(body.get(name))}
+        return {**body, **whole} if whole else body
 
     @model_validator(mode="before")
     @classmethod
@@ -56,6 +122,10 @@ class Strict(BaseModel):
         hundreds of thousands would take it seconds in which no other thread runs."""
         count = len(cls.model_fields)
         return dict(islice(body.items(), count + 1)) if isinstance(body, dict) and len(body) > count else body
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, float) and value.is_integer() and abs(value) < 2**63
 
 
 class Lenient(Strict):
@@ -70,18 +140,29 @@ class Lenient(Strict):
         return {key: body[key] for key in known if key in body} if isinstance(body, dict) else body
 
 
+class Naming(Lenient):
+    """Model that ignores unknown keys as Ollama does, which names them in its log too."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _limit_keys(cls, body: Any) -> Any:
+        known = Lenient._limit_keys.__func__(cls, body)
+        if isinstance(body, dict) and len(known) < len(body):
+            for name in islice((key for key in body if key not in known), 20):
+                name_once(name, "unknown, as in Ollama")
+        return known
+
+
 def left_out(kind: str) -> str:
     """Return the note that stands for content of a kind that is not text."""
     return f"[{kind} left out: this server reads text only]"
 
 
-def accepts(ignored: str, neutral: Sequence[tuple[tuple[Any, ...], str]]) -> Callable[[type[M]], type[M]]:
-    """Add parameters that have no effect to a model of bodies: names that are `ignored` at any value, and those that
-    may have a `neutral` value, after these values."""
+def accepts(*rules: Rule) -> Callable[[type[M]], type[M]]:
+    """Add parameters that have no effect to a model of bodies."""
 
     def extend(model: type[M]) -> type[M]:
-        fields: dict[str, Any] = dict.fromkeys(ignored.split(), (Ignored, None))
-        fields |= {name: (_only(values), None) for values, names in neutral for name in names.split()}
+        fields = {name.strip("_").replace(".", "_"): rule.field(name) for rule in rules for name in rule.names}
         return create_model(
             model.__name__, __base__=model, __doc__=model.__doc__, __module__=model.__module__, **fields
         )
@@ -89,26 +170,99 @@ def accepts(ignored: str, neutral: Sequence[tuple[tuple[Any, ...], str]]) -> Cal
     return extend
 
 
+Ignored = Rule((), "it has no effect on a local server").field("user")[0]
+
+_OFF = "settings of samplers that are off"
+_MORE = "the answer has no such part"
+_MACHINES = "for servers of several machines"
+_MEDIA = "this server reads text only"
+_BUDGET = "the model reasons as long as it does"
+
+
 @accepts(
-    """
-    cache_prompt n_cache_reuse n_keep id_slot keep_alive ttl timings_per_token return_progress sse_ping_interval
-    request_id guided_decoding_backend mirostat_tau mirostat_eta dynatemp_exponent xtc_threshold dry_base
-    dry_allowed_length dry_penalty_last_n dry_sequence_breakers
-    """,
-    (
-        ((0,), "mirostat dynatemp_range xtc_probability dry_multiplier n_probs n_indent priority"),
-        ((1,), "tfs_z length_penalty n_cmpl"),
-        ((0, 1), "min_keep"),
-        ((-1, 0), "top_n_sigma"),
-        ((0, -1), "t_max_predict_ms"),
-        ((-1,), "truncate_prompt_tokens"),
-        ((True,), "penalize_nl skip_special_tokens spaces_between_special_tokens"),
-        ((False,), "use_beam_search early_stopping include_stop_str_in_output return_token_ids return_tokens"),
-        ((False,), "return_tokens_as_token_ids post_sampling_probs"),
-        (([],), "allowed_token_ids bad_words logits_processors lora"),
-        (("",), "grammar"),
-        ((), "prompt_logprobs json_schema"),
+    ignored(
+        "cache_prompt n_cache_reuse id_slot session_id session_params extra_key",
+        "prompts are cached without being asked, which changes no text",
     ),
+    ignored("cache_salt", "all clients share one prefix cache, which changes no text"),
+    ignored("n_keep n_discard truncation_side", "a full context ends the reply, and nothing is moved in it"),
+    ignored("keep_alive ttl", "the server's own option decides how long a model stays loaded"),
+    ignored(
+        "draft_model ngram_corpus_id speculative.n_max speculative.n_min speculative.p_min speculative.type "
+        "speculative.ngram_size_n speculative.ngram_size_m speculative.ngram_min_hits",
+        "drafters change no text; `speculation` names one",
+    ),
+    ignored(
+        "timings_per_token return_progress sse_ping_interval stream_interval stream_reasoning verbose",
+        "streams have steps of their own, and every answer has its statistics",
+    ),
+    ignored("request_id rid custom_labels", "the header X-Request-Id names a request"),
+    ignored("priority", "clients take turns"),
+    ignored("samplers", "samplers are applied in one order"),
+    ignored(
+        "mirostat_tau mirostat_eta dynatemp_exponent xtc_threshold dry_base dry_allowed_length dry_penalty_last_n "
+        "dry_sequence_breakers adaptive_decay",
+        _OFF,
+    ),
+    ignored("guided_decoding_backend guided_whitespace_pattern", "grammars are compiled in one way, JSON on one line"),
+    ignored(
+        "backend_sampling chat_format chat_parser generation_prompt grammar_type preserved_tokens reasoning_control",
+        "internal to llama.cpp's server",
+    ),
+    ignored(
+        "thinking_token_budget thinking_budget thinking_budget_tokens reasoning_budget reasoning_budget_tokens "
+        "reasoning_budget_start_tag reasoning_budget_end_tag reasoning_budget_end_tags reasoning_budget_message",
+        _BUDGET,
+    ),
+    ignored(
+        "bootstrap_host bootstrap_port bootstrap_room data_parallel_rank disagg_prefill_dp_rank routed_dp_rank "
+        "routed_experts_prompt_start routed_experts_start_len kv_transfer_params ec_transfer_params",
+        _MACHINES,
+    ),
+    ignored(
+        "media_io_kwargs mm_processor_kwargs images_config max_dynamic_patch min_dynamic_patch use_audio_in_video "
+        "return_mm_kwargs",
+        _MEDIA,
+    ),
+    ignored("vllm_xargs custom_params return_token_offsets", "for extensions and endpoints that are not here"),
+    ignored("options", "Ollama's, which reads it at /api/chat and ignores it elsewhere too"),
+    ignored("provider route transforms usage", "OpenRouter's, about the providers behind it"),
+    only((0,), "mirostat dynatemp_range xtc_probability dry_multiplier", "this sampler is not implemented"),
+    only((-1, 0), "top_n_sigma", "this sampler is not implemented"),
+    only((-1,), "adaptive_target", "this sampler is not implemented"),
+    only((1,), "tfs_z", "this sampler is not implemented"),
+    only((0, 1), "min_keep", "truncation keeps one token or more, and no other number"),
+    only((True,), "penalize_nl", "penalties apply to all tokens"),
+    only((False,), "use_beam_search early_stopping", "beam search is not implemented"),
+    only((1,), "length_penalty", "beam search is not implemented"),
+    only((1,), "n_cmpl", "`n` is the number of replies"),
+    only((0,), "n_probs", "`logprobs` asks for probabilities"),
+    only((0,), "n_indent", "only /infill has it"),
+    only((0, -1), "t_max_predict_ms", "`timeout` limits the time"),
+    only((-1,), "truncate_prompt_tokens", "a prompt that is too long is refused"),
+    only((True,), "skip_special_tokens spaces_between_special_tokens", "replies have no special tokens"),
+    only((False,), "include_stop_str_in_output no_stop_trim", "replies end before a stop string"),
+    only((True,), "separate_reasoning", "`reasoning_format` says so"),
+    only(
+        (False,),
+        "return_token_ids return_tokens return_tokens_as_token_ids post_sampling_probs return_prompt_text "
+        "return_prompt_token_ids return_hidden_states return_routed_experts return_cached_tokens_details "
+        "return_meta_info _debug_render_only",
+        _MORE,
+    ),
+    only((), "prompt_logprobs logprob_token_ids", _MORE),
+    only((False,), "grammar_lazy", "a grammar holds from the first token of the answer"),
+    only(([],), "grammar_triggers", "a grammar holds from the first token of the answer"),
+    only((False,), "watermarking", "replies have no watermark"),
+    only(([],), "allowed_token_ids bad_words", "`logit_bias` bans tokens"),
+    only(([],), "logits_processors", "requests bring no code"),
+    only((), "custom_logit_processor", "requests bring no code"),
+    only(([],), "lora", "an adapter is named as `model`"),
+    only((), "lora_path", "an adapter is named as `model`"),
+    only(([],), "plugins", "OpenRouter's, which would change the answer"),
+    only((), "stop_regex", "`stop` has texts"),
+    only((), "repetition_detection", "`no_repeat_ngram_size` and penalties avoid repetition"),
+    only((), "structural_tag", "`tools` and `response_format` have the model's own form"),
 )
 class OtherServers(Strict):
-    """Parameters of other servers that chats and completions accept without effect."""
+    """Parameters of other servers that requests for text accept without effect."""

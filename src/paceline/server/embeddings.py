@@ -77,7 +77,7 @@ def _check_size(size: int | None, most: int) -> None:
 
 
 def _tokens(llm: LLM, settings: Settings, text: Any, param: str, cut: bool) -> list[int]:
-    limit = min(llm.model.target.context_length - 1, settings.max_prompt or llm.model.target.context_length)
+    limit = options.prompt_limit(llm, settings)
     if cut and llm.tokenizer.max_token_chars is not None:
         text = text[: limit * llm.tokenizer.max_token_chars]
     if not cut:

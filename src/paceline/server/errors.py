@@ -49,7 +49,8 @@ _ANTHROPIC = {
 
 
 class ApiError(Exception):
-    """An error response. `param`: the parameter at fault, as a path such as "messages.0.role"."""
+    """An error response. `param`: the parameter at fault, as a path such as "messages.0.role". `details`: what
+    Anthropic's clients read of it."""
 
     def __init__(
         self,
@@ -59,9 +60,10 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.message, self.param, self.code, self.details = status, message, param, code, details
         self.headers = dict(headers or {})
 
     @property
@@ -77,16 +79,52 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     @property
+    def ollama(self) -> str:
+        """The message of the response in Ollama's shape."""
+        return self.message
+
+    @property
     def anthropic(self) -> dict[str, Any]:
         """The JSON document of the response in Anthropic's shape."""
         kind = _ANTHROPIC.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
-        error = {"type": kind, "message": self.message, "param": self.param, "code": self.code}
+        error: dict[str, Any] = {"type": kind, "message": self.message, "param": self.param, "code": self.code}
+        if self.details:
+            error["details"] = self.details
         return {"type": "error", "error": error, "request_id": REQUEST_ID.get()}
 
     def response(self, path: str) -> JSONResponse:
         """The whole response, in the shape of the API that `path` belongs to."""
-        others: dict[str, dict[str, Any]] = {"messages": self.anthropic, "api": {"error": self.message}}
+        others: dict[str, dict[str, Any]] = {"messages": self.anthropic, "api": {"error": self.ollama}}
         return JSONResponse(others.get(dialect(path), self.body), self.status, self.headers)
+
+
+class ContextExceeded(ApiError):
+    """The error response for a prompt that is too long, in the words by which each API's clients recognise it.
+
+    Clients that then shorten the conversation read the message: litellm, Cline and others OpenAI's, Claude Code
+    Anthropic's. `size`: tokens of the prompt, at least. `limit`: tokens that the context may have.
+    """
+
+    def __init__(self, size: int, limit: int, param: str, exact: bool = True) -> None:
+        """`exact`: the prompt has been tokenised."""
+        message = (
+            f"This model's maximum context length is {limit} tokens. However, the prompt resulted in "
+            f"{'' if exact else 'at least '}{size} tokens. Shorten it"
+        )
+        super().__init__(400, message, param=param, code="context_length_exceeded")
+        self.size, self._limit = size, limit
+
+    @property
+    def ollama(self) -> str:
+        """The message, which begins with Ollama's."""
+        return f"the input length exceeds the context length. {self.message}"
+
+    @property
+    def anthropic(self) -> dict[str, Any]:
+        """The document with Anthropic's message."""
+        document = super().anthropic
+        document["error"]["message"] = f"prompt is too long: {self.size} tokens > {self._limit} maximum"
+        return document
 
 
 def dialect(path: str) -> str:

@@ -33,13 +33,16 @@ def chat_body(body: ResponsesRequest, items: Iterable[Item]) -> dict[str, Any]:
         "messages": to_messages(items, body.instructions),
         "max_tokens": body.max_output_tokens,
         "response_format": _format(body),
-        "tools": [_tool(tool.model_dump(exclude_none=True)) for tool in body.functions] or None,
+        "tools": [{"type": "function", "function": function} for function in body.functions] or None,
         "tool_choice": _choice(body.tool_choice) if body.functions or body.tool_choice != "auto" else None,
         "reasoning_effort": body.reasoning.effort if body.reasoning else None,
         "logprobs": body.top_logprobs is not None or "message.output_text.logprobs" in (body.include or ()),
         "top_logprobs": body.top_logprobs,
     }
-    same = ("model", "temperature", "top_p", "seed", "parallel_tool_calls", "timeout", "chat_template_kwargs")
+    same = (
+        *("model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "parallel_tool_calls", "timeout"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty", "chat_template_kwargs"),
+    )
     found |= {name: getattr(body, name) for name in same}
     if body.speculation is not None:
         named = body.speculation if isinstance(body.speculation, str) else body.speculation.model_dump()
@@ -116,16 +119,15 @@ def _append(messages: Messages, message: dict[str, Any]) -> None:
         messages.append(message)
 
 
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    kind = tool.pop("type")
-    return {"type": kind, "function": tool}
+def _named(tool: NamedFunction) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": tool.name}}
 
 
 def _choice(choice: str | NamedFunction | AllowedFunctions | None) -> Any:
     if isinstance(choice, NamedFunction):
-        return _tool(choice.model_dump())
+        return _named(choice)
     if isinstance(choice, AllowedFunctions):
-        allowed = {"mode": choice.mode, "tools": [_tool(tool.model_dump()) for tool in choice.tools]}
+        allowed = {"mode": choice.mode, "tools": [_named(tool) for tool in choice.tools]}
         return {"type": "allowed_tools", "allowed_tools": allowed}
     return choice
 

@@ -23,7 +23,7 @@ from paceline.server.writers import Event, PreparedRequest, Writer
 
 def prepare(model: LoadedModel, settings: Settings, body: MessagesRequest) -> PreparedRequest:
     """Prepare the reply's tokens, sampling and speculation. Raises `PacelineError` and `ApiError`."""
-    prepared = chat.prepare(model, settings, validated(chat_body(body), ChatRequest), orderly=True)
+    prepared = chat.prepare(model, settings, validated(chat_body(body), ChatRequest))
     full = body.max_tokens > model.llm.model.target.context_length - len(prepared.jobs[0].tokens)
 
     def writer(answer_id: str) -> MessagesWriter:
@@ -35,7 +35,7 @@ def prepare(model: LoadedModel, settings: Settings, body: MessagesRequest) -> Pr
 def count_tokens(model: LoadedModel, settings: Settings, body: CountTokensRequest) -> dict[str, Any]:
     """Return the tokens of a prompt. Raises `ApiError`."""
     llm, request = model.llm, validated(chat_body(body), ChatRequest)
-    text = chat.chat_text(llm, request, chat.CallOptions.of(request).shown, orderly=True)
+    text = chat.chat_text(llm, request, chat.CallOptions.of(request).shown)
     options.check_length(llm, settings, text, "messages")
     return {"input_tokens": len(options.token_ids(llm, text, "messages", chat=True))}
 

@@ -33,7 +33,8 @@ def prepare_chat(model: LoadedModel, settings: Settings, body: OllamaChatRequest
     if (last := body.messages[-1]).role == "user" and last.images:
         param = f"messages.{len(body.messages) - 1}.images"
         raise bad_request(f"{param}: not supported by this server. Leave it out, or send []", param)
-    prepared = chat.prepare(model, settings, _within(body, body.as_chat(), ChatRequest), orderly=True)
+    request = _within(body, body.as_chat(), ChatRequest)
+    prepared = chat.prepare(model, settings, request, truncate=body.truncate is not False)
     texts = model.token_texts if body.logprobs else None
     return PreparedRequest(prepared.jobs, lambda _: OllamaWriter(body.model, prepared.reply(), texts, "message"))
 
@@ -49,7 +50,7 @@ def prepare_text(model: LoadedModel, settings: Settings, body: OllamaGenerateReq
     if body.is_text:
         jobs = completions.prepare(model, settings, _within(body, body.as_text(), CompletionRequest)).jobs
         return PreparedRequest(jobs, lambda _: OllamaWriter(body.model, ChatReply(), texts, "response"))
-    prepared = chat.prepare(model, settings, _within(body, body.as_chat(), ChatRequest), orderly=True)
+    prepared = chat.prepare(model, settings, _within(body, body.as_chat(), ChatRequest))
     return PreparedRequest(prepared.jobs, lambda _: OllamaWriter(body.model, prepared.reply(), texts, "response"))
 
 
@@ -111,7 +112,7 @@ class OllamaWriter(Writer):
 
     def failed(self, error: ApiError) -> Event:
         """Return Ollama's error."""
-        return {"error": error.message}
+        return {"error": error.ollama}
 
     def encode(self, event: Event) -> bytes:
         """Return a line."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,10 +12,10 @@ from paceline.errors import InvalidOption, PacelineError
 from paceline.llm import LLM
 from paceline.sampling.grammar import Cache, Grammar, Kind, check_installed, live_bytes, refused, spelled
 from paceline.sampling.parameters import Sampling
-from paceline.server.errors import bad_request
-from paceline.server.lark import json_of
+from paceline.server.constraints import as_lark, constraints_of
+from paceline.server.errors import ContextExceeded, bad_request
 from paceline.server.limits import Settings
-from paceline.server.schema import ChatRequest, RequestBody, SchemaFormat, SpeculationOptions
+from paceline.server.schema import RequestBody, SpeculationOptions
 from paceline.server.worker import Busy, ReplyJob
 from paceline.text.sandbox import SANDBOX, JobFailed, OverLimit, Unfinished
 from paceline.types import DraftBudget
@@ -121,13 +120,13 @@ def grammar(
     expression or grammar that is malformed or too expensive to compile, `Busy` if it cannot be tried now.
     """
     tools: dict[str, tuple[Kind, Any]] = {"tools": ("lark", tool_grammar)}
-    constraints = _constraints(body) if tool_grammar is None else tools
+    constraints = constraints_of(body) if tool_grammar is None else tools
     if len(constraints) > 1:
         raise bad_request(f"{' and '.join(constraints)} exclude each other. Send one of them", next(iter(constraints)))
     for param, (kind, content) in constraints.items():
         text = content if isinstance(content, str) else json.dumps(content)
         if thought is not None:
-            kind, text = "lark", f"{thought}answer: {_lark(kind, content)}\n"
+            kind, text = "lark", f"{thought}answer: {as_lark(kind, content)}\n"
         try:
             return Grammar(kind, text, size=trials.size(kind, text))
         except Busy:
@@ -137,42 +136,16 @@ def grammar(
     return None
 
 
-def _lark(kind: Kind, content: Any) -> str:
-    """Return a constraint as an expression of a Lark grammar."""
-    if kind == "json_schema":
-        return json_of(content)
-    if kind == "lark":
-        return f"%lark {{\n{content}\n}}"
-    escaped = re.sub(
-        r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), content, flags=re.DOTALL
-    )
-    return f"/{escaped}/"
-
-
 def content_schema(body: RequestBody) -> Any:
     """Return the JSON schema of a reply that calls no function, None for any text.
 
     Raises `ApiError` 400 for constraints that cannot be combined with tools.
     """
-    constraints = _constraints(body)
+    constraints = constraints_of(body)
     for param, (kind, _) in constraints.items():
         if len(constraints) > 1 or kind != "json_schema":
             raise bad_request(f"tools and {' and '.join(constraints)} exclude each other. Send one of them", param)
     return next((content for _, content in constraints.values()), None)
-
-
-def _constraints(body: RequestBody) -> dict[str, tuple[Kind, Any]]:
-    """Return the request's constraints on the reply's form by parameter."""
-    found: dict[str, tuple[Kind, Any]] = {
-        "guided_json": ("json_schema", body.guided_json),
-        "guided_regex": ("regex", body.guided_regex),
-        "guided_grammar": ("lark", body.guided_grammar),
-    }
-    form = body.response_format if isinstance(body, ChatRequest) else None
-    if form is not None and form.type != "text":
-        schema = form.json_schema.schema_ if isinstance(form, SchemaFormat) else None
-        found = {"response_format": ("json_schema", {"type": "object"} if schema is None else schema), **found}
-    return {param: constraint for param, constraint in found.items() if constraint[1] is not None}
 
 
 def token_ids(llm: LLM, prompt: Any, param: str, chat: bool = False) -> list[int]:
@@ -184,18 +157,22 @@ def token_ids(llm: LLM, prompt: Any, param: str, chat: bool = False) -> list[int
         raise bad_request(str(error), param) from error
 
 
+def prompt_limit(llm: LLM, settings: Settings) -> int:
+    """Return the most tokens of a prompt, which leaves room for one of the reply."""
+    context = llm.model.target.context_length
+    return min(context - 1, settings.max_prompt or context)
+
+
 def check_length(llm: LLM, settings: Settings, prompt: str | Sequence[int], param: str) -> None:
-    """Raise `ApiError` 400 for a prompt that is too long, or leaves no room for a reply; for a text that is so whatever
-    its tokens are, before it is tokenised."""
-    context, longest = llm.model.target.context_length, llm.tokenizer.max_token_chars
-    limit = min(context - 1, settings.max_prompt or context)
-    if not isinstance(prompt, str):
-        too_long, size = len(prompt) > limit, f"{len(prompt)} tokens, the limit is {limit}"
-    else:
-        too_long = longest is not None and len(prompt) > longest * limit
-        size = f"{len(prompt)} characters, more than {limit} tokens can hold"
-    if too_long:
-        raise bad_request(f"the prompt has {size}. Shorten it", param, "context_length_exceeded")
+    """Raise `ContextExceeded` for a prompt that is too long, or leaves no room for a reply; for a text that is so
+    whatever its tokens are, before it is tokenised."""
+    limit, size = prompt_limit(llm, settings), len(prompt)
+    if is_text := isinstance(prompt, str):
+        longest = llm.tokenizer.max_token_chars
+        size = 0 if longest is None else -(-size // longest)
+    if size > limit:
+        context = llm.model.target.context_length
+        raise ContextExceeded(size, context if limit == context - 1 else limit, param, exact=not is_text)
 
 
 def length(llm: LLM, body: RequestBody, default: int = -1) -> int:

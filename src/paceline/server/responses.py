@@ -14,13 +14,14 @@ from paceline.server import chat
 from paceline.server.bodies import validated
 from paceline.server.calls import Call
 from paceline.server.choices import TokenTexts
-from paceline.server.errors import ApiError
+from paceline.server.custom_tools import CustomTool, text_of
+from paceline.server.errors import LOG, REQUEST_ID, ApiError, ContextExceeded
 from paceline.server.items import chat_body
 from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
 from paceline.server.replies import Arguments, ChatReply, Part, Reasoning, ReplyText
 from paceline.server.schema import ChatRequest
-from paceline.server.schema_responses import Item, MessageItem, ResponsesRequest
+from paceline.server.schema_responses import FunctionTool, Item, MessageItem, ResponsesRequest
 from paceline.server.stored import ResponseStore, StoredResponse, memory
 from paceline.server.usage import Usage
 from paceline.server.worker import ReplyRound
@@ -33,13 +34,15 @@ _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 
 def prepare(store: ResponseStore, model: LoadedModel, settings: Settings, body: ResponsesRequest) -> PreparedRequest:
     """Prepare the reply's tokens, sampling and speculation. Raises `PacelineError` and `ApiError`."""
-    new: Sequence[Item] = body.input if isinstance(body.input, list) else [MessageItem(role="user", content=body.input)]
-    items: list[Item] = []
-    for before in store.conversation(body.previous_response_id, _CONVERSATION * settings.max_body):
-        items += [*before.input, *_ITEMS.validate_python(before.document["output"])]
+    items, new = conversation(store, settings, body)
     request = validated(chat_body(body, [*items, *new]), ChatRequest)
-    prepared = chat.prepare(model, settings, request, orderly=True)
-    head, origins = _head(body, prepared.sampling), body.origins
+    try:
+        prepared = chat.prepare(model, settings, request, truncate=body.truncation == "auto")
+    except ContextExceeded as error:
+        if not body.stream:
+            raise
+        return _overflown(model, body, error)
+    head, origins, custom = _head(body, prepared.sampling), body.origins, body.custom
     logprobs = model.token_texts if request.logprobs else None
     kept = store if body.store is not False else None
     size = memory(body.model_dump_json()) + memory(dumps(head).decode()) if kept else 0
@@ -47,9 +50,31 @@ def prepare(store: ResponseStore, model: LoadedModel, settings: Settings, body: 
 
     def writer(answer_id: str) -> ResponsesWriter:
         document = {"id": answer_id, "created_at": int(time.time()), "model": model.name, **head}
-        return ResponsesWriter(document, prepared.reply(), origins, logprobs, kept, new, size, length)
+        return ResponsesWriter(document, prepared.reply(), origins, custom, logprobs, kept, new, size, length)
 
     return PreparedRequest(prepared.jobs, writer)
+
+
+def conversation(
+    store: ResponseStore, settings: Settings, body: ResponsesRequest
+) -> tuple[Sequence[Item], Sequence[Item]]:
+    """Return the stored items that a request continues, and its own. Raises `ApiError`."""
+    new: Sequence[Item] = body.input if isinstance(body.input, list) else [MessageItem(role="user", content=body.input)]
+    items: list[Item] = []
+    for before in store.conversation(body.previous_response_id, _CONVERSATION * settings.max_body):
+        items += [*before.input, *_ITEMS.validate_python(before.document["output"])]
+    return items, new
+
+
+def _overflown(model: LoadedModel, body: ResponsesRequest, error: ContextExceeded) -> PreparedRequest:
+    """Return a stream whose response fails: as in OpenAI's API, and where Codex looks for this error."""
+    LOG.info("%s refused: %s", REQUEST_ID.get(), error.message)
+    head = _head(body, model.llm.sampling())
+
+    def writer(answer_id: str) -> FailingWriter:
+        return FailingWriter({"id": answer_id, "created_at": int(time.time()), "model": model.name, **head}, error)
+
+    return PreparedRequest([], writer)
 
 
 def _head(body: ResponsesRequest, sampling: Any) -> dict[str, Any]:
@@ -72,11 +97,17 @@ def _head(body: ResponsesRequest, sampling: Any) -> dict[str, Any]:
         "temperature": sampling.temperature,
         "text": {"format": {"type": "text"}} | dumped.get("text", {}),
         "tool_choice": dumped.get("tool_choice", "auto"),
-        "tools": [{"parameters": None, "strict": None, **tool.model_dump()} for tool in body.functions],
+        "tools": [_shown(tool) for tool in body.callable_tools],
         "top_p": sampling.top_p,
-        "truncation": "disabled",
+        "truncation": body.truncation or "disabled",
         "usage": None,
     }
+
+
+def _shown(tool: FunctionTool | CustomTool) -> dict[str, Any]:
+    if isinstance(tool, CustomTool):
+        return tool.model_dump(exclude_none=True)
+    return {"parameters": None, "strict": None, **tool.model_dump()}
 
 
 class ResponsesWriter(Writer):
@@ -87,16 +118,19 @@ class ResponsesWriter(Writer):
         document: dict[str, Any],
         reply: ChatReply,
         origins: Mapping[str, dict[str, str]],
+        custom: frozenset[str],
         token_texts: TokenTexts | None,
         store: ResponseStore | None,
         new: Sequence[Item],
         size: int,
         length: int,
     ) -> None:
-        """`origins`: names and namespaces of functions in namespaces. `token_texts`: None without log-probabilities.
+        """`origins`: names and namespaces of functions in namespaces. `custom`: names of custom tools, whose calls are
+        text. `token_texts`: None without log-probabilities.
         `store`: where the response is kept with its `new` items; None if it is not kept. `size`: bytes of memory of the
         items and the document; `length`: characters of the items."""
         self._document, self._reply, self._origins, self._token_texts = document, reply, origins, token_texts
+        self._custom, self._arguments = custom, ""
         self._store, self._new, self._size, self._length = store, new, size, length
         self._sequence = -1
         self._output: list[dict[str, Any]] = []
@@ -123,6 +157,8 @@ class ResponsesWriter(Writer):
         kind = self._output[-1]["type"]
         if kind == "function_call":
             return self._of_item("response.function_call_arguments.delta", delta="")
+        if kind == "custom_tool_call":
+            return self._of_item("response.custom_tool_call_input.delta", delta="")
         if kind == "reasoning":
             return self._of_item("response.reasoning_text.delta", content_index=0, delta="")
         return self._of_item("response.output_text.delta", content_index=0, delta="", logprobs=[])
@@ -133,7 +169,7 @@ class ResponsesWriter(Writer):
         ended = {
             "status": "incomplete" if cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "usage": _usage(usage, self._reply.reasoning_tokens),
+            "usage": usage_of(usage, self._reply.reasoning_tokens),
             "metrics": usage.vllm(),
         }
         self._document |= {**ended, "output": self._output}
@@ -172,12 +208,16 @@ class ResponsesWriter(Writer):
                 events = [] if self._in("message") else self._begin(_message())
                 return [*events, self._text(part, round_)]
             case Call():
-                events = self._begin(_call(part) | self._origins.get(part.name, {}))
-                text = part.arguments
+                made = _custom_call(part) if part.name in self._custom else _call(part)
+                events = self._begin(made | self._origins.get(part.name, {}))
+                text, self._arguments = part.arguments, ""
             case Arguments():
                 events, text = [], part.text
-        self._output[-1]["arguments"] += text
+        self._arguments += text
         self._count(text)
+        if self._output[-1]["type"] == "custom_tool_call":
+            return events  # its text is known once its JSON is complete
+        self._output[-1]["arguments"] = self._arguments
         delta = [self._of_item("response.function_call_arguments.delta", delta=text)] if text else []
         return [*events, *delta]
 
@@ -227,6 +267,12 @@ class ResponsesWriter(Writer):
         if item["type"] == "function_call":
             arguments = {"name": item["name"], "arguments": item["arguments"]}
             events = [self._of_item("response.function_call_arguments.done", **arguments)]
+        elif item["type"] == "custom_tool_call":
+            item["input"] = text_of(self._arguments)
+            events = [
+                self._of_item("response.custom_tool_call_input.delta", delta=item["input"]),
+                self._of_item("response.custom_tool_call_input.done", input=item["input"]),
+            ]
         else:
             part = self._content
             kind = "reasoning_text" if item["type"] == "reasoning" else "output_text"
@@ -236,6 +282,18 @@ class ResponsesWriter(Writer):
                 self._of_item("response.content_part.done", content_index=0, part=part),
             ]
         return [*events, self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)]
+
+
+class FailingWriter(ResponsesWriter):
+    """A response that fails before it has any output."""
+
+    def __init__(self, document: dict[str, Any], error: ApiError) -> None:
+        super().__init__(document, ChatReply(), {}, frozenset(), None, None, (), 0, 0)
+        self._error = error
+
+    def end(self, usage: Usage) -> list[Event]:
+        """Raise the error, which ends the stream."""
+        raise self._error
 
 
 def _reasoning() -> dict[str, Any]:
@@ -253,11 +311,17 @@ def _call(call: Call) -> dict[str, Any]:
     return {"id": _id("fc"), "type": "function_call", "status": "in_progress", **about}
 
 
+def _custom_call(call: Call) -> dict[str, Any]:
+    about = {"call_id": call.id, "name": call.name, "input": ""}
+    return {"id": _id("ctc"), "type": "custom_tool_call", "status": "in_progress", **about}
+
+
 def _id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
-def _usage(usage: Usage, reasoning: int) -> dict[str, Any]:
+def usage_of(usage: Usage, reasoning: int) -> dict[str, Any]:
+    """Return the token counts of a response."""
     return {
         "input_tokens": usage.prompt,
         "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},

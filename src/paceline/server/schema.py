@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from paceline.server.compat import Ignored, Lenient, OtherServers, Strict, accepts, left_out
+from paceline.server.compat import Ignored, Lenient, OtherServers, Strict, accepts, ignored, left_out, only
+from paceline.server.custom_tools import chat_call, chat_tool
 from paceline.text.past_calls import as_object
 
 MAX_STOPS, MAX_BIASES, MAX_TOOLS = 16, 4096, 512
@@ -38,6 +39,23 @@ def _at_most(limit: int, name: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def _without_empty(stop: Any) -> Any:
+    """Return stop strings without empty ones, which clients send for none."""
+    if isinstance(stop, list) and len(stop) <= MAX_STOPS:
+        return [text for text in stop if text != ""]
+    return None if stop == "" else stop
+
+
+WITHOUT_EMPTY = BeforeValidator(_without_empty)
+
+
+def _as_biases(value: Any) -> Any:
+    """Return llama.cpp's list of pairs of a token and its bias as an object; false bans a token."""
+    if not isinstance(value, list) or not all(isinstance(one, list) and len(one) == 2 for one in value):
+        return value
+    return {str(token): -100 if bias is False else bias for token, bias in value}
+
+
 def _alias_value(body: Any, *names: str) -> Any:
     """Return the value of a parameter that has several names. Raises `ValueError` if they differ."""
     given = {name: value for name in names if (value := getattr(body, name, None)) is not None}
@@ -53,7 +71,85 @@ _LENGTHS = ("max_tokens", "max_completion_tokens", "n_predict")
 """Names of the maximum reply length."""
 
 
-@accepts("include_obfuscation", (((False,), "continuous_usage_stats"),))
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class JsonSchema(Strict):
+    name: Name = "schema"
+    description: Text | None = None
+    schema_: Annotated[Schema | None, Field(alias="schema", description="Left out: any JSON object.")] = None
+    strict: bool | None = None
+
+
+class PlainFormat(Strict):
+    type: Literal["text", "json_object"]
+
+
+class SchemaFormat(Strict):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+_OF_SCHEMAS = {"type", "properties", "items", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "$defs"}
+"""Keywords by which a JSON schema is told from an object that holds one."""
+
+
+def schema_format(form: Any) -> Any:
+    """Return a response format of other servers in OpenAI's shape: a schema beside the type, or without an envelope."""
+    if not isinstance(form, dict):
+        return form
+    plain, schema = {key: value for key, value in form.items() if key != "schema"}, form.get("schema")
+    if form.get("type") == "json_object" and isinstance(schema, dict):
+        return {**plain, "type": "json_schema", "json_schema": {"schema": schema}}
+    inner = form.get("json_schema")
+    if form.get("type") == "json_schema" and isinstance(schema, dict) and inner is None:
+        return {"type": "json_schema", "json_schema": {"schema": schema}}
+    if isinstance(inner, dict) and "schema" not in inner and inner.keys() & _OF_SCHEMAS:
+        return {**form, "json_schema": {"schema": inner}}
+    return form
+
+
+ResponseFormat = Annotated[
+    Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")], BeforeValidator(schema_format)
+]
+Choices = Annotated[list[Annotated[str, Field(min_length=1, max_length=10_000)]], Field(min_length=1, max_length=1000)]
+GrammarText = Annotated[str, Field(min_length=1, max_length=100_000)]
+
+
+@accepts(
+    ignored(
+        "disable_fallback disable_any_whitespace disable_additional_properties whitespace_pattern backend",
+        "grammars are compiled in one way, JSON on one line",
+    ),
+    only((), "structural_tag", "`tools` and `response_format` have the model's own form"),
+)
+class StructuredOutputs(Strict):
+    """vLLM's constraints, of which a request has one."""
+
+    json_: Annotated[Schema | str | None, Field(alias="json")] = None
+    regex: GrammarText | None = None
+    choice: Choices | None = None
+    grammar: GrammarText | None = None
+    json_object: bool | None = None
+
+
+class ReasoningOptions(Lenient):
+    """OpenRouter's `reasoning`. Its other keys have no effect."""
+
+    effort: Effort | None = None
+    enabled: bool | None = None
+
+
+class ThinkingOptions(Lenient):
+    """Anthropic's `thinking`, which DeepSeek, GLM and others take too. A budget has no effect."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+
+
+@accepts(
+    ignored("include_obfuscation", "streams are not padded"),
+    only((False,), "continuous_usage_stats", "usage follows at the end"),
+)
 class StreamOptions(Strict):
     include_usage: bool | None = None
 
@@ -90,10 +186,10 @@ class RequestBody(OtherServers, Generating):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=1024)] | None = None
-    stop: Annotated[Stop | Stops | None, _at_most(MAX_STOPS, "stop strings")] = None
+    stop: Annotated[Stop | Stops | None, _at_most(MAX_STOPS, "stop strings"), WITHOUT_EMPTY] = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: Annotated[Biases | None, _at_most(MAX_BIASES, "tokens")] = None
+    logit_bias: Annotated[Biases | None, BeforeValidator(_as_biases), _at_most(MAX_BIASES, "tokens")] = None
     stream_options: StreamOptions | None = None
     user: Ignored = None
 
@@ -106,12 +202,19 @@ class RequestBody(OtherServers, Generating):
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] | None = None
     ignore_eos: bool | None = None
-    guided_regex: Annotated[str, Field(min_length=1, max_length=100_000)] | None = None
-    guided_grammar: Annotated[str, Field(min_length=1, max_length=100_000)] | None = None
-    guided_json: Schema | None = None
+    response_format: ResponseFormat | None = None
+    guided_regex: GrammarText | None = None
+    guided_grammar: Annotated[GrammarText | None, Field(description="A Lark grammar, or GBNF.")] = None
+    guided_json: Annotated[Schema | str | None, Field(description="A JSON schema, or the same as text.")] = None
+    guided_choice: Annotated[Choices | None, Field(description="The reply is one of these texts.")] = None
     trace: bool | None = None
 
     # Names that other servers use
+    grammar: Annotated[str, Field(max_length=100_000, description="llama.cpp's `guided_grammar`.")] | None = None
+    ebnf: Annotated[GrammarText | None, Field(description="SGLang's `guided_grammar`.")] = None
+    regex: Annotated[GrammarText | None, Field(description="SGLang's `guided_regex`.")] = None
+    json_schema: Annotated[Schema | str | None, Field(description="llama.cpp's and SGLang's `guided_json`.")] = None
+    structured_outputs: Annotated[StructuredOutputs | None, Field(description="vLLM's constraints.")] = None
     n_predict: Length | None = None
     repeat_penalty: Penalty | None = None
     repeat_last_n: (
@@ -126,7 +229,10 @@ class RequestBody(OtherServers, Generating):
     @property
     def constrained(self) -> bool:
         """Whether a grammar must be compiled for the reply."""
-        return any(form is not None for form in (self.guided_json, self.guided_regex, self.guided_grammar))
+        forms = (self.guided_json, self.guided_regex, self.guided_grammar, self.guided_choice, self.structured_outputs)
+        others = (self.grammar or None, self.ebnf, self.regex, self.json_schema)
+        formatted = self.response_format is not None and self.response_format.type != "text"
+        return formatted or any(form is not None for form in (*forms, *others))
 
     @property
     def length(self) -> int | None:
@@ -142,8 +248,6 @@ class RequestBody(OtherServers, Generating):
 
     @model_validator(mode="after")
     def _check_combination(self) -> RequestBody:
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options requires stream=true")
         _, penalty = self.length, self.penalty
         if self.repeat_last_n not in (None, -1) and penalty not in (None, 1):
             raise ValueError("repeat_last_n must be -1 with a penalty, which applies to the whole text")
@@ -164,6 +268,9 @@ Arguments = Annotated[Schema, BeforeValidator(as_object)]
 """A past call's arguments as an object, however they were sent."""
 CalledName = Annotated[str, Field(max_length=500)]
 """Name in a past call, which a model may have made up."""
+
+_SWITCHES = ("enable_thinking", "thinking")
+"""Variables by which chat templates switch reasoning on and off."""
 
 
 class TextPart(Lenient):
@@ -209,21 +316,14 @@ class CalledFunction(Lenient):
 class ToolCall(Lenient):
     """A function call in an assistant's message. One of a custom tool counts as a function of one text, `input`."""
 
+    _custom = model_validator(mode="before")(chat_call)
+
     id: Annotated[str, Field(max_length=200)] | None = None
     type: str | None = "function"
     function: CalledFunction
 
-    @model_validator(mode="before")
-    @classmethod
-    def _as_function(cls, call: Any) -> Any:
-        custom = call.get("custom") if isinstance(call, dict) and call.get("type") == "custom" else None
-        if not isinstance(custom, dict):
-            return call
-        function = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
-        return {**call, "type": "function", "function": function}
 
-
-@accepts("", (((), "audio"),))
+@accepts(only((), "audio", "this server reads text only"))
 class Message(Lenient):
     """A message of a chat."""
 
@@ -262,8 +362,17 @@ class Function(Lenient):
 
 
 class Tool(Lenient):
-    type: Literal["function"]
+    """A function, or a custom tool as the function by which the model sees it."""
+
+    type: Literal["function", "custom"]
     function: Function
+
+    _custom = model_validator(mode="before")(chat_tool)
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """The tool as chat templates know it."""
+        return {"type": "function", "function": self.function.model_dump(exclude_none=True)}
 
 
 class FunctionName(Strict):
@@ -273,6 +382,8 @@ class FunctionName(Strict):
 class NamedTool(Strict):
     type: Literal["function"]
     function: FunctionName
+
+    _custom = model_validator(mode="before")(chat_call)
 
 
 class Allowed(Strict):
@@ -287,22 +398,6 @@ class AllowedTools(Strict):
     allowed_tools: Allowed
 
 
-class JsonSchema(Strict):
-    name: Name
-    description: Text | None = None
-    schema_: Annotated[Schema | None, Field(alias="schema", description="Left out: any JSON object.")] = None
-    strict: bool | None = None
-
-
-class PlainFormat(Strict):
-    type: Literal["text", "json_object"]
-
-
-class SchemaFormat(Strict):
-    type: Literal["json_schema"]
-    json_schema: JsonSchema
-
-
 class PredictedContent(Strict):
     """OpenAI's predicted outputs."""
 
@@ -315,22 +410,27 @@ class PredictedContent(Strict):
         return self.content if isinstance(self.content, str) else "".join(part.text or "" for part in self.content)
 
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-ResponseFormat = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")]
 Messages = Annotated[list[Message], Field(min_length=1, max_length=10_000, fail_fast=True)]
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
 
 
 @accepts(
-    "metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options",
-    (
-        ((1,), "best_of"),
-        ((False,), "echo add_special_tokens"),
-        ((True,), "include_reasoning parse_tool_calls"),
-        (([],), "documents"),
-        (("medium",), "verbosity"),
-        ((), "audio web_search_options moderation"),
+    ignored(
+        "metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options",
+        "it has no effect on a local server",
     ),
+    only((1,), "best_of", "only /v1/completions has it"),
+    only((False,), "echo", "`continue_final_message` continues a message"),
+    only((False,), "add_special_tokens", "the chat template has the special tokens"),
+    only((True,), "include_reasoning", "reasoning is returned apart from the text"),
+    only((True,), "parse_tool_calls", "calls are parsed where tools are sent"),
+    only(([],), "documents", "put documents into a message"),
+    only(("",), "chat_template", "the model's own template is used"),
+    only((), "input_ids", "/v1/completions takes token ids"),
+    only((), "task", "put the task into a message"),
+    only(("medium",), "verbosity", "put it into a message"),
+    only((), "audio", "this server writes text only"),
+    only((), "web_search_options moderation", "this server writes text only"),
 )
 class ChatRequest(RequestBody):
     """Body of /v1/chat/completions."""
@@ -339,7 +439,6 @@ class ChatRequest(RequestBody):
     max_completion_tokens: Length | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    response_format: ResponseFormat | None = None
     prediction: PredictedContent | None = None
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
@@ -355,7 +454,11 @@ class ChatRequest(RequestBody):
     function_call: Literal["none", "auto"] | FunctionName | None = None
 
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
-    reasoning: Annotated[Literal["off", "auto"], Field(description="off: the model does not reason.")] | None = None
+    reasoning: (
+        Annotated[Literal["off", "auto"], Field(description="off: the model does not reason.")]
+        | ReasoningOptions
+        | None
+    ) = None
     reasoning_effort: (
         Annotated[Effort, Field(description="none: as `reasoning` off; others are passed to the chat template.")] | None
     ) = None
@@ -363,26 +466,54 @@ class ChatRequest(RequestBody):
         Annotated[Literal["none", "auto", "deepseek"], Field(description="none: reasoning is not split off.")] | None
     ) = None
 
+    # Names that other servers use
+    enable_thinking: bool | None = None
+    think: bool | Effort | None = None
+    thinking: bool | ThinkingOptions | None = None
+
     @property
     def constrained(self) -> bool:
         """Whether a grammar must be compiled for the reply."""
-        formatted = self.response_format is not None and self.response_format.type != "text"
-        return formatted or self.choice not in ("none", "auto") or super().constrained
+        return self.choice not in ("none", "auto") or super().constrained
 
     @property
     def template_values(self) -> dict[str, Any]:
         """Variables of the chat template."""
-        effort = "none" if self.reasoning == "off" else self.reasoning_effort
-        values: dict[str, Any] = {} if effort is None else {"enable_thinking": effort != "none"}
-        if effort not in (None, "none"):
-            values["reasoning_effort"] = {"minimal": "low", "xhigh": "high", "max": "high"}.get(effort, effort)
+        effort = next(iter(self._efforts), None)
+        # Templates of Qwen, GLM and others know the one, those of DeepSeek, Kimi and Granite the other.
+        values: dict[str, Any] = {} if effort is None else dict.fromkeys(_SWITCHES, effort != "none")
+        if effort not in (None, "none", "on"):
+            values["reasoning_effort"] = {"minimal": "low", "xhigh": "high", "max": "high"}.get(str(effort), effort)
         return {**values, **(self.chat_template_kwargs or {})}
+
+    @property
+    def _efforts(self) -> dict[str, str]:
+        """The efforts that the request asks for, with the parameters that do: "none", a level, or "on" for any."""
+        reasoning, thinking = self.reasoning, self.thinking
+        given: dict[str, Any] = {
+            "reasoning": "none" if reasoning == "off" else None,
+            "reasoning_effort": self.reasoning_effort,
+            "enable_thinking": self.enable_thinking,
+            "think": self.think,
+            "thinking": thinking.type != "disabled" if isinstance(thinking, ThinkingOptions) else thinking,
+        }
+        if isinstance(reasoning, ReasoningOptions):
+            given["reasoning"] = reasoning.effort or reasoning.enabled
+        named = {True: "on", False: "none"}
+        found = {named.get(value, value): name for name, value in given.items() if value is not None}
+        levels = {effort: name for effort, name in found.items() if effort != "on"}
+        return found if "none" in found else levels or found
 
     @property
     def offered(self) -> list[Tool]:
         """The tools, sent as `tools` or as the legacy `functions`."""
         legacy = [Tool(type="function", function=function) for function in self.functions or ()]
         return [*(self.tools or ()), *legacy]
+
+    @property
+    def custom(self) -> frozenset[str]:
+        """Names of the custom tools."""
+        return frozenset(tool.function.name for tool in self.tools or () if tool.type == "custom")
 
     @property
     def choice(self) -> Literal["none", "auto", "required"] | NamedTool | AllowedTools:
@@ -402,8 +533,8 @@ class ChatRequest(RequestBody):
             raise ValueError(
                 "functions and function_call are the legacy names of tools and tool_choice. Send only tools"
             )
-        if self.reasoning == "off" and self.reasoning_effort not in (None, "none"):
-            raise ValueError("reasoning 'off' and reasoning_effort must not differ. Send one of them")
+        if len(self._efforts) > 1:
+            raise ValueError(f"{' and '.join(self._efforts.values())} must not differ. Send one of them")
         if self.add_generation_prompt and self.continue_final_message:
             raise ValueError("continue_final_message and add_generation_prompt exclude each other. Send one of them")
         if self.continue_final_message and (self.messages[-1].role != "assistant" or self.messages[-1].calls):

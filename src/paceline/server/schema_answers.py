@@ -43,6 +43,15 @@ class DecodedText(PlainAnswer):
     content: str
 
 
+class TokenizerInfo(BaseModel):
+    """A tokenizer, with its special tokens by their roles."""
+
+    tokenizer_class: str
+    model_max_length: int
+    vocab_size: int
+    chat_template: str | None
+
+
 class RenderedPrompt(PlainAnswer):
     """A chat's prompt."""
 
@@ -71,11 +80,19 @@ class ServedModel(PlainAnswer):
     paceline: dict[str, Any]
 
 
+class ModelName(PlainAnswer):
+    """A model as llama.cpp's clients read it."""
+
+    name: str
+    model: str
+
+
 class ModelListing(PlainAnswer):
     """All models."""
 
     object: Literal["list"]
     data: list[ServedModel]
+    models: list[ModelName]
     first_id: str | None
     last_id: str | None
     has_more: bool

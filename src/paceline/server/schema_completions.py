@@ -6,11 +6,14 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from paceline.server.compat import accepts
+from paceline.server.compat import accepts, only
 from paceline.server.schema import RequestBody, Text, TokenIds
 
 
-@accepts("", (((True,), "add_special_tokens"),))
+@accepts(
+    only((True,), "add_special_tokens", "send token ids for a prompt without BOS"),
+    only((), "prompt_embeds", "a prompt is text or token ids"),
+)
 class CompletionRequest(RequestBody):
     """Body of /v1/completions."""
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from paceline.server.compat import Ignored, Strict, accepts
+from paceline.server.compat import Ignored, Naming, Strict, accepts, ignored
 from paceline.server.schema import ModelName, Text, TokenIds
 from paceline.server.schema_answers import PlainAnswer
 
@@ -24,8 +24,8 @@ class EmbeddingsRequest(Strict):
     user: Ignored = None
 
 
-@accepts("options keep_alive", ())
-class OllamaEmbedRequest(Strict):
+@accepts(ignored("options keep_alive", "the model is loaded already"))
+class OllamaEmbedRequest(Naming):
     """Body of /api/embed."""
 
     model: ModelName | None = None
@@ -36,8 +36,8 @@ class OllamaEmbedRequest(Strict):
     dimensions: Dimensions | None = None
 
 
-@accepts("options keep_alive", ())
-class OllamaPromptEmbedRequest(Strict):
+@accepts(ignored("options keep_alive", "the model is loaded already"))
+class OllamaPromptEmbedRequest(Naming):
     """Body of /api/embeddings, the older form of /api/embed, for one text."""
 
     model: ModelName | None = None

@@ -6,8 +6,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from paceline.server.compat import Lenient, Strict, accepts
-from paceline.server.schema import MAX_TOOLS, Arguments, CalledName, Generating, Name, Schema, Stops, Text
+from paceline.server.compat import Lenient, OtherServers, Strict, accepts, ignored, only
+from paceline.server.schema import (
+    MAX_TOOLS,
+    WITHOUT_EMPTY,
+    Arguments,
+    CalledName,
+    Generating,
+    Name,
+    Schema,
+    Stops,
+    Text,
+)
 
 BILLING = "x-anthropic-billing-header:"
 """Beginning of a text that Claude Code puts before its instructions. It is another in every request, and no part of the
@@ -158,15 +168,19 @@ class OutputConfig(Strict):
     format: OutputFormat | None = None
 
 
-_HOSTED = "compaction container fallbacks fallback_credit_token thread"
+_HOSTED = "compaction container fallbacks fallback_credit_token"
 
 
 @accepts(
-    "betas billing_policy cache_control context_management diagnostics inference_geo metadata service_tier speed "
-    "user_profile_id workspace_id",
-    (((), _HOSTED), (([],), "mcp_servers")),
+    ignored(
+        "betas billing_policy cache_control context_management diagnostics inference_geo metadata service_tier speed "
+        "user_profile_id workspace_id",
+        "it has no effect on a local server",
+    ),
+    only((), _HOSTED, "Anthropic's servers run it"),
+    only(([],), "mcp_servers", "Anthropic's servers run it"),
 )
-class CountTokensRequest(Generating):
+class CountTokensRequest(OtherServers, Generating):
     """Body of /v1/messages/count_tokens."""
 
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=10_000, fail_fast=True)]
@@ -176,6 +190,7 @@ class CountTokensRequest(Generating):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
+    thread: Annotated[Schema, Field(description="Refused: this server keeps no conversations.")] | None = None
     chat_template_kwargs: Annotated[Schema, Field(max_length=64)] | None = None
 
     @property
@@ -198,7 +213,7 @@ class MessagesRequest(CountTokensRequest):
     """Body of /v1/messages."""
 
     max_tokens: Annotated[int, Field(ge=1, le=2**31)]
-    stop_sequences: Annotated[Stops, Field(fail_fast=True)] | None = None
+    stop_sequences: Annotated[Stops | None, Field(fail_fast=True), WITHOUT_EMPTY] = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None

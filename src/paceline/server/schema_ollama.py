@@ -9,16 +9,32 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from paceline.server.compat import Lenient, Strict, accepts, left_out
-from paceline.server.schema import Arguments, CalledName, Generating, ModelName, Schema, Stop, Stops, Text, Tools
+from paceline.server.compat import Lenient, Naming, accepts, ignored, left_out, only
+from paceline.server.schema import (
+    WITHOUT_EMPTY,
+    Arguments,
+    CalledName,
+    Generating,
+    ModelName,
+    Schema,
+    Stop,
+    Stops,
+    Text,
+    Tools,
+)
 
 
 @accepts(
-    "draft_num_predict embedding_only f16_kv logits_all low_vram main_gpu mirostat_eta mirostat_tau num_batch num_ctx "
-    "num_gpu num_keep num_thread numa penalize_newline use_mlock use_mmap vocab_only",
-    (((0,), "mirostat"), ((1,), "tfs_z")),
+    ignored(
+        "draft_num_predict embedding_only f16_kv logits_all low_vram main_gpu num_batch num_ctx num_gpu num_keep "
+        "num_thread numa use_mlock use_mmap vocab_only",
+        "the model is loaded already",
+    ),
+    ignored("mirostat_eta mirostat_tau penalize_newline", "settings of samplers that are off"),
+    only((0,), "mirostat", "this sampler is not implemented"),
+    only((1,), "tfs_z", "this sampler is not implemented"),
 )
-class OllamaOptions(Strict):
+class OllamaOptions(Naming):
     """`options` of a request. Those of the machine have no effect, since the model is loaded already."""
 
     num_predict: Annotated[int, Field(ge=-2, le=2**31, description="0, -1, -2: as many as fit.")] | None = None
@@ -34,7 +50,7 @@ class OllamaOptions(Strict):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Stop | Stops | None = None
+    stop: Annotated[Stop | Stops | None, WITHOUT_EMPTY] = None
 
 
 class OllamaFunction(Lenient):
@@ -49,10 +65,14 @@ class OllamaCall(Lenient):
     id: Annotated[str, Field(max_length=200)] | None = None
 
 
-class OllamaMessage(Strict):
+def _lower(role: Any) -> Any:
+    return role.lower() if isinstance(role, str) else role
+
+
+class OllamaMessage(Naming):
     """A message of a chat."""
 
-    role: Literal["system", "user", "assistant", "tool"]
+    role: Annotated[Literal["system", "user", "assistant", "tool"], BeforeValidator(_lower)]
     content: Text | None = None
     images: Annotated[
         int,
@@ -73,8 +93,8 @@ def _is_zero(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value == 0
 
 
-@accepts("truncate shift", ())
-class OllamaRequest(Generating):
+@accepts(ignored("shift", "a full context ends the reply"))
+class OllamaRequest(Naming, Generating, extra="ignore"):
     """Parameters of chats and of single prompts."""
 
     model: ModelName
@@ -84,6 +104,10 @@ class OllamaRequest(Generating):
     think: bool | Literal["low", "medium", "high", "max"] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    truncate: (
+        Annotated[bool, Field(description="Leave out the oldest messages of a chat that is too long. True by default.")]
+        | None
+    ) = None
     unloads: Annotated[
         Any,
         BeforeValidator(_is_zero),
@@ -153,16 +177,23 @@ def _message(message: OllamaMessage) -> dict[str, Any]:
         found["reasoning_content"] = message.thinking
     if message.tool_calls:
         found["tool_calls"] = [
-            {"id": call.id or f"call_{i}", "function": {"name": call.function.name, "arguments": json.dumps(args)}}
+            {
+                "id": call.id or f"call_{i}",
+                "function": {"name": call.function.name, "arguments": json.dumps(call.function.arguments)},
+            }
             for i, call in enumerate(message.tool_calls)
-            for args in (call.function.arguments,)
         ]
     if message.tool_name:
         found["name"] = message.tool_name
     return found | ({"tool_call_id": message.tool_call_id} if message.tool_call_id else {})
 
 
-@accepts("", ((("",), "template"), (([],), "context images"), ((), "width height steps")))
+@accepts(
+    only(("",), "template", "the model's own template is used"),
+    only(([],), "context", "/api/chat takes whole conversations"),
+    only(([],), "images", "this server reads text only"),
+    only((), "width height steps", "this server writes text only"),
+)
 class OllamaGenerateRequest(OllamaRequest):
     """Body of /api/generate."""
 
@@ -199,8 +230,8 @@ class OllamaGenerateRequest(OllamaRequest):
         return {"max_tokens": -1, **body}
 
 
-@accepts("verbose options system template", ())
-class NamedModelRequest(Strict):
+@accepts(ignored("verbose options system template", "models are described as they are"))
+class NamedModelRequest(Naming):
     """Body of /api/show and of the endpoints that change what is stored."""
 
     model: ModelName | None = None
@@ -218,7 +249,7 @@ class NamedModelRequest(Strict):
         return self
 
 
-@accepts("insecure username password", ())
+@accepts(ignored("insecure username password", "models are fetched from the hub"))
 class PullRequest(NamedModelRequest):
     """Body of /api/pull."""
 

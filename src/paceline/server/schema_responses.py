@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-import json
+import base64
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from paceline.server.compat import Lenient, Strict, accepts, left_out
-from paceline.server.schema import MAX_TOOLS, ArgumentsText, CalledName, Effort, Generating, Name, Schema, Text
+from paceline.server.compat import Lenient, OtherServers, Strict, accepts, ignored, left_out, only
+from paceline.server.custom_tools import CustomTool, arguments_of
+from paceline.server.schema import (
+    MAX_TOOLS,
+    WITHOUT_EMPTY,
+    ArgumentsText,
+    CalledName,
+    Effort,
+    Generating,
+    Name,
+    Penalty,
+    Schema,
+    Stop,
+    Stops,
+    Text,
+    schema_format,
+)
 
 ResponseId = Annotated[str, Field(min_length=1, max_length=200)]
 Kind = Annotated[str, Field(max_length=100)]
@@ -89,13 +104,35 @@ def _kind(item: Any) -> str:
     return kind if kind in ("message", "function_call", "function_call_output", "reasoning") else "other"
 
 
+_PACKED = "paceline:"
+
+
+def packed(summary: str) -> str:
+    """Return a summary as the opaque content of a compaction."""
+    return _PACKED + base64.b64encode(summary.encode()).decode()
+
+
+def unpacked(content: Any) -> str | None:
+    """Return the message for a compaction of this server; None for another's."""
+    if not isinstance(content, str) or not content.startswith(_PACKED):
+        return None
+    try:
+        summary = base64.b64decode(content.removeprefix(_PACKED), validate=True).decode()
+    except ValueError:
+        return None
+    return f"Summary of the conversation so far:\n\n{summary}"
+
+
 def _as_function(item: Any) -> Any:
-    """Return the call of a tool that takes plain text, or its result, as those of a function."""
+    """Return the call of a tool that takes plain text, or its result, as those of a function, and a compaction as a
+    message."""
     kind = item.get("type") if isinstance(item, dict) else None
     if kind == "item_reference":
         raise ValueError("an item_reference is not resolved here. Send the item itself, or previous_response_id")
     if kind == "custom_tool_call":
-        return {**item, "type": "function_call", "arguments": json.dumps({"input": item.get("input")})}
+        return {**item, "type": "function_call", "arguments": arguments_of(item.get("input"))}
+    if kind in ("compaction", "compaction_summary") and (summary := unpacked(item.get("encrypted_content"))):
+        return {"type": "message", "role": "user", "content": summary}
     return {**item, "type": "function_call_output"} if kind == "custom_tool_call_output" else item
 
 
@@ -133,9 +170,12 @@ class Namespace(Lenient):
     tools: Tools
 
     @property
-    def functions(self) -> dict[str, FunctionTool]:
+    def functions(self) -> dict[str, FunctionTool | CustomTool]:
         """The functions by the names under which the model sees them."""
-        return {in_namespace(self.name, tool.name): tool for tool in self.tools if isinstance(tool, FunctionTool)}
+        return {in_namespace(self.name, tool.name): tool for tool in self.tools if isinstance(tool, _CALLED)}
+
+
+_CALLED = (FunctionTool, CustomTool)
 
 
 class SkippedTool(Lenient):
@@ -146,11 +186,12 @@ class SkippedTool(Lenient):
 
 def _tool_kind(tool: Any) -> str:
     kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-    return kind if kind in ("function", "namespace") else "skipped"
+    return kind if kind in ("function", "custom", "namespace") else "skipped"
 
 
 Tool = Annotated[
     Annotated[FunctionTool, Tag("function")]
+    | Annotated[CustomTool, Tag("custom")]
     | Annotated[Namespace, Tag("namespace")]
     | Annotated[SkippedTool, Tag("skipped")],
     Discriminator(_tool_kind),
@@ -160,7 +201,7 @@ Namespace.model_rebuild()
 
 
 class NamedFunction(Strict):
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: Name
 
 
@@ -178,39 +219,49 @@ class PlainText(Strict):
 
 class SchemaText(Strict):
     type: Literal["json_schema"]
-    name: Name
+    name: Name = "schema"
     schema_: Annotated[Schema, Field(alias="schema")]
     description: Text | None = None
     strict: bool | None = None
 
 
+def _flat_format(form: Any) -> Any:
+    """Return a text format in the shape of this API: the schema of a chat's `response_format` lies one level deeper."""
+    form = schema_format(form)
+    inner = form.get("json_schema") if isinstance(form, dict) and form.get("type") == "json_schema" else None
+    if not isinstance(inner, dict):
+        return form
+    return {**inner, **{key: value for key, value in form.items() if key != "json_schema"}}
+
+
 class TextOptions(Strict):
-    format: Annotated[PlainText | SchemaText, Field(discriminator="type")] | None = None
+    format: Annotated[
+        Annotated[PlainText | SchemaText, Field(discriminator="type")] | None, BeforeValidator(_flat_format)
+    ] = None
     verbosity: Annotated[Literal["medium"], Field(description="The only value that changes nothing.")] | None = None
 
 
-@accepts("summary generate_summary", ())
+@accepts(ignored("summary generate_summary", "the reasoning itself is returned"))
 class ReasoningOptions(Strict):
     effort: Effort | None = None
 
 
-@accepts("include_obfuscation", ())
+@accepts(ignored("include_obfuscation", "streams are not padded"))
 class ResponseStreamOptions(Strict):
     pass
 
 
 @accepts(
-    """
-    client_metadata max_tool_calls prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier
-    service_tier user
-    """,
-    (
-        ((False,), "background"),
-        (("disabled",), "truncation"),
-        ((), "access_programs background_options context_management conversation image moderation prompt"),
+    ignored(
+        "client_metadata max_tool_calls prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier "
+        "service_tier user enable_response_messages",
+        "it has no effect on a local server",
     ),
+    only((False,), "background", "a response is written while its client waits"),
+    only((), "conversation prompt previous_input_messages", "send the whole conversation, or `previous_response_id`"),
+    only((), "access_programs background_options context_management image moderation", "OpenAI's servers run it"),
 )
-class ResponsesRequest(Generating):
+class ResponsesRequest(OtherServers, Generating):
     """Body of /v1/responses."""
 
     input: Text | Items = Field(default_factory=list)
@@ -219,6 +270,12 @@ class ResponsesRequest(Generating):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Penalty | None = None
+    stop: Annotated[Stop | Stops | None, WITHOUT_EMPTY] = None
     tools: Tools | None = None
     tool_choice: (
         Literal["none", "auto", "required"]
@@ -230,18 +287,35 @@ class ResponsesRequest(Generating):
     reasoning: ReasoningOptions | None = None
     previous_response_id: ResponseId | None = None
     store: bool | None = None
+    truncation: (
+        Annotated[Literal["auto", "disabled"], Field(description="auto: leave out the oldest items that do not fit.")]
+        | None
+    ) = None
     include: Annotated[list[Annotated[str, Field(max_length=100)]], Field(max_length=32)] | None = None
     metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
     stream_options: ResponseStreamOptions | None = None
     chat_template_kwargs: Annotated[Schema, Field(max_length=64)] | None = None
 
     @property
-    def functions(self) -> list[FunctionTool]:
-        """The tools that are functions, those of namespaces under the names that the model sees."""
-        found = [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
+    def callable_tools(self) -> list[FunctionTool | CustomTool]:
+        """The tools that the model may call, those of namespaces under the names that it sees."""
+        found = [tool for tool in self.tools or () if isinstance(tool, _CALLED)]
         for space in self._namespaces:
             found += [tool.model_copy(update={"name": name}) for name, tool in space.functions.items()]
         return found
+
+    @property
+    def functions(self) -> list[dict[str, Any]]:
+        """The same as functions, as the model sees them."""
+        return [
+            tool.function if isinstance(tool, CustomTool) else tool.model_dump(exclude_none=True, exclude={"type"})
+            for tool in self.callable_tools
+        ]
+
+    @property
+    def custom(self) -> frozenset[str]:
+        """Names of the custom tools, as the model sees them."""
+        return frozenset(tool.name for tool in self.callable_tools if isinstance(tool, CustomTool))
 
     @property
     def origins(self) -> dict[str, dict[str, str]]:
@@ -265,3 +339,7 @@ class ResponsesRequest(Generating):
     def constrained(self) -> bool:
         """Whether a grammar must be compiled for the reply."""
         return self.format.type != "text" or self.tool_choice not in (None, "none", "auto")
+
+
+class CompactRequest(ResponsesRequest):
+    """Body of /v1/responses/compact: the conversation that is to be summarised."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from paceline.server.compat import Strict, accepts
+from paceline.server.compat import Strict, accepts, ignored
 from paceline.server.schema import Messages, ModelName, RequestBody, Schema, Text, TokenId, Tools
 
 
@@ -73,7 +73,7 @@ class DetokenizeRequest(Strict):
     tokens: Annotated[list[TokenId], Field(max_length=1_000_000, fail_fast=True)]
 
 
-@accepts("time", ())
+@accepts(ignored("time", "files stay in their order"))
 class InfillFile(Strict):
     """Another file, which the model sees before the text."""
 
@@ -81,7 +81,7 @@ class InfillFile(Strict):
     text: Text
 
 
-@accepts("samplers t_max_prompt_ms t_max_predict_ms", ())
+@accepts(ignored("samplers t_max_prompt_ms t_max_predict_ms", "editors send it with every request"))
 class InfillRequest(RequestBody):
     """Body of /infill. `prompt`: the beginning of the current line, after `input_prefix`."""
 

@@ -18,6 +18,7 @@ from paceline.errors import TimedOut
 from paceline.server import (
     chat,
     chat_completions,
+    compaction,
     completions,
     embeddings,
     infilling,
@@ -47,7 +48,7 @@ from paceline.server.schema_ollama import (
     OllamaRequest,
     PullRequest,
 )
-from paceline.server.schema_responses import ResponsesRequest
+from paceline.server.schema_responses import CompactRequest, ResponsesRequest
 from paceline.server.stored import ResponseStore
 from paceline.server.tracing import Tracer, tracer
 from paceline.server.waiting import after, left, unless_disconnected
@@ -92,6 +93,11 @@ class Service:
         """Generate the next items of a conversation."""
         prepare = partial(responses.prepare, self.responses)
         return await self._generate(request, ResponsesRequest, prepare, "resp_")
+
+    async def compact_response(self, request: Request) -> Response:
+        """Summarise a conversation in an item with which it goes on."""
+        prepare = partial(compaction.prepare, self.responses)
+        return await self._generate(request, CompactRequest, prepare, "resp_")
 
     async def response(self, request: Request, response_id: str) -> Response:
         """Return a stored response."""
@@ -177,6 +183,17 @@ class Service:
 
             return await self._compute(request, body.model, work)
 
+    async def tokenizer_info(self, request: Request) -> Response:
+        """Describe a model's tokenizer as vLLM does, by which lm-eval's `remote` backend begins."""
+        name = request.query_params.get("model") or self.loader.names[0]
+
+        def work(model: LoadedModel) -> dict[str, Any]:
+            words, context = model.llm.tokenizer, model.llm.model.target.context_length
+            about = {"tokenizer_class": words.kind, "model_max_length": context, "vocab_size": words.vocab_size}
+            return {**about, **words.special_tokens, "chat_template": words.chat_template}
+
+        return await self._compute(request, name, work)
+
     async def detokenize(self, request: Request) -> Response:
         """Return the text of token ids, under vLLM's name and llama.cpp's."""
         async with self.bodies.read(request, schema_tokens.DetokenizeRequest) as (body, _):
@@ -237,11 +254,18 @@ class Service:
         """Fill the gap between two texts (llama.cpp's API)."""
         return await self._generate(request, schema_tokens.InfillRequest, infilling.prepare, "")
 
-    async def models(self) -> dict[str, Any]:
-        """List every model under each of its names, and its adapters. Clients of OpenAI and of Anthropic read it."""
+    async def models(self, request: Request) -> dict[str, Any]:
+        """List every model under each of its names, and its adapters. Clients of OpenAI and of Anthropic read it, and
+        those of llama.cpp its `models`.
+
+        To Codex, which sends its version, `models` would bring instructions and tools of their own, in place of
+        Codex's: for it the list is empty.
+        """
         data = [await self.model(name) for name in self.loader.names]
         ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
-        return {"object": "list", "data": data, **ends, "has_more": False}
+        names = [] if "client_version" in request.query_params else self.loader.names
+        models = [{"name": name, "model": name} for name in names]
+        return {"object": "list", "data": data, "models": models, **ends, "has_more": False}
 
     async def model(self, name: str) -> dict[str, Any]:
         """Describe the model under one of its names; a model that is not loaded in few words."""

@@ -101,9 +101,8 @@ def render(template: str, messages: Any, values: Mapping[str, Any], written: Col
     that are `written` count as the template's text, as roles do; all others are data.
 
     Messages that the template refuses are tried again in other forms. The template runs in a process of its own, for at
-    most 5 seconds of processor time and 512 MiB. Raises `InvalidPrompt` for malformed
-    messages, messages that the template refuses in every form, and exceeded limits, and `TimedOut` where the machine
-    was too busy.
+    most 5 seconds of processor time and 512 MiB. Raises `InvalidPrompt` for malformed messages, messages that the
+    template refuses in every form, and exceeded limits, and `TimedOut` where the machine was too busy.
     """
     checked = check_messages(messages)
     try:
