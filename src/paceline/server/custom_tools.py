@@ -166,9 +166,9 @@ class _Pattern:
     def _token(self, token: re.Match[str], above: tuple[str, ...]) -> str:
         match token.lastgroup:
             case "text":
-                return "(?:" + re.escape(json.loads(token["text"])) + ")"
+                return "(?:" + re.escape(str(json.loads(token["text"]))) + ")"
             case "regex":
-                return "(?:" + token["regex"][1:-1].replace(r"\/", "/") + ")"
+                return "(?:" + str(token["regex"])[1:-1].replace(r"\/", "/") + ")"
             case "name":
                 return self.of(token["name"], above)
             case "count":
