@@ -168,7 +168,7 @@ class _Pattern:
             case "text":
                 return "(?:" + re.escape(str(json.loads(token["text"]))) + ")"
             case "regex":
-                return f"(?:{token['regex'][1:-1]})".replace(r"\/", "/")
+                return "(?:" + str(token["regex"])[1:-1].replace(r"\/", "/") + ")"
             case "name":
                 return self.of(token["name"], above)
             case "count":
