@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import typer.testing
 from typer.testing import CliRunner, Result
 
 from paceline.checkpoints.loader import Loaded
@@ -16,6 +18,9 @@ from paceline.cli.show import Display
 from paceline.engine.detokenizer import Chunk
 from paceline.llm import LLM
 from paceline.testing import tiny_target
+
+# A runner builds all commands anew for every call, which takes longer than most of the tests.
+typer.testing._get_command = cache(typer.testing._get_command)  # type: ignore[attr-defined]
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz .,\n?!<>012"
 STATS = {"rounds", "drafted", "accepted", "tokens_per_round", "accepted_at", "cached", "seed", "guarantee"}
