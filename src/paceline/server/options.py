@@ -12,6 +12,7 @@ from paceline.engine.draft_policy import OFF, Speculation
 from paceline.errors import InvalidOption, PacelineError
 from paceline.llm import LLM
 from paceline.sampling.grammar import Cache, Grammar, Kind, check_installed, live_bytes, refused, spelled
+from paceline.sampling.json_schema import guide
 from paceline.sampling.parameters import Sampling
 from paceline.server.errors import bad_request
 from paceline.server.lark import json_of
@@ -163,15 +164,18 @@ def content_schema(body: RequestBody) -> Any:
 
 def _constraints(body: RequestBody) -> dict[str, tuple[Kind, Any]]:
     """Return the request's constraints on the reply's form by parameter."""
+    promised = None if body.guided_json is None else guide(body.guided_json, lenient=False)
     found: dict[str, tuple[Kind, Any]] = {
-        "guided_json": ("json_schema", body.guided_json),
+        "guided_json": ("json_schema", promised),
         "guided_regex": ("regex", body.guided_regex),
         "guided_grammar": ("lark", body.guided_grammar),
     }
     form = body.response_format if isinstance(body, ChatRequest) else None
     if form is not None and form.type != "text":
-        schema = form.json_schema.schema_ if isinstance(form, SchemaFormat) else None
-        found = {"response_format": ("json_schema", {"type": "object"} if schema is None else schema), **found}
+        asked = form.json_schema if isinstance(form, SchemaFormat) else None
+        schema = {"type": "object"} if asked is None or asked.schema_ is None else asked.schema_
+        lenient = asked is None or not asked.strict
+        found = {"response_format": ("json_schema", guide(schema, lenient)), **found}
     return {param: constraint for param, constraint in found.items() if constraint[1] is not None}
 
 
