@@ -286,7 +286,7 @@ def test_a_library_that_cannot_roll_back_is_read_anew() -> None:
         (lambda: Grammar.json_schema({"minLength": 5, "maxLength": 2, "type": "string"}), "minLength"),
         (lambda: Grammar.json_schema({"oneOf": [{"type": "string"}, {"type": "string"}]}), "oneOf"),
         (lambda: Grammar.json_schema("{"), "JSON schema"),
-        (lambda: Grammar.json_schema("3"), "object schema"),
+        (lambda: Grammar.json_schema("3"), "must be an object"),
         (lambda: Grammar.json_schema({"a": {1, 2}}), "no JSON"),
         (lambda: Grammar.json_schema(False), "Unsatisfiable"),
         (lambda: Grammar.json_schema("false"), "Unsatisfiable"),

@@ -71,8 +71,9 @@ def chunks_and_tokens(target: Decoder, tokens: list[int], cuts: Sequence[int]) -
     slot = cache.acquire(len(tokens))
     logits = [feed(target, cache, slot, tokens[a:b]) for a, b in itertools.pairwise((0, *cuts))]
     for token in tokens[cuts[-1] :]:
-        logits.append(verify(target, cache, slot, token, Draft())[:1])
-        cache.commit(pack([token], [Draft()], [slot], [cache.lengths[slot]], CPU), [()])
+        rows = pack([token], [Draft()], [slot], [cache.lengths[slot]], CPU)
+        logits.append(target.forward(rows, cache, Want()).logits[0, :1])
+        cache.commit(rows, [()])
     return torch.cat(logits)
 
 

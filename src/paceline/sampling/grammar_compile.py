@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from paceline.sampling import json_schema
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -30,7 +33,8 @@ def source(kind: str, text: str, whitespace: bool) -> str:
     elif kind == "lark":
         made = LLMatcher.grammar_from_lark(text)
     else:
-        made = LLMatcher.grammar_from_json_schema(text, defaults=_ANY_SPACE if whitespace else ONE_LINE)
+        schema = json_schema.enforceable(json.loads(text), _ANY_SPACE if whitespace else ONE_LINE)
+        made = LLMatcher.grammar_from_json_schema(json.dumps(schema))
     wrong: str = LLMatcher.validate_grammar(made)
     # A warning is advice on how to write the grammar.
     if wrong and not wrong.startswith("WARNING"):

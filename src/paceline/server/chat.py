@@ -11,6 +11,7 @@ from typing import Any
 from paceline.engine.prediction import predicted_ids
 from paceline.errors import InvalidPrompt, PacelineError, TimedOut
 from paceline.llm import LLM
+from paceline.sampling.json_schema import guide
 from paceline.sampling.parameters import Sampling
 from paceline.server import options, thinking, tools
 from paceline.server.calls import CallParser, ForcedCallParser, ReasonedCalls
@@ -53,7 +54,7 @@ class CallOptions:
     @property
     def functions(self) -> dict[str, Schema | None]:
         """The schemas of the functions that may be called, by their names."""
-        return {tool.function.name: tool.function.parameters for tool in self.callable}
+        return {tool.function.name: _parameters(tool) for tool in self.callable}
 
     def grammar(self, family: CallFormat, special: Mapping[str, int], body: ChatRequest) -> str | None:
         """Return the grammar of a reply that must be a call, or is a call or constrained JSON; None for any other.
@@ -66,6 +67,12 @@ class CallOptions:
         if not self.forced and content is None:
             return None
         return family.grammar([*self.functions.items()], special, None if self.forced else content)
+
+
+def _parameters(tool: Tool) -> Schema | None:
+    """Return the schema of a function's arguments, which is a guide unless the function is strict."""
+    schema = tool.function.parameters
+    return guide(schema, lenient=False) if schema and tool.function.strict else schema
 
 
 @dataclass(frozen=True, slots=True)

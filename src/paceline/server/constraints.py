@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from paceline.sampling.grammar import Kind, check_installed
+from paceline.sampling.json_schema import guide
 from paceline.server.errors import bad_request
 from paceline.server.lark import json_of, quoted
 from paceline.server.schema import RequestBody, SchemaFormat
@@ -52,12 +53,13 @@ def _formatted(body: RequestBody) -> Constraint | None:
     form = body.response_format
     if form is None or form.type == "text":
         return None
-    schema = form.json_schema.schema_ if isinstance(form, SchemaFormat) else None
-    return "json_schema", _ANY_OBJECT if schema is None else schema
+    asked = form.json_schema if isinstance(form, SchemaFormat) else None
+    schema = _ANY_OBJECT if asked is None or asked.schema_ is None else asked.schema_
+    return "json_schema", guide(schema, lenient=asked is None or not asked.strict)
 
 
 def _json(param: str, schema: Any) -> Constraint | None:
-    """Return the constraint of a schema, which may be JSON text."""
+    """Return the constraint of a schema, which may be JSON text. It is a promise unless it says otherwise itself."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
@@ -65,7 +67,7 @@ def _json(param: str, schema: Any) -> Constraint | None:
             raise bad_request(f"{param} must be a JSON schema, got text that is not JSON", param) from None
         if not isinstance(schema, dict):
             raise bad_request(f"{param} must be a JSON schema, got {type(schema).__name__}", param)
-    return None if schema is None else ("json_schema", schema)
+    return None if schema is None else ("json_schema", guide(schema, lenient=False))
 
 
 def _regex(expression: str | None) -> Constraint | None:

@@ -7,7 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from paceline.sampling.grammar import refused
 from paceline.sampling.grammar_compile import ONE_LINE
+from paceline.sampling.json_schema import enforceable, guide
 
 
 def literal(text: str, special: Mapping[str, int]) -> str:
@@ -23,5 +25,9 @@ def quoted(text: str) -> str:
 
 
 def json_of(schema: Mapping[str, Any]) -> str:
-    """Return JSON of a schema, on one line, as an expression."""
-    return f"%json {json.dumps({'x-guidance': ONE_LINE, **schema})}"
+    """Return JSON of a schema, on one line, as an expression. Raises `InvalidOption` for a schema that says it is no
+    guide and cannot be enforced."""
+    try:
+        return f"%json {json.dumps(enforceable(guide(schema), ONE_LINE))}"
+    except ValueError as error:
+        raise refused("json_schema", f"{error}") from error

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from paceline.sampling.json_schema import guide
 from paceline.server.compat import Lenient, Naming, accepts, ignored, left_out, only
 from paceline.server.schema import (
     WITHOUT_EMPTY,
@@ -222,7 +223,7 @@ class OllamaGenerateRequest(OllamaRequest):
         body = self.chat_body([], prompt=self.prompt or "", **({"suffix": self.suffix} if self.suffix else {}))
         form = body.pop("response_format", None)
         if form is not None:
-            body["guided_json"] = form["json_schema"]["schema"] if "json_schema" in form else {"type": "object"}
+            body["guided_json"] = guide(form["json_schema"]["schema"] if "json_schema" in form else {"type": "object"})
         for name in ("messages", "reasoning", "reasoning_effort"):
             body.pop(name, None)
         if body.pop("logprobs", None):

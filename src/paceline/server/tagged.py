@@ -22,7 +22,17 @@ _KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", type(
 _PYTHON = {"True": True, "False": False, "None": None}
 _ABOUT = {"title", "description", "default", "examples", "deprecated", "$comment"}
 """Keywords that allow and forbid nothing."""
-_OBJECT = {*_ABOUT, "type", "properties", "required", "additionalProperties", "$schema", "$defs", "definitions"}
+_OBJECT = {
+    *_ABOUT,
+    "type",
+    "properties",
+    "required",
+    "additionalProperties",
+    "$schema",
+    "$defs",
+    "definitions",
+    "x-guidance",
+}
 """Keywords of a function's schema that tagged text can hold to."""
 _MOST = 1 << 22
 """Characters of a grammar's schemas."""
@@ -108,7 +118,7 @@ class Tags:
         """Return the rule of a value with what follows it."""
         schema, after, known = _resolved(schema, root), literal(self.after, special), kinds(schema, root)
         if known and "string" not in known:
-            shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
+            shared = {key: root[key] for key in ("$defs", "definitions", "x-guidance") if key in root}
             return f"{name}: {name}_json {after}\n{name}_json: {json_of({**schema, **shared})}"
         named = [schema["const"]] if "const" in schema else _list(schema.get("enum"))
         if named and all(isinstance(one, str) for one in named):

@@ -47,6 +47,11 @@ class DeviceCache(SharedSlabCache):
             self._spare = super().acquire()
         return super().acquire(prompt, adapter)
 
+    def release(self, slot: int) -> None:
+        """Release a slot. The spare one stays: an engine releases every slot that no request holds."""
+        if slot != self._spare:
+            super().release(slot)
+
     def fit(self, slot: int, budget: DraftBudget) -> DraftBudget:
         """All of it: a row's bits do not depend on where blocks end. A ring has room for `BLOCK` rows."""
         self.check_taken(slot)

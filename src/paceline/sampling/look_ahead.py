@@ -1,0 +1,107 @@
+"""Patterns with look-ahead as several patterns without, since llguidance's regular expressions have none.
+
+A text that matches `^(?=A)B` matches both `^A` and `^B`. `^(?!A)B` needs the complement of `^A`, which is written here
+for the forms that validators use: a class up to the end, a beginning, and a text that must not occur.
+"""
+
+from __future__ import annotations
+
+import re
+
+_LOOK_AROUND = re.compile(r"(?:\\[^1-9k]|[^\\])*?(?:\(\?<?[=!]|\\[1-9k])", re.DOTALL)
+_ATOM = r"(?:\[\^?(?:\\.|[^\]\\])+\]|\\[^\dbBkpPux]|\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|[^\\.^$*+?()\[\]{}|])"
+_ONLY_CLASS = re.compile(rf"\^?({_ATOM})([*+])\$")
+_ATOMS = re.compile(rf"({_ATOM}+)(\$?)")
+_OCCURS = re.compile(rf"(?:\.|\[\\s\\S\])\*({_ATOM}+)")
+
+_LONGEST = 1000
+"""Characters of a pattern that is rewritten."""
+_EQUAL = {
+    # ISO 8601 durations of zod 4
+    r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$": (
+        r"^P(?:\d+W|(?:\d+Y(?:\d+M)?(?:\d+D)?|\d+M(?:\d+D)?|\d+D)(?:T(?:T_))?|T(?:T_))$".replace(
+            "T_", r"\d+H(?:\d+M)?(?:\d+(?:[.,]\d+)?S)?|\d+M(?:\d+(?:[.,]\d+)?S)?|\d+(?:[.,]\d+)?S"
+        )
+    ),
+}
+"""Patterns with look-ahead in the middle, and what equals them."""
+
+
+def has_look_around(pattern: str) -> bool:
+    """Return whether a pattern has look-around or references to groups."""
+    return bool(_LOOK_AROUND.match(pattern))
+
+
+def without_look_ahead(pattern: str) -> list[str] | None:
+    """Return patterns that a text matches, all of them, if and only if it matches this one; None if none are known."""
+    if pattern in _EQUAL:
+        return [_EQUAL[pattern]]
+    if not pattern.startswith("^") or len(pattern) > _LONGEST:
+        return None
+    found, rest = [], pattern[1:]
+    while rest.startswith(("(?=", "(?!")):
+        end = _closing(rest)
+        body = rest[3:end]
+        made = f"^(?:{body.removeprefix('^')})" if rest[2] == "=" else _complement(body)
+        if made is None or (rest[2] == "=" and "|^" in body):
+            return None
+        found.append(made)
+        rest = rest[end + 1 :]
+    found = [f"^{rest}", *found]
+    outer_choice = "|" in _outside_groups(rest)  # the look-ahead belongs to the first branch only
+    return None if outer_choice or any(map(has_look_around, found)) else found
+
+
+def _complement(body: str) -> str | None:
+    """Return a pattern of the texts whose beginning does not match."""
+    if hit := _ONLY_CLASS.fullmatch(body):
+        other = _negated(hit[1])
+        return other if hit[2] == "*" else f"^$|{other}"
+    body = body.removeprefix("^")
+    if hit := _ATOMS.fullmatch(body):
+        return f"^(?:{_unlike(re.findall(_ATOM, hit[1]), bool(hit[2]))})"
+    if hit := _OCCURS.fullmatch(body):
+        atoms = re.findall(_ATOM, hit[1])
+        if len(atoms) == 1:
+            return f"^{_negated(atoms[0])}*$"
+        if len(atoms) == 2 and atoms[0] == atoms[1]:
+            return f"^(?:{atoms[0]}?{_negated(atoms[0])})*{atoms[0]}?$"
+    return None
+
+
+def _unlike(atoms: list[str], whole: bool) -> str:
+    """Return a pattern of the beginnings of texts that do not begin with these atoms; `whole`: are not just these."""
+    rest = r"[\s\S]" if whole else None
+    for atom in reversed(atoms):
+        after = "" if rest is None else f"|{atom}(?:{rest})"
+        rest = f"$|{_negated(atom)}{after}"
+    return rest or "$"
+
+
+def _negated(atom: str) -> str:
+    """Return a class of all characters that an atom does not match."""
+    if atom.startswith("[^"):
+        return f"[{atom[2:]}"
+    inner = atom[1:-1] if atom.startswith("[") else re.escape(atom) if len(atom) == 1 else atom
+    return f"[^{inner}]"
+
+
+def _closing(text: str) -> int:
+    """Return the position of the bracket that closes the group at the beginning of a text; its end if none does."""
+    depth = 0
+    for hit in re.finditer(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()]", text, re.DOTALL):
+        depth += {"(": 1, ")": -1}.get(hit[0], 0)
+        if not depth:
+            return hit.start()
+    return len(text)
+
+
+def _outside_groups(text: str) -> str:
+    """Return the parts of a pattern that are in no group or class."""
+    depth, found = 0, []
+    for hit in re.finditer(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", text, re.DOTALL):
+        depth -= hit[0] == ")"
+        if not depth and len(hit[0]) == 1:
+            found.append(hit[0])
+        depth += hit[0] == "("
+    return "".join(found)
