@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -145,13 +144,9 @@ def run(seed: int) -> None:
     with raising(ERRORS[kind](), moment, lines):
         _attempt(one.llm, request)
     what = f"{seed}: {kind} at {'line' if lines else 'call'} {moment} of {request!r} with {drafter!r}, {size}"
-    leaks = one.leaks()
-    if any(leaks):
-        gc.collect()
-        leaks = one.leaks()
-    assert not leaks[0], f"{what} left slots taken"
     assert one.ask() == one.answers, f"{what} changed later answers"
-    assert not any(one.leaks()), f"{what} left slots of a drafter taken"
+    # Where the error comes into the release itself, the next request releases the slot.
+    assert not any(one.leaks()), f"{what} left slots taken"
     assert one.llm.engine._depth == 0
 
 

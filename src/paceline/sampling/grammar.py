@@ -70,8 +70,9 @@ class Grammar:
         """JSON that follows a schema, its properties in the schema's order. `schema`: a dict, or JSON text.
 
         The text is one line in the format of `json.dumps`, so that the model chooses little besides the values.
-        `whitespace`: allow any white space between tokens instead. The key "x-guidance" of the schema sets llguidance's
-        options. A schema that llguidance cannot enforce is refused.
+        `whitespace`: allow any white space between tokens instead. An object with `properties` has no further keys
+        unless the schema says so. A schema that cannot be enforced is refused, unless its key "x-guidance", which sets
+        llguidance's options, holds {"lenient": true}.
         """
         try:
             known = json.loads(schema if isinstance(schema, str) else json.dumps(schema))

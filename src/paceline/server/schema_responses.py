@@ -242,7 +242,7 @@ class TextOptions(Strict):
 
 
 @accepts(ignored("summary generate_summary", "the reasoning itself is returned"))
-class ReasoningOptions(Strict):
+class ResponseReasoning(Strict):
     effort: Effort | None = None
 
 
@@ -284,7 +284,7 @@ class ResponsesRequest(OtherServers, Generating):
     ) = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
-    reasoning: ReasoningOptions | None = None
+    reasoning: ResponseReasoning | None = None
     previous_response_id: ResponseId | None = None
     store: bool | None = None
     truncation: (
