@@ -64,7 +64,7 @@ def test_every_row_is_what_transformers_layer_gives_for_its_path(case: str, tmp_
     """In trees of a ragged batch, over rounds in which true states take the place of drafted ones."""
     truth = reference(case)
     spy = Spy(*opened(case, tmp_path), truth.target)
-    samplings = [Sampling(max_new_tokens=6, temperature=t, seed=3) for t in (0.0, 3.0, 1.0)]
+    samplings = [Sampling(max_new_tokens=9, temperature=t, seed=3) for t in (0.0, 3.0, 1.0)]
     prompts = [PROMPT, [3, 4], [i * i % 101 for i in range(40)]]
     run_together(Engine(truth.target, spy, DraftBudget(9, 4, 3)), prompts, samplings)
     assert {len(path) for _, path, _ in spy.seen} == {0, 1, 2, 3}
