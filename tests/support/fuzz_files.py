@@ -39,7 +39,7 @@ from tests.support.random_heads import BLOCK, COMPACT, EAGLE3, EXIT, MEDUSA, hea
 from tests.support.tiny_families import FAMILIES, SIZES
 
 CASE_SECONDS, MEMORY = 5.0, 1 << 30
-"""The most that one file may take; the memory is beyond what the process held at the start."""
+"""The most CPU time that one file may take; the memory is beyond what the process held at the start."""
 
 _ODD: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 3, 7, 255, 4097, 2**24 + 1, 2**31, 2**32, 2**63, 2**64, 10**30, 10**400),
@@ -57,21 +57,21 @@ class Hang(BaseException):
 
 @contextmanager
 def limits(seconds: float, memory: int) -> Iterator[None]:
-    """Raises `Hang` after so long, and has allocations fail beyond so many more bytes than now."""
+    """Raises `Hang` after so many CPU seconds, and has allocations fail beyond so many more bytes than now."""
 
     def stop(*_: object) -> None:
         raise Hang
 
     held = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     old = resource.getrlimit(resource.RLIMIT_DATA)
-    before = signal.signal(signal.SIGALRM, stop)
+    before = signal.signal(signal.SIGPROF, stop)
     resource.setrlimit(resource.RLIMIT_DATA, (held + memory, old[1]))
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
         resource.setrlimit(resource.RLIMIT_DATA, old)
 
 
