@@ -103,7 +103,7 @@ def schema_format(form: Any) -> Any:
         return {**plain, "type": "json_schema", "json_schema": {"schema": schema}}
     inner = form.get("json_schema")
     if form.get("type") == "json_schema" and isinstance(schema, dict) and inner is None:
-        return {"type": "json_schema", "json_schema": {"schema": schema}}
+        return {"type": "json_schema", "json_schema": {key: value for key, value in form.items() if key != "type"}}
     if isinstance(inner, dict) and "schema" not in inner and inner.keys() & _OF_SCHEMAS:
         return {**form, "json_schema": {"schema": inner}}
     return form
