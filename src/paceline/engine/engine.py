@@ -40,8 +40,10 @@ def _exclusive(method: Method) -> Method:
 
     @wraps(method)
     def run(self: Engine, *args: Any, **options: Any) -> Any:
+        outermost = not self._lock._is_owned()  # type: ignore[attr-defined]
         with self._lock:
-            self._depth += 1
+            # Set anew, as an interrupt may have come between the two changes of an earlier call.
+            self._depth = 1 if outermost else self._depth + 1
             try:
                 return method(self, *args, **options)
             except BaseException:
