@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,14 @@ class Moments:
     count: int = 0
 
 
+def _leaves_context(frame: FrameType) -> bool:
+    """Return whether the line is that of a `with`, which is traced again before the block's end.
+
+    No interrupt arrives there: Python looks for signals after calls and at jumps back.
+    """
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
+
+
 @contextmanager
 def raising(error: BaseException | None, moment: int, lines: bool) -> Iterator[Moments]:
     """Context whose thread raises `error` at the moment of this number, from 1 on, and goes on without further errors.
@@ -33,7 +42,7 @@ def raising(error: BaseException | None, moment: int, lines: bool) -> Iterator[M
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
         if not frame.f_code.co_filename.startswith(_SOURCE):
             return None
-        if event == ("line" if lines else "call"):
+        if event == ("line" if lines else "call") and not _leaves_context(frame):
             passed.count += 1
             if passed.count == moment and error is not None:
                 raise error  # Python stops tracing then
