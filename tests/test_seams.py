@@ -27,7 +27,17 @@ from paceline.models.decoder import Decoder
 from paceline.models.heads import ExitConfig
 from paceline.protocols import Target
 from paceline.sampling.parameters import Sampling
-from paceline.testing import TINY, ListCache, ToyTarget, check_drafter, check_target, random_tensors, run, tiny_target
+from paceline.testing import (
+    TINY,
+    ListCache,
+    ToyTarget,
+    check_drafter,
+    check_target,
+    drafters,
+    random_tensors,
+    run,
+    tiny_target,
+)
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 from tests.support.cover import some
 from tests.support.tiny_heads import TINY_BLOCK, TINY_MEDUSA, block_tensors, eagle_config, eagle_tensors, medusa_tensors
@@ -114,14 +124,28 @@ def amnesiac() -> Amnesiac:
     [
         (amnesiac, "were loaded is drafted for"),
         (Endless, "nodes"),
-        (Forgetful, "changes a draft"),
+        pytest.param(Forgetful, "changes a draft", marks=pytest.mark.slow),
         (Short, "one draft per ask"),
-        (Uniform, "deeper than"),
+        pytest.param(Uniform, "deeper than", marks=pytest.mark.slow),
     ],
 )
 def test_the_check_notices_drafters_that_do_not(broken: Callable[[], Drafter], said: str) -> None:
     with pytest.raises(AssertionError, match=said):
         check_drafter(broken, SHALLOW)
+
+
+@pytest.mark.parametrize(
+    ("broken", "clause", "said"),
+    [
+        (Forgetful, drafters._check_requests, "changes a draft"),
+        (Uniform, drafters._check_batch, "deeper than"),
+    ],
+)
+def test_a_clause_notices_drafters_that_break_it(
+    broken: Callable[[], Drafter], clause: Callable[[Drafter, Target, Sequence[int]], None], said: str
+) -> None:
+    with pytest.raises(AssertionError, match=said):
+        clause(broken(), SHALLOW, [1, 5, 9, 5, 9, 5])
 
 
 def test_a_drafter_hears_the_whole_text_and_its_hidden_states() -> None:

@@ -290,7 +290,7 @@ steps = st.lists(
 
 @pytest.mark.parametrize("kind", TOYS)
 @pytest.mark.parametrize("start", [1, 507])
-@settings(max_examples=15)
+@settings(max_examples=settings().max_examples // 3)
 @given(steps)
 def test_any_order_of_operations_gives_the_logits_of_a_fresh_session(kind: str, start: int, ops: list[Any]) -> None:
     s, _ = session(kind)

@@ -136,7 +136,7 @@ def feed_taps(target: Any, store: Any, slot: int, tokens: list[int]) -> torch.Te
     case=["gemma4, small", "gemma4, large"],
     shape=[DraftBudget.chain(4), DraftBudget(9, 3, 3)],
     temperature=[0.0, 0.8],
-    together=[("case", "shape"), ("temperature",)],
+    together=[("case",), ("shape",), ("temperature",)],
 )
 def test_the_text_is_that_without_it(case: str, shape: DraftBudget, temperature: float, tmp_path: Path) -> None:
     how, prompt, ours = Sampling(max_new_tokens=40, temperature=temperature, seed=3), text(20), decoder(case)

@@ -143,7 +143,7 @@ def test_foreign_drafters_keep_the_contract(way: str) -> None:
     check_drafter(lambda: WAYS[way](words), words.target.target)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@some("way", [*WAYS], fast=["text"])
 def test_drafts_are_the_same_in_company(way: str) -> None:
     ours = model("byte-level, small")
     words = VocabMap(ours, model("byte-level", 1))

@@ -136,7 +136,7 @@ def words(folder: Path, count: int = 101) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-@some("case", ["qwen3.5", "deepseek v3", "glm4.5", "mimo"], fast=["qwen3.5", "glm4.5"])
+@some("case", ["qwen3.5", "deepseek v3", "glm4.5", "mimo"], fast=["glm4.5"])
 def test_a_model_that_has_one_drafts_with_it(case: str, tmp_path: Path) -> None:
     """By its name, by "auto" and by "found", from the folder and named as another model's."""
     folder = reference(case).save(tmp_path / "model")
@@ -163,7 +163,7 @@ def test_a_model_that_has_one_drafts_with_it(case: str, tmp_path: Path) -> None:
         "none": ("none", "auto", False),
         "int8, but not the layer": ("int8", "none", False),
     },
-    fast=["int8", "int8, but not the layer"],
+    fast=["int8"],
 )
 def test_that_of_a_quantised_model_has_4_bits(how: tuple[Any, Any, bool], tmp_path: Path) -> None:
     quantize, draft_quantize, few = how

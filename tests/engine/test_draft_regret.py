@@ -146,7 +146,7 @@ def test_a_drafter_that_gains_is_used_in_a_long_reply_to_a_long_prompt(name: str
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-@some("right", [0.0, 0.3, 0.65, 0.8, 0.9], fast=["0.0", "0.8"])
+@some("right", [0.0, 0.3, 0.65, 0.8, 0.9], fast=["0.8"])
 def test_thousands_of_rounds_never_lose_and_win_what_can_be_won(name: str, right: float) -> None:
     found = [Machine(DRAFTERS[name], seed).speed(60, 3000, right) for seed in range(3)]
     assert min(found) > 0.98

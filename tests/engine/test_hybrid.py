@@ -73,19 +73,27 @@ def test_the_text_does_not_depend_on_the_drafter(name: str, shape: DraftBudget, 
         assert all(stats.acceptance == 1.0 for _, _, stats in replies if shape is CHAIN), "its own states follow too"
 
 
-@some("shape", SHAPES, fast=["tree"])
-def test_mamba_keeps_its_text_too(shape: DraftBudget) -> None:
-    target, other = tiny_mamba(), tiny_mamba(seed=9)
+@cover(shape=SHAPES, name=["itself", "a mamba", "a hybrid", "ngram"], together=[("shape",)])
+def test_mamba_keeps_its_text_too(shape: DraftBudget, name: str) -> None:
+    target = tiny_mamba()
+    made: dict[str, Drafter] = {
+        "itself": DraftModel(target, 37),
+        "a mamba": DraftModel(tiny_mamba(seed=9), 37),
+        "a hybrid": DraftModel(TARGET, 37),
+        "ngram": NGram(),
+    }
     samplings = [GREEDY, SAMPLED]
     plain = [run(target, text(CHECKPOINT - 10), sampling)[0] for sampling in samplings]
-    drafters: list[Drafter] = [DraftModel(target, 37), DraftModel(other, 37), DraftModel(TARGET, 37), NGram()]
-    for drafter in drafters:
-        replies = run_together(Engine(target, drafter, shape), [text(CHECKPOINT - 10)] * 2, samplings)
-        assert [reply[0] for reply in replies] == plain
-    wrong = run_together(
-        Engine(broken(Twice, hybrid=tiny_mamba), NGram(), shape), [text(CHECKPOINT - 10)] * 2, samplings
-    )
-    assert [reply[0] for reply in wrong] != plain, "a state that is applied twice"
+    replies = run_together(Engine(target, made[name], shape), [text(CHECKPOINT - 10)] * 2, samplings)
+    assert [reply[0] for reply in replies] == plain
+
+
+@some("shape", SHAPES, fast=["tree"])
+def test_a_state_of_mamba_that_is_applied_twice_is_another_text(shape: DraftBudget) -> None:
+    engine = Engine(broken(Twice, hybrid=tiny_mamba), NGram(), shape)
+    for sampling in (GREEDY, SAMPLED):
+        prompt = text(CHECKPOINT - 10)
+        assert run(engine.target, prompt, sampling, engine=engine)[0] != run(tiny_mamba(), prompt, sampling)[0]
 
 
 def test_a_state_that_is_applied_twice_is_another_text(plain: list[list[int]]) -> None:

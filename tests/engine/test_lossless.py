@@ -154,7 +154,7 @@ STOPS: dict[str, Callable[[list[int], int], tuple[dict[str, Any], list[int]]]] =
     shape=SHAPES,
     stop=STOPS,
     at=range(0, 24, 3),
-    together=[("drafter",), ("shape", "stop"), ("stop", "at")],
+    together=[("drafter",), ("shape", "stop"), ("at",)],
 )
 def test_every_stop_condition_ends_at_the_same_token(
     drafter: str, shape: DraftBudget, stop: Callable[[list[int], int], tuple[dict[str, Any], list[int]]], at: int

@@ -30,7 +30,7 @@ CASES = {"glm4.5": "glm4.5 without groups", "llama4, sliding": "llama4", "deepse
     case=[*CASES],
     shape={"chain": CHAIN, "tree": TREE},
     drafter=["ngram", "another", "itself"],
-    together=[("case", "shape"), ("drafter", "shape")],
+    together=[("case",), ("shape",), ("drafter",)],
 )
 def test_the_text_does_not_depend_on_the_drafter(case: str, shape: DraftBudget, drafter: str) -> None:
     target = decoder(case)

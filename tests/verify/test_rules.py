@@ -36,7 +36,7 @@ from tests.support.toys import ask_for, toy_llm
 @some(
     "case",
     {"rejection, tree": ("rejection", TREE), "block, chain": ("block", CHAIN), "block, tree": ("block", TREE)},
-    fast=["rejection, tree", "block, tree"],
+    fast=["block, tree"],
 )
 def test_texts_have_the_targets_distribution(case: tuple[str, DraftBudget]) -> None:
     assert chi_square(*case) < 1
