@@ -174,6 +174,22 @@ class SiblingsSee(ListCache):
         return Leaky(now._rows, now._kept, now._fed)
 
 
+class CommitsAnyPass(ListCache):
+    def commit(self, rows: Rows, paths: Sequence[Sequence[int] | None]) -> None:
+        self._begun.update(dict.fromkeys(rows.slots, rows.number))
+        super().commit(rows, paths)
+
+
+class KeepsPasses(ListCache):
+    """Forgets that a pass was committed, and that its slot was released."""
+
+    def commit(self, rows: Rows, paths: Sequence[Sequence[int] | None]) -> None:
+        fed = {slot: list(entries) for slot, entries in self._fed.items()}
+        super().commit(rows, paths)
+        self._begun.update(dict.fromkeys(rows.slots, rows.number))
+        self._fed.update(fed)
+
+
 class Altered(ToyTarget):
     """Changes what goes in, or what comes out."""
 
@@ -266,6 +282,8 @@ BROKEN: dict[type[ListCache] | type[ToyTarget], str] = {
     ReleasesNeighbours: "a fork whose origin was released",
     SharedByAll: "a new slot holds 8 tokens",
     Ghosts: r"Want\('all'\) gives other logits",
+    CommitsAnyPass: "the older of two passes was committed",
+    KeepsPasses: "the same pass for the second time was committed",
     NeverGrows: "level 2 of a tree that grows",
     FirstOfBatch: "line 1 of a batch",
     Generous: "fit gave more",
