@@ -175,6 +175,22 @@ class SiblingsSee(ListCache):
         return Leaky(now._rows, now._kept, now._fed)
 
 
+class CommitsAnyPass(ListCache):
+    def commit(self, rows: Rows, paths: Sequence[Sequence[int] | None]) -> None:
+        self._begun.update(dict.fromkeys(rows.slots, rows.number))
+        super().commit(rows, paths)
+
+
+class KeepsPasses(ListCache):
+    """Forgets that a pass was committed, and that its slot was released."""
+
+    def commit(self, rows: Rows, paths: Sequence[Sequence[int] | None]) -> None:
+        fed = {slot: list(entries) for slot, entries in self._fed.items()}
+        super().commit(rows, paths)
+        self._begun.update(dict.fromkeys(rows.slots, rows.number))
+        self._fed.update(fed)
+
+
 class Altered(ToyTarget):
     """Changes what goes in, or what comes out."""
 
@@ -281,6 +297,8 @@ BROKEN: dict[type[ListCache] | type[ToyTarget], tuple[str, str]] = {
     Crowded: ("_drafts", "a chain of 6"),
     ShortSighted: ("_ends", "context can be used to its last token. It raised"),
     Moody: ("_wanted", "gives other logits"),
+    CommitsAnyPass: ("_passes", "the older of two passes was committed"),
+    KeepsPasses: ("_passes", "the same pass for the second time was committed"),
 }
 """What is broken -> the clause that notices it, and what it says."""
 

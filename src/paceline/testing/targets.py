@@ -146,7 +146,7 @@ def _passes(probe: Probe) -> None:
 
     refused("the older of two passes", older, text.slot)
     text.commit(Draft(), (), newer)
-    refused("a pass that was committed", newer, text.slot)
+    refused("the same pass for the second time", newer, text.slot)
     refused("an older pass after a newer one", older, text.slot)
     text.tokens.append(3)
     text.expect("after refused commits")
@@ -324,10 +324,10 @@ CLAUSES: tuple[Callable[[Probe], None], ...] = (
     _chunks,
     _traces,
     _commits,
-    _passes,
     _truncation,
     _forks,
     _lives,
+    _passes,
     _saves,
     _caches,
     _ragged,
