@@ -329,6 +329,7 @@ def test_a_run_measures_every_drafter_at_every_precision_and_temperature(result:
     assert Counter(s["system"] for s in result["samples"]) == dict.fromkeys(own | {"good", "good T=0.7"}, 6)
 
 
+@pytest.mark.slow
 def test_a_run_is_lossless_at_every_precision_and_temperature(result: dict[str, Any]) -> None:
     by_name = {s["system"]: s for s in result["systems"]}
     assert all(s["same_text"] == 1.0 for s in result["systems"])

@@ -52,7 +52,7 @@ NAMES = ("suffix", "ngram", "eagle3", "medusa", "model:demo", "suffix+eagle3")
 CASES = {f"{name}-{size}-{width}": (name, size, width) for name in NAMES for size in SIZES for width in (1, 3)}
 
 
-@some("case", CASES, fast=["suffix+eagle3-tree-1"])
+@some("case", CASES, fast=[])
 def test_counts_are_equal(case: tuple[str, str, int], demo: Loaded, replies: list[RecordedReply]) -> None:
     name, shape, width = case
     size = SIZES[shape]

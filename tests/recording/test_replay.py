@@ -147,6 +147,7 @@ def test_states_stored_while_writing_spare_a_prefill(
     assert counts(wrong.stats) != counts(computed.stats)
 
 
+@pytest.mark.slow
 def test_something_is_accepted_by_every_kind(tmp_path: Path) -> None:
     """Equal counts of nothing would prove little."""
     replies = recorded(tmp_path / "r.jsonl", SAMPLINGS["greedy"])
