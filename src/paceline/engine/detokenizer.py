@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paceline.errors import PromptTooLong
 from paceline.sampling.parameters import Sampling
+from paceline.text.growing import overlap
 from paceline.types import Draft, FinishReason, Verdict
 
 Decode = Callable[[Sequence[int]], str]
@@ -172,7 +173,7 @@ class StopStrings:
             at, self.found = min(hits)
             safe, self._held = self._held[:at], ""
             return safe, True
-        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        keep = max((overlap(self._held, stop) for stop in self._stops), default=0)
         cut = len(self._held) - keep
         safe, self._held = self._held[:cut], self._held[cut:]
         return safe, False
@@ -181,12 +182,6 @@ class StopStrings:
         """What was held back for a stop string that did not come."""
         safe, self._held = self._held, ""
         return safe
-
-
-def _overlap(text: str, stop: str) -> int:
-    """The longest end of `text` that begins `stop`."""
-    sizes = range(min(len(text), len(stop) - 1), 0, -1)
-    return next((size for size in sizes if text.endswith(stop[:size])), 0)
 
 
 @dataclass(slots=True)

@@ -90,11 +90,20 @@ def prepare(model: LoadedModel, settings: Settings, body: ChatRequest, truncate:
 
     Raises `PacelineError` and `ApiError`.
     """
+    try:
+        return _prepare(model, settings, body)
+    except ContextExceeded:
+        if not truncate:
+            raise
+    llm = model.llm
+    size = partial(_size, llm, settings, CallOptions.of(body).shown)
+    return _prepare(model, settings, truncated(body, size, options.prompt_limit(llm, settings)))
+
+
+def _prepare(model: LoadedModel, settings: Settings, body: ChatRequest) -> PreparedChat:
     llm = model.llm
     family, calling = call_format(llm), CallOptions.of(body)
     functions = calling.functions
-    if truncate:
-        body = truncated(body, partial(_size, llm, settings, calling.shown), options.prompt_limit(llm, settings))
     text = chat_text(llm, body, calling.shown)
     options.check_length(llm, settings, text, "messages")
     form = thinking.family(llm.tokenizer.template_for(bool(calling.shown)))
@@ -201,7 +210,7 @@ def _applied(
     if body.continue_final_message:
         return _continued(llm, chat, values)
     text = llm.tokenizer.apply_chat_template(chat, body.add_generation_prompt is not False, **values)
-    form = thinking.family(llm.tokenizer.chat_template)
+    form = thinking.family(llm.tokenizer.template_for(bool(given)))
     return form.skip(text) if form and values.get("enable_thinking") is False else text
 
 

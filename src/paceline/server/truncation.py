@@ -13,18 +13,15 @@ _SHARE = 4
 
 
 def truncated(body: ChatRequest, size: Callable[[ChatRequest], int], limit: int) -> ChatRequest:
-    """Return the chat without its oldest messages, as few as it takes; the whole chat if it fits.
+    """Return a chat without its oldest messages, as few as it takes for the prompt and a reply to fit.
 
-    Instructions and the last message stay, and the first that stays is no tool result. Where messages are left out,
-    there is room for the reply too.
+    Instructions and the last message stay, and the first message that stays is no tool result.
 
     Args:
-        body: The chat.
+        body: A chat that is too long.
         size: Returns the tokens of a chat's prompt.
         limit: The most tokens of a prompt.
     """
-    if size(body) <= limit:
-        return body
     messages, wanted = body.messages, body.length
     room = limit - min(limit // _SHARE, wanted if wanted and wanted > 0 else limit)
     last = len(messages) - 1
