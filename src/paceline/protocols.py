@@ -114,7 +114,7 @@ class KVCache(Protocol[PassT]):
         """Keep row 0 and then the rows of `paths[i]`, in this order, of slot i of a pass over `rows`; None keeps
         nothing. The only place where a slot's length grows.
 
-        `rows` must be those of the slots' latest pass, which is committed once. Raises `CacheError` for an earlier
+        `rows` must belong to the slots' latest pass, which can be committed once. Raises `CacheError` for an earlier
         pass, and for a pass of a slot that was released since.
         """
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any
 
 import pytest
@@ -33,6 +32,7 @@ from paceline.server.tools import (
     CallFormat,
     family,
 )
+from tests.support.counted_lines import counted
 
 fuzz = settings(derandomize=True, max_examples=120, deadline=None)
 
@@ -258,19 +258,9 @@ def test_no_call_and_no_text_is_made_up(form: CallFormat, text: str, step: int) 
 
 
 def lines_run(form: CallFormat, text: str, step: int) -> int:
-    lines, before = 0, sys.gettrace()
-
-    def trace(frame: Any, event: str, _: Any) -> Any:
-        nonlocal lines
-        lines += event == "line"
-        return trace if "paceline" in frame.f_code.co_filename else None
-
-    sys.settrace(trace)
-    try:
+    with counted() as lines:
         read(form, text, step)
-    finally:
-        sys.settrace(before)
-    return lines
+        return lines()
 
 
 @pytest.mark.parametrize("form", [PLAIN, QWEN, LFM, DEEPSEEK], ids=lambda form: form.name)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +12,7 @@ from hypothesis import strategies as st
 
 from paceline.text.growing import GrowingText, Malformed, finish, overlap
 from paceline.text.loose_json import DEPTH, JsonReader, parse
+from tests.support.counted_lines import counted
 
 fuzz = settings(derandomize=True, max_examples=150, deadline=None)
 
@@ -120,23 +119,6 @@ def test_nothing_is_read_that_the_text_does_not_hold(text: str, step: int) -> No
         except ValueError:
             return
         assert outcome == strict
-
-
-@contextmanager
-def counted() -> Iterator[Callable[[], int]]:
-    """Count the lines of Paceline's Python code that run."""
-    lines, before = 0, sys.gettrace()
-
-    def trace(frame: Any, event: str, _: Any) -> Any:
-        nonlocal lines
-        lines += event == "line"
-        return trace if "paceline" in frame.f_code.co_filename else None
-
-    sys.settrace(trace)
-    try:
-        yield lambda: lines
-    finally:
-        sys.settrace(before)
 
 
 HARD = ['{"a": "x\\n', '[{"a": [', '["\\"', "[' ", '{"a": 1, ', '"' + "x" * 40, "[1, ", " \n"]

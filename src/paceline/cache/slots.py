@@ -89,7 +89,7 @@ class SlotTable(ABC):
             )
 
     def check_commit(self, slot: int, rows: Rows, index: int) -> None:
-        """Raise `CacheError` unless `rows` are those of the slot's latest pass, not committed yet."""
+        """Raise `CacheError` unless `rows` belong to the slot's latest pass and are not committed yet."""
         self.check_taken(slot)
         if self._begun.get(slot) != rows.number:
             raise CacheError(

@@ -91,8 +91,8 @@ Quantize = Annotated[
 ChatTemplate = Annotated[
     str | None,
     _model(
-        "Chat template instead of the model's own: FILE or NAME.\n\nThe name is that of one of the model's "
-        "templates, such as tool_use, which is used by itself for chats with tools.",
+        "Chat template instead of the model's own: FILE or NAME.\n\nNAME is one of the model's named "
+        "templates, such as tool_use. By default, chats with tools use tool_use.",
         metavar="TEMPLATE",
     ),
 ]

@@ -134,7 +134,7 @@ class Drawn(Nodes):
         return [node for node in range(first, len(self.tokens)) if self._expands(node)]
 
     def with_elders(self, nodes: Sequence[int]) -> list[int]:
-        """Siblings are judged in the order in which they were drawn, and have consecutive numbers."""
+        """Verification judges siblings in draw order. Siblings have consecutive numbers."""
         return sorted({elder for node in nodes for elder in range(node - self.ranks[node][-1], node + 1)})
 
     def _expands(self, node: int) -> bool:

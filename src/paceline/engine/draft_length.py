@@ -264,7 +264,7 @@ class Controller:
         return self._at > 0
 
     def share(self, own: int, others: int) -> None:
-        """Note the tokens of a round's requests: of those that it chose for, and of those that another stage did.
+        """Note a round's tokens: `own` of requests that this stage drafted for, `others` of other stages' requests.
 
         A round without any tokens is ignored. Its requests failed, which says nothing about later ones.
         """

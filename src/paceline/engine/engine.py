@@ -195,7 +195,7 @@ class Engine:
         return known
 
     def _save_prefix(self, request: Request) -> None:
-        """Keep the text's state in the prefix cache, if possible; not that of a failed one or an embedding.
+        """Keep the text's state in the prefix cache, if possible. Skip failed requests and embeddings.
 
         The cache only saves time, so an error here (of a drafter, for example) never fails a reply.
         """
