@@ -103,28 +103,29 @@ class Sandbox:
             except Exception as error:
                 raise JobFailed(f"{error}" or type(error).__name__) from error
         data = pickle.dumps(message)
-        with _os_errors_as_unfinished():  # the helper has ended, or no descriptors are left
-            ours, theirs = socket.socketpair()
-            with ours:
-                with theirs:
-                    control = self._send(kind, theirs, prepared)
-                ours.settimeout(max(0.01, deadline - time.monotonic()))
-                ours.sendall(data)
-                answer = _read(ours, deadline)
-        if not answer.startswith(_STARTED):
-            self._forget(control)
-            raise Unfinished
-        return _result(answer[len(_STARTED) :])
+        for _ in range(2):
+            with _os_errors_as_unfinished():  # the helper has ended, or no descriptors are left
+                (ours, theirs), (held, watched) = socket.socketpair(), socket.socketpair()
+                with ours, held:
+                    with theirs, watched:
+                        control = self._send(kind, [theirs.fileno(), watched.fileno()], prepared)
+                    ours.settimeout(max(0.01, deadline - time.monotonic()))
+                    ours.sendall(data)
+                    answer = _read(ours, deadline)
+            if answer.startswith(_STARTED):
+                return _result(answer[len(_STARTED) :])
+            self._forget(control)  # it died before the job began, so the job may go to a new one
+        raise Unfinished
 
-    def _send(self, kind: bytes, connection: socket.socket, prepared: Hashable) -> socket.socket:
-        """Send the helper a connection, restarting it once if it has died. Return the socket to the helper."""
+    def _send(self, kind: bytes, descriptors: list[int], prepared: Hashable) -> socket.socket:
+        """Send the helper a job's sockets, restarting it once if it has died. Return the socket to the helper."""
         for _ in range(2):
             with self._lock:
                 control = self._started()
                 if prepared is not None and prepared not in self._prepared:
                     raise Unfinished
             with suppress(OSError):
-                socket.send_fds(control, [kind], [connection.fileno()])
+                socket.send_fds(control, [kind], descriptors)
                 return control
             self._forget(control)
         raise Unfinished
@@ -209,34 +210,38 @@ def _result(answer: bytes) -> Any:
 def main(descriptor: int) -> None:
     """Take jobs from a Unix socket until its other end closes, which happens when the parent process ends.
 
-    Each message is one byte and a socket of its own: "p" runs a function in this process, so that later forks
-    find its result; "j" runs one in a fork.
+    Each message is one byte and two sockets: "p" runs a function in this process, so that later forks find its
+    result; "j" runs one in a fork. The first socket carries the job and its answer. Nothing is ever sent over the
+    second: it closes when the parent gives the job up, and any data would end the fork as well (`_end_on_close`).
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that have ended leave no zombies
     control = socket.socket(fileno=descriptor)
     _find(_FIRST)
     while True:
-        kind, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-        if not kind or not descriptors:
+        kind, descriptors, _, _ = socket.recv_fds(control, 1, 2)
+        if not kind or len(descriptors) != 2:
             return
-        with socket.socket(fileno=descriptors[0]) as connection:
+        with (
+            socket.socket(fileno=descriptors[0]) as connection,
+            socket.socket(fileno=descriptors[1]) as watched,
+        ):
             if kind == b"p":
                 _answer(connection)
             elif os.fork() == 0:
                 try:
-                    _answer(connection, limited=True)
+                    _answer(connection, watched)
                 finally:
                     os._exit(0)
 
 
-def _answer(connection: socket.socket, limited: bool = False) -> None:
-    """Run one job and send its result as JSON: {"result": ...} or {"failed": text}."""
+def _answer(connection: socket.socket, watched: socket.socket | None = None) -> None:
+    """Run one job and send its result as JSON: {"result": ...} or {"failed": text}. A fork is given `watched`."""
     try:
         with connection.makefile("rb") as sent:
             name, argument, seconds, memory = pickle.load(sent)  # written by our own parent
-        if limited:
-            _end_on_close(connection)
+        if watched is not None:
+            _end_on_close(watched)
             _limit(seconds, memory)
         connection.sendall(_STARTED)
         reply = json.dumps({"result": _find(name)(argument)})
@@ -244,21 +249,20 @@ def _answer(connection: socket.socket, limited: bool = False) -> None:
         return  # the parent reports a job without an answer as over its limits
     except Exception as error:
         reply = json.dumps({"failed": f"{error}" or type(error).__name__})
-    _end_on_close(connection, False)
     with suppress(OSError):
         connection.sendall(reply.encode())
 
 
-def _end_on_close(connection: socket.socket, armed: bool = True) -> None:
-    """Let the kernel end this process when the parent closes its end of the connection.
+def _end_on_close(watched: socket.socket) -> None:
+    """Let the kernel end this process when the parent closes its end of the socket.
 
     It sends SIGIO, which ends a process that does not handle it, whatever code it runs.
     """
     import fcntl  # Unix alone has it
 
-    flags = fcntl.fcntl(connection, fcntl.F_GETFL)
-    fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(connection, fcntl.F_SETFL, flags | os.O_ASYNC if armed else flags & ~os.O_ASYNC)
+    flags = fcntl.fcntl(watched, fcntl.F_GETFL)
+    fcntl.fcntl(watched, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(watched, fcntl.F_SETFL, flags | os.O_ASYNC)
 
 
 def _limit(seconds: float, memory: int) -> None:
