@@ -65,7 +65,11 @@ class TokenizerMismatch(PacelineError):
 
 
 class InvalidOption(PacelineError, ValueError):
-    """A parameter out of its range or of the wrong kind."""
+    """A parameter out of its range or of the wrong kind. `param`: its name, None if the error is about several."""
+
+    def __init__(self, cause: str, fix: str = "", param: str | None = None) -> None:
+        super().__init__(cause, fix)
+        self.param = param
 
 
 class InvalidPrompt(PacelineError, ValueError):

@@ -290,14 +290,18 @@ def test_the_description_is_for_those_who_may_ask() -> None:
 
 def test_short_requests_do_not_wait_for_long_texts(spoken: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     held, encode = threading.Event(), spoken.llm.tokenizer.encode
+    tokenised = []
 
     def slow(text: str, special: bool = True) -> list[int]:
         if len(text) > 1000:
-            held.wait(30)
+            tokenised.append(held.wait(30))
         return encode(text, special)
 
     monkeypatch.setattr(spoken.llm.tokenizer, "encode", slow)
     with sent(spoken, "/tokenize", {"prompt": "a" * 100_000}), sent(spoken, "/tokenize", {"prompt": "a" * 100_000}):
         time.sleep(0.3)
         assert spoken.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+        assert spoken.get("/api/tags").status_code == 200
+        assert spoken.post("/api/show", {"model": "toy"}).status_code == 200
+        assert not tokenised
         held.set()

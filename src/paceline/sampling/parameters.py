@@ -140,16 +140,22 @@ class Sampling:
         if self.seed is not None:
             object.__setattr__(self, "seed", self.seed % 2**63)
         if self.typical_p == 0.0:
-            raise InvalidOption("typical_p must be > 0, got 0", "Give a number up to 1; 1 is off")
+            raise InvalidOption("typical_p must be > 0, got 0", "Give a number up to 1; 1 is off", "typical_p")
         if 0.0 < self.temperature < 1e-3:
-            raise InvalidOption(f"temperature={self.temperature} is too small to divide by", "Give 0 for greedy text")
+            raise InvalidOption(
+                f"temperature={self.temperature} is too small to divide by", "Give 0 for greedy text", "temperature"
+            )
         if self.rule not in get_args(RuleName):
-            raise InvalidOption(f"rule={self.rule!r} is unknown", f"Give one of {', '.join(get_args(RuleName))}")
+            raise InvalidOption(
+                f"rule={self.rule!r} is unknown", f"Give one of {', '.join(get_args(RuleName))}", "rule"
+            )
         if self.min_new_tokens > self.max_new_tokens:
-            raise InvalidOption(f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens", "Give less")
+            raise InvalidOption(
+                f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens", "Give less", "min_new_tokens"
+            )
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise InvalidOption(
-                f"grammar={self.grammar!r} is no grammar", "Give Grammar.json_schema(...), for instance"
+                f"grammar={self.grammar!r} is no grammar", "Give Grammar.json_schema(...), for instance", "grammar"
             )
         if self.grammar and self.ignore_eos:
             raise InvalidOption("a grammar ends with EOS, which ignore_eos would ignore", "Leave out one of them")
@@ -223,10 +229,14 @@ class Sampling:
                 found.add(tuple(word))
                 continue
             if vocabulary is None or vocabulary.encode is None:
-                raise InvalidOption(f"bad_words holds {word!r} and there is no tokenizer", "Give token ids")
+                raise InvalidOption(
+                    f"bad_words holds {word!r} and there is no tokenizer", "Give token ids", "bad_words"
+                )
             spelled = spellings(word, vocabulary.encode)
             if not spelled:
-                raise InvalidOption(f"bad_words holds {word!r}, of which the tokenizer makes nothing")
+                raise InvalidOption(
+                    f"bad_words holds {word!r}, of which the tokenizer makes nothing", param="bad_words"
+                )
             found |= spelled
         return found
 
@@ -240,10 +250,14 @@ class Sampling:
         for name, tokens in named.items():
             if wrong := [token for token in tokens if token >= vocabulary.size]:
                 raise InvalidOption(
-                    f"{name} holds {wrong[0]}, which is no token of the model", f"Ids go to {vocabulary.size - 1}"
+                    f"{name} holds {wrong[0]}, which is no token of the model",
+                    f"Ids go to {vocabulary.size - 1}",
+                    name,
                 )
         if (self.logprobs or 0) > vocabulary.size:
-            raise InvalidOption(f"logprobs={self.logprobs} is more than the model's {vocabulary.size} tokens")
+            raise InvalidOption(
+                f"logprobs={self.logprobs} is more than the model's {vocabulary.size} tokens", param="logprobs"
+            )
 
 
 _RANGES: dict[str, tuple[type[float], float, float]] = {
@@ -263,19 +277,21 @@ _RANGES: dict[str, tuple[type[float], float, float]] = {
 }
 
 
-def _check_number(name: str, value: object, kind: type[float], low: float, high: float) -> None:
-    """Check a number. `kind`: int, or float, which takes both."""
+def _check_number(
+    name: str, value: object, kind: type[float], low: float, high: float, param: str | None = None
+) -> None:
+    """Check a number. `kind`: int, or float, which takes both. `param`: the parameter, if `name` is a part of it."""
     noun, limits = ("whole number", f"{low} to {high}") if kind is int else ("number", f"{low:g} to {high:g}")
     if isinstance(value, bool) or not isinstance(value, (int, kind)):
-        raise InvalidOption(f"{name} must be a {noun}, got {value!r}", f"Give one from {limits}")
+        raise InvalidOption(f"{name} must be a {noun}, got {value!r}", f"Give one from {limits}", param or name)
     if not low <= value <= high:
-        raise InvalidOption(f"{name}={value!r} is out of range", f"Give a {noun} from {limits}")
+        raise InvalidOption(f"{name}={value!r} is out of range", f"Give a {noun} from {limits}", param or name)
 
 
 def _strings(stop: Any) -> tuple[str, ...]:
     found = (stop,) if isinstance(stop, str) else _listed("stop", stop)
     if any(not isinstance(s, str) or not s for s in found):
-        raise InvalidOption(f"stop={stop!r} holds something that is not a non-empty string")
+        raise InvalidOption(f"stop={stop!r} holds something that is not a non-empty string", param="stop")
     return found
 
 
@@ -283,7 +299,7 @@ def _reasoning(markers: Any) -> tuple[str, ...]:
     found = _listed("reasoning", markers)
     if found and (len(found) != 2 or any(not isinstance(s, str) for s in found) or not found[1]):
         raise InvalidOption(
-            f"reasoning={markers!r} is not a pair of texts", 'Give ("<think>", "</think>"), for example'
+            f"reasoning={markers!r} is not a pair of texts", 'Give ("<think>", "</think>"), for example', "reasoning"
         )
     return found
 
@@ -298,27 +314,29 @@ def _ids(name: str, tokens: Any) -> tuple[int, ...]:
 def _functions(name: str, given: Any) -> tuple[Any, ...]:
     found = (given,) if callable(given) else _listed(name, given)
     if wrong := [one for one in found if not callable(one)]:
-        raise InvalidOption(f"{name} holds {wrong[0]!r}, which is no function", "Give functions")
+        raise InvalidOption(f"{name} holds {wrong[0]!r}, which is no function", "Give functions", name)
     return found
 
 
 def _words(words: Any) -> tuple[str | tuple[int, ...], ...]:
     found = tuple(word if isinstance(word, str) else _ids("bad_words", word) for word in _listed("bad_words", words))
     if not all(found):
-        raise InvalidOption("bad_words holds an empty word", "Leave it out")
+        raise InvalidOption("bad_words holds an empty word", "Leave it out", "bad_words")
     return found
 
 
 def _bias(bias: Any) -> dict[int, float]:
     if not isinstance(bias, Mapping):
-        raise InvalidOption(f"logit_bias={bias!r} is no mapping", "Give {token id: what to add to its logit}")
+        raise InvalidOption(
+            f"logit_bias={bias!r} is no mapping", "Give {token id: what to add to its logit}", "logit_bias"
+        )
     for token, by in bias.items():
         _check_number("logit_bias", token, int, 0, 2**31)
-        _check_number(f"logit_bias[{token}]", by, float, -math.inf, 1e6)
+        _check_number(f"logit_bias[{token}]", by, float, -math.inf, 1e6, "logit_bias")
     return dict(bias)
 
 
 def _listed(name: str, values: Any) -> tuple[Any, ...]:
     if isinstance(values, str) or not isinstance(values, Sequence):
-        raise InvalidOption(f"{name}={values!r} is no list", "Give a list")
+        raise InvalidOption(f"{name}={values!r} is no list", "Give a list", name)
     return tuple(values)

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from paceline.server.compat import Ignored, Lenient, OtherServers, Strict, accepts, ignored, left_out, only
 from paceline.server.custom_tools import chat_call, chat_tool
+from paceline.server.errors import WrongParameter
 from paceline.text.past_calls import as_object
 
 MAX_STOPS, MAX_BIASES, MAX_TOOLS = 16, 4096, 512
@@ -57,10 +58,10 @@ def _as_biases(value: Any) -> Any:
 
 
 def _alias_value(body: Any, *names: str) -> Any:
-    """Return the value of a parameter that has several names. Raises `ValueError` if they differ."""
+    """Return the value of a parameter that has several names. Raises `WrongParameter` if they differ."""
     given = {name: value for name in names if (value := getattr(body, name, None)) is not None}
     if len(set(given.values())) > 1:
-        raise ValueError(f"{' and '.join(given)} must not differ. Send one of them")
+        raise WrongParameter(f"{' and '.join(given)} must not differ. Send one of them", next(iter(given)))
     return next(iter(given.values()), None)
 
 
@@ -250,7 +251,9 @@ class RequestBody(OtherServers, Generating):
     def _check_combination(self) -> RequestBody:
         _, penalty = self.length, self.penalty
         if self.repeat_last_n not in (None, -1) and penalty not in (None, 1):
-            raise ValueError("repeat_last_n must be -1 with a penalty, which applies to the whole text")
+            raise WrongParameter(
+                "repeat_last_n must be -1 with a penalty, which applies to the whole text", "repeat_last_n"
+            )
         return self
 
 
@@ -525,20 +528,28 @@ class ChatRequest(RequestBody):
     @model_validator(mode="after")
     def _check_chat(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs requires logprobs=true")
+            raise WrongParameter("top_logprobs requires logprobs=true", "top_logprobs")
         if self.length == 0:
             name = next(name for name in _LENGTHS if getattr(self, name) == 0)
-            raise ValueError(f"{name} must be >= 1, or -1 for as many as fit, got 0")
+            raise WrongParameter(f"{name} must be >= 1, or -1 for as many as fit, got 0", name)
         if self.tools and (self.functions or self.function_call):
-            raise ValueError(
-                "functions and function_call are the legacy names of tools and tool_choice. Send only tools"
+            raise WrongParameter(
+                "functions and function_call are the legacy names of tools and tool_choice. Send only tools",
+                "functions" if self.functions else "function_call",
             )
         if len(self._efforts) > 1:
-            raise ValueError(f"{' and '.join(self._efforts.values())} must not differ. Send one of them")
+            names = [*self._efforts.values()]
+            raise WrongParameter(f"{' and '.join(names)} must not differ. Send one of them", names[0])
         if self.add_generation_prompt and self.continue_final_message:
-            raise ValueError("continue_final_message and add_generation_prompt exclude each other. Send one of them")
+            raise WrongParameter(
+                "continue_final_message and add_generation_prompt exclude each other. Send one of them",
+                "continue_final_message",
+            )
         if self.continue_final_message and (self.messages[-1].role != "assistant" or self.messages[-1].calls):
-            raise ValueError("continue_final_message requires the last message to be the assistant's, without calls")
+            raise WrongParameter(
+                "continue_final_message requires the last message to be the assistant's, without calls",
+                "continue_final_message",
+            )
         self._check_choice()
         return self
 
@@ -547,12 +558,12 @@ class ChatRequest(RequestBody):
         where = "functions" if self.functions else "tools"
         param = "function_call" if self.function_call else "tool_choice"
         if len(set(offered)) != len(offered):
-            raise ValueError(f"{where} must not have the same name twice")
+            raise WrongParameter(f"{where} must not have the same name twice", where)
         named = [self.choice] if isinstance(self.choice, NamedTool) else []
         if isinstance(self.choice, AllowedTools):
             named = self.choice.allowed_tools.tools
         for name in (tool.function.name for tool in named):
             if name not in offered:
-                raise ValueError(f"{param} names {name!r}, which is not in {where}")
+                raise WrongParameter(f"{param} names {name!r}, which is not in {where}", param)
         if self.choice == "required" and not offered:
-            raise ValueError("tool_choice 'required' requires tools")
+            raise WrongParameter("tool_choice 'required' requires tools", "tool_choice")

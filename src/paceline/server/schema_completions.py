@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from paceline.server.compat import accepts, only
+from paceline.server.errors import WrongParameter
 from paceline.server.schema import RequestBody, Text, TokenIds
 
 
@@ -41,9 +42,11 @@ class CompletionRequest(RequestBody):
     @model_validator(mode="after")
     def _check_completion(self) -> CompletionRequest:
         if self.samples < (self.n or 1):
-            raise ValueError(f"best_of must be >= n, got {self.best_of} with n={self.n}")
+            raise WrongParameter(f"best_of must be >= n, got {self.best_of} with n={self.n}", "best_of")
         if self.ranked and (self.stream or self.echo):
-            raise ValueError("best_of beyond n cannot be combined with stream or echo: the best is known at the end")
+            raise WrongParameter(
+                "best_of beyond n cannot be combined with stream or echo: the best is known at the end", "best_of"
+            )
         if self.suffix and self.echo and self.logprobs is not None:
-            raise ValueError("suffix cannot be combined with echo and logprobs")
+            raise WrongParameter("suffix cannot be combined with echo and logprobs", "suffix")
         return self

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from paceline.sampling.json_schema import guide
 from paceline.server.compat import Lenient, Naming, accepts, ignored, left_out, only
+from paceline.server.errors import WrongParameter
 from paceline.server.schema import (
     WITHOUT_EMPTY,
     Arguments,
@@ -246,7 +247,7 @@ class NamedModelRequest(Naming):
     @model_validator(mode="after")
     def _has_name(self) -> NamedModelRequest:
         if not self.named:
-            raise ValueError("model must not be empty")
+            raise WrongParameter("model must not be empty", "model")
         return self
 
 

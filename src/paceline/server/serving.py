@@ -245,7 +245,7 @@ class Service:
         try:
             await unless_disconnected(running.finish(), request.receive)
             answer = partial(shape, running.model.name, done, time.monotonic() - began)
-            data = await self._preprocess(request, "tokens", lambda: dumps(answer()), left(deadline))
+            data = await self._preprocess(request, "documents", lambda: dumps(answer()), left(deadline))
         finally:
             running.close()
         return Response(data, media_type="application/json")
@@ -307,20 +307,20 @@ class Service:
         try:
             model = await self._take(request, name, self.settings.timeout)
             try:
-                return await self._document(request, partial(work, model))
+                return await self._document(request, partial(work, model), "tokens")
             finally:
                 model.release()
         finally:
             self.limit.release()
 
-    async def _document(self, request: Request, work: Callable[[], Any]) -> Response:
-        """Answer with what `work` returns: JSON, or what is to be JSON."""
+    async def _document(self, request: Request, work: Callable[[], Any], pool: PoolName = "documents") -> Response:
+        """Answer with the result of `work`, which is JSON or is written as JSON."""
 
         def made() -> bytes:
             found = work()
             return found if isinstance(found, bytes) else dumps(found)
 
-        data = await self._preprocess(request, "tokens", made, self.settings.timeout)
+        data = await self._preprocess(request, pool, made, self.settings.timeout)
         return Response(data, media_type="application/json")
 
     async def _preprocess(self, request: Request, pool: PoolName, work: Callable[[], T], timeout: float | None) -> T:
