@@ -21,6 +21,7 @@ export async function show(acts) {
 function item({ id, title }, acts) {
   const open = make("button", "open", title);
   open.type = "button";
+  open.dir = "auto";
   open.title = title;
   open.addEventListener("click", () => acts.open(id));
   const row = make("li", "", open);
@@ -37,6 +38,7 @@ function item({ id, title }, acts) {
 function rename(row, id, title, acts) {
   const field = make("input");
   field.value = title;
+  field.dir = "auto";
   field.maxLength = 200;
   field.setAttribute("aria-label", "New name");
   let ended = false;

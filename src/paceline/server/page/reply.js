@@ -23,6 +23,7 @@ export class Reply {
     this.title = title;
     this.about = about;
     this.thoughts = make("div", "thoughts");
+    this.thoughts.dir = "auto";
     this.thinking = make("details", "reasoning", make("summary", "", "Thinking…"), this.thoughts);
     this.thinking.hidden = true;
     this.statistics = new Statistics();

@@ -73,12 +73,15 @@ export class Turn {
     this.prompt = prompt;
     const edit = button("Edit message", "edit", () => this.acts.idle() && this.#edit());
     const tools = make("div", "tools", copyButton(() => this.prompt, "Copy message"), edit);
-    this.message.replaceChildren(make("h3", "hidden", "You"), make("p", "bubble", prompt), tools);
+    const bubble = make("p", "bubble", prompt);
+    bubble.dir = "auto";
+    this.message.replaceChildren(make("h3", "hidden", "You"), bubble, tools);
     return edit;
   }
 
   #edit() {
     const field = make("textarea");
+    field.dir = "auto";
     field.value = this.prompt;
     field.rows = Math.min(12, this.prompt.split("\n").length + 1);
     field.setAttribute("aria-label", "Edit message");
