@@ -1,5 +1,5 @@
 // The list of conversations: open, rename, export, delete.
-import { $, button, make } from "./dom.js";
+import { $, button, make, textButton } from "./dom.js";
 import * as store from "./store.js";
 
 const list = $("#list");
@@ -80,9 +80,7 @@ async function remove(id, title, acts) {
   const body = await store.get(id);
   await store.remove(id);
   await acts.removed();
-  const undo = make("button", "", "Undo");
-  undo.type = "button";
-  undo.addEventListener("click", async () => {
+  const undo = textButton("Undo", async () => {
     notice.replaceChildren();
     await store.put(body);
     await acts.open(id);
