@@ -109,7 +109,7 @@ class _Spellings:
 
 
 @dataclass(frozen=True, slots=True)
-class _Text:
+class _Repetitions:
     """A text of n tokens. `common` [n - 1]: for each place but the last, the number of tokens up to it that are also
     the text's last ones."""
 
@@ -117,7 +117,7 @@ class _Text:
     common: Counts
 
     @staticmethod
-    def of(tokens: Sequence[int]) -> _Text:
+    def of(tokens: Sequence[int]) -> _Repetitions:
         """Return the text of these tokens. Takes linear time (the Z algorithm, on the reversed text)."""
         ids, found = [*reversed(tokens)], [0] * len(tokens)
         left = right = 0
@@ -128,14 +128,14 @@ class _Text:
             found[i] = size
             if i + size > right:
                 left, right = i, i + size
-        return _Text(np.array(tokens, np.int32), np.array(found[:0:-1], np.int32))
+        return _Repetitions(np.array(tokens, np.int32), np.array(found[:0:-1], np.int32))
 
-    def then(self, token: int) -> _Text:
+    def then(self, token: int) -> _Repetitions:
         """Return the text with one token more."""
         common = np.ones(len(self.tokens), np.int32)
         common[1:] += self.common
         common *= self.tokens == token
-        return _Text(np.append(self.tokens, np.int32(token)), common)
+        return _Repetitions(np.append(self.tokens, np.int32(token)), common)
 
 
 class Dry:
@@ -156,7 +156,7 @@ class Dry:
         self._multiplier, self._base, self._allowed, self._last = multiplier, base, allowed_length, last_n
         self._breakers = breakers or Breakers()
         self._most_exponent = int(_FLOAT32_LOG / math.log(base)) if base > 1.000001 else 2**31 - 1
-        self._texts: dict[tuple[int, ...], _Text] = {}
+        self._texts: dict[tuple[int, ...], _Repetitions] = {}
         """The committed text and, by their drafted tokens, longer ones."""
         self._size = -1
 
@@ -172,11 +172,11 @@ class Dry:
     def _penalty(self, size: int) -> float:
         return min(self._multiplier * self._base ** min(size - self._allowed, self._most_exponent), 1e38)
 
-    def _at(self, prefix: Prefix) -> _Text:
+    def _at(self, prefix: Prefix) -> _Repetitions:
         if self._size != len(prefix.token_ids):
             text = self._texts.get(())
             if text is None or self._size > len(prefix.token_ids):
-                text = _Text.of(prefix.token_ids)
+                text = _Repetitions.of(prefix.token_ids)
             for token in prefix.token_ids[len(text.tokens) :]:
                 text = text.then(token)
             self._texts, self._size = {(): text}, len(prefix.token_ids)
@@ -186,7 +186,7 @@ class Dry:
                 self._texts[path[:size]] = self._texts[path[: size - 1]].then(path[size - 1])
         return self._texts[path]
 
-    def _repeated(self, text: _Text, width: int) -> Counts:
+    def _repeated(self, text: _Repetitions, width: int) -> Counts:
         """Return for each token [width] the length of the longest repetition that it would continue, -1 for none."""
         found = np.full(width, -1, np.int32)
         size = len(text.tokens) if self._last < 0 else min(self._last, len(text.tokens))

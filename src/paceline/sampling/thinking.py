@@ -46,7 +46,7 @@ class ThinkingBudget:
 
 
 @dataclass(frozen=True, slots=True)
-class _Progress:
+class _Reasoned:
     """State of the reasoning after some tokens of the reply.
 
     inside: None before it has begun, False after its end.
@@ -71,7 +71,7 @@ class ThinkingLimit(Forcing):
         """`forced`: tokens that end the reasoning. `spell`: returns the bytes of a token."""
         self._budget, self._forced, self._spell = budget, forced, spell
         self._start, self._end = budget.start.encode(), budget.end.encode()
-        self._known: dict[tuple[int, ...], _Progress] = {}
+        self._known: dict[tuple[int, ...], _Reasoned] = {}
         """Progress after the committed text and, by their drafted tokens, after longer ones."""
         self._read = -1
 
@@ -86,13 +86,13 @@ class ThinkingLimit(Forcing):
         progress = self._at(prefix)
         return [*self._forced[progress.forced :][:limit]] if self._spent(progress) else []
 
-    def _spent(self, progress: _Progress) -> bool:
+    def _spent(self, progress: _Reasoned) -> bool:
         if not progress.inside or progress.count < self._budget.tokens:
             return False
         open_ = _unfinished(progress.tail) or overlap(progress.tail, self._end)
         return progress.forced > 0 or not open_ or progress.count >= self._budget.tokens + _PATIENCE
 
-    def _at(self, prefix: Prefix) -> _Progress:
+    def _at(self, prefix: Prefix) -> _Reasoned:
         if self._read != len(prefix.token_ids):
             progress = self._known.get(())
             if progress is None:
@@ -106,29 +106,29 @@ class ThinkingLimit(Forcing):
                 self._known[path[:size]] = self._after(self._known[path[: size - 1]], path[size - 1])
         return self._known[path]
 
-    def _begin(self, prefix: Prefix) -> _Progress:
+    def _begin(self, prefix: Prefix) -> _Reasoned:
         """Return the state at the end of the prompt."""
         prompt = prefix.token_ids[: prefix.num_prompt_tokens][-_BEFORE:]
         text = b"".join(map(self._spell, prompt)).rstrip()
-        return _Progress(True if text.endswith(self._start.rstrip()) else None)
+        return _Reasoned(True if text.endswith(self._start.rstrip()) else None)
 
-    def _after(self, progress: _Progress, token: int) -> _Progress:
+    def _after(self, progress: _Reasoned, token: int) -> _Reasoned:
         """Return the state after one token more."""
         if progress.inside is False:
             return progress
         if self._spent(progress):
             over = progress.forced + 1 == len(self._forced)
-            return _Progress(False) if over else replace(progress, forced=progress.forced + 1)
+            return _Reasoned(False) if over else replace(progress, forced=progress.forced + 1)
         text = progress.tail + self._spell(token)
         if progress.inside is None:
             text = text.lstrip()
             if not text.startswith(self._start):
-                return _Progress(None if self._start.startswith(text) else False, text)
-            text, progress = text.removeprefix(self._start), _Progress(True, count=-1)
+                return _Reasoned(None if self._start.startswith(text) else False, text)
+            text, progress = text.removeprefix(self._start), _Reasoned(True, count=-1)
         if self._end in text:
-            return _Progress(False)
+            return _Reasoned(False)
         # A character has at most three more bytes after its first.
-        return _Progress(True, text[-max(3, len(self._end)) :], progress.count + 1)
+        return _Reasoned(True, text[-max(3, len(self._end)) :], progress.count + 1)
 
 
 def _unfinished(text: bytes) -> bool:
