@@ -37,7 +37,17 @@ def rows(path: Path) -> list[Any]:
 
 def test_replies_come_back_as_they_were(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
-    how = Sampling(max_new_tokens=9, temperature=0.8, seed=4, logit_bias={3: 1.5, 4: float("-inf")}, stop=("xyz",))
+    how = Sampling(
+        max_new_tokens=9,
+        temperature=0.8,
+        seed=4,
+        logit_bias={3: 1.5, 4: float("-inf")},
+        stop=("xyz",),
+        reasoning=("", "z"),
+        thinking_budget=4,
+        dry_multiplier=0.5,
+        dry_sequence_breakers=(",",),
+    )
     done = record(path, "hello", "well, well", how=how)
     found = Recording(path)
     assert len(found) == 2
