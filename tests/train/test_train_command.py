@@ -126,7 +126,7 @@ def test_few_prompts_make_a_drafter_that_is_not_measured(prompts: Path) -> None:
 def test_nothing_but_held_out_prompts_is_one_line(prompts: Path) -> None:
     rows = [line for line in prompts.read_text().splitlines() if is_held(json.loads(line)["prompt"])]
     prompts.write_text(rows[0] + "\n")
-    assert "nothing is left to train on. Give more prompts" in failure(train(prompts, "--quiet"))
+    assert "there is nothing to train on. Give more prompts" in failure(train(prompts, "--quiet"))
 
 
 def test_what_onednn_keeps_of_shapes_is_bounded_unless_the_user_says_otherwise(
