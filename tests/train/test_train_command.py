@@ -120,7 +120,7 @@ def test_few_prompts_make_a_drafter_that_is_not_measured(prompts: Path) -> None:
     result = train(prompts)
     assert result.exit_code == 0, result.output
     assert "not measured" in result.stderr.splitlines()[-1]
-    assert "Not measured" in (prompts.parent / "head" / "README.md").read_text()
+    assert "was not measured" in (prompts.parent / "head" / "README.md").read_text()
 
 
 def test_nothing_but_held_out_prompts_is_one_line(prompts: Path) -> None:
