@@ -196,7 +196,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "no prompt": (REPLY | {"prompt": []}, "'prompt' is empty"),
     "no reply": (REPLY | {"reply": []}, "'reply' is empty"),
     "missing": ({k: v for k, v in REPLY.items() if k != "reply"}, "'reply' is missing"),
-    "beyond the vocabulary": (REPLY | {"reply": [37]}, "holds 37, which is no token id below 37"),
+    "beyond the vocabulary": (REPLY | {"reply": [37]}, "contains 37, which is not a token id below 37"),
     "negative": (REPLY | {"prompt": [-1]}, "holds -1"),
     "a bool": (REPLY | {"prompt": [True]}, "holds True"),
     "null": (REPLY | {"prompt": [None]}, "holds None"),
@@ -253,7 +253,7 @@ def test_files_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(InvalidData, match="line 2: longer than"):
         Recording(path)
     monkeypatch.setattr(recording_file, "_LARGEST", 100)
-    with pytest.raises(InvalidData, match="has more than"):
+    with pytest.raises(InvalidData, match="is larger than"):
         Recording(path)
     path.write_text("")
     with pytest.raises(InvalidData, match="is empty"):
