@@ -104,7 +104,8 @@ class _Plain(Linear):
 
 
 class _Packed(Linear):
-    """oneDNN's blocked weights: half the time of F.linear at T = 2..8 on AVX512-BF16 (LOG.md)."""
+    """oneDNN's blocked weights: half the time of F.linear at T = 2..8 on AVX512-BF16
+    (docs/notes/kernels.md#packed-weights)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = torch.ops.mkldnn._reorder_linear_weight(weight), bias
@@ -196,7 +197,8 @@ def takes_stored(dtype: torch.dtype, coded: bool, device: torch.device) -> bool:
 def free_rows(device: torch.device) -> int:
     """Rows of a pass that is bound by reading weights: the draft size that learned drafters begin with.
 
-    A pass of the demo model in bfloat16 takes 11.5 ms for 1 row, 14.3 for 8 and 19.2 for 16 (LOG.md).
+    A pass of the demo model in bfloat16 takes 11.5 ms for 1 row, 14.3 for 8 and 19.2 for 16
+    (docs/notes/kernels.md#the-time-budget-of-a-pass).
     """
     return 8 if device.type == "cpu" else 128
 

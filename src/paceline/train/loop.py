@@ -76,8 +76,9 @@ class Report:
 class Optimizer:
     """Muon and AdamW under one learning rate.
 
-    After 600 answers, heads gained 0.47 tokens per round with Muon, 0.37 with AdamW alone (LOG.md). It suits neither a
-    vocabulary's matrix, whose rows learn one by one, nor vectors.
+    After 600 answers, heads gained 0.47 tokens per round with Muon and 0.37 with AdamW only
+    (docs/notes/training.md#optimisers). Muon suits neither a vocabulary's matrix, whose rows learn one by one,
+    nor vectors.
     """
 
     def __init__(self, module: nn.Module, rate: float) -> None:

@@ -20,7 +20,7 @@ PREFILL_ROWS = 256
 
 MIN_ROWS = 4
 """No pass of a target has fewer rows: a matrix product with one row may take another kernel, whose bits differ, and
-packed bfloat16 products are faster with four rows than with two (LOG.md)."""
+packed bfloat16 products are faster with four rows than with two (docs/notes/kernels.md#packed-weights)."""
 
 
 Place = tuple[int, ...]
