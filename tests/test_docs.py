@@ -47,11 +47,14 @@ def test_links_lead_somewhere(name: str) -> None:
             assert anchor in anchors(found), f"{page.name} links to {target}#{anchor}"
 
 
-def test_pages_that_the_code_names_exist() -> None:
-    sources = [*ROOT.glob("src/**/*.py"), *ROOT.glob("benchmarks/*.py")]
-    named = {name for source in sources for name in re.findall(r"docs/[\w/-]+\.md", source.read_text())}
-    assert named
-    assert not [name for name in named if not (ROOT / name).exists()]
+def test_pages_and_sections_that_the_code_names_exist() -> None:
+    sources = [*ROOT.glob("src/**/*.py"), *ROOT.glob("tests/**/*.py"), *ROOT.glob("benchmarks/*.py"), ROOT / "Makefile"]
+    pattern = r"((?:docs|benchmarks/results)/[\w/.-]+\.md)(?:#([\w-]+))?"
+    named = {found for source in sources for found in re.findall(pattern, source.read_text())}
+    assert len(named) > 10
+    for page, section in named:
+        assert (ROOT / page).exists(), page
+        assert not section or section in anchors(ROOT / page), f"{page}#{section}"
 
 
 def test_every_page_is_in_the_site() -> None:

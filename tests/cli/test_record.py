@@ -130,6 +130,7 @@ def test_replay_predicts_named_drafters(recorded: Path, toy: dict[str, Any]) -> 
         assert row["tokens_per_second"] / row["plain_tokens_per_second"] == pytest.approx(row["ratio"]["value"])
 
 
+@pytest.mark.slow
 def test_replay_shows_a_table(recorded: Path) -> None:
     done = run("replay", str(recorded), "--drafters", "suffix@4,suffix", "-q")
     assert done.exit_code == 0, done.output

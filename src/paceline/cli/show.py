@@ -214,7 +214,10 @@ def sampling_line(sampling: Sampling, given: Mapping[str, Any]) -> str:
     return "; ".join(part for part in (user, f"from the model: {model}" if model else "") if part)
 
 
-_RANDOM = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "seed": None}
+_RANDOM = {
+    **{"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "seed": None},
+    **{"top_n_sigma": 0.0, "xtc_probability": 0.0},
+}
 """Parameters that have no effect on greedy text, with the values that turn them off."""
 
 
