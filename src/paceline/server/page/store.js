@@ -1,6 +1,8 @@
 // Conversations, kept by this browser (IndexedDB), or by this page alone where the browser does not allow that.
 // Titles and bodies are stored apart, so that the list does not read every reply.
 
+// Tells the other tabs of this browser what changes.
+const tabs = new BroadcastChannel("paceline");
 const memory = { titles: new Map(), bodies: new Map() };
 let opened = null;
 
@@ -45,17 +47,41 @@ export async function get(id) {
   return transact("readonly", (_, bodies) => bodies.get(id));
 }
 
-export async function put(conversation) {
+/** Stores a conversation. `quietly`: other tabs need not know yet. */
+export async function put(conversation, quietly = false) {
   const { id, title, updated } = conversation;
   if (await database()) {
-    return transact("readwrite", (titles, bodies) => void (titles.put({ id, title, updated }), bodies.put(conversation)));
+    await transact("readwrite", (titles, bodies) => void (titles.put({ id, title, updated }), bodies.put(conversation)));
+    if (!quietly) tabs.postMessage(id);
+    return;
   }
   memory.titles.set(id, { id, title, updated });
   memory.bodies.set(id, conversation);
 }
 
 export async function remove(id) {
-  if (await database()) return transact("readwrite", (titles, bodies) => void (titles.delete(id), bodies.delete(id)));
+  if (await database()) {
+    await transact("readwrite", (titles, bodies) => void (titles.delete(id), bodies.delete(id)));
+    return tabs.postMessage(id);
+  }
   memory.titles.delete(id);
   memory.bodies.delete(id);
+}
+
+/** Calls `act` with the id of each conversation that another tab stores or deletes. */
+export const watch = (act) => tabs.addEventListener("message", ({ data }) => act(data));
+
+/** The ids of the conversations that `fits` accepts. They are read one by one, because all may be too many. */
+export async function find(fits) {
+  if (!(await database())) return [...memory.bodies.values()].filter(fits).map(({ id }) => id);
+  const found = [];
+  await transact("readonly", (_, bodies) => {
+    const request = bodies.openCursor();
+    request.onsuccess = () => {
+      if (!request.result) return;
+      if (fits(request.result.value)) found.push(request.result.key);
+      request.result.continue();
+    };
+  });
+  return found;
 }
