@@ -138,6 +138,32 @@ def test_conversations_are_searched(tab: Tab, fake: Fake) -> None:
     expect(page.locator("#list .open")).to_have_text(["Animals"])
 
 
+FIRST_STORE = """async () => new Promise((resolve) => {
+  indexedDB.deleteDatabase('paceline').onsuccess = () => {
+    const request = indexedDB.open('paceline', 1);
+    request.onupgradeneeded = () => {
+      request.result.createObjectStore('titles', { keyPath: 'id' }).put({ id: '1', title: 'Old', updated: 1 });
+      const turns = [{ prompt: 'Old', attempt: 0, replies: [{ title: 'Reply', about: '', content: 'Cats.',
+        reasoning: '', rounds: [], finish: 'stop', seconds: 1 }] }];
+      const body = { id: '1', title: 'Old', updated: 1, model: 'm', system: '', turns };
+      request.result.createObjectStore('bodies', { keyPath: 'id' }).put(body);
+    };
+    request.onsuccess = () => { request.result.close(); resolve(); };
+  };
+})"""
+
+
+def test_conversations_of_a_page_without_a_search_are_searched(tab: Tab) -> None:
+    tab.page.evaluate(FIRST_STORE)
+    tab.page.reload()
+    tab.page.get_by_role("button", name="Old").click()
+    expect(tab.page.locator(".bubble")).to_have_text("Old")
+    tab.page.fill("#search", "cats")
+    expect(tab.page.locator("#list .open")).to_have_text("Old")
+    tab.page.fill("#search", "dogs")
+    expect(tab.page.locator("#list .open")).to_have_count(0)
+
+
 def test_conversations_are_renamed_deleted_and_brought_back(tab: Tab) -> None:
     page = tab.page
     tab.send("One")

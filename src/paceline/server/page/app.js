@@ -1,7 +1,8 @@
 // The conversation: send, show, stop, regenerate, edit, keep.
-import { ServerError, chat, keepKey } from "./api.js";
+import { ServerError, chat } from "./api.js";
 import { Announcer } from "./announcer.js";
 import { verdict } from "./compare.js";
+import { askKey, connect, showStatus, start as startConnection } from "./connection.js";
 import * as conversations from "./conversations.js";
 import { $, icon, kept, keptInTab, textButton } from "./dom.js";
 import * as files from "./files.js";
@@ -13,9 +14,7 @@ import * as store from "./store.js";
 import { Turn } from "./turn.js";
 
 const field = $("#prompt");
-const keyForm = $("#key-form");
 const marks = $("#marks");
-const WRONG_KEY = "The server does not know this key. Enter a key that it was started with: --api-key or PACELINE_API_KEY.";
 const KEEP = 2000; // Milliseconds after which a growing reply is stored again.
 let current = empty();
 let running = null; // {controller, done}: the turn that is being answered.
@@ -25,32 +24,8 @@ function empty() {
   return { id: null, title: "", updated: 0, turns: [] };
 }
 
-async function connect() {
-  try {
-    await models.refresh(current.model);
-    showStatus(models.chosen() ? "" : "The server has no models.");
-    keyForm.hidden = true;
-    return Boolean(models.chosen());
-  } catch (error) {
-    if (error.status === 401) askKey();
-    else showStatus(error.message);
-    return false;
-  }
-}
-
-function showStatus(text) {
-  $("#status").textContent = text;
-}
-
-function askKey() {
-  // No error before the first key was tried.
-  $("#key-error").textContent = keyForm.hidden ? "" : WRONG_KEY;
-  keyForm.hidden = false;
-  $("#key").focus();
-}
-
 async function ready() {
-  return !running && settings.valid() && (models.chosen() !== null || (await connect())) && !running;
+  return !running && settings.valid() && (models.chosen() !== null || (await connect(current.model))) && !running;
 }
 
 async function send() {
@@ -341,6 +316,7 @@ async function changed(id) {
 async function start() {
   chats = new Panel($("#chats"), $("#chats-button"), "(min-width: 60rem)");
   settings.start();
+  startConnection(() => field.focus());
   models.start();
   $("#chats-button").append(icon("chats"));
   $("#settings-button").append(icon("settings"));
@@ -355,7 +331,7 @@ async function start() {
   if (last) await load(last);
   else conversations.show(chatActs);
   listen();
-  connect();
+  connect(current.model);
 }
 
 function listen() {
@@ -382,12 +358,6 @@ function listen() {
     kept.set("marks", marks.checked ? "on" : "off");
     document.body.classList.toggle("marked", marks.checked);
     for (const turn of current.turns) turn.mark(marks.checked);
-  });
-  keyForm.addEventListener("submit", async (event) => {
-    event.preventDefault();
-    keepKey($("#key").value);
-    $("#key").value = "";
-    if (await connect()) field.focus();
   });
 }
 

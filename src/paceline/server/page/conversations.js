@@ -20,7 +20,7 @@ export async function show(acts) {
   const turn = (shows += 1);
   const all = await store.list();
   const words = search.value.trim().toLowerCase();
-  const found = words ? new Set(await store.find((conversation) => contains(conversation, words))) : null;
+  const found = words ? new Set(await store.find(words)) : null;
   if (turn !== shows || list.querySelector("input")) return; // There is a newer list, or a title is being edited.
   const entries = found ? all.filter(({ id }) => found.has(id)) : all;
   list.replaceChildren(...entries.map((entry) => item(entry, acts)));
@@ -29,15 +29,6 @@ export async function show(acts) {
   none.hidden = entries.length > 0;
   none.textContent = words ? "No conversation contains these words." : "Conversations are kept in this browser only.";
 }
-
-const contains = ({ title, turns }, words) => [title, ...texts(turns)].some((text) => text.toLowerCase().includes(words));
-
-/** Every text of some turns, and of their other versions. */
-const texts = (turns) =>
-  turns.flatMap(({ prompt, files = [], replies, versions = [] }) => [
-    ...[prompt, ...files.flatMap(({ name, text }) => [name, text]), ...replies.map(({ content }) => content)],
-    ...versions.flatMap((others) => texts(others ?? [])),
-  ]);
 
 export function startSearch(acts) {
   let timer;
