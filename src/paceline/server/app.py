@@ -105,6 +105,8 @@ _ANSWERS = (
     *(schema_answers.ModelListing, schema_answers.ServedModel, schema_answers.DeletedResponse, schema_answers.Health),
     *(
         schema_answers.TokenizerInfo,
+        schema_answers.Properties,
+        schema_answers.Slots,
         schema_answers.OllamaVersion,
         schema_answers.OllamaModelList,
         schema_answers.OllamaModelAbout,
@@ -196,6 +198,8 @@ def _api(service: Service, app: FastAPI) -> APIRouter:
     _add_post(router, "/v1/embeddings", service.embeddings, "EmbeddingsRequest", "Embeddings")
     _add_post(router, "/tokenize", service.tokenize, "TokenizeRequest", "Tokens")
     _add_get(router, "/tokenizer_info", service.tokenizer_info, "TokenizerInfo")
+    _add_get(router, "/props", service.properties, "Properties")
+    _add_get(router, "/slots", service.slots, "Slots")
     _add_post(router, "/apply-template", service.apply_template, "ApplyTemplateRequest", "RenderedPrompt")
     _add_post(router, "/infill", service.infill, "InfillRequest", stream="text/event-stream")
     _add_post(router, "/detokenize", service.detokenize, "DetokenizeRequest", "DecodedText")
