@@ -91,8 +91,8 @@ class Ranked:
         tokens: Token ids.
         scores: Log-probability that each candidate is the target's choice: among all tokens if the text is greedy, or
             given the noise and among the best few if it is sampled.
-        q: The candidates were drawn in this order, without replacement, from this distribution [V]. None if they were not
-            drawn.
+        q: The distribution [V] of the drafter. The candidates were drawn from it in this order, without replacement.
+            None if they were not drawn.
     """
 
     tokens: list[int]
