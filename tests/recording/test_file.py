@@ -234,7 +234,7 @@ def test_files_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
     path = tmp_path / "r.jsonl"
     path.write_text(f"{json.dumps(HEADER)}\n{json.dumps(REPLY)}{' ' * 5000}\n")
     monkeypatch.setattr(jsonl, "LONGEST", 1000)
-    with pytest.raises(InvalidData, match="line 2: longer than"):
+    with pytest.raises(InvalidData, match="line 2: the line is longer than"):
         Recording(path)
     monkeypatch.setattr(recording_file, "_LARGEST", 100)
     with pytest.raises(InvalidData, match="is larger than"):
