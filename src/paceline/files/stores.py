@@ -55,6 +55,11 @@ def stored_models(everything: bool = False) -> list[StoredModel]:
     return sorted(found, key=lambda model: (model.store != "paceline", model.store, model.name))
 
 
+def name_of(path: Path) -> str:
+    """Return the name under which `stored_models` lists this file or folder, else its path."""
+    return next((model.name for model in stored_models(everything=True) if model.path == path), str(path))
+
+
 def find(name: str) -> StoredModel:
     """Find a model by its name in `stored_models`. The quantisation may be omitted if it is unambiguous.
 

@@ -120,7 +120,7 @@ class _Plain(Linear):
 
 class _Packed(Linear):
     """A product with oneDNN's blocked weights. It takes half the time of F.linear for 2 to 8 rows on AVX512-BF16
-    (LOG.md)."""
+    (docs/notes/kernels.md#packed-weights)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = torch.ops.mkldnn._reorder_linear_weight(weight), bias
@@ -219,7 +219,7 @@ def free_rows(device: torch.device) -> int:
     """Return the number of rows up to which a pass is limited by reading the weights.
 
     Learned drafters begin with drafts of this size. A pass of the demo model in bfloat16 takes 11.5 ms for 1 row, 14.3
-    ms for 8 rows and 19.2 ms for 16 rows (LOG.md).
+    ms for 8 rows and 19.2 ms for 16 rows (docs/notes/kernels.md#the-time-budget-of-a-pass).
     """
     return 8 if device.type == "cpu" else 128
 

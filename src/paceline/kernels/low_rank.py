@@ -132,7 +132,8 @@ class Adapted(Linear):
         """Yield the slots whose adapter changes this product, each with the products of A and B."""
         if not self._products:  # built on first use: where the CPU kernels run, they keep their own copy instead
             self._products = [
-                change and (linear(change.a.to(self.dtype)), linear(change.b.to(self.dtype))) for change in self.changes
+                (linear(change.a.to(self.dtype)), linear(change.b.to(self.dtype))) if change else None
+                for change in self.changes
             ]
             self.changes = ()
         for slot, number in enumerate(_ADAPTERS.get()):

@@ -13,6 +13,7 @@ from paceline.errors import InvalidOption
 from paceline.files.schema import NULL, OBJECT, TEXT, FieldKind, number, whole
 from paceline.sampling.grammar import Grammar
 from paceline.sampling.parameters import Sampling
+from paceline.sampling.thinking import ThinkingBudget
 from paceline.text.prompt_rows import parse_object
 from paceline.types import FinishReason
 
@@ -90,6 +91,8 @@ def _to_json(sampling: Sampling) -> dict[str, Any]:
     if sampling.grammar:
         grammar = sampling.grammar
         row["grammar"] = {"kind": grammar.kind, "text": grammar.text, "whitespace": grammar.whitespace}
+    if isinstance(sampling.thinking_budget, ThinkingBudget):
+        row["thinking_budget"] = asdict(sampling.thinking_budget)
     if sampling.logit_bias:  # null stands for -inf, which JSON lacks
         row["logit_bias"] = {t: None if by == -math.inf else by for t, by in sampling.logit_bias.items()}
     return row
@@ -179,6 +182,8 @@ def _sampling(row: dict[str, Any]) -> Sampling:
             given["logit_bias"] = {int(token): -math.inf if by is None else by for token, by in bias.items()}
         if "grammar" in given:
             given["grammar"] = _grammar(given["grammar"])
+        if "thinking_budget" in given:
+            given["thinking_budget"] = ThinkingBudget(**given["thinking_budget"])
         return Sampling(**given)
     except InvalidOption as error:
         raise ValueError(str(error)) from error

@@ -35,9 +35,10 @@ _FEW = 512
 bound for the others."""
 
 
-DRAFT, ACCEPT = 0, 1
-"""Streams of the drafter's draws and of the decisions about acceptance. The target's own token is drawn with the noise
-of the position at which the round starts, so without drafts it gives the same text as `match`."""
+DRAFT, ACCEPT, EXCLUDE = 0, 1, 2
+"""Streams of the drafter's draws, of the decisions about acceptance, and of XTC's decisions (one for each position).
+The target's own token is drawn with the noise of the position at which the round starts, so without drafts it gives the
+same text as `match`."""
 
 
 def _mix64(x: int) -> int:

@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, get_args
 
 from paceline.errors import InvalidOption
+from paceline.sampling.dry import Breakers, Dry
 from paceline.sampling.grammar import Grammar
 from paceline.sampling.noise import Noise
 from paceline.sampling.processors import (
@@ -22,6 +23,7 @@ from paceline.sampling.processors import (
     spellings,
 )
 from paceline.sampling.sampler import LogitsProcessor, RuleName, Sampler
+from paceline.sampling.thinking import ThinkingBudget
 
 if TYPE_CHECKING:
     from paceline.text.tokenizer import Tokenizer
@@ -78,8 +80,8 @@ class Sampling:
     """Sampling parameters of a reply. The default is greedy.
 
     The parameters from `repetition_penalty` to `grammar` change logits, in this order, before the temperature. Drafted
-    tokens are treated like all other tokens. Then `top_k`, `top_p`, `min_p` and `typical_p` truncate the distribution,
-    in this order.
+    tokens are treated like all other tokens. Then the parameters from `top_n_sigma` to `xtc_threshold` truncate the
+    distribution, in this order.
 
     Attributes:
         max_new_tokens: Maximum number of tokens in the reply, including EOS. >= 0.
@@ -91,18 +93,30 @@ class Sampling:
         presence_penalty: Subtracted from a logit once if the token occurs in the reply, as in OpenAI's API. -2 to 2.
         logit_bias: Token id -> number to add to its logit. -inf bans the token.
         bad_words: Banned sequences: strings (with and without a space before them) or sequences of token ids.
+        dry_multiplier: Strength of the DRY penalty, as in llama.cpp. A token that would extend a repetition of n >=
+            `dry_allowed_length` tokens loses multiplier * `dry_base` ** (n - `dry_allowed_length`). 0 turns it off.
+        dry_base: See `dry_multiplier`.
+        dry_allowed_length: See `dry_multiplier`.
+        dry_penalty_last_n: Number of last tokens of prompt and reply where DRY looks for repetitions. -1 means all.
+        dry_sequence_breakers: Strings that end a repetition for DRY.
         no_repeat_ngram_size: No n-gram of this size may occur twice in prompt and reply. 0 turns it off.
         min_new_tokens: EOS and `stop_token_ids` are banned before this many tokens. `stop` and `stop_when` still work.
+        thinking_budget: Maximum number of tokens of `reasoning`. After it, the end of the reasoning is forced. None
+            means no limit.
         processors: Your own functions of (prefix, logits [V]) that return the logits to use. `prefix` is a
             `sampler.Prefix`. They are also called for drafted tokens. An error that they raise there ends the reply
             only if the reply reaches that token.
         grammar: Grammar of the reply. If it allows only EOS, EOS comes even before `min_new_tokens`.
+        top_n_sigma: Keep tokens with a logit within this many standard deviations of the highest logit. 0 keeps all.
         top_k: Keep the k most likely tokens. 0 keeps all.
         top_p: Keep the most likely tokens until their probabilities add up to p. 1 keeps all, and 0 only the most
             likely token.
         min_p: Keep tokens that are at least min_p times as likely as the most likely token. 0 keeps all.
         typical_p: Keep tokens with a surprise nearest to the expected surprise until their probabilities add up to p. 1
             keeps all.
+        xtc_probability: Probability that XTC drops all tokens that are at least as likely as `xtc_threshold`, except
+            the least likely one of them. Seed and position decide for each token. 0 turns it off.
+        xtc_threshold: See `xtc_probability`.
         rule: How to accept drafted tokens (`verify/rules.py`). "match", the default, gives the same text with any
             drafter or none. "rejection" and "block" keep the distribution. "typical" is lossy: it changes the
             distribution.
@@ -132,14 +146,23 @@ class Sampling:
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     bad_words: Sequence[str | Sequence[int]] = ()
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: Sequence[str] = ("\n", ":", '"', "*")
     no_repeat_ngram_size: int = 0
     min_new_tokens: int = 0
+    thinking_budget: int | ThinkingBudget | None = None
     processors: Sequence[LogitsProcessor] = ()
     grammar: Grammar | None = None
+    top_n_sigma: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     typical_p: float = 1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
     rule: RuleName = "match"
     seed: int | None = None
     stop: str | Sequence[str] = ()
@@ -180,7 +203,8 @@ class Sampling:
         if not isinstance(self.prediction, str):
             object.__setattr__(self, "prediction", _ids("prediction", self.prediction))
         for name, value in (
-            ("stop", _strings(self.stop)),
+            ("stop", _strings("stop", self.stop)),
+            ("dry_sequence_breakers", _strings("dry_sequence_breakers", self.dry_sequence_breakers)),
             ("reasoning", _reasoning(self.reasoning)),
             ("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids)),
             ("stop_when", _functions("stop_when", self.stop_when)),
@@ -189,6 +213,7 @@ class Sampling:
             ("logit_bias", _bias(self.logit_bias)),
         ):
             object.__setattr__(self, name, value)
+        object.__setattr__(self, "thinking_budget", _budget(self.thinking_budget, self.reasoning))
 
     def seeded(self) -> Sampling:
         """Return these parameters with a seed. If there is none, draw one."""
@@ -212,6 +237,9 @@ class Sampling:
             top_p=self.top_p,
             min_p=self.min_p,
             typical_p=self.typical_p,
+            top_n_sigma=self.top_n_sigma,
+            xtc_probability=self.xtc_probability,
+            xtc_threshold=self.xtc_threshold,
             noise=Noise(seed, sample),
             processors=self._processors(vocabulary),
             rule=self.rule,
@@ -229,19 +257,30 @@ class Sampling:
                 self.frequency_penalty or self.presence_penalty,
                 lambda: CountPenalty(self.frequency_penalty, self.presence_penalty),
             ),
+            (self.dry_multiplier and self.dry_penalty_last_n, lambda: self._dry(vocabulary)),
             (self.logit_bias, lambda: LogitBias(self.logit_bias)),
             (words, lambda: BadWords(words)),
             (self.no_repeat_ngram_size, lambda: NoRepeatNGram(self.no_repeat_ngram_size)),
             (self.min_new_tokens and ends and not self.grammar, lambda: MinNewTokens(self.min_new_tokens, ends)),
+            (self.thinking_budget is not None, lambda: self._thinking_limit(vocabulary)),
         ]
         # The grammar comes last, so that no processor can allow a token that it forbids.
         last = (self._matcher(self.grammar, vocabulary, ends),) if self.grammar else ()
         return (*(make() for wanted, make in own if wanted), *self.processors, *last)
 
+    def _dry(self, vocabulary: Vocabulary | None) -> LogitsProcessor:
+        texts, breakers = tuple(self.dry_sequence_breakers), Breakers()
+        if texts:
+            breakers = Breakers.of(texts, _tokenizer(vocabulary, "dry_sequence_breakers"))
+        return Dry(self.dry_multiplier, self.dry_base, self.dry_allowed_length, self.dry_penalty_last_n, breakers)
+
+    def _thinking_limit(self, vocabulary: Vocabulary | None) -> LogitsProcessor:
+        assert isinstance(self.thinking_budget, ThinkingBudget)
+        return self.thinking_budget.limit(_tokenizer(vocabulary, "a thinking_budget"))
+
     def _matcher(self, grammar: Grammar, vocabulary: Vocabulary | None, ends: set[int]) -> LogitsProcessor:
-        if vocabulary is None or vocabulary.tokenizer is None:
-            raise InvalidOption("a grammar needs a tokenizer", "Generate with an LLM, which has a tokenizer")
-        tokenizer = vocabulary.tokenizer
+        tokenizer = _tokenizer(vocabulary, "a grammar")
+        assert vocabulary is not None
         # A stop token that is ordinary text may also occur inside the grammar's text.
         over = {token for token in self.stop_token_ids if token not in tokenizer.token_bytes}
         return grammar.matcher(tokenizer, vocabulary.size, vocabulary.eos, self.min_new_tokens, ends, over)
@@ -284,18 +323,31 @@ class Sampling:
             )
 
 
+def _tokenizer(vocabulary: Vocabulary | None, what: str) -> Tokenizer:
+    if vocabulary is None or vocabulary.tokenizer is None:
+        raise InvalidOption(f"{what} needs a tokenizer", "Generate with an LLM, which has a tokenizer")
+    return vocabulary.tokenizer
+
+
 _RANGES: dict[str, tuple[type[float], float, float]] = {
     "max_new_tokens": (int, 0, 2**31),
     "temperature": (float, 0.0, 1000.0),
     "repetition_penalty": (float, 0.01, 1000.0),  # logits are divided by it
     "frequency_penalty": (float, -2.0, 2.0),
     "presence_penalty": (float, -2.0, 2.0),
+    "dry_multiplier": (float, 0.0, 1000.0),
+    "dry_base": (float, 1.0, 1000.0),
+    "dry_allowed_length": (int, 0, 2**31),
+    "dry_penalty_last_n": (int, -1, 2**31),
     "no_repeat_ngram_size": (int, 0, 2**31),
     "min_new_tokens": (int, 0, 2**31),
+    "top_n_sigma": (float, 0.0, 1000.0),
     "top_k": (int, 0, 2**31),
     "top_p": (float, 0.0, 1.0),
     "min_p": (float, 0.0, 1.0),
     "typical_p": (float, 0.0, 1.0),
+    "xtc_probability": (float, 0.0, 1.0),
+    "xtc_threshold": (float, 0.0, 1.0),
     "seed": (int, -(2**63), 2**63 - 1),
     "logprobs": (int, 0, 2**31),
 }
@@ -310,11 +362,27 @@ def _check_number(name: str, value: object, kind: type[float], low: float, high:
         raise InvalidOption(f"{name}={value!r} is out of range", f"Use a {noun} from {limits}")
 
 
-def _strings(stop: Any) -> tuple[str, ...]:
-    found = (stop,) if isinstance(stop, str) else _listed("stop", stop)
-    if any(not isinstance(s, str) or not s for s in found):
-        raise InvalidOption(f"stop={stop!r} contains something other than non-empty strings", "Use only such strings")
+def _strings(name: str, texts: Any) -> tuple[str, ...]:
+    found = (texts,) if isinstance(texts, str) else _listed(name, texts)
+    if any(not isinstance(text, str) or not text for text in found):
+        raise InvalidOption(
+            f"{name}={texts!r} contains something other than non-empty strings", "Use only non-empty strings"
+        )
     return found
+
+
+def _budget(budget: Any, reasoning: Sequence[str]) -> ThinkingBudget | None:
+    if budget is None:
+        return None
+    tokens = budget.tokens if isinstance(budget, ThinkingBudget) else budget
+    _check_number("thinking_budget", tokens, int, 0, 2**31)
+    if isinstance(budget, ThinkingBudget):
+        return budget
+    if not reasoning:
+        raise InvalidOption(
+            "thinking_budget needs `reasoning`, the markers around it", 'Also pass reasoning=("<think>", "</think>")'
+        )
+    return ThinkingBudget(budget, *reasoning)
 
 
 def _reasoning(markers: Any) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The cuts top_k, top_p, min_p and typical_p.
+"""The cuts top_n_sigma, top_k, top_p, min_p, typical_p and XTC.
 
 Every cut is a threshold: equal scores are kept or cut together, so the result does not depend on how a sort breaks
 ties. Only the few columns near the top are sorted. Probabilities are float64, so that rounding differences between
@@ -25,7 +25,12 @@ _FEW = 256
 
 
 def survivors(
-    scores: Floats, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, typical_p: float = 1.0
+    scores: Floats,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    typical_p: float = 1.0,
+    top_n_sigma: float = 0.0,
 ) -> tuple[Ids | None, Floats]:
     """Apply the cuts in order, each to the result of the previous one.
 
@@ -35,11 +40,13 @@ def survivors(
         top_p: See `Sampling`.
         min_p: See `Sampling`.
         typical_p: See `Sampling`.
+        top_n_sigma: See `Sampling`.
 
     Returns:
         Surviving token ids, ascending (None if nothing is cut), and their scores.
     """
     cuts = [
+        (top_n_sigma > 0.0, partial(_top_n_sigma, n=top_n_sigma)),
         (0 < top_k < len(scores), partial(_top_k, k=top_k)),
         (top_p < 1.0, partial(_top_p, p=top_p)),
         (min_p > 0.0, partial(_min_p, p=min_p)),
@@ -53,6 +60,27 @@ def survivors(
         kept = np.flatnonzero(keys >= max(low, _ALL))
         scores, tokens = scores[kept], kept if tokens is None else tokens[kept]
     return tokens, scores
+
+
+def without_top(scores: Floats, threshold: float) -> Ids | None:
+    """Apply XTC ("exclude top choices"): drop all tokens with a probability >= `threshold` except the least likely one.
+
+    A threshold above 0.5 drops no tokens, since two tokens cannot reach it. Source: text-generation-webui, pull request
+    6335.
+
+    Returns:
+        The remaining columns, ascending, or None if all remain.
+    """
+    weights = _weights(scores)
+    likely = weights >= threshold * weights.sum()
+    if threshold > 0.5 or np.count_nonzero(likely) < 2:
+        return None
+    return np.flatnonzero(scores <= scores[likely].min())
+
+
+def _top_n_sigma(scores: Floats, n: float) -> tuple[Floats, float]:
+    """Keep tokens within n standard deviations of the highest logit (Tang et al., arXiv 2411.07641)."""
+    return scores, float(scores.max()) - n * float(scores[finite(scores)].std(dtype=np.float64))
 
 
 def _top_k(scores: Floats, k: int) -> tuple[Floats, float]:

@@ -91,8 +91,9 @@ class Report:
 class Optimizer:
     """Muon for matrices and AdamW for everything else, under one learning rate.
 
-    After 600 answers, heads gained 0.47 tokens per round with Muon, and 0.37 with only AdamW (LOG.md). Muon does not
-    suit vectors, nor embeddings and output heads, where every row learns independently.
+    After 600 answers, heads gained 0.47 tokens per round with Muon, and 0.37 with only AdamW
+    (docs/notes/training.md#optimisers). Muon does not suit vectors, nor embeddings and output heads, where every row
+    learns independently.
     """
 
     def __init__(self, module: nn.Module, rate: float) -> None:

@@ -20,7 +20,7 @@ PREFILL_ROWS = 256
 
 MIN_ROWS = 4
 """Minimum number of rows of a target's pass. A matrix product with one row may use another kernel, with different bits.
-Packed bfloat16 products are faster with four rows than with two (LOG.md)."""
+Packed bfloat16 products are faster with four rows than with two (docs/notes/kernels.md#packed-weights)."""
 
 
 Place = tuple[int, ...]

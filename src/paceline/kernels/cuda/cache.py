@@ -52,7 +52,7 @@ class DeviceCache(SharedSlabCache):
         return super().acquire(prompt, adapter)
 
     def release(self, slot: int) -> None:
-        """Release a slot, but keep the spare one: an engine releases every slot that no request holds."""
+        """Release a slot. The spare one stays: after an error an engine releases every slot that no request holds."""
         if slot != self._spare:
             super().release(slot)
 
