@@ -179,16 +179,15 @@ def render_compiled(argument: tuple[str, Mapping[str, Any], Collection[str]]) ->
     loaded = marshal.loads(base64.b64decode(code))
     template = Template.from_code(_ENVIRONMENT, loaded, _ENVIRONMENT.make_globals(None))
     own = {name: TemplateText.written(values[name]) for name in written}
-    chat = [{**one, "role": _role(one["role"])} for one in values["messages"]]
+    chat = [
+        {**one, "role": TemplateText.written(one["role"]) if _ROLE.fullmatch(one["role"]) else one["role"]}
+        for one in values["messages"]
+    ]
     try:
         text = concat([template.render(**{**values, **own, "messages": chat})])
     except RecursionError:
         raise TemplateError("infinite recursion") from None
     return text.plain(), text.spans()
-
-
-def _role(role: str) -> str:
-    return TemplateText.written(role) if _ROLE.fullmatch(role) else role
 
 
 class _Generator(CodeGenerator):

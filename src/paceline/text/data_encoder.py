@@ -80,13 +80,10 @@ class DataEncoder:
         """Return token ids without BOS and EOS. Errors of `tokenizers` are not converted."""
         plain, parts, at = text.plain(), [], 0
         for start, end in text.spans():
-            parts += [plain[at:start], self._control.sub(self._alias, plain[start:end])]
+            parts += [plain[at:start], self._control.sub(lambda found: self._aliases[found[0]], plain[start:end])]
             at = end
         # Use a batch of one, because `encode` holds the interpreter lock and so blocks all other threads.
         made = self._twin.encode_batch_fast(["".join([*parts, plain[at:]])], add_special_tokens=False)[0].ids
         if self._respelled.keys().isdisjoint(made):
             return [self._ids.get(i, i) for i in made]
         return [k for i in made for k in self._respelled.get(i, [self._ids.get(i, i)])]
-
-    def _alias(self, found: re.Match[str]) -> str:
-        return self._aliases[found[0]]

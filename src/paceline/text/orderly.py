@@ -19,17 +19,12 @@ def forms(chat: Sequence[dict[str, Any]]) -> Iterator[Chat]:
         chat: Checked messages with text as content.
     """
     known = [list(chat)]
-    first = _merged(_system_first(chat))
+    first = _merged(sorted(chat, key=lambda message: message["role"] != "system"))
     second = _alternating(first)
     for form in (first, second, _without_system(first), _without_system(second)):
         if form not in known:
             known.append(form)
             yield form
-
-
-def _system_first(chat: Sequence[dict[str, Any]]) -> Chat:
-    """Return the chat with system messages first."""
-    return sorted(chat, key=lambda message: message["role"] != "system")
 
 
 def _merged(chat: Sequence[dict[str, Any]]) -> Chat:

@@ -69,7 +69,10 @@ class CandidatePrediction:
     @property
     def decode_ratio(self) -> float:
         """Speed relative to plain decoding without prefill, for one reply at a time."""
-        plain, own = (sum(_decoding(replayed)) for replayed in (self.plain, self.replayed))
+        plain, own = (
+            sum(s.seconds[phase] for s in replayed.stats for phase in ("draft", "verify", "commit"))
+            for replayed in (self.plain, self.replayed)
+        )
         return plain / own if own else 1.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -88,10 +91,6 @@ class CandidatePrediction:
             "predicted_seconds": self.replayed.seconds,
             "replay_seconds": self.replayed.took,
         }
-
-
-def _decoding(replayed: Replayed) -> list[float]:
-    return [s.seconds["draft"] + s.seconds["verify"] + s.seconds["commit"] for s in replayed.stats]
 
 
 def check_model(header: RecordingHeader, model: Loaded) -> None:
