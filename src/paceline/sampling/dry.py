@@ -75,7 +75,7 @@ def _tails(texts: Sequence[str], tokenizer: Tokenizer) -> dict[int, list[tuple[i
     for text in texts:
         special = tokenizer.token_id(text)
         whole = {*vocabulary.holding(text.encode()), *(() if special is None else (special,))}
-        begun = [(token, ()) for token in whole]
+        begun: list[tuple[int, tuple[int, ...]]] = [(token, ()) for token in whole]
         for size in range(1, len(text)):
             heads = vocabulary.holding(text[:size].encode(), at_end=True)
             tail = tuple(tokenizer.spell(text[size:])[:_MOST_TAIL])

@@ -244,6 +244,7 @@ class Sampling:
 
     def _matcher(self, grammar: Grammar, vocabulary: Vocabulary | None, ends: set[int]) -> LogitsProcessor:
         tokenizer = _tokenizer(vocabulary, "a grammar")
+        assert vocabulary is not None
         # A stop token that is text may stand inside the grammar's text.
         over = {token for token in self.stop_token_ids if token not in tokenizer.token_bytes}
         return grammar.matcher(tokenizer, vocabulary.size, vocabulary.eos, self.min_new_tokens, ends, over)
