@@ -15,6 +15,7 @@ import typer
 from paceline.cli.adapters import parse_adapters
 from paceline.cli.commands import option, options_of
 from paceline.cli.show import ignored_line, sampling_line
+from paceline.cli.wrapping import say
 from paceline.errors import InvalidOption
 
 if TYPE_CHECKING:
@@ -121,9 +122,9 @@ Number = TypeVar("Number", int, float)
 
 
 def note(text: str) -> None:
-    """Print one line on stderr, unless --quiet was given."""
+    """Print a line on stderr, unless --quiet was given."""
     if _LOG.isEnabledFor(logging.WARNING):
-        typer.echo(text, err=True)
+        say(text)
 
 
 def progress_wanted(quiet: bool) -> bool:

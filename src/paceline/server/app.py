@@ -40,7 +40,14 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_PAGE_TYPES = {".css": "text/css", ".html": "text/html", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_PAGE_TYPES = {
+    "": "text/plain",  # licences
+    ".css": "text/css",
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+    ".woff2": "font/woff2",
+}
 _BODIES = (
     *(schema.ChatRequest, schema_completions.CompletionRequest),
     *(schema_responses.ResponsesRequest, schema_responses.CompactRequest),
