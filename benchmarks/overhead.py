@@ -18,15 +18,16 @@ from typing import Any
 import torch
 from common import RESULTS, Grid, bootstrap, median, progress, provenance, report, write
 
-from paceline import DraftBudget, Drafter, Sampling, Stats
+from paceline import DraftBudget, Drafter, Sampling
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
+from paceline.drafters.stack import DrafterStack
 from paceline.drafters.suffix import Suffix
-from paceline.engine.detokenizer import TextStream
-from paceline.engine.engine import Engine, Request
+from paceline.engine.engine import Engine
 from paceline.models.decoder import Decoder
 from paceline.protocols import KVCache, Target
 from paceline.testing import TINY, Oracle, random_tensors, run
+from paceline.testing.tiny import start
 from paceline.types import Forward, Rows, Want
 from paceline.verify.tree import pack_prefix
 
@@ -70,15 +71,17 @@ class RecordingTarget:
         missing = length - self._second.lengths[0]
         if missing > 0:
             rows = pack_prefix([0] * missing, 0, length - missing, self._target.device)
+            self._second.begin(rows)
             self._second.commit(rows, [range(1, missing)])
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A drafter, made for each text from the text that the target will write."""
+    """A drafter, made for each text from the text that the target will write. `draft`: None leaves it to the
+    controller."""
 
     name: str
-    draft: DraftBudget
+    draft: DraftBudget | None
     drafter: Callable[[RecordingTarget, list[int]], Drafter | None]
 
 
@@ -96,6 +99,8 @@ def cases() -> list[Case]:
         Case("oracle chain", DraftBudget.chain(7), oracle),
         Case("oracle tree", TREE, oracle),
         Case("draft model chain", DraftBudget.chain(5), lambda target, text: DraftModel(target, target.vocab_size)),
+        Case("oracle, draft auto", None, oracle),
+        Case("suffix+oracle, draft auto", None, lambda target, text: DrafterStack([Suffix(), oracle(target, text)])),
     ]
 
 
@@ -123,27 +128,21 @@ def measure(target: RecordingTarget, case: Case, sampling: Sampling, prompts: Se
 
 
 def _rounds(engine: Engine, target: RecordingTarget, prompt: list[int], sampling: Sampling) -> list[Round]:
-    request = _start(engine, prompt, sampling)
+    request = start(engine, prompt, sampling, (), None)
     rounds = []
     try:
         engine.prefill(request)
         target.repeat()
         while request.finish is None:
-            length = len(request.text)
+            length = len(request.token_ids)
             began = time.perf_counter()
             engine.step([request])
             step = time.perf_counter() - began
             bare, passes = target.repeat()
-            rounds.append(Round(step * 1e3, bare * 1e3, len(request.text) - length, passes))
+            rounds.append(Round(step * 1e3, bare * 1e3, len(request.token_ids) - length, passes))
     finally:
         engine.finish(request)
     return rounds
-
-
-def _start(engine: Engine, prompt: list[int], sampling: Sampling) -> Request:
-    sampler = sampling.sampler(prompt)
-    stream = TextStream(sampling, (), lambda ids: "".join(map(chr, ids)), engine.target.context_length - len(prompt))
-    return engine.start(sampler, stream, Stats(sampler.noise.seed, "rounding"))
 
 
 def summarise(rounds: Sequence[Round]) -> dict[str, float]:
@@ -214,7 +213,7 @@ def samplings(tokens: int) -> dict[str, Sampling]:
 def main(arguments: Sequence[str]) -> int:
     args = options(arguments)
     torch.set_num_threads(args.threads)
-    source = provenance(**vars(args), cases=[{"name": c.name, "draft": asdict(c.draft)} for c in cases()])
+    source = provenance(**vars(args), cases=[{"name": c.name, "draft": c.draft and asdict(c.draft)} for c in cases()])
     plan = [(v, name, case) for v in args.vocab for name in samplings(1) for case in cases()]
     results, raw = [], []
     for vocab, name, case in progress(plan, "rounds"):

@@ -173,7 +173,37 @@ def test_a_path_of_a_tree_is_committed_and_what_leaves_it_is_fed() -> None:
     s.observe([11, 20, 21, 22])
     assert passes == [8, 6]
     close(s.next_logits(), fresh(s.history))
-    assert passes == [8, 6, 4, 4], "two left over, then the pending one"
+    assert passes == [8, 6, 4], "two left over, in the pending one's pass"
+
+
+def test_a_token_after_a_rollback_costs_one_pass() -> None:
+    s, passes = session()
+    s.observe(text(9)[:4])
+    for token in text(9)[4:]:
+        s.next_logits()
+        s.observe([token])
+    s.next_logits()
+    for length, more in ((9, [3]), (8, [4]), (6, [5, 6]), (6, [7, 8, 9])):
+        s.rollback_to(length)
+        s.observe(more)
+        passes.clear()
+        close(s.next_logits(), fresh(s.history))
+        assert passes == [4]
+        assert s.hidden(["final"])["final"].shape == (1, 32)
+        passes.clear()
+        close(s.logits_after([1, 2])[2], fresh([*s.history, 1, 2]))
+        assert passes == [4]
+
+
+def test_a_rollback_into_the_prompt_feeds_it_as_a_prompt_again() -> None:
+    s, passes = session()
+    s.observe(text(9))
+    s.next_logits()
+    s.rollback_to(5)
+    s.observe(text(9)[5:])
+    passes.clear()
+    close(s.next_logits(), fresh(s.history))
+    assert passes == [4, 4], "the prompt's last tokens, then the pending one"
 
 
 def test_hidden_states_follow_the_rows_asked_for_last() -> None:

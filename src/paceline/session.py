@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.errors import SessionError, memory_named
 from paceline.protocols import Closable, KVCache, Target
 from paceline.types import Draft, DraftBudget, Forward, Prompt, Rows, Tap, Want
-from paceline.verify.tree import PREFILL_ROWS, check, chunk_end, depths, pack, pack_prefix, paths_of
+from paceline.verify.tree import MIN_ROWS, PREFILL_ROWS, check, chunk_end, depths, pack, pack_prefix, paths_of
 
 _Results = tuple[Tensor, dict[Tap, Tensor]]
 """Logits and taps, of several rows or of one."""
@@ -149,7 +149,7 @@ class Session(Closable):
             self._forget()
         elif self._scored:
             del self._path[length - 1 - self._scored.start :]
-        self._trim()
+        self._trim(length)
         self._asked = Draft()
 
     def reset(self) -> None:
@@ -242,32 +242,38 @@ class Session(Closable):
         row = self._row()
         rows = self._scored.find(row, draft) if self._scored and row is not None else None
         if self._scored is None or rows is None or not self._scored.taps.keys() >= set(taps):
-            rows = list(range(len(draft.tokens) + 1))
-            self._scored = self._pass(draft, tuple(dict.fromkeys((*self._taps, *taps))))
+            self._scored, self._path = self._pass(draft, tuple(dict.fromkeys((*self._taps, *taps))))
+            last = len(self._path)
+            rows = list(range(last, last + len(draft.tokens) + 1))
             if missing := [tap for tap in taps if tap not in self._scored.taps]:
                 raise SessionError(f"this model has no tap {missing[0]!r}", 'Give the number of a layer, or "final"')
             self._taps = tuple(self._scored.taps)
         self._asked = draft
         return self._scored, rows
 
-    def _pass(self, draft: Draft, taps: tuple[Tap, ...]) -> _ScoredRows:
+    def _pass(self, draft: Draft, taps: tuple[Tap, ...]) -> tuple[_ScoredRows, list[int]]:
+        """Run a pass, or more where the draft is too large for one. Returns its rows, and those that the history has
+        taken below row 0."""
         self._commit()
         self._catch_up()
-        start = len(self._text) - 1
-        if not self._fits(draft):
-            return _ScoredRows(draft, start, *self._path_by_path(draft, taps))
-        self._fed, (logits, states) = self._feed(self._text[-1], draft, taps)
-        return _ScoredRows(draft, start, logits, states)
+        start = self._kv().lengths[self._slot]
+        last = len(self._text) - 1 - start
+        whole = _after(self._text[start + 1 :], draft)
+        if not self._fits(whole):
+            self._feed_prefix(len(self._text) - 1)
+            return _ScoredRows(draft, start + last, *self._path_by_path(draft, taps)), []
+        self._fed, (logits, states) = self._feed(self._text[start], whole, taps)
+        return _ScoredRows(whole, start, logits, states), [*range(1, last + 1)]
 
     def _path_by_path(self, draft: Draft, taps: tuple[Tap, ...]) -> _Results:
         """Score each path as a chain in as many passes as the cache needs, rolled back at its end."""
         results: dict[int, _Results] = {}
         for path in (path for row, path in paths_of(draft).items() if row not in draft.parents):
-            self._catch_up()
             try:
                 results |= zip((0, *path), self._chain([draft.tokens[row - 1] for row in path], taps), strict=True)
             finally:
-                self._trim()
+                self._trim(len(self._text) - 1)
+                self._feed_prefix(len(self._text) - 1)
         logits, states = zip(*(results[row] for row in sorted(results)), strict=True)
         return torch.stack(logits), {tap: torch.stack([x[tap] for x in states]) for tap in states[0]}
 
@@ -291,14 +297,25 @@ class Session(Closable):
         return rows, (out.logits[0, :count], {tap: x[0, :count] for tap, x in out.taps.items()})
 
     def _catch_up(self) -> None:
-        """Feed the history's uncached tokens, but for the pending one."""
+        """Feed the history's uncached tokens, but for the pending one and a few before it: rows that a pass has anyway.
+
+        Tokens of a prompt are fed first in any case, as a prompt.
+        """
         cache, before = self._kv(), len(self._text) - 1
+        self._trim(before)
         if not cache.lengths[self._slot]:
             self._prompt = self._prompt or len(self._text)
             cache.release(self._slot)
             self._slot = cache.acquire(self._prompt, self._adapter)
-        while (done := cache.lengths[self._slot]) < before:
-            chunk = self._text[done : min(chunk_end(done), before)]
+        self._feed_prefix(min(self._prompt - 1, before))
+        if before - cache.lengths[self._slot] >= MIN_ROWS:
+            self._feed_prefix(before)
+
+    def _feed_prefix(self, end: int) -> None:
+        """Feed the history's uncached tokens before `end`."""
+        cache = self._kv()
+        while (done := cache.lengths[self._slot]) < end:
+            chunk = self._text[done : min(chunk_end(done), end)]
             rows = pack_prefix(chunk, self._slot, done, self._target.device)
             self._forward(rows, Want("none"))
             cache.commit(rows, [range(1, len(chunk))])
@@ -312,11 +329,10 @@ class Session(Closable):
             if keep > 0:
                 self._kv().commit(fed, [path[: keep - 1]])
 
-    def _trim(self) -> None:
-        """Truncate the cache to the history without its pending token. It may forget more."""
-        before = max(0, len(self._text) - 1)
-        if self._kv().lengths[self._slot] > before:
-            self._kv().truncate(self._slot, before)
+    def _trim(self, length: int) -> None:
+        """Truncate the cache to the first `length` tokens. It may forget more."""
+        if self._kv().lengths[self._slot] > length:
+            self._kv().truncate(self._slot, length)
 
     def _forget(self) -> None:
         self._scored, self._path, self._fed = None, [], None
@@ -360,6 +376,12 @@ class Session(Closable):
                 f"{more} tokens after {len(self._text)} pass the model's context of {self.context_length}",
                 "Draft or observe fewer, or roll back",
             )
+
+
+def _after(tokens: Sequence[int], draft: Draft) -> Draft:
+    """Return a draft that continues a chain of tokens."""
+    first = len(tokens)
+    return Draft((*tokens, *draft.tokens), (*range(first), *(first + parent for parent in draft.parents)))
 
 
 def _ids(ids: Sequence[int]) -> list[int]:

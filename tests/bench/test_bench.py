@@ -340,6 +340,7 @@ def test_a_run_is_lossless_at_every_precision_and_temperature(result: dict[str, 
     assert result["provenance"]["settings"]["temperatures"] == [0.0, 0.7]
 
 
+@pytest.mark.slow
 def test_a_peer_that_fails_is_named_and_the_others_go_on(result: dict[str, Any]) -> None:
     said = dict(line.split(": ", 1) for line in result["missing"])
     assert said["bad"] == "it could not start (RuntimeError: no such instruction)"
@@ -353,6 +354,7 @@ def test_a_peer_that_fails_is_named_and_the_others_go_on(result: dict[str, Any])
     } | {"dead lookup T=0.7"}
 
 
+@pytest.mark.slow
 def test_the_findings_compare_with_the_best_other_and_with_greedy(result: dict[str, Any]) -> None:
     best = [line for line in result["findings"] if line.startswith("the best of Paceline's, ")]
     assert [line.rpartition(", ")[2] for line in best] == ["good", "good T=0.7"]
@@ -360,6 +362,7 @@ def test_the_findings_compare_with_the_best_other_and_with_greedy(result: dict[s
     assert warm == [f"{d}{p} T=0.7" for p in ("", " int8") for d in ("suffix", "ngram@2")]
 
 
+@pytest.mark.slow
 def test_a_page_needs_nothing_and_shows_every_system(result: dict[str, Any]) -> None:
     html = Page(page(result))
     assert html.count["svg.plot"] == 5, "two at each temperature, and where the time goes"

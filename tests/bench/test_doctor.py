@@ -349,6 +349,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examination, "_OBSERVED", 16)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("toy")
 def test_the_command_gives_json() -> None:
     result = CliRunner().invoke(app, ["doctor", "toy", "--drafter", "suffix", "--json", "-q"])

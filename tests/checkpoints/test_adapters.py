@@ -178,7 +178,7 @@ def test_replies_name_their_adapter(tmp_path: Path, quantize: Any) -> None:
         llm.generate(TOKENS, adapter="three")
     with pytest.raises(InvalidOption, match="2 prompts have 1 adapters"):
         llm.generate([TOKENS] * 2, adapter=["one"])
-    with pytest.raises(PacelineError, match="without adapters beside it"):
+    with pytest.raises(PacelineError, match="a model with adapters cannot be recorded"):
         llm.record(tmp_path / "recording.jsonl")
 
 

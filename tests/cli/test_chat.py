@@ -1,9 +1,8 @@
-"""`paceline chat`, and replies on a terminal."""
+"""`paceline chat`."""
 
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import subprocess
 import sys
@@ -14,9 +13,6 @@ import pytest
 from typer.testing import Result
 
 from paceline.cli.chat import read_conversation
-from paceline.cli.show import Display
-from paceline.cli.writing import _ProgressLine
-from paceline.engine.detokenizer import Chunk
 from paceline.errors import InvalidData
 from paceline.llm import LLM
 from tests.support.toy_cli import (
@@ -26,44 +22,6 @@ from tests.support.toy_cli import (
     failure,
     stop_after,
 )
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def shown(file: io.StringIO) -> str:
-    display = Display(file)
-    for chunk in (Chunk("a", 1, "plain"), Chunk("", 2, "draft"), Chunk("b\x1b]0;\x07", 3, "draft")):
-        display.write(chunk)
-    display.end()
-    return file.getvalue()
-
-
-def test_accepted_tokens_are_green_and_no_escape_of_the_model_reaches_a_terminal(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert shown(Terminal()) == "a\x1b[32mb\ufffd]0;\ufffd\x1b[0m\n"
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert shown(Terminal()) == "ab\ufffd]0;\ufffd\n"
-    assert shown(io.StringIO()) == "ab\x1b]0;\x07\n"
-
-
-def test_progress_on_a_terminal_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    progress = _ProgressLine(2, quiet=False)
-    progress.advance(5)
-    progress.advance(6)
-    progress.finish(1)
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert "2/2 prompts · 11 tokens" in err
-    assert err.endswith("1 failed\n")
 
 
 @pytest.fixture
@@ -192,6 +150,14 @@ def test_a_reply_is_written_again(asked: list[list[dict[str, str]]]) -> None:
     assert "There is no reply yet." in result.stdout
     assert [said(one) for one in asked] == [["one"], ["one", "two"], ["one", "two"], ["one", "two", "three"]]
     assert len(asked[3]) == 5, "the reply that was written again is in the conversation, the first is not"
+
+
+def test_retry_says_when_the_text_will_be_the_same(asked: list[list[dict[str, str]]]) -> None:
+    assert "/set temperature 0.7" in chat("one\n/retry\n").stderr
+    assert "/set seed none" in chat("one\n/retry\n", "-t", "1", "-s", "3").stderr
+    free = chat("one\n/retry\n", "-t", "1").stderr
+    assert "same text" not in free
+    assert len(asked) == 6
 
 
 def test_a_conversation_is_saved_and_loaded(asked: list[list[dict[str, str]]], tmp_path: Path) -> None:

@@ -108,6 +108,9 @@ def test_penalties_and_bans_reach_the_reply(shop: Shop) -> None:
     once = text("--no-repeat-ngram-size", "1")
     assert len(set(once)) == len(once) == 24
     assert text("-t", "1", "-s", "3", "--typical-p", "0.01") != text("-t", "1", "-s", "3")
+    assert text("-t", "1", "-s", "3", "--top-n-sigma", "0.001") == text("-t", "1", "-s", "3", "--top-k", "1")
+    xtc = ("--xtc-probability", "1", "--xtc-threshold", "0.01")
+    assert text("-t", "1", "-s", "3", *xtc) != text("-t", "1", "-s", "3")
     assert len(text("--stop-token-id", str(LETTERS.index(letter)))) < 15
     assert len(text("--stop-token-id", str(LETTERS.index(letter)), "--min-new-tokens", "15")) >= 15
 

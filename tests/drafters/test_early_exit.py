@@ -228,6 +228,7 @@ def test_an_exit_before_layers_that_do_little_is_nearly_always_right() -> None:
     assert soon.tokens_per_round < 2, "the layer between matters"
 
 
+@pytest.mark.slow
 def test_a_threshold_ends_the_draft_where_the_exit_is_unsure() -> None:
     target = skipping(quiet=0.3)
     how = Sampling(max_new_tokens=96, temperature=0.7, seed=3)

@@ -18,7 +18,7 @@ from paceline.errors import InvalidOption, NonFiniteLogits, OutOfMemory
 from paceline.models.decoder import Decoder
 from paceline.protocols import KVCache
 from paceline.sampling.parameters import Sampling
-from paceline.testing import Oracle, run, tiny_target
+from paceline.testing import Oracle, run, run_together, tiny_target
 from paceline.types import Draft, DraftBudget, Forward, Rows, Want
 from paceline.verify.tree import MIN_ROWS, PREFILL_ROWS, pack
 
@@ -244,3 +244,17 @@ def test_where_the_text_follows_the_draft_nothing_measured_decides_how_much_is_d
     policy.drafter = again = Sized([])
     assert run(target, [1, 2, 3], sampling, engine=engine)[0] == first
     assert set(again.budgets) - {DraftBudget(10, depth, 3) for depth in (1, 2, 3)} == {DraftBudget(10, 4, 3)}
+
+
+def test_the_end_of_a_request_releases_its_own_slot_alone() -> None:
+    released = list[int]()
+
+    class Noting(DrafterWrapper):
+        def release(self, slot: int) -> None:
+            released.append(slot)
+            super().release(slot)
+
+    drafter = Noting(Oracle([], 0.0, 37))
+    lengths = (2, 9, 4)
+    run_together(Engine(tiny_target(), drafter), [[1, 2, 3]] * 3, [Sampling(max_new_tokens=n) for n in lengths])
+    assert released == [0, 2, 1]

@@ -10,6 +10,7 @@ import pytest
 
 import paceline
 from paceline.server.tools import KIMI, LFM, PHI, fitted
+from tests.support.cover import some
 from tests.support.running import Serving, serving
 from tests.support.scripted import scripted
 
@@ -32,7 +33,7 @@ def prompt(it: Serving, messages: Any, **more: Any) -> str:
     return str(answer.json()["prompt"])
 
 
-@pytest.mark.parametrize("given", ARGUMENTS, ids=repr)
+@some("given", {repr(given): given for given in ARGUMENTS}, fast=[repr('{"city": "Par'), "None", "5"])
 def test_a_malformed_call_in_the_past_is_shown_in_every_api(served: Serving, given: Any) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": given}}
     chat = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]

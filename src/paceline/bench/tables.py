@@ -75,7 +75,7 @@ def interval(ratio: Mapping[str, float] | None) -> str:
 
 
 def _speeds(summaries: Sequence[Summary]) -> Grid:
-    columns = ["system", "tok/s", "decode tok/s", "first token, ms", "x undrafted [95 %]", "decoding alone"]
+    columns = ["system", "tok/s", "x undrafted [95 %]", "decoding alone", "decode tok/s", "first token, ms"]
     rows = []
     for s in summaries:
         inside, categories, drafts = s["inside"], s["categories"], bool(s["drafter"])
@@ -84,10 +84,10 @@ def _speeds(summaries: Sequence[Summary]) -> Grid:
             [
                 s["system"],
                 f"{s['tokens_per_second']:.1f}",
-                f"{s['decode_tokens_per_second']:.1f}",
-                f"{1e3 * s['first_token_seconds']:.0f}",
                 interval(s["ratios"][s["base"]]) if drafts else "",
                 f"{s['decode_ratio']['median']:.2f}" if drafts and s["decode_ratio"] else "",
+                f"{s['decode_tokens_per_second']:.1f}",
+                f"{1e3 * s['first_token_seconds']:.0f}",
                 f"{inside['tokens_per_round']:.2f}" if inside else "",
                 f"{slowest} {categories[slowest]['ratio']:.2f}" if drafts else "",
                 "" if s["spread"] is None else f"{100 * s['spread']:.1f} %",

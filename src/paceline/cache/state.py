@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.cache.attention import SlabPass
+from paceline.cache.attention import LayerAttention, SlabPass, SlabPlan
 from paceline.cache.layout import NONE
 from paceline.cache.slab import SavedSlabs, SlabCache
 from paceline.protocols import Saved
@@ -165,8 +165,12 @@ class StateCache(SlabCache):
 
     def begin(self, rows: Rows) -> StatePass:
         """See `protocols.KVCache.begin`."""
-        passed = super().begin(rows)
-        return StatePass(passed, self, rows)
+        attention = super().begin(rows)
+        if rows.resume is None:
+            self._fed |= {slot: _Fed() for slot, start in zip(rows.slots, rows.starts, strict=True) if not start}
+        fed = [self._fed[slot] for slot in rows.slots]
+        before = [self._states[slot][length] for slot, length in zip(rows.slots, rows.lengths, strict=True)]
+        return StatePass(attention.plans, self._layers, self._indices, rows, self.recurrences, before, fed)
 
     @torch.inference_mode()
     def commit(self, rows: Rows, paths: Sequence[Sequence[int] | None]) -> None:
@@ -204,18 +208,23 @@ class StateCache(SlabCache):
 class StatePass(SlabPass):
     """One forward pass over a `StateCache` (`protocols.RecurrentPass`)."""
 
-    def __init__(self, passed: SlabPass, cache: StateCache, rows: Rows) -> None:
-        """`passed`: the same pass over the cache's slabs."""
+    def __init__(
+        self,
+        plans: Sequence[Sequence[SlabPlan]],
+        layers: Sequence[LayerAttention | None],
+        indices: Sequence[tuple[int, int]],
+        rows: Rows,
+        recurrences: Mapping[int, Recurrence],
+        before: Sequence[State],
+        fed: Sequence[_Fed],
+    ) -> None:
+        """`plans`, `layers`, `indices`: see `SlabPass`. `before`: for each slot the states before its rows. `fed`: for
+        each slot the rows since its last commit, to which `recur` adds."""
         # Prompts too by the sums that keep bits: then, where the rest keeps them, a text may go on from any state.
-        super().__init__(passed.plans, passed._layers, passed._indices, False)
-        self._rows, self._recurrences = rows, cache.recurrences
+        super().__init__(plans, layers, indices, False)
+        self._rows, self._recurrences, self._before, self._fed = rows, recurrences, before, fed
         ends = [start + count for start, count in zip(rows.starts, rows.counts, strict=True)]
         self._trees = [Tree(p[:end], start) for p, end, start in zip(rows.parents, ends, rows.starts, strict=True)]
-        self._before = [cache._states[slot][length] for slot, length in zip(rows.slots, rows.lengths, strict=True)]
-        for slot, start in zip(rows.slots, rows.starts, strict=True):
-            if not start and rows.resume is None:
-                cache._fed[slot] = _Fed()
-        self._fed = [cache._fed[slot] for slot in rows.slots]
 
     def recur(self, layer: int, inputs: Tensors) -> Tensor:
         """See `protocols.RecurrentPass.recur`."""

@@ -12,6 +12,7 @@ from paceline.checkpoints.adapters import Adapter
 from paceline.checkpoints.checkpoint import eos_token_ids
 from paceline.checkpoints.loader import Loaded, load_model
 from paceline.errors import InvalidOption
+from paceline.files.progress import progress_bar
 from paceline.models.decoder import Decoder
 from paceline.models.runner_choice import runner_of, suggest_codes, warn_of
 from paceline.text.tokenizer import Tokenizer
@@ -46,7 +47,7 @@ def load_target(given: Mapping[str, Any], adapters: Mapping[str, Adapter]) -> Lo
     placed = [given[name] for name in ("dtype", "device", "revision", "device_map", "tensor_parallel")]
     adapted = given["adapter"] is not None or bool(adapters)
     _check_held(placed != ["auto", "auto", None, None, False], quantize not in ("auto", "none"), adapted)
-    return _wrap(model, tokenizer)
+    return _wrap(model, tokenizer, given["progress"])
 
 
 _NAMED_ONLY = (
@@ -74,7 +75,7 @@ def _check_held(moved: bool, quantized: bool, adapted: bool) -> None:
         raise InvalidOption("an adapter cannot be added to a model object", "Give a PeftModel with its adapters")
 
 
-def _wrap(model: Any, tokenizer: Any) -> Loaded:
+def _wrap(model: Any, tokenizer: Any, progress: bool) -> Loaded:
     """Wrap a model object of transformers, or of PEFT around one, and its tokenizer; see `paceline.load`."""
     wrappable, wrapper = False, None
     if type(model).__module__.startswith("peft."):
@@ -102,4 +103,6 @@ def _wrap(model: Any, tokenizer: Any) -> Loaded:
     tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.from_transformers(tokenizer)
     generation = {key: value for key, value in model.generation_config.to_dict().items() if value is not None}
     eos = eos_token_ids(model.config.to_dict(), generation, tokenizer)
-    return Loaded(CausalLM(model, wrapper), tokenizer, eos, generation, Path(model.name_or_path))
+    with progress_bar(f"checking how {type(model).__name__} verifies drafts", progress):
+        target = CausalLM(model, wrapper)
+    return Loaded(target, tokenizer, eos, generation, Path(model.name_or_path))

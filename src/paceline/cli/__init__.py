@@ -102,7 +102,8 @@ add_command(app, info, "show")
 def main() -> None:
     """Entry point of the `paceline` command."""
     # Torch's threads spin while they wait, and take the cores that other programs need: a pass of 25 ms then took a
-    # second. About 10 us of spinning costs nothing (LOG.md). Read when torch is imported, so it is set before.
+    # second. About 10 us of spinning costs nothing (docs/notes/kernels.md#idle-threads). torch reads the variable when
+    # it is imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     for stream in (sys.stdout, sys.stderr):
         # A pipe on Windows has a code page instead of UTF-8, which lacks most of what models write.

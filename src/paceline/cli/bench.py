@@ -7,8 +7,6 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from paceline.cli.commands import options_of
 from paceline.cli.options import (
     DEMO,
@@ -24,7 +22,8 @@ from paceline.cli.options import (
     progress_wanted,
     set_threads,
 )
-from paceline.cli.show import figures_table
+from paceline.cli.show import print_figures
+from paceline.cli.wrapping import say
 from paceline.errors import CannotWrite, InvalidOption
 
 if TYPE_CHECKING:
@@ -172,17 +171,14 @@ def bench(*, options: BenchOptions, quiet: Quiet = False) -> None:
 
 
 def _show(result: Mapping[str, Any]) -> None:
-    from rich.console import Console
-
     from paceline.bench.tables import main_grids
 
-    console = Console(width=None if Console().is_terminal else 160)
     for grid in main_grids(result):
-        console.print(figures_table(grid.columns, grid.rows, title=grid.title))
+        print_figures(grid.columns, grid.rows, title=grid.title)
     for line in result["findings"]:
-        console.print(line, markup=False, highlight=False)
+        say(line, err=False)
     for line in result["missing"]:
-        typer.echo(f"not measured: {line}", err=True)
+        say(f"not measured: {line}")
 
 
 def _report(path: Path, result: Mapping[str, Any]) -> str:

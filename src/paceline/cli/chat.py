@@ -17,6 +17,7 @@ from paceline.cli.commands import option, print_error
 from paceline.cli.options import LoadOptions, ModelArgument, Quiet, SamplingOptions, progress_wanted
 from paceline.cli.prompts import piped_prompt
 from paceline.cli.show import Display, has_colour, loaded_line, sampling_line, summary
+from paceline.cli.wrapping import say
 from paceline.errors import InvalidData, InvalidOption, PacelineError, UnsupportedModel
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ _HELP = f"""\
 /reset             start a new conversation
 /system [TEXT]     set the system message; without TEXT, remove it
 /set [NAME VALUE]  change a sampling parameter, as in /set temperature 0.7; without one, show those in effect
-/retry             write the last reply again, with another seed unless you set one
+/retry             write the last reply again; it differs only at a temperature above 0, without a seed of yours
 /model [NAME]      continue with another model; without NAME, show this one
 /save FILE         write the conversation to a file
 /load FILE         continue the conversation of a file
@@ -62,7 +63,7 @@ def chat(
     conversation = _Chat(load, sampling, system, quiet)
     if not quiet:
         legend = "Green: drafted tokens that the model accepted. " if has_colour(sys.stdout) else ""
-        typer.echo(f"{legend}/help lists the commands, Ctrl-D leaves.", err=True)
+        say(f"{legend}/help lists the commands, Ctrl-D leaves.")
     conversation.run()
 
 
@@ -113,13 +114,13 @@ class _Chat:
             )
         self._llm, self._load = llm, load
         if not self._quiet:
-            typer.echo(loaded_line(load.model, llm), err=True)
+            say(loaded_line(load.model, llm))
 
     def run(self) -> None:
         """Read and answer messages until /quit or the end of the input."""
         _edit_lines()
         commands: dict[str, Callable[[str], None]] = {
-            "/help": lambda _: typer.echo(_HELP),
+            "/help": lambda _: say(_HELP, err=False),
             "/reset": self._reset,
             "/system": self._system,
             "/set": self._set,
@@ -139,7 +140,7 @@ class _Chat:
                 break
             elif name not in commands:
                 guess = f" Did you mean {near[0]}?" if near else ""
-                typer.echo(f"There is no command {name}.{guess} /help lists the commands.")
+                say(f"There is no command {name}.{guess} /help lists the commands.", err=False)
             else:
                 try:
                     commands[name](rest.strip())
@@ -154,12 +155,12 @@ class _Chat:
 
     def _reset(self, _: str) -> None:
         self._messages = list(self._opening)
-        typer.echo("This is a new conversation.")
+        say("This is a new conversation.", err=False)
 
     def _system(self, text: str) -> None:
         self._opening = _system_message(text or None)
         self._messages = [*self._opening, *(one for one in self._messages if one["role"] != "system")]
-        typer.echo("The system message is set." if text else "There is no system message.")
+        say("The system message is set." if text else "There is no system message.", err=False)
 
     def _set(self, text: str) -> None:
         name, _, value = text.partition(" ")
@@ -167,13 +168,17 @@ class _Chat:
             changes = self._changes | {name.replace("-", "_"): _value(value)}
             self._sampling = self._llm.sampling(**(self._options.given() | changes))
             self._changes = changes
-        typer.echo(sampling_line(self._sampling, self._options.given() | self._changes) or "greedy")
+        say(sampling_line(self._sampling, self._options.given() | self._changes) or "greedy", err=False)
 
     def _retry(self, _: str) -> None:
         asked = [i for i, message in enumerate(self._messages) if message["role"] == "user"]
         if not asked:
-            typer.echo("There is no reply yet.")
+            say("There is no reply yet.", err=False)
             return
+        if self._sampling.temperature == 0:
+            say("Greedy decoding answers the same conversation with the same text; /set temperature 0.7 varies it.")
+        elif self._sampling.seed is not None:
+            say("With a seed the same conversation gets the same text; /set seed none draws another for each reply.")
         line, before = self._messages[asked[-1]]["content"], self._messages
         self._messages = before[: asked[-1]]
         if not self._answer(line):
@@ -184,7 +189,7 @@ class _Chat:
             self._open(replace(self._load, model=name, adapter=None, revision=None))
             self._sampling = self._llm.sampling(**(self._options.given() | self._changes))
         else:
-            typer.echo(loaded_line(self._load.model, self._llm))
+            say(loaded_line(self._load.model, self._llm), err=False)
 
     def _save(self, name: str) -> None:
         path = Path(name).expanduser()
@@ -193,15 +198,15 @@ class _Chat:
         if path.exists():
             read_conversation(path)  # nothing but another conversation is written over
         path.write_text(json.dumps({"model": self._load.model, "messages": self._messages}, indent=1) + "\n", "utf-8")
-        typer.echo(f"Saved in {path}.")
+        say(f"Saved in {path}.", err=False)
 
     def _read(self, name: str) -> None:
         self._messages = read_conversation(Path(name).expanduser())
         self._opening = [message for message in self._messages[:1] if message["role"] == "system"]
-        typer.echo(f"The conversation has {len(self._messages)} messages.")
+        say(f"The conversation has {len(self._messages)} messages.", err=False)
 
     def _stats(self, _: str) -> None:
-        typer.echo(_details(self._last, self._sampling) if self._last else "There is no reply yet.")
+        say(_details(self._last, self._sampling) if self._last else "There is no reply yet.", err=False)
 
     def _answer(self, line: str) -> bool:
         """Answer a message. Returns whether there is an answer."""
@@ -228,7 +233,7 @@ class _Chat:
                 display.end()
         self._last = stream.completion
         if not self._quiet:
-            typer.echo(summary(self._last, self._sampling), err=True)
+            say(summary(self._last, self._sampling))
         return self._last.text
 
 
@@ -283,7 +288,7 @@ def _read_message() -> _ChatInput | None:
         typer.echo()
         return None
     except KeyboardInterrupt:
-        typer.echo("\n(Ctrl-D or /quit leaves)", err=True)
+        say("\n(Ctrl-D or /quit leaves)")
     except UnicodeDecodeError:
         print_error("the line is not text in the terminal's encoding; type it again")
     return _ChatInput("")

@@ -18,6 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 from typer.models import OptionInfo
 
+from paceline.cli.wrapping import say
 from paceline.errors import PacelineError
 
 EVERYDAY = {
@@ -214,4 +215,4 @@ class PacelineGroup(TyperGroup):
 
 def print_error(problem: object) -> None:
     """Print one line on stderr."""
-    typer.echo("error: " + " ".join(str(problem).split()), err=True)
+    say("error: " + " ".join(str(problem).split()))

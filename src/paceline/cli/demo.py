@@ -11,7 +11,7 @@ import typer
 
 from paceline.cli.options import LoadOptions, SamplingOptions
 from paceline.cli.prompts import single_prompt
-from paceline.cli.show import decode_speed, figures_table, has_colour, percent, speed, stream_reply
+from paceline.cli.show import decode_speed, has_colour, percent, print_figures, speed, stream_reply
 
 if TYPE_CHECKING:
     from paceline.engine.results import Completion
@@ -75,10 +75,10 @@ def _report(plain: Completion, fast: Completion) -> None:
     from rich.console import Console
 
     console = Console()
-    console.print()
+    typer.echo()
     columns = ("", "tok/s", "decode tok/s", "speedup", "tokens/round", "acceptance")
     rows = [_row("plain", plain.stats, plain.stats), _row(fast.stats.drafter or "plain", fast.stats, plain.stats)]
-    console.print(figures_table(columns, rows))
+    print_figures(columns, rows)
     differs = _first_difference(plain.token_ids, fast.token_ids)
     if differs is None:
         console.print(f"texts identical: [green]yes[/green], all {len(fast.token_ids)} tokens")

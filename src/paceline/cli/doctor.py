@@ -21,7 +21,8 @@ from paceline.cli.options import (
     parse_draft_vocab,
     progress_wanted,
 )
-from paceline.cli.show import facts_table, figures_table
+from paceline.cli.show import facts_table, print_figures
+from paceline.cli.wrapping import say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -65,9 +66,9 @@ def doctor(
         typer.echo(json.dumps(result))
         return
     for line in result["settings"]:
-        typer.echo(line)
+        say(line, err=False)
     for line in result["warnings"]:
-        typer.echo(f"warning: {line}")
+        say(f"warning: {line}", err=False)
     if details:
         _show_details(result)
     else:
@@ -82,7 +83,7 @@ def _show_details(result: Mapping[str, Any]) -> None:
     console.print()
     console.print(_machine(result["machine"]))
     for part in result["drafters"]:
-        console.print(_forecasts(part))
+        _show_forecasts(part)
     console.print(Text("Limits", style="bold"))
     for line in [*result["limits"], *(line for part in result["drafters"] for line in part["reasons"])]:
         console.print(Text(f"  {line}"))
@@ -112,11 +113,12 @@ _FORECAST = {
 """Columns of a forecast: heading -> cell."""
 
 
-def _forecasts(part: Mapping[str, Any]) -> Table:
+def _show_forecasts(part: Mapping[str, Any]) -> None:
     costs = ", ".join(f"{size}: {ms:.2f}" for size, ms in part["draft_ms"].items())
     title = f"{part['drafter']}: {part['ratio']:.2f} times plain decoding (milliseconds of a draft by size: {costs})"
     rows = [
         (kind, "none" if k["draft"] == "0" else k["draft"], *(cell.format(**k) for cell in _FORECAST.values()))
         for kind, k in part["kinds"].items()
     ]
-    return figures_table(("text", "draft", *_FORECAST), rows, title=title, caption=f"Acceptance: {part['acceptance']}.")
+    caption = f"Acceptance: {part['acceptance']}."
+    print_figures(("text", "draft", *_FORECAST), rows, title=title, caption=caption)

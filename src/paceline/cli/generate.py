@@ -17,6 +17,7 @@ from paceline.cli.options import DEMO, LoadOptions, Quiet, SamplingOptions, foll
 from paceline.cli.prompts import STDIN, read_rows, single_prompt
 from paceline.cli.record import recording
 from paceline.cli.show import summary
+from paceline.cli.wrapping import say
 from paceline.cli.writing import ReplyWriter, write_batch, write_one_by_one
 from paceline.errors import InvalidOption, ModelNotFound
 from paceline.text.prompt_rows import PromptRow
@@ -115,7 +116,7 @@ def _write(writer: ReplyWriter, rows: list[PromptRow], out: OutputOptions, quiet
         return write_one_by_one(writer, rows, quiet)
     completion = writer.write(rows[0])
     if not quiet:
-        typer.echo(summary(completion, writer.sampling), err=True)
+        say(summary(completion, writer.sampling))
     return 0
 
 

@@ -15,6 +15,7 @@ import typer
 from paceline.cli.adapters import parse_adapters
 from paceline.cli.commands import option, options_of
 from paceline.cli.show import ignored_line, sampling_line
+from paceline.cli.wrapping import say
 from paceline.errors import InvalidOption
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from paceline.llm import LLM
     from paceline.sampling.grammar import Grammar
     from paceline.sampling.parameters import Sampling
+    from paceline.sampling.thinking import ThinkingBudget
     from paceline.types import DraftBudget
 
 DEMO = "demo"
@@ -120,9 +122,9 @@ Number = TypeVar("Number", int, float)
 
 
 def note(text: str) -> None:
-    """Print one line on stderr, unless --quiet was given."""
+    """Print a line on stderr, unless --quiet was given."""
     if _LOG.isEnabledFor(logging.WARNING):
-        typer.echo(text, err=True)
+        say(text)
 
 
 def progress_wanted(quiet: bool) -> bool:
@@ -312,6 +314,7 @@ class SamplingOptions:
     min_new_tokens: int | None = _length("Minimum length, in tokens: no end-of-sequence or stop token before it.")
     stop: list[str] | None = _length("End the reply before this text. Repeatable.")
     stop_token_id: list[int] | None = _length("End the reply at this token id. Repeatable.", metavar="ID")
+    thinking_budget: int | None = _length("Maximum length of a model's reasoning, in tokens; its end is then forced.")
     ignore_eos: bool = _length("Continue past the model's end-of-sequence tokens.", default=False)
     temperature: float | None = _sampling(
         "Randomness; 0 is greedy.\n\nEvery sampling option that is not given comes from the model's generation_config.",
@@ -324,12 +327,30 @@ class SamplingOptions:
     typical_p: float | None = _sampling(
         "Sample from the most typical tokens whose probabilities add up to X; 1: from all."
     )
+    top_n_sigma: float | None = _sampling(
+        "Drop tokens whose logit is more than X standard deviations below the highest; 0: off."
+    )
+    xtc_probability: float | None = _sampling(
+        "With this probability, at each token, drop all likely tokens but the least likely of them; 0: off."
+    )
+    xtc_threshold: float | None = _sampling("Probability from which XTC takes a token as likely.", show_default="0.1")
     seed: int | None = _sampling("The same seed gives the same text.", "-s", show_default="random")
     repetition_penalty: float | None = _penalty("Above 1, tokens of the prompt and the reply become less likely.")
     frequency_penalty: float | None = _penalty(
         "Subtract X from a token's logit for each time it is in the reply (-2 to 2)."
     )
     presence_penalty: float | None = _penalty("Subtract X from a token's logit once it is in the reply (-2 to 2).")
+    dry_multiplier: float | None = _penalty(
+        "DRY: subtract X, and more for longer ones, from the logit of a token that would continue a repetition; 0: off."
+    )
+    dry_base: float | None = _penalty("Factor of DRY's penalty for each further repeated token.", show_default="1.75")
+    dry_allowed_length: int | None = _penalty("Longest repetition that DRY leaves alone, in tokens.", show_default="2")
+    dry_penalty_last_n: int | None = _penalty(
+        "Number of last tokens in which DRY looks for repetitions; -1: all.", show_default="-1"
+    )
+    dry_sequence_breaker: list[str] | None = _penalty(
+        "Text beyond which no repetition goes. Repeatable.", show_default='line break, :, ", *'
+    )
     logit_bias: list[str] | None = _penalty(
         "Add a number to the logit of a token id; -inf bans the token. Repeatable.", metavar="ID=NUMBER"
     )
@@ -354,9 +375,9 @@ class SamplingOptions:
         """Return the options that were given, under the names of `Sampling`. Raises `InvalidOption`."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         given = {name: value for name, value in values.items() if value is not None and value != []}
-        for name, parameter in (("stop_token_id", "stop_token_ids"), ("bad_word", "bad_words")):
+        for name in ("stop_token_id", "bad_word", "dry_sequence_breaker"):
             if name in given:
-                given[parameter] = given.pop(name)
+                given[f"{name}s"] = given.pop(name)
         if "logit_bias" in given:
             given["logit_bias"] = dict(map(parse_bias, given["logit_bias"]))
         if grammar := {name: given.pop(name) for name in ("json_schema", "regex", "grammar") if name in given}:
@@ -367,17 +388,31 @@ class SamplingOptions:
         """Raises `InvalidOption` for values that no model could accept."""
         from paceline.sampling.parameters import Sampling
 
-        Sampling(**(defaults | self.given()))
+        given = self.given()
+        reasoning = ("", "</think>") if "thinking_budget" in given else ()
+        Sampling(**(defaults | given), reasoning=reasoning)
 
     def resolve(self, llm: LLM, **defaults: Any) -> Sampling:
         """Return the parameters for this model: the given options, else `defaults`, else what the model recommends."""
         given = self.given()
+        if "thinking_budget" in given:
+            given["thinking_budget"] = _thinking_budget(llm, given["thinking_budget"])
         sampling = llm.sampling(**(defaults | given))
         if sampling.temperature > 0:
             note(f"sampling: {sampling_line(sampling, given)} (-t 0 writes greedy text)")
         elif ignored := ignored_line(given):
             note(ignored)
         return sampling
+
+
+def _thinking_budget(llm: LLM, tokens: int) -> ThinkingBudget:
+    """Return a budget with the texts around the model's reasoning. Raises `InvalidOption` if it does not reason."""
+    from paceline.server.thinking import family
+
+    form = family(llm.tokenizer.chat_template)
+    if form is None:
+        raise InvalidOption("--thinking-budget: the model's chat template has no reasoning", "Leave it out")
+    return form.budget(tokens, inside=False)
 
 
 def parse_grammar(**options: str) -> Grammar:

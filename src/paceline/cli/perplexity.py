@@ -10,7 +10,7 @@ import typer
 
 from paceline.cli.commands import option
 from paceline.cli.options import AsJson, ModelOptions, Quiet, progress_wanted
-from paceline.cli.show import figures_table
+from paceline.cli.show import print_figures
 from paceline.errors import InvalidPrompt
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ def perplexity(
 
     The table shows the perplexity, and how often the likeliest token stays the same.
     """
-    from rich.console import Console
 
     from paceline.kernels.quantize import check_precision
 
@@ -68,7 +67,7 @@ def perplexity(
         )
         for r in results
     ]
-    Console().print(figures_table(columns, rows))
+    print_figures(columns, rows)
 
 
 def _text(file: Path) -> str:

@@ -8,9 +8,8 @@ from pathlib import Path
 from select import select
 from stat import S_ISFIFO, S_ISREG, S_ISSOCK
 
-import typer
-
 from paceline.cli.options import note
+from paceline.cli.wrapping import say
 from paceline.errors import InvalidPrompt
 from paceline.text.prompt_rows import PromptRow, parse_row, text_of
 
@@ -55,7 +54,7 @@ def _is_piped() -> bool:
         return False
     if os.name != "nt" and not select([sys.stdin], [], [], _PATIENCE)[0]:
         # Even with --quiet: without this line the command seems to hang.
-        typer.echo("waiting for stdin, which is added to the prompt; </dev/null keeps it out", err=True)
+        say("waiting for stdin, which is added to the prompt; </dev/null keeps it out")
     return True
 
 

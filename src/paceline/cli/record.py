@@ -30,7 +30,8 @@ from paceline.cli.options import (
     progress_wanted,
 )
 from paceline.cli.prompts import read_rows
-from paceline.cli.show import figures_table
+from paceline.cli.show import print_figures
+from paceline.cli.wrapping import say
 from paceline.cli.writing import ReplyWriter, write_batch
 from paceline.errors import InvalidData, InvalidOption
 
@@ -222,6 +223,7 @@ def tune(
     from paceline.bench.replay.search import parts_of, recommended, search
     from paceline.bench.systems import split_size
     from paceline.drafters.factory import check_spec
+    from paceline.files.stores import name_of
 
     named = parse_names(options.drafters or "")
     if any(part in ("none", "auto") or split_size(part)[1] for part in named):
@@ -233,7 +235,8 @@ def tune(
         found = search(predictor, replies, named or parts_of(predictor.model), lambda name: say(f"replaying {name}"))
     best = recommended(found)
     given = shlex.join(_given(model, quantize=quantize, draft_quantize=draft_quantize, draft_vocab=draft_vocab))
-    line = f"paceline generate -m {shlex.quote(str(predictor.model.path))} {given}".rstrip()
+    name = model.model if model.model != DEMO else name_of(predictor.model.path)
+    line = f"paceline generate -m {shlex.quote(name)} {given}".rstrip()
     line += f" {best.candidate.options if best else '--drafter none'}"
     gain = f"{_interval(best.ratio)} times as fast as plain decoding, predicted" if best else "no drafter surely gains"
     _show(file, predictor, replies, found, as_json, fastest={"command": line, "predicted": gain})
@@ -280,30 +283,26 @@ def _show(
         about |= {"prefill_tokens_per_second": 1 / costs.prefill, "host_ms": 1e3 * costs.host}
         typer.echo(json.dumps(about | {"drafters": rows} | ({"fastest": fastest} if fastest else {})))
         return
-    from rich.console import Console
-
-    console = Console(width=None if Console().is_terminal else 160)
     tokens = sum(len(reply.reply) for reply in replies)
     title = f"{len(replies)} replies, {tokens} tokens; plain decoding {rows[0]['plain_tokens_per_second']:.1f} tok/s"
-    console.print(
-        figures_table(list(_COLUMNS), [[cell(row) for cell in _COLUMNS.values()] for row in rows], title=title)
-    )
+    print_figures(list(_COLUMNS), [[cell(row) for cell in _COLUMNS.values()] for row in rows], title=title, least=3)
     took, saved = (sum(row[key] for row in rows) for key in ("replay_seconds", "predicted_seconds"))
-    typer.echo(f"replayed in {took:.1f} s what takes {saved:.0f} s to generate ({saved / max(took, 1e-9):.0f} times)")
+    ratio = f"{saved / max(took, 1e-9):.0f} times"
+    say(f"replayed in {took:.1f} s what takes {saved:.0f} s to generate ({ratio})", err=False)
     if fastest:
-        typer.echo(f"fastest: {fastest['command']}\n{fastest['predicted']}")
+        typer.echo(f"fastest: {fastest['command']}\n{fastest['predicted']}")  # a command is copied as one line
 
 
 _COLUMNS: Mapping[str, Any] = {
     "drafter": lambda row: row["drafter"],
     "draft": lambda row: row["draft"],
+    "x plain [95 %]": lambda row: _interval(row["ratio"]),
+    "tok/s": lambda row: f"{row['tokens_per_second']:.1f}",
     "tokens/round": lambda row: f"{row['tokens_per_round']:.2f}" + ("" if row["exact"] else " ~"),
+    "decoding alone": lambda row: f"{row['decode_ratio']:.2f}",
+    "draft, ms": lambda row: f"{row['milliseconds']['draft']:.2f}",
     "drafted": lambda row: f"{row['drafted_per_round']:.1f}",
     "accepted to depth 1, 2, ...": lambda row: " ".join(f"{share:.2f}" for share in row["accepted_at"][:6]),
-    "draft, ms": lambda row: f"{row['milliseconds']['draft']:.2f}",
-    "tok/s": lambda row: f"{row['tokens_per_second']:.1f}",
-    "x plain [95 %]": lambda row: _interval(row["ratio"]),
-    "decoding alone": lambda row: f"{row['decode_ratio']:.2f}",
 }
 """Columns of a prediction: heading -> cell. "~": predicted, since the controller chose sizes."""
 

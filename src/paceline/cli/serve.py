@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
 
 from paceline.cli.adapters import parse_adapters
 from paceline.cli.cache_room import cache_positions, position_bytes, state_positions
@@ -21,10 +20,12 @@ from paceline.cli.options import (
     ModelArgument,
     Quiet,
     follows,
+    note,
     processes,
     progress_wanted,
 )
 from paceline.cli.show import amount
+from paceline.cli.wrapping import say
 from paceline.errors import InvalidOption, ModelNotFound, PacelineError, install_line
 
 if TYPE_CHECKING:
@@ -201,12 +202,15 @@ def application(
     quiet: Quiet = False,
 ) -> ServedModels:
     """Load what `serve` serves, for any ASGI server. Its parameters are the options of `serve` too."""
+    began = time.perf_counter()
     has_first = argument is not None or model.model != DEMO or not several.models  # else --models alone
     model = model.with_model(argument)
     missing = [module for module in ("fastapi", "uvicorn", "prometheus_client", "psutil") if not find_spec(module)]
     if missing:
         raise InvalidOption(f"the server needs {' and '.join(missing)}", f"Install it: {install_line('serve')}")
     _set_up_logging(quiet)
+    if has_first:
+        note(f"loading {model.model}")
     import psutil
 
     from paceline.server.app import create_app
@@ -250,7 +254,10 @@ def application(
         for recorder in recorders:
             recorder.close()
 
-    return ServedModels(create_app(models, settings), models, bool(settings.api_keys), close)
+    app = create_app(models, settings)
+    if has_first:
+        note(f"loaded {model.model} in {time.perf_counter() - began:.1f} s")
+    return ServedModels(app, models, bool(settings.api_keys), close)
 
 
 @wraps(application, assigned=("__annotations__",))
@@ -353,14 +360,12 @@ def _announce(models: Models, has_keys: bool, quiet: bool, address: str) -> None
     others = len(models.sources) - len(loaded)
     if others:
         about += f"{' and ' if about else ''}{others} model{'s' * (others > 1)} on request"
-    typer.echo(f"{about} at {address}/v1 and in a browser at {address}/", err=True)
+    say(f"ready: {about} at {address}/v1 and in a browser at {address}/")
     cache = sum(model.worker.limits.cache_positions * position_bytes(model.llm) for model in loaded)
     memory = f"memory: {amount(psutil.Process().memory_info().rss, 'bytes')}"
-    typer.echo(
-        memory + (f", and at most {amount(cache, 'bytes')} for keys, values and states" if cache else ""), err=True
-    )
+    say(memory + (f", and at most {amount(cache, 'bytes')} for keys, values and states" if cache else ""))
     if not has_keys and not address.startswith(("http://127.", "http://[::1]")):
-        typer.echo("warning: anyone who can reach this address can use it; set --api-key", err=True)
+        say("warning: anyone who can reach this address can use it; set --api-key")
 
 
 def _default_drafter(worker: Worker) -> str:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
+from itertools import groupby
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, TextIO
+
+from paceline.cli.wrapping import Piece, WordWrap, say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -30,32 +34,41 @@ def has_colour(file: TextIO) -> bool:
 
 
 class Display:
-    """Writer of a reply, chunk by chunk: plain text to a file or pipe, accepted draft tokens in green on a terminal."""
+    """Writer of a reply, chunk by chunk: plain text to a file or pipe. On a terminal, lines end between words, and
+    accepted draft tokens are green."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
-        self._terminal, self._colour = file.isatty(), has_colour(file)
+        self._wrap = WordWrap() if file.isatty() else None
+        self._colour = has_colour(file)
         self._line_is_open = False
 
     def write(self, chunk: Chunk) -> None:
-        """Show one chunk immediately."""
+        """Show one chunk. The last word of a line waits until it is complete."""
         self.text(chunk.text, green=chunk.drafted)
 
     def text(self, text: str, green: bool = False) -> None:
-        """Show a piece of text immediately."""
+        """Show a piece of text. See `write`."""
         if not text:
             return
         self._line_is_open = not text.endswith("\n")
-        text = text.translate(_CONTROLS) if self._terminal else text
-        self._file.write(f"{_GREEN}{text}{_PLAIN}" if self._colour and green else text)
-        self._file.flush()
+        if self._wrap is None:
+            self._put([Piece(text, green)])
+        else:
+            self._put(self._wrap.add(Piece(text.translate(_CONTROLS), green)))
 
     def end(self) -> None:
         """End the last line, unless it has ended."""
         if self._line_is_open:
-            self._file.write("\n")
-            self._file.flush()
+            self._put([*(self._wrap.rest() if self._wrap else ()), Piece("\n", False)])
+            self._wrap = self._wrap and WordWrap()
         self._line_is_open = False
+
+    def _put(self, pieces: Sequence[Piece]) -> None:
+        for green, group in groupby(pieces, lambda piece: piece.green):
+            text = "".join(piece.text for piece in group)
+            self._file.write(f"{_GREEN}{text}{_PLAIN}" if self._colour and green else text)
+        self._file.flush()
 
 
 def stream_reply(llm: LLM, prompt: Prompt, sampling: Sampling, file: TextIO, raw: bool = False) -> Completion:
@@ -80,15 +93,50 @@ def facts_table(rows: Iterable[tuple[str, str]], **settings: Any) -> Table:
     return table
 
 
-def figures_table(columns: Sequence[str], rows: Iterable[Sequence[str]], **settings: Any) -> Table:
-    """Return a table whose columns are figures, except for the first. `settings`: those of `rich.table.Table`."""
-    from rich.table import Table
+def print_figures(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    title: str | None = None,
+    caption: str | None = None,
+    least: int = 2,
+) -> None:
+    """Print a table whose first column holds names and whose others are figures, the most important first.
 
-    table = Table(title_justify="left", title_style="bold", **settings)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left")
+    Where a terminal is too narrow, the last columns are left out, down to `least`, and a line names them. Names are
+    never cut.
+    """
+    from rich.console import Console
+
+    console = Console(width=None if Console().is_terminal else 160)
+    widest = console.options.update(max_width=10_000)
+    shown = len(columns)
+    while True:
+        table = _figures_table(columns[:shown], rows, caption=caption)
+        if shown <= least or console.measure(table, options=widest).maximum <= console.width:
+            break
+        shown -= 1
+    if title:
+        console.print(title, style="bold", markup=False, highlight=False)
+    console.print(table)
+    if shown < len(columns):
+        say(f"A wider terminal also shows: {' | '.join(columns[shown:])}", err=False)
+
+
+def _figures_table(columns: Sequence[str], rows: Sequence[Sequence[str]], **settings: Any) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(**settings)
+    for i, heading in enumerate(columns):
+        width = max(map(len, [*heading.split(), *(row[i] for row in rows)]))
+        heading = fill(heading, width, break_long_words=False, break_on_hyphens=False)
+        if i:
+            table.add_column(heading, justify="right", no_wrap=True)
+        else:
+            table.add_column(heading, overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(Text(cell) for cell in row[: len(columns)]))
     return table
 
 
@@ -165,7 +213,10 @@ def sampling_line(sampling: Sampling, given: Mapping[str, Any]) -> str:
     return "; ".join(part for part in (user, f"from the model: {model}" if model else "") if part)
 
 
-_RANDOM = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "seed": None}
+_RANDOM = {
+    **{"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "seed": None},
+    **{"top_n_sigma": 0.0, "xtc_probability": 0.0},
+}
 """Parameters that have no effect on greedy text, with the values that turn them off."""
 
 

@@ -12,6 +12,7 @@ import typer
 
 from paceline.cli.commands import print_error
 from paceline.cli.show import Display, length_limit, stream_reply
+from paceline.cli.wrapping import say
 from paceline.errors import InvalidPrompt, PacelineError
 from paceline.text.prompt_rows import PromptRow
 
@@ -165,7 +166,7 @@ class _ProgressLine:
         self.hide()
         if not self._quiet:
             cut = f" · {self._cut} cut at the token limit; raise -n" if self._cut else ""
-            typer.echo(self._line() + cut + (f" · {failed} failed" if failed else ""), err=True)
+            say(self._line() + cut + (f" · {failed} failed" if failed else ""))
 
     def _line(self) -> str:
         seconds = time.perf_counter() - self._began

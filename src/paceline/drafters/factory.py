@@ -66,7 +66,7 @@ _LOOKUPS: dict[str, Callable[[], Drafter]] = {
 
 AUTO = "suffix"
 """The drafter that "auto" begins with: it has no weights to fetch, and costs nothing while it has nothing to propose.
-Learned drafters gain more on some texts and lose on others (benchmarks/results/2026-11-22-never-slower.md)."""
+Learned drafters gain more on some texts and lose on others (benchmarks/results/2026-11-25-never-slower-zen4.md)."""
 
 FOUND = "found"
 """The name that stands for the best drafter on this disk, see `drafter_for`."""

@@ -47,7 +47,8 @@ def _exclusive(method: Method) -> Method:
             try:
                 return method(self, *args, **options)
             except BaseException:
-                self._reclaim()
+                self._leaving |= {*range(len(self.cache.lengths))} - {*self._holders}
+                self._settle()
                 raise
             finally:
                 self._depth -= 1
@@ -80,6 +81,8 @@ class Engine:
         self._finished: list[Request] = []
         self._holders: dict[int, ref[Request]] = {}
         """Slot -> the active request that holds it. Weak: an interrupt may leave a request that nobody finishes."""
+        self._leaving: set[int] = set()
+        """Slots to release. An interrupt may come into the release itself, which `_settle` then repeats."""
 
     @cached_property
     def guarantee(self) -> Guarantee:
@@ -118,7 +121,7 @@ class Engine:
         # By then a drafter that is fed hidden states has been fed those of the reply as well.
         if source and policy and policy.drafter.taps and (replied or source.policy is not policy):
             source = None
-        self._reclaim()
+        self._settle()
         slot = self.cache.fork(source.slot) if source else self.cache.acquire(len(prompt), adapter)
         request = Request(list(prompt), len(prompt), sampler, stream, stats, slot, policy, speculation.max_draft)
         request.adapter = adapter
@@ -269,22 +272,20 @@ class Engine:
 
     def _give_back(self, request: Request) -> None:
         """Release a request's slot without saving anything."""
+        self._leaving.add(request.slot)
         request.active = False
         self._holders.pop(request.slot, None)
-        self._reclaim()
+        self._settle()
 
-    def _reclaim(self) -> None:
-        """Release all slots that no active request holds.
-
-        Usually these are free already. An interrupt may have come after a slot was taken and before a request held it,
-        or before the request reached its caller. Nobody else will release such a slot.
-        """
-        for slot in {*range(len(self.cache.lengths))} - {*self._holders}:
+    def _settle(self) -> None:
+        """Release the slots that are to be released."""
+        for slot in self._leaving - {*self._holders}:
             try:
                 for policy in self.policies:
                     policy.drafter.release(slot)
             finally:
                 self.cache.release(slot)
+            self._leaving.discard(slot)
 
     @contextmanager
     def _holding(self, request: Request) -> Iterator[None]:
@@ -366,11 +367,12 @@ class Engine:
 def _drop(engine: ref[Engine], slot: int, request: ref[Request]) -> None:
     """Release the slot of a request that was deleted without an end; later, if a pass runs."""
     if (own := engine()) is not None:
+        own._leaving.add(slot)
         del own._holders[slot]
         if own._lock.acquire(blocking=False):
             try:
                 if not own._depth:
-                    own._reclaim()
+                    own._settle()
             finally:
                 own._lock.release()
 

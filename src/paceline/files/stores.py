@@ -48,6 +48,11 @@ def stored_models(everything: bool = False) -> list[StoredModel]:
     return sorted(found, key=lambda model: (model.store != "paceline", model.store, model.name))
 
 
+def name_of(path: Path) -> str:
+    """Return the name under which `stored_models` lists this file or folder, else its path."""
+    return next((model.name for model in stored_models(everything=True) if model.path == path), str(path))
+
+
 def find(name: str) -> StoredModel:
     """Return the model that `stored_models` lists under this name, of which the quantisation may be left out where
     there is one. Raises `ModelNotFound`."""

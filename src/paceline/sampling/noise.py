@@ -34,9 +34,10 @@ _FEW = 512
 """Number of columns up to which all noise is computed, and of columns sampled to bound the rest."""
 
 
-DRAFT, ACCEPT = 0, 1
-"""Streams: a drafter's draws of candidates, and the decisions about their acceptance. The target's own token is drawn
-with the noise of the position where the round starts: without drafts the text is that of `match`."""
+DRAFT, ACCEPT, EXCLUDE = 0, 1, 2
+"""Streams: a drafter's draws of candidates, the decisions about their acceptance, and XTC's, one for each position. The
+target's own token is drawn with the noise of the position where the round starts: without drafts the text is that of
+`match`."""
 
 
 def _mix64(x: int) -> int:

@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, get_args
 
 from paceline.errors import InvalidOption
+from paceline.sampling.dry import Breakers, Dry
 from paceline.sampling.grammar import Grammar
 from paceline.sampling.noise import Noise
 from paceline.sampling.processors import (
@@ -22,6 +23,7 @@ from paceline.sampling.processors import (
     spellings,
 )
 from paceline.sampling.sampler import LogitsProcessor, RuleName, Sampler
+from paceline.sampling.thinking import ThinkingBudget
 
 if TYPE_CHECKING:
     from paceline.text.tokenizer import Tokenizer
@@ -80,17 +82,24 @@ class Sampling:
     as in OpenAI's API.
     logit_bias: token id -> number added to its logit; -inf bans the token.
     bad_words: banned sequences: strings (with and without a space before them) or sequences of token ids.
+    dry_multiplier, dry_base, dry_allowed_length, dry_penalty_last_n, dry_sequence_breakers: DRY, as in llama.cpp. A
+    token that would continue a repetition of n >= allowed_length tokens loses multiplier * base ** (n - allowed_length)
+    (a multiplier of 0: off). Only the last penalty_last_n tokens of prompt and reply count (-1: all), and no repetition
+    goes beyond a breaker, which is a text.
     no_repeat_ngram_size: no n-gram of this size occurs twice, prompt included (0: off).
     min_new_tokens: EOS and stop_token_ids cannot come before this many tokens. Stop strings and stop_when can.
+    thinking_budget: maximum number of tokens of `reasoning`, after which its end is forced (None: no limit).
     processors: your own functions of (prefix, logits [V]) that return the logits to use. `prefix` is a
     `sampler.Prefix`. They are called for drafted tokens too; what they raise after drafted tokens ends the reply only
     if the reply gets there.
     grammar: the grammar of the reply (`Grammar`). Where it allows only EOS, EOS comes even before min_new_tokens.
 
-    Truncation, in this order. top_k: keep the k likeliest tokens (0: all). top_p: keep the likeliest tokens until their
-    probabilities add up to p (1: all; 0: the likeliest alone). min_p: keep tokens at least min_p times as likely as the
-    likeliest (0: all). typical_p: keep the tokens whose surprise is nearest to the expected one until their
-    probabilities add up to p (1: all).
+    Truncation, in this order. top_n_sigma: keep logits within so many standard deviations of the highest (0: all).
+    top_k: keep the k likeliest tokens (0: all). top_p: keep the likeliest tokens until their probabilities add up to p
+    (1: all; 0: the likeliest alone). min_p: keep tokens at least min_p times as likely as the likeliest (0: all).
+    typical_p: keep the tokens whose surprise is nearest to the expected one until their probabilities add up to p (1:
+    all). xtc_probability, xtc_threshold: with this probability, decided anew for each token by seed and position, drop
+    all tokens that are at least as likely as the threshold, but the least likely of them (0: off).
 
     rule: how drafted tokens are accepted: "match" (the default: the text is the same with any drafter or none),
     "rejection" and "block" (the distribution is the same), "typical" (lossy: neither is). See `verify/rules.py`.
@@ -115,14 +124,23 @@ class Sampling:
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     bad_words: Sequence[str | Sequence[int]] = ()
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: Sequence[str] = ("\n", ":", '"', "*")
     no_repeat_ngram_size: int = 0
     min_new_tokens: int = 0
+    thinking_budget: int | ThinkingBudget | None = None
     processors: Sequence[LogitsProcessor] = ()
     grammar: Grammar | None = None
+    top_n_sigma: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     typical_p: float = 1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
     rule: RuleName = "match"
     seed: int | None = None
     stop: str | Sequence[str] = ()
@@ -156,7 +174,8 @@ class Sampling:
         if not isinstance(self.prediction, str):
             object.__setattr__(self, "prediction", _ids("prediction", self.prediction))
         for name, value in (
-            ("stop", _strings(self.stop)),
+            ("stop", _strings("stop", self.stop)),
+            ("dry_sequence_breakers", _strings("dry_sequence_breakers", self.dry_sequence_breakers)),
             ("reasoning", _reasoning(self.reasoning)),
             ("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids)),
             ("stop_when", _functions("stop_when", self.stop_when)),
@@ -165,6 +184,7 @@ class Sampling:
             ("logit_bias", _bias(self.logit_bias)),
         ):
             object.__setattr__(self, name, value)
+        object.__setattr__(self, "thinking_budget", _budget(self.thinking_budget, self.reasoning))
 
     def seeded(self) -> Sampling:
         """Return the same with a seed: a fresh one if there is none."""
@@ -181,6 +201,9 @@ class Sampling:
             top_p=self.top_p,
             min_p=self.min_p,
             typical_p=self.typical_p,
+            top_n_sigma=self.top_n_sigma,
+            xtc_probability=self.xtc_probability,
+            xtc_threshold=self.xtc_threshold,
             noise=Noise(seed, sample),
             processors=self._processors(vocabulary),
             rule=self.rule,
@@ -198,19 +221,30 @@ class Sampling:
                 self.frequency_penalty or self.presence_penalty,
                 lambda: CountPenalty(self.frequency_penalty, self.presence_penalty),
             ),
+            (self.dry_multiplier and self.dry_penalty_last_n, lambda: self._dry(vocabulary)),
             (self.logit_bias, lambda: LogitBias(self.logit_bias)),
             (words, lambda: BadWords(words)),
             (self.no_repeat_ngram_size, lambda: NoRepeatNGram(self.no_repeat_ngram_size)),
             (self.min_new_tokens and ends and not self.grammar, lambda: MinNewTokens(self.min_new_tokens, ends)),
+            (self.thinking_budget is not None, lambda: self._thinking_limit(vocabulary)),
         ]
         # The grammar comes last: no processor may allow what it forbids.
         last = (self._matcher(self.grammar, vocabulary, ends),) if self.grammar else ()
         return (*(make() for wanted, make in own if wanted), *self.processors, *last)
 
+    def _dry(self, vocabulary: Vocabulary | None) -> LogitsProcessor:
+        texts, breakers = tuple(self.dry_sequence_breakers), Breakers()
+        if texts:
+            breakers = Breakers.of(texts, _tokenizer(vocabulary, "dry_sequence_breakers"))
+        return Dry(self.dry_multiplier, self.dry_base, self.dry_allowed_length, self.dry_penalty_last_n, breakers)
+
+    def _thinking_limit(self, vocabulary: Vocabulary | None) -> LogitsProcessor:
+        assert isinstance(self.thinking_budget, ThinkingBudget)
+        return self.thinking_budget.limit(_tokenizer(vocabulary, "a thinking_budget"))
+
     def _matcher(self, grammar: Grammar, vocabulary: Vocabulary | None, ends: set[int]) -> LogitsProcessor:
-        if vocabulary is None or vocabulary.tokenizer is None:
-            raise InvalidOption("there is a grammar and no tokenizer", "Generate with an LLM, which has one")
-        tokenizer = vocabulary.tokenizer
+        tokenizer = _tokenizer(vocabulary, "a grammar")
+        assert vocabulary is not None
         # A stop token that is text may stand inside the grammar's text.
         over = {token for token in self.stop_token_ids if token not in tokenizer.token_bytes}
         return grammar.matcher(tokenizer, vocabulary.size, vocabulary.eos, self.min_new_tokens, ends, over)
@@ -246,18 +280,31 @@ class Sampling:
             raise InvalidOption(f"logprobs={self.logprobs} is more than the model's {vocabulary.size} tokens")
 
 
+def _tokenizer(vocabulary: Vocabulary | None, what: str) -> Tokenizer:
+    if vocabulary is None or vocabulary.tokenizer is None:
+        raise InvalidOption(f"there is {what} and no tokenizer", "Generate with an LLM, which has one")
+    return vocabulary.tokenizer
+
+
 _RANGES: dict[str, tuple[type[float], float, float]] = {
     "max_new_tokens": (int, 0, 2**31),
     "temperature": (float, 0.0, 1000.0),
     "repetition_penalty": (float, 0.01, 1000.0),  # logits are divided by it
     "frequency_penalty": (float, -2.0, 2.0),
     "presence_penalty": (float, -2.0, 2.0),
+    "dry_multiplier": (float, 0.0, 1000.0),
+    "dry_base": (float, 1.0, 1000.0),
+    "dry_allowed_length": (int, 0, 2**31),
+    "dry_penalty_last_n": (int, -1, 2**31),
     "no_repeat_ngram_size": (int, 0, 2**31),
     "min_new_tokens": (int, 0, 2**31),
+    "top_n_sigma": (float, 0.0, 1000.0),
     "top_k": (int, 0, 2**31),
     "top_p": (float, 0.0, 1.0),
     "min_p": (float, 0.0, 1.0),
     "typical_p": (float, 0.0, 1.0),
+    "xtc_probability": (float, 0.0, 1.0),
+    "xtc_threshold": (float, 0.0, 1.0),
     "seed": (int, -(2**63), 2**63 - 1),
     "logprobs": (int, 0, 2**31),
 }
@@ -272,11 +319,25 @@ def _check_number(name: str, value: object, kind: type[float], low: float, high:
         raise InvalidOption(f"{name}={value!r} is out of range", f"Give a {noun} from {limits}")
 
 
-def _strings(stop: Any) -> tuple[str, ...]:
-    found = (stop,) if isinstance(stop, str) else _listed("stop", stop)
-    if any(not isinstance(s, str) or not s for s in found):
-        raise InvalidOption(f"stop={stop!r} holds something that is not a non-empty string")
+def _strings(name: str, texts: Any) -> tuple[str, ...]:
+    found = (texts,) if isinstance(texts, str) else _listed(name, texts)
+    if any(not isinstance(text, str) or not text for text in found):
+        raise InvalidOption(f"{name}={texts!r} holds something that is not a non-empty string")
     return found
+
+
+def _budget(budget: Any, reasoning: Sequence[str]) -> ThinkingBudget | None:
+    if budget is None:
+        return None
+    tokens = budget.tokens if isinstance(budget, ThinkingBudget) else budget
+    _check_number("thinking_budget", tokens, int, 0, 2**31)
+    if isinstance(budget, ThinkingBudget):
+        return budget
+    if not reasoning:
+        raise InvalidOption(
+            "thinking_budget requires reasoning, the texts around it", 'Give reasoning=("<think>", "</think>") too'
+        )
+    return ThinkingBudget(budget, *reasoning)
 
 
 def _reasoning(markers: Any) -> tuple[str, ...]:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from paceline.errors import InvalidOption, NonFiniteLogits, NoTokenLeft
-from paceline.sampling.noise import DRAFT, Noise
-from paceline.sampling.truncation import Floats, Ids, finite, highest, survivors
+from paceline.sampling.noise import DRAFT, EXCLUDE, Noise
+from paceline.sampling.truncation import Floats, Ids, finite, highest, survivors, without_top
 
 RuleName = Literal["match", "rejection", "block", "typical"]
 
@@ -119,6 +119,9 @@ class Sampler:
     top_p: float = 1.0
     min_p: float = 0.0
     typical_p: float = 1.0
+    top_n_sigma: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
     noise: Noise = field(default_factory=lambda: Noise(0))
     processors: tuple[LogitsProcessor, ...] = ()
     rule: RuleName = "match"
@@ -175,10 +178,12 @@ class Sampler:
         for processor in self.processors:
             if isinstance(processor, Forcing):
                 try:
-                    return processor.forced(prefix, limit)
+                    found = processor.forced(prefix, limit)
                 except Exception:
                     # The error is raised again when the target visits this row.
                     return []
+                if found:
+                    return found
         return []
 
     def process(self, prefix: Prefix, logits: Tensor) -> Tensor:
@@ -235,9 +240,18 @@ class Sampler:
             scores = scores[open_]
         if self.greedy:
             return open_, scores
-        cuts = (self.top_k, self.top_p, self.min_p, self.typical_p)
+        cuts = (self.top_k, self.top_p, self.min_p, self.typical_p, self.top_n_sigma)
         tokens, scores = survivors(scores / self.temperature, *cuts)
-        return tokens if open_ is None else open_ if tokens is None else open_[tokens], scores
+        tokens = tokens if open_ is None else open_ if tokens is None else open_[tokens]
+        if self._excludes(position) and (left := without_top(scores, self.xtc_threshold)) is not None:
+            return left if tokens is None else tokens[left], scores[left]
+        return tokens, scores
+
+    def _excludes(self, position: int) -> bool:
+        """Return whether XTC applies to the token at a position. That depends on the seed and the position alone, so
+        that target and drafters, and every round that comes to the position, agree."""
+        p = self.xtc_probability
+        return p > 0.0 and self.noise.stream(EXCLUDE).uniform(position) < p
 
 
 def _best(scores: Floats, count: int) -> Ids:

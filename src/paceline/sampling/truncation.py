@@ -1,4 +1,4 @@
-"""The cuts top_k, top_p, min_p and typical_p.
+"""The cuts top_n_sigma, top_k, top_p, min_p, typical_p and XTC.
 
 Every cut is a threshold: equal scores are kept or cut together, so the outcome does not depend on how a sort breaks
 ties. Only the few columns near the top are ever sorted. Probabilities are float64, so that no machine's last bit
@@ -25,13 +25,19 @@ _FEW = 256
 
 
 def survivors(
-    scores: Floats, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, typical_p: float = 1.0
+    scores: Floats,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    typical_p: float = 1.0,
+    top_n_sigma: float = 0.0,
 ) -> tuple[Ids | None, Floats]:
     """Return (ids that survive the cuts, ascending, their scores); None for the ids if nothing is cut.
 
     `scores` [V]: logits / temperature, the highest finite. Each cut applies to the result of the one before.
     """
     cuts = [
+        (top_n_sigma > 0.0, partial(_top_n_sigma, n=top_n_sigma)),
         (0 < top_k < len(scores), partial(_top_k, k=top_k)),
         (top_p < 1.0, partial(_top_p, p=top_p)),
         (min_p > 0.0, partial(_min_p, p=min_p)),
@@ -45,6 +51,24 @@ def survivors(
         kept = np.flatnonzero(keys >= max(low, _ALL))
         scores, tokens = scores[kept], kept if tokens is None else tokens[kept]
     return tokens, scores
+
+
+def without_top(scores: Floats, threshold: float) -> Ids | None:
+    """Return the columns, ascending, that XTC ("exclude top choices") leaves; None if it leaves all.
+
+    Of the tokens whose probability is at least `threshold`, the least likely stays and the others go. Nothing goes for
+    a threshold above 0.5, which two tokens cannot reach. Source: text-generation-webui, pull request 6335.
+    """
+    weights = _weights(scores)
+    likely = weights >= threshold * weights.sum()
+    if threshold > 0.5 or np.count_nonzero(likely) < 2:
+        return None
+    return np.flatnonzero(scores <= scores[likely].min())
+
+
+def _top_n_sigma(scores: Floats, n: float) -> tuple[Floats, float]:
+    """Tokens within n standard deviations of the highest logit (Tang et al., arXiv 2411.07641)."""
+    return scores, float(scores.max()) - n * float(scores[finite(scores)].std(dtype=np.float64))
 
 
 def _top_k(scores: Floats, k: int) -> tuple[Floats, float]:

@@ -39,7 +39,14 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_PAGE_TYPES = {".css": "text/css", ".html": "text/html", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_PAGE_TYPES = {
+    "": "text/plain",  # licences
+    ".css": "text/css",
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+    ".woff2": "font/woff2",
+}
 _BODIES = (
     *(schema.ChatRequest, schema_completions.CompletionRequest),
     *(schema_responses.ResponsesRequest, schema_responses.CompactRequest),
@@ -98,6 +105,8 @@ _ANSWERS = (
     *(schema_answers.ModelListing, schema_answers.ServedModel, schema_answers.DeletedResponse, schema_answers.Health),
     *(
         schema_answers.TokenizerInfo,
+        schema_answers.Properties,
+        schema_answers.Slots,
         schema_answers.OllamaVersion,
         schema_answers.OllamaModelList,
         schema_answers.OllamaModelAbout,
@@ -189,6 +198,8 @@ def _api(service: Service, app: FastAPI) -> APIRouter:
     _add_post(router, "/v1/embeddings", service.embeddings, "EmbeddingsRequest", "Embeddings")
     _add_post(router, "/tokenize", service.tokenize, "TokenizeRequest", "Tokens")
     _add_get(router, "/tokenizer_info", service.tokenizer_info, "TokenizerInfo")
+    _add_get(router, "/props", service.properties, "Properties")
+    _add_get(router, "/slots", service.slots, "Slots")
     _add_post(router, "/apply-template", service.apply_template, "ApplyTemplateRequest", "RenderedPrompt")
     _add_post(router, "/infill", service.infill, "InfillRequest", stream="text/event-stream")
     _add_post(router, "/detokenize", service.detokenize, "DetokenizeRequest", "DecodedText")

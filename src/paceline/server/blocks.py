@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.server.compat import left_out
 from paceline.server.errors import ApiError, bad_request
+from paceline.server.schema import ThinkingBudgets
 from paceline.server.schema_messages import (
     BILLING,
     AnthropicMessage,
@@ -44,6 +45,9 @@ def chat_body(body: CountTokensRequest) -> dict[str, Any]:
         "response_format": _format(body),
         **_choice(body.tool_choice, bool(body.functions)),
         **_reasoning(body),
+        **{name: getattr(body, name) for name in ThinkingBudgets.model_fields},
+        **_budget(body),
+        **body.own_samplers,
     }
     found |= {name: getattr(body, name) for name in ("model", "seed", "timeout", "chat_template_kwargs")}
     if body.speculation is not None:
@@ -136,6 +140,11 @@ def _reasoning(body: CountTokensRequest) -> dict[str, Any]:
     if effort is not None:
         return {"reasoning_effort": effort}
     return {"reasoning": "auto"}
+
+
+def _budget(body: CountTokensRequest) -> dict[str, Any]:
+    limit = body.thinking.budget_tokens if body.thinking and body.thinking.type == "enabled" else None
+    return {} if limit is None else {"thinking_budget": limit}
 
 
 def _format(body: CountTokensRequest) -> dict[str, Any] | None:

@@ -107,6 +107,9 @@ def _prepare(model: LoadedModel, settings: Settings, body: ChatRequest) -> Prepa
     text = chat_text(llm, body, calling.shown)
     options.check_length(llm, settings, text, "messages")
     form = thinking.family(llm.tokenizer.template_for(bool(calling.shown)))
+    budget = None
+    if form and body.budget is not None and not form.over(text):
+        budget = form.budget(body.budget, form.begun(text))
     if form and (form.over(text) or (body.reasoning_format == "none" and form is not thinking.HARMONY)):
         form = None
     inside = form is not None and form.begun(text)
@@ -120,7 +123,9 @@ def _prepare(model: LoadedModel, settings: Settings, body: ChatRequest) -> Prepa
     tokens = options.token_ids(llm, text, "messages", chat=True)
     options.check_length(llm, settings, tokens, "messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    sampling = options.sampling(llm, body, options.length(llm, body), logprobs, grammar)
+    sampling = replace(
+        options.sampling(llm, body, options.length(llm, body), logprobs, grammar), thinking_budget=budget
+    )
     if form:
         sampling = replace(sampling, reasoning=form.reasoning(inside))
     if body.prediction:

@@ -7,6 +7,7 @@ from typing import Any
 
 from paceline.server.compat import left_out
 from paceline.server.errors import bad_request
+from paceline.server.schema import Samplers, ThinkingBudgets
 from paceline.server.schema_responses import (
     AllowedFunctions,
     CallItem,
@@ -36,12 +37,14 @@ def chat_body(body: ResponsesRequest, items: Iterable[Item]) -> dict[str, Any]:
         "tools": [{"type": "function", "function": function} for function in body.functions] or None,
         "tool_choice": _choice(body.tool_choice) if body.functions or body.tool_choice != "auto" else None,
         "reasoning_effort": body.reasoning.effort if body.reasoning else None,
+        "reasoning": {"max_tokens": limit} if body.reasoning and (limit := body.reasoning.max_tokens) else None,
         "logprobs": body.top_logprobs is not None or "message.output_text.logprobs" in (body.include or ()),
         "top_logprobs": body.top_logprobs,
     }
     same = (
         *("model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "parallel_tool_calls", "timeout"),
         *("presence_penalty", "frequency_penalty", "repetition_penalty", "chat_template_kwargs"),
+        *(*Samplers.model_fields, *ThinkingBudgets.model_fields),
     )
     found |= {name: getattr(body, name) for name in same}
     if body.speculation is not None:

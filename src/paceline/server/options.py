@@ -41,10 +41,21 @@ def sampling(llm: LLM, body: RequestBody, length: int, logprobs: int | None, gra
     given["top_k"] = None if body.top_k is None else max(0, body.top_k)
     given["logit_bias"] = {int(token): bias for token, bias in (body.logit_bias or {}).items()} or None
     given["grammar"] = grammar
+    given |= _samplers(body)
     given = {name: value for name, value in given.items() if value is not None}
     if logprobs is None and body.trace:
         logprobs = 0
     return llm.sampling(max_new_tokens=length, logprobs=logprobs, **given).seeded()
+
+
+def _samplers(body: RequestBody) -> dict[str, Any]:
+    """Return llama.cpp's samplers, whose numbers out of range stand for its defaults."""
+    given = body.own_samplers
+    if given.get("dry_base", 1) < 1:
+        del given["dry_base"]
+    if "top_n_sigma" in given:
+        given["top_n_sigma"] = max(0.0, given["top_n_sigma"])
+    return given
 
 
 def speculation(llm: LLM, options: str | SpeculationOptions | None) -> Speculation | None:

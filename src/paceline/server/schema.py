@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from paceline.server.compat import Ignored, Lenient, OtherServers, Strict, accepts, ignored, left_out, only
+from paceline.server.compat import BUDGETS, Ignored, Lenient, OtherServers, Strict, accepts, ignored, left_out, only
 from paceline.server.custom_tools import chat_call, chat_tool
 from paceline.text.past_calls import as_object
 
@@ -133,17 +133,22 @@ class StructuredOutputs(Strict):
     json_object: bool | None = None
 
 
+Budget = Annotated[int, Field(ge=-1, lt=2**31, description="Maximum tokens of reasoning. -1: no limit.")]
+
+
 class ReasoningOptions(Lenient):
     """OpenRouter's `reasoning`. Its other keys have no effect."""
 
     effort: Effort | None = None
     enabled: bool | None = None
+    max_tokens: Budget | None = None
 
 
 class ThinkingOptions(Lenient):
-    """Anthropic's `thinking`, which DeepSeek, GLM and others take too. A budget has no effect."""
+    """Anthropic's `thinking`, which DeepSeek, GLM and others take too."""
 
     type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: Budget | None = None
 
 
 @accepts(
@@ -179,7 +184,45 @@ class Generating(Strict):
         """Whether a grammar must be compiled for the reply."""
 
 
-class RequestBody(OtherServers, Generating):
+class Samplers(Strict):
+    """Samplers of llama.cpp, under its names."""
+
+    dry_multiplier: Annotated[float, Field(ge=0, le=1000, description="0: DRY is off.")] | None = None
+    dry_base: Annotated[float, Field(ge=0, le=1000, description="Below 1: 1.75, as in llama.cpp.")] | None = None
+    dry_allowed_length: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    dry_penalty_last_n: Annotated[int, Field(ge=-1, lt=2**31, description="-1: the whole text.")] | None = None
+    dry_sequence_breakers: (
+        Annotated[list[Annotated[str, Field(min_length=1, max_length=40)]], Field(max_length=64, fail_fast=True)] | None
+    ) = None
+    top_n_sigma: Annotated[float, Field(ge=-1, le=1000, description="0 and -1: off.")] | None = None
+    xtc_probability: Annotated[float, Field(ge=0, le=1)] | None = None
+    xtc_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
+
+    @property
+    def own_samplers(self) -> dict[str, Any]:
+        """What is given of them."""
+        return {name: value for name in Samplers.model_fields if (value := getattr(self, name)) is not None}
+
+
+class ThinkingBudgets(Strict):
+    """Names of the maximum tokens of reasoning."""
+
+    thinking_budget: Annotated[
+        Budget | None, Field(description="Maximum tokens of reasoning, whose end is then forced.")
+    ] = None
+    thinking_budget_tokens: Annotated[Budget | None, Field(description="llama.cpp's `thinking_budget`.")] = None
+    thinking_token_budget: Annotated[Budget | None, Field(description="vLLM's `thinking_budget`.")] = None
+    reasoning_budget: Annotated[Budget | None, Field(description="The same as `thinking_budget`.")] = None
+    reasoning_budget_tokens: Annotated[Budget | None, Field(description="llama.cpp's `thinking_budget`.")] = None
+
+    @property
+    def named_budget(self) -> int | None:
+        """The limit, under any of its names. Raises `ValueError` if they differ."""
+        limit: int | None = _alias_value(self, *BUDGETS.split())
+        return limit
+
+
+class RequestBody(Samplers, OtherServers, Generating):
     """Parameters of both chats and completions."""
 
     max_tokens: Length | None = None
@@ -432,7 +475,7 @@ Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
     only((), "audio", "this server writes text only"),
     only((), "web_search_options moderation", "this server writes text only"),
 )
-class ChatRequest(RequestBody):
+class ChatRequest(ThinkingBudgets, RequestBody):
     """Body of /v1/chat/completions."""
 
     messages: Messages
@@ -505,6 +548,18 @@ class ChatRequest(RequestBody):
         return found if "none" in found else levels or found
 
     @property
+    def budget(self) -> int | None:
+        """Maximum tokens of reasoning; None for no limit. Raises `ValueError` for several that differ."""
+        inner = [
+            self.reasoning.max_tokens if isinstance(self.reasoning, ReasoningOptions) else None,
+            self.thinking.budget_tokens if isinstance(self.thinking, ThinkingOptions) else None,
+        ]
+        given = {limit for limit in (self.named_budget, *inner) if limit is not None}
+        if len(given) > 1:
+            raise ValueError("reasoning must not have several budgets that differ. Send one of them")
+        return next((limit for limit in given if limit >= 0), None)
+
+    @property
     def offered(self) -> list[Tool]:
         """The tools, sent as `tools` or as the legacy `functions`."""
         legacy = [Tool(type="function", function=function) for function in self.functions or ()]
@@ -535,6 +590,7 @@ class ChatRequest(RequestBody):
             )
         if len(self._efforts) > 1:
             raise ValueError(f"{' and '.join(self._efforts.values())} must not differ. Send one of them")
+        _ = self.budget
         if self.add_generation_prompt and self.continue_final_message:
             raise ValueError("continue_final_message and add_generation_prompt exclude each other. Send one of them")
         if self.continue_final_message and (self.messages[-1].role != "assistant" or self.messages[-1].calls):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, RootModel
 
 
 class PlainAnswer(BaseModel):
@@ -50,6 +50,50 @@ class TokenizerInfo(BaseModel):
     model_max_length: int
     vocab_size: int
     chat_template: str | None
+
+
+class GenerationSettings(PlainAnswer):
+    """Default parameters of a model, under llama.cpp's names, and its context length."""
+
+    params: dict[str, Any]
+    n_ctx: int
+
+
+class Modalities(PlainAnswer):
+    """What a model takes besides text."""
+
+    vision: bool
+    audio: bool
+
+
+class Properties(PlainAnswer):
+    """A model and its default parameters, as llama.cpp's server describes them."""
+
+    default_generation_settings: GenerationSettings
+    total_slots: int
+    model_alias: str
+    model_path: str
+    modalities: Modalities
+    endpoint_slots: bool
+    endpoint_props: bool
+    endpoint_metrics: bool
+    chat_template: str
+    bos_token: str
+    eos_token: str
+    build_info: str
+
+
+class Slot(PlainAnswer):
+    """A place for a running reply."""
+
+    id: int
+    n_ctx: int
+    speculative: bool
+    is_processing: bool
+
+
+class Slots(RootModel[list[Slot]]):
+    """The slots of a model, none if it is not loaded."""
 
 
 class RenderedPrompt(PlainAnswer):

@@ -6,11 +6,12 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from paceline.server.compat import accepts, only
+from paceline.server.compat import RAW, accepts, only
 from paceline.server.schema import RequestBody, Text, TokenIds
 
 
 @accepts(
+    RAW,
     only((True,), "add_special_tokens", "send token ids for a prompt without BOS"),
     only((), "prompt_embeds", "a prompt is text or token ids"),
 )

@@ -11,12 +11,15 @@ from paceline.server.schema import (
     MAX_TOOLS,
     WITHOUT_EMPTY,
     Arguments,
+    Budget,
     CalledName,
     Generating,
     Name,
+    Samplers,
     Schema,
     Stops,
     Text,
+    ThinkingBudgets,
 )
 
 BILLING = "x-anthropic-billing-header:"
@@ -153,9 +156,10 @@ class ToolChoice(Strict):
 
 
 class Thinking(Lenient):
-    """`budget_tokens` and `display` are accepted without effect."""
+    """`display` is accepted without effect."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Budget | None = None
 
 
 class OutputFormat(Lenient):
@@ -180,7 +184,7 @@ _HOSTED = "compaction container fallbacks fallback_credit_token"
     only((), _HOSTED, "Anthropic's servers run it"),
     only(([],), "mcp_servers", "Anthropic's servers run it"),
 )
-class CountTokensRequest(OtherServers, Generating):
+class CountTokensRequest(ThinkingBudgets, Samplers, OtherServers, Generating):
     """Body of /v1/messages/count_tokens."""
 
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=10_000, fail_fast=True)]

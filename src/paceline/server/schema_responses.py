@@ -13,15 +13,18 @@ from paceline.server.schema import (
     MAX_TOOLS,
     WITHOUT_EMPTY,
     ArgumentsText,
+    Budget,
     CalledName,
     Effort,
     Generating,
     Name,
     Penalty,
+    Samplers,
     Schema,
     Stop,
     Stops,
     Text,
+    ThinkingBudgets,
     schema_format,
 )
 
@@ -244,6 +247,7 @@ class TextOptions(Strict):
 @accepts(ignored("summary generate_summary", "the reasoning itself is returned"))
 class ResponseReasoning(Strict):
     effort: Effort | None = None
+    max_tokens: Annotated[Budget | None, Field(description="OpenRouter's.")] = None
 
 
 @accepts(ignored("include_obfuscation", "streams are not padded"))
@@ -261,7 +265,7 @@ class ResponseStreamOptions(Strict):
     only((), "conversation prompt previous_input_messages", "send the whole conversation, or `previous_response_id`"),
     only((), "access_programs background_options context_management image moderation", "OpenAI's servers run it"),
 )
-class ResponsesRequest(OtherServers, Generating):
+class ResponsesRequest(ThinkingBudgets, Samplers, OtherServers, Generating):
     """Body of /v1/responses."""
 
     input: Text | Items = Field(default_factory=list)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from paceline.server.compat import Strict, accepts, ignored
+from paceline.server.compat import RAW, Strict, accepts, ignored
 from paceline.server.schema import Messages, ModelName, RequestBody, Schema, Text, TokenId, Tools
 
 
@@ -73,7 +73,7 @@ class DetokenizeRequest(Strict):
     tokens: Annotated[list[TokenId], Field(max_length=1_000_000, fail_fast=True)]
 
 
-@accepts(ignored("time", "files stay in their order"))
+@accepts(RAW, ignored("time", "files stay in their order"))
 class InfillFile(Strict):
     """Another file, which the model sees before the text."""
 

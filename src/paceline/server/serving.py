@@ -25,6 +25,7 @@ from paceline.server import (
     messages,
     ollama,
     options,
+    properties,
     responses,
     schema,
     schema_completions,
@@ -33,7 +34,7 @@ from paceline.server import (
 from paceline.server.answers import EventStream, GeneratedAnswer, RunningRequest
 from paceline.server.bodies import BodyReader
 from paceline.server.embeddings import EmbeddingJobs
-from paceline.server.errors import LOG, REQUEST_ID, bad_request
+from paceline.server.errors import LOG, REQUEST_ID, bad_request, retry_later
 from paceline.server.items import listed
 from paceline.server.limits import RequestLimit, Settings
 from paceline.server.models import LoadedModel, Models
@@ -193,6 +194,18 @@ class Service:
             return {**about, **words.special_tokens, "chat_template": words.chat_template}
 
         return await self._compute(request, name, work)
+
+    async def properties(self, request: Request) -> Response:
+        """Describe a model and its default sampling (llama.cpp's API)."""
+        name = request.query_params.get("model")
+        return await self._compute(request, name, partial(properties.properties, source=self.loader.source(name)))
+
+    async def slots(self, request: Request) -> Response:
+        """List the slots of a loaded model; 503 if `fail_on_no_slot` is set and all are busy (llama.cpp's API)."""
+        found = properties.slots(self.loader.get(request.query_params.get("model")))
+        if request.query_params.get("fail_on_no_slot") and found and all(slot["is_processing"] for slot in found):
+            raise retry_later(503, "no slot available", "no_slot")
+        return Response(dumps(found), media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
         """Return the text of token ids, under vLLM's name and llama.cpp's."""

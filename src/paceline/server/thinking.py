@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from paceline.sampling.thinking import ThinkingBudget
 from paceline.server import harmony
 from paceline.server.harmony import HarmonyParser
 from paceline.server.lark import literal
@@ -51,6 +52,10 @@ class ThoughtFormat:
         """Return `Sampling.reasoning` of a reply to a prompt that ends `inside` of the reasoning, or not."""
         return "" if inside else self.start, self.end
 
+    def budget(self, tokens: int, inside: bool) -> ThinkingBudget:
+        """Return `Sampling.thinking_budget` of a reply to a prompt that ends `inside` of the reasoning, or not."""
+        return ThinkingBudget(tokens, *self.reasoning(inside))
+
     def rules(self, inside: bool, special: Mapping[str, int]) -> str:
         """Return rules of a Lark grammar for an `answer` that reasoning may precede, or follows if the prompt ends
         `inside` of it. `special`: ids of the markers that are special tokens.
@@ -83,6 +88,10 @@ class _Harmony(ThoughtFormat):
 
     def reasoning(self, inside: bool) -> tuple[str, str]:
         return harmony.CHANNEL, harmony.FINAL
+
+    def budget(self, tokens: int, inside: bool) -> ThinkingBudget:
+        final = f"{harmony.END}{harmony.START}assistant{harmony.FINAL}"
+        return ThinkingBudget(tokens, f"{harmony.CHANNEL}analysis", harmony.END, final)
 
     def rules(self, inside: bool, special: Mapping[str, int]) -> str:
         return harmony.rules(special)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Generator, Sequence
-from typing import TypeVar
+from typing import AnyStr, TypeVar
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]
@@ -20,7 +20,7 @@ class Malformed(ValueError):
     """The text is not what its reader expects."""
 
 
-def overlap(text: str, marker: str) -> int:
+def overlap(text: AnyStr, marker: AnyStr) -> int:
     """Return the length of the text's end that may be the beginning of `marker`, or all of it."""
     return next((n for n in range(min(len(text), len(marker)), 0, -1) if text.endswith(marker[:n])), 0)
 

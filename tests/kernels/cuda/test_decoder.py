@@ -53,8 +53,8 @@ TARGETS = {"eager": (None, SHORT), "recorded": (tape, SHORT), "windows": (None, 
 
 
 @clauses(
-    eager="chunks growing saves",
-    recorded="wanted commits ragged ends",
+    eager="chunks growing",
+    recorded="wanted commits ends",
     windows="truncation fits",
     sinks="drafts",
 )

@@ -3,7 +3,7 @@ import { ServerError, chat, keepKey } from "./api.js";
 import { Announcer } from "./announcer.js";
 import { verdict } from "./compare.js";
 import * as conversations from "./conversations.js";
-import { $, icon, kept, make } from "./dom.js";
+import { $, icon, kept, textButton } from "./dom.js";
 import { watch } from "./inspect.js";
 import * as models from "./models.js";
 import { Panel } from "./panels.js";
@@ -14,6 +14,7 @@ import { Turn } from "./turn.js";
 const field = $("#prompt");
 const keyForm = $("#key-form");
 const marks = $("#marks");
+const WRONG_KEY = "The server does not know this key. Enter a key that it was started with: --api-key or PACELINE_API_KEY.";
 const KEEP = 2000; // Milliseconds after which a growing reply is stored again.
 let current = empty();
 let running = null; // {controller, done}: the turn that is being answered.
@@ -30,7 +31,7 @@ async function connect() {
     keyForm.hidden = true;
     return Boolean(models.chosen());
   } catch (error) {
-    if (error.status === 401) askKey(error);
+    if (error.status === 401) askKey();
     else showStatus(error.message);
     return false;
   }
@@ -40,9 +41,9 @@ function showStatus(text) {
   $("#status").textContent = text;
 }
 
-function askKey(error) {
+function askKey() {
   // No error before the first key was tried.
-  $("#key-error").textContent = keyForm.hidden ? "" : error.message;
+  $("#key-error").textContent = keyForm.hidden ? "" : WRONG_KEY;
   keyForm.hidden = false;
   $("#key").focus();
 }
@@ -78,6 +79,10 @@ const turnActs = {
   edited: async (turn) => {
     if (await ready()) await rewind(turn);
   },
+  continued: async (turn) => {
+    if (await ready()) await answer(turn, true);
+  },
+  raise: settings.showLimit,
 };
 
 /** Answers a turn again, and drops those after it. */
@@ -94,20 +99,24 @@ function history(turn, system) {
   return [...first, ...messages, ["user", turn.prompt]].map(([role, content]) => ({ role, content }));
 }
 
-async function answer(turn) {
+/** Gets a reply from the server. `more`: goes on with the reply that there is. */
+async function answer(turn, more = false) {
   const owner = current;
   const chosen = settings.read();
   const model = models.chosen();
   const { seed, ...sampling } = chosen.sampling;
   const request = { ...sampling, seed: seed + turn.attempt, ...chosen.reasoning };
-  const body = { model: model.id, messages: history(turn, chosen.system), ...request };
+  const messages = history(turn, chosen.system);
+  if (more) messages.push({ role: "assistant", content: turn.text });
+  const body = { model: model.id, messages, ...request, ...(more && { continue_final_message: true }) };
   owner.id ??= `${Date.now()}-${Math.random().toString(36).slice(2)}`;
   Object.assign(owner, { model: model.id, system: chosen.system, updated: Date.now() });
   const controller = new AbortController();
   const done = (async () => {
     const asked = keep(owner);
     const timer = setInterval(() => store.put(stored(owner)).catch(() => {}), KEEP); // The page may be closed meanwhile.
-    await fill(turn, body, chosen, { model, signal: controller.signal });
+    await fill(turn, body, chosen, { model, more, signal: controller.signal });
+    turn.showCuts();
     clearInterval(timer);
     await asked;
     await keep(owner);
@@ -117,9 +126,14 @@ async function answer(turn) {
 }
 
 async function fill(turn, body, { speculation, compare, parallel }, about) {
+  if (about.more) {
+    turn.replies[0].resume();
+    return void (await stream(turn.replies[0], { ...body, speculation }, turn, { ...about, announcer: new Announcer() }));
+  }
   turn.clear(compare);
   const drafter = typeof speculation === "string" ? speculation : (speculation.drafter ?? "auto");
-  const words = `${body.model}, drafter ${drafter}, temperature ${body.temperature}, top p ${body.top_p}, seed ${body.seed}`;
+  const [temperature, top] = ["temperature", "top_p"].map((name) => effective(name, body, about.model));
+  const words = `${body.model}, drafter ${drafter}, temperature ${temperature}, top p ${top}, seed ${body.seed}`;
   const marked = marks.checked || compare;
   const begin = (title) => turn.begin(title, words, marked);
   const on = begin(compare ? `Speculation: ${drafter}` : "Reply");
@@ -127,6 +141,9 @@ async function fill(turn, body, { speculation, compare, parallel }, about) {
   if (compare) await compareWithout(turn, on, begin("Speculation off"), { first, body, parallel, about });
   else await first;
 }
+
+/** A value of the request, or the model's own. */
+const effective = (name, body, model) => body[name] ?? model.paceline?.sampling?.[name] ?? "auto";
 
 /** Sends the same request without speculation, for a second column, and compares the replies. */
 async function compareWithout(turn, on, off, { first, body, parallel, about }) {
@@ -148,7 +165,8 @@ async function compareWithout(turn, on, off, { first, body, parallel, about }) {
 }
 
 /** Fills a reply from the server; returns false if it failed. */
-async function stream(reply, body, turn, { model, signal, announcer }) {
+async function stream(reply, body, turn, { model, more, signal, announcer }) {
+  const before = reply.tokens;
   reply.element.classList.add("running");
   const waiting = model.paceline?.loaded === false ? loading(reply, model.id) : () => {};
   try {
@@ -157,13 +175,13 @@ async function stream(reply, body, turn, { model, signal, announcer }) {
       reply.update(event);
       announcer?.add(event.content);
     }
-    if (reply.finish === "length") reply.say("Stopped at the token limit.");
-    if (turn.attempt && !body.temperature) reply.say("At temperature 0 every seed gives the same reply.");
+    if (reply.finish === "length") end(reply, body, reply.tokens - before);
+    if (turn.attempt && effective("temperature", body, model) === 0) reply.say("At temperature 0 every seed gives the same reply.");
     announcer?.end();
     return true;
   } catch (error) {
     if (error.name === "AbortError") reply.say("Stopped.");
-    else fail(reply, turn, error);
+    else fail(reply, error, () => answer(turn, more && Boolean(reply.content)));
     return error.name === "AbortError";
   } finally {
     waiting(false);
@@ -190,13 +208,18 @@ function loading(reply, id) {
   };
 }
 
-function fail(reply, turn, error) {
-  if (error.status === 401) askKey(error);
-  const line = reply.say(error instanceof ServerError ? error.message : `The page failed: ${error.message}`, "problem");
+/** Tells why a reply was cut after so many tokens. */
+function end(reply, { max_tokens: limit }, tokens) {
+  if (tokens >= limit) reply.limit = limit;
+  else reply.say("Cut because the conversation fills the model’s context. A new chat has room.");
+}
+
+function fail(reply, error, again) {
+  if (error.status === 401) askKey();
+  const message = error instanceof ServerError ? error.message : `The page failed: ${error.message}`;
+  const line = reply.say(error.status === 401 ? "The server requires an API key. Enter it above." : message, "problem");
   line.setAttribute("role", "alert");
-  const again = make("button", "", "Try again");
-  again.addEventListener("click", async () => (await ready()) && answer(turn));
-  line.after(again);
+  line.after(textButton("Try again", async () => (await ready()) && again()));
 }
 
 function busy(turn) {

@@ -1,5 +1,5 @@
 // The list of conversations: open, rename, export, delete.
-import { $, button, make } from "./dom.js";
+import { $, button, make, textButton } from "./dom.js";
 import * as store from "./store.js";
 
 const list = $("#list");
@@ -21,6 +21,7 @@ export async function show(acts) {
 function item({ id, title }, acts) {
   const open = make("button", "open", title);
   open.type = "button";
+  open.dir = "auto";
   open.title = title;
   open.addEventListener("click", () => acts.open(id));
   const row = make("li", "", open);
@@ -37,6 +38,7 @@ function item({ id, title }, acts) {
 function rename(row, id, title, acts) {
   const field = make("input");
   field.value = title;
+  field.dir = "auto";
   field.maxLength = 200;
   field.setAttribute("aria-label", "New name");
   let ended = false;
@@ -78,9 +80,7 @@ async function remove(id, title, acts) {
   const body = await store.get(id);
   await store.remove(id);
   await acts.removed();
-  const undo = make("button", "", "Undo");
-  undo.type = "button";
-  undo.addEventListener("click", async () => {
+  const undo = textButton("Undo", async () => {
     notice.replaceChildren();
     await store.put(body);
     await acts.open(id);

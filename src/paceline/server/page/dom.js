@@ -37,7 +37,15 @@ export function icon(name) {
   return image;
 }
 
-/** A button. Without a text it shows its icon alone, and `label` is its accessible name and tool tip. */
+/** A button with a text. */
+export function textButton(text, act) {
+  const element = make("button", "", text);
+  element.type = "button";
+  element.addEventListener("click", act);
+  return element;
+}
+
+/** A button with an icon. Without a text it shows its icon alone, and `label` is its accessible name and tool tip. */
 export function button(label, name, act, text = "") {
   const element = make("button", text ? "" : "bare", icon(name), ...(text ? [text] : []));
   element.type = "button";

@@ -1,11 +1,11 @@
 // One turn of a conversation: a message, which can be edited, and its replies.
-import { button, copyButton, make } from "./dom.js";
+import { button, copyButton, make, textButton } from "./dom.js";
 import { Reply } from "./reply.js";
 
 export class Turn {
   replies = [];
 
-  /** `acts`: {again(turn), edited(turn)}. `attempt`: how often the reply was generated anew; it is added to the seed. */
+  /** `acts`: {again(turn), edited(turn), continued(turn), raise()}. `attempt`: how often the reply was generated anew; it is added to the seed. */
   constructor(prompt, acts, attempt = 0) {
     this.acts = acts;
     this.attempt = attempt;
@@ -21,6 +21,7 @@ export class Turn {
     turn.columns.classList.toggle("pair", replies.length > 1);
     for (const reply of replies) turn.#add(Reply.restored(reply, marked || replies.length > 1));
     if (verdict) turn.judge(verdict);
+    turn.showCuts();
     return turn;
   }
 
@@ -58,6 +59,16 @@ export class Turn {
     return reply;
   }
 
+  /** Tells where the limit cut a reply. One that is not compared with another can go on. */
+  showCuts() {
+    for (const reply of this.replies.filter(({ limit }) => limit)) {
+      const line = reply.say(`Cut at the limit of ${reply.limit} tokens. `, "cut small");
+      const go = textButton("Continue", () => this.acts.continued(this));
+      if (reply.content && this.replies.length === 1) line.append(go);
+      line.append(textButton("Raise the limit", this.acts.raise));
+    }
+  }
+
   /** Shows how two replies compare: what `verdict` of compare.js returns. */
   judge(verdict) {
     const { same, head, rest } = (this.verdict = verdict);
@@ -73,20 +84,21 @@ export class Turn {
     this.prompt = prompt;
     const edit = button("Edit message", "edit", () => this.acts.idle() && this.#edit());
     const tools = make("div", "tools", copyButton(() => this.prompt, "Copy message"), edit);
-    this.message.replaceChildren(make("h3", "hidden", "You"), make("p", "bubble", prompt), tools);
+    const bubble = make("p", "bubble", prompt);
+    bubble.dir = "auto";
+    this.message.replaceChildren(make("h3", "hidden", "You"), bubble, tools);
     return edit;
   }
 
   #edit() {
     const field = make("textarea");
+    field.dir = "auto";
     field.value = this.prompt;
     field.rows = Math.min(12, this.prompt.split("\n").length + 1);
     field.setAttribute("aria-label", "Edit message");
-    const cancel = make("button", "", "Cancel");
-    cancel.type = "button";
-    const form = make("form", "edit", field, make("div", "row", make("button", "primary", "Send again"), cancel));
     const end = () => this.#show(this.prompt).focus();
-    cancel.addEventListener("click", end);
+    const row = make("div", "row", make("button", "primary", "Send again"), textButton("Cancel", end));
+    const form = make("form", "edit", field, row);
     field.addEventListener("keydown", (event) => {
       if (event.isComposing) return;
       if (event.key === "Escape") end();
