@@ -407,7 +407,7 @@ class SamplingOptions:
 
 def _thinking_budget(llm: LLM, tokens: int) -> ThinkingBudget:
     """Return a budget with the texts around the model's reasoning. Raises `InvalidOption` if it does not reason."""
-    from paceline.server.thinking import family
+    from paceline.chat.thinking import family
 
     form = family(llm.tokenizer.chat_template)
     if form is None:

@@ -194,6 +194,8 @@ def api_error(error: Exception) -> ApiError:
             return retry_later(503, message, "shutting_down", 5)
         case PromptTooLong():
             return bad_request(message, code="context_length_exceeded")
+        case WrongParameter():
+            return bad_request(message, error.param)
         case InvalidOption():
             return bad_request(message, _API_NAMES.get(error.param or "", error.param))
         case InvalidPrompt() | NoTokenLeft():
@@ -234,5 +236,5 @@ def install(app: FastAPI) -> None:
 
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(ClientDisconnect, on_disconnect)
-    for kind in (ApiError, PacelineError):
+    for kind in (ApiError, WrongParameter, PacelineError):
         app.add_exception_handler(kind, on_error)
