@@ -40,6 +40,8 @@ _MOST = 100_000
 """Maximum number of rewriting steps. A step takes some 10 microseconds."""
 _ARRAYS = 400
 """Maximum number of arrays without repeated items to write out. There are 326 of up to 5 values."""
+_ITEMS = 100
+"""Maximum number of items of an array whose items should differ, where no other limit is given."""
 _KINDS = {str: "string", int: "number", float: "number", bool: "boolean", type(None): "null", dict: "object"}
 
 
@@ -195,10 +197,18 @@ class _Rewriter:
             arrays = _arrays(values, least, most)
         if arrays is None:
             self._refuse(made, "uniqueItems", "uniqueItems")
+            self._limit_items(made, values)
             return
         for key in ("uniqueItems", "items", "minItems", "maxItems", "type"):
             made.pop(key, None)
         made["enum"] = arrays
+
+    def _limit_items(self, made: Schema, values: list[Any]) -> None:
+        """Bound an array whose items should differ and may not: a small model repeats an item without end."""
+        least, most = made.get("minItems", 0), made.get("maxItems")
+        different = len(values) or max(_ITEMS, len(_list(made.get("prefixItems"))))
+        if isinstance(least, int) and (most is None or (values and isinstance(most, int))):
+            made["maxItems"] = max(least, different if most is None else min(different, most))
 
     def _values(self, schema: Any) -> list[Any]:
         """Return all values that a schema allows. Return none if it does not enumerate them."""
