@@ -228,7 +228,7 @@ def test_sampling_parameters_as_keywords(llm: LLM) -> None:
             llm.generate("hello", **{name: 5})
     with pytest.raises(InvalidOption, match="max_new_tokens"):
         llm.generate("hello", max_new_tokens=-1)
-    with pytest.raises(InvalidOption, match=r"'foo' is not a sampling parameter\. There are: max_new_tokens, temp"):
+    with pytest.raises(InvalidOption, match=r"'foo' is not a sampling parameter\. Available: max_new_tokens, temp"):
         llm.generate("hello", foo=1)
 
 

@@ -20,6 +20,7 @@ from tests.support.toy_cli import (
     Shop,
     chat,
     failure,
+    run,
     stop_after,
 )
 
@@ -150,6 +151,10 @@ def test_a_reply_is_written_again(asked: list[list[dict[str, str]]]) -> None:
     assert "There is no reply yet." in result.stdout
     assert [said(one) for one in asked] == [["one"], ["one", "two"], ["one", "two"], ["one", "two", "three"]]
     assert len(asked[3]) == 5, "the reply that was written again is in the conversation, the first is not"
+
+
+def test_run_says_that_its_reply_was_cut(shop: Shop) -> None:
+    assert "cut at 8 tokens; raise -n" in run("run", "demo", "one", "-n", "8").stderr
 
 
 def test_retry_says_when_the_text_will_be_the_same(asked: list[list[dict[str, str]]]) -> None:

@@ -184,7 +184,7 @@ def test_a_reply_that_is_cut_says_so(shop: Shop, tmp_path: Path) -> None:
     text = generate("hello", "-q").stdout
     assert "cut" not in generate("hello", "--stop", text[3:6]).stderr
     assert "the model's context is full" in generate("x" * 240).stderr
-    assert "cut at 8 tokens; raise -n" in chat("hi\n").stderr
+    assert "cut at 8 tokens; /set max_new_tokens" in chat("hi\n").stderr
     rows = lines(tmp_path / "p.jsonl", {"prompt": "a"}, {"prompt": "b"})
     assert "2 cut at the token limit; raise -n" in generate("--prompts", rows, "--json").stderr
     assert "2 cut at the token limit" in generate("--prompts", rows, "--batch", "2").stderr

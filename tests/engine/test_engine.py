@@ -147,6 +147,23 @@ def test_the_self_check_tells_targets_whose_rows_depend_on_each_other() -> None:
     assert guarantee(target) == "rounding"
 
 
+def test_the_self_check_ends_at_the_first_row_that_differs() -> None:
+    passes: list[int] = []
+
+    class ByLength(Decoder):
+        """Rows that depend on the size of their pass."""
+
+        def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
+            passes.append(rows.tokens.shape[1])
+            out = super().forward(rows, cache, want)
+            return Forward(out.logits * (1 + 1e-6 * rows.tokens.shape[1]), out.taps)
+
+    target = tiny_target()
+    target.__class__ = ByLength
+    assert guarantee(target) == "rounding"
+    assert len(passes) == 3, "a prefix, the longest pass, and one token"
+
+
 def test_an_excerpt_is_a_part_of_the_target() -> None:
     target = tiny_target()
     part, cache = target.excerpt(), target.new_cache()

@@ -118,7 +118,7 @@ def test_a_special_token_can_be_a_breaker() -> None:
 
 
 def test_dry_needs_a_tokenizer_for_its_breakers_alone() -> None:
-    with pytest.raises(InvalidOption, match="dry_sequence_breakers and no tokenizer"):
+    with pytest.raises(InvalidOption, match="dry_sequence_breakers needs a tokenizer"):
         Sampling(dry_multiplier=1.0).sampler(vocabulary=Vocabulary(9))
     sampler = Sampling(dry_multiplier=1.0, dry_sequence_breakers=()).sampler(vocabulary=Vocabulary(9))
     assert sampler.process(Prefix([5, 1, 2, 7, 5, 1, 2]), torch.zeros(9))[7] == -1.75

@@ -284,5 +284,5 @@ def test_tokens_that_are_banned_are_dropped_and_nothing_else(
 def test_a_value_of_another_type_is_told_from_one_out_of_range() -> None:
     with pytest.raises(InvalidOption, match="max_new_tokens must be a whole number, got '5'"):
         Sampling(max_new_tokens="5")  # type: ignore[arg-type]
-    with pytest.raises(InvalidOption, match=r"temperature must be a number, got None\. Give one from 0 to 1000"):
+    with pytest.raises(InvalidOption, match=r"temperature must be a number, got None\. Use a number from 0 to 1000"):
         Sampling(temperature=None)  # type: ignore[arg-type]

@@ -340,11 +340,11 @@ def test_templates_that_refuse(template: str | None) -> None:
         ([], "at least one"),
         ("Hi", "list"),
         ({"role": "user", "content": "Hi"}, "list"),
-        (["Hi"], "message 0 is a str"),
+        (["Hi"], "message 0 must be an object, got str"),
         ([{"role": "user"}], "lacks 'content'"),
         ([{"role": "user", "content": "a"}, {"role": 3, "content": "b"}], "message 1 has role 3"),
         ([{"role": "user", "content": 5}], "content must be a string"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "must be of type text"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "only parts of type text"),
     ],
 )
 def test_bad_messages(messages: Any, message: str) -> None:

@@ -99,6 +99,7 @@ class _Chat:
     def __init__(self, load: LoadOptions, options: SamplingOptions, system: str | None, quiet: bool) -> None:
         self._load, self._options, self._quiet = load, options, quiet
         self._changes: dict[str, Any] = {}
+        self._more = "raise -n"
         self._opening = _system_message(system)
         self._messages = list(self._opening)
         self._last: Completion | None = None
@@ -119,6 +120,7 @@ class _Chat:
     def run(self) -> None:
         """Read and answer messages until /quit or the end of the input."""
         _edit_lines()
+        self._more = "/set max_new_tokens changes the limit"
         commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: say(_HELP, err=False),
             "/reset": self._reset,
@@ -233,7 +235,7 @@ class _Chat:
                 display.end()
         self._last = stream.completion
         if not self._quiet:
-            say(summary(self._last, self._sampling))
+            say(summary(self._last, self._sampling, self._more))
         return self._last.text
 
 

@@ -59,11 +59,13 @@ def demo(
     with Console(stderr=True).status("warming up"):
         for llm in (fast, plain):
             llm.generate(_WARM_UP, replace(parameters, max_new_tokens=8))
-    legend = "a terminal with colours shows accepted draft tokens in green"
+    legend = Text("a terminal with colours shows accepted draft tokens in green")
     if has_colour(sys.stdout):
-        green = typer.style("green", fg="green")
-        legend = f"{green}: drafted tokens that the model accepted; it added the others itself"
-    typer.echo("\n" + typer.style(f"With speculation, by {fast.drafter}", bold=True) + f" ({legend})")
+        legend = Text.assemble(
+            ("green", "green"), ": drafted tokens that the model accepted; it added the others itself"
+        )
+    title = Text.assemble("\n", (f"With speculation, by {fast.drafter}", "bold"), " (", legend, ")")
+    console.print(title, soft_wrap=not console.is_terminal)
     drafted = stream_reply(fast, question, parameters, sys.stdout)
     # The seed drawn for the first answer gives the second the same noise, hence the same text.
     typer.echo("\n" + typer.style("Without", bold=True))

@@ -177,8 +177,9 @@ def loaded_line(name: str, llm: LLM) -> str:
     return f"{about}, {amount(psutil.Process().memory_info().rss, 'bytes')} of memory"
 
 
-def summary(reply: Completion, sampling: Sampling) -> str:
-    """Return one line of statistics: size, speed, gain from speculation, seed, guarantee, and a limit that was hit."""
+def summary(reply: Completion, sampling: Sampling, more: str = "raise -n") -> str:
+    """Return one line of statistics: size, speed, gain from speculation, seed, guarantee, and a limit that was hit.
+    `more`: how to get longer replies."""
     stats = reply.stats
     parts = [f"{stats.tokens} tokens", f"{speed(stats):.1f} tok/s", f"{stats.tokens_per_round:.2f} tokens per round"]
     if stats.drafter is not None:
@@ -188,17 +189,17 @@ def summary(reply: Completion, sampling: Sampling) -> str:
         parts.append(f"seed {stats.seed}")
     if stats.guarantee == "lossy":
         parts.append("lossy: not the target's own text")
-    if cut := length_limit(reply, sampling):
+    if cut := length_limit(reply, sampling, more):
         parts.append(cut)
     return " · ".join(parts)
 
 
-def length_limit(reply: Completion, sampling: Sampling) -> str:
+def length_limit(reply: Completion, sampling: Sampling, more: str = "raise -n") -> str:
     """Return which limit cut the reply, and how to raise it; empty for a reply that ended by itself."""
     if reply.finish_reason != "length":
         return ""
     full = reply.stats.tokens < sampling.max_new_tokens
-    return f"cut at {reply.stats.tokens} tokens" + (": the model's context is full" if full else "; raise -n")
+    return f"cut at {reply.stats.tokens} tokens" + (": the model's context is full" if full else f"; {more}")
 
 
 def sampling_line(sampling: Sampling, given: Mapping[str, Any]) -> str:

@@ -1,8 +1,8 @@
-"""Type and range of each field of a model's files, in one table per file.
+"""Types and ranges of the fields in a model's files, with one table for each kind of file.
 
-Everything read from JSON or GGUF metadata passes `check` before it is used, so that later code can rely on types and
-sizes. The upper bounds are far above any published model, and low enough that nothing sized by them alone exhausts time
-or memory. Fields that no table names are not read, or only compared.
+All values from JSON or GGUF metadata pass `check` before they are used, so later code can rely on types and sizes. The
+upper bounds are far above any published model, but low enough that no single field can exhaust time or memory. Fields
+without an entry are not read, or only compared.
 """
 
 from __future__ import annotations
@@ -16,12 +16,18 @@ from typing import Any
 from paceline.errors import CorruptModel, one_line
 
 CORRECT = "Correct the file or fetch the model again"
-"""Fix for a wrong config, which may have been edited by hand."""
+"""Remedy for a wrong config, which may have been edited by hand."""
 
 
 @dataclass(frozen=True, slots=True)
 class FieldKind:
-    """Kind of value of a field: `what` in words ("a string"), `holds` as a test, `many` as the plural of `what`."""
+    """A kind of value.
+
+    Attributes:
+        what: Description, such as "a string".
+        holds: Returns True for values of this kind.
+        many: Plural of `what`.
+    """
 
     what: str
     holds: Callable[[Any], bool]
@@ -33,20 +39,20 @@ class FieldKind:
 
 
 def check(where: str | Path, values: Mapping[str, Any], fields: Mapping[str, FieldKind]) -> None:
-    """Raise `CorruptModel` for the first field whose value is not of its kind. Fields may be absent."""
+    """Raise `CorruptModel` for the first field with a value of the wrong kind. Fields may be absent."""
     for name, kind in fields.items():
         if name in values:
             check_value(where, name, values[name], kind)
 
 
 def check_value(where: str | Path, name: str, value: Any, kind: FieldKind) -> None:
-    """Check a single field."""
+    """Raise `CorruptModel` if the value of a field has the wrong kind."""
     if not kind.holds(value):
         raise CorruptModel(f"{where}: {name} must be {kind.what}, got {shown(value)}", CORRECT)
 
 
 def shown(value: Any) -> str:
-    """Return a value as error messages quote it."""
+    """Format a value for error messages."""
     return one_line("null" if value is None else repr(value), 80)
 
 
@@ -55,7 +61,7 @@ def _is_number(value: Any, kinds: type | tuple[type, ...]) -> bool:
 
 
 def whole(low: int = 0, high: int = 2**31 - 1) -> FieldKind:
-    """Whole number in this range, both ends included."""
+    """Return the kind of whole numbers from `low` to `high`, inclusive."""
     what = f"from {low} to {high}"
     return FieldKind(
         f"a whole number {what}", lambda x: _is_number(x, int) and low <= x <= high, f"whole numbers {what}"
@@ -63,7 +69,7 @@ def whole(low: int = 0, high: int = 2**31 - 1) -> FieldKind:
 
 
 def number(low: float, high: float) -> FieldKind:
-    """Finite number in this range, both ends included."""
+    """Return the kind of finite numbers from `low` to `high`, inclusive."""
 
     def holds(x: Any) -> bool:
         return _is_number(x, (int, float)) and low <= x <= high and math.isfinite(x)
@@ -72,19 +78,19 @@ def number(low: float, high: float) -> FieldKind:
 
 
 def listed(kind: FieldKind) -> FieldKind:
-    """List of elements of this kind."""
+    """Return the kind of lists with elements of this kind."""
     what = f"of {kind.many}"
     return FieldKind(f"a list {what}", lambda x: isinstance(x, list) and all(map(kind.holds, x)), f"lists {what}")
 
 
 def sized(kind: FieldKind, count: int) -> FieldKind:
-    """List of `count` elements of this kind."""
+    """Return the kind of lists with `count` elements of this kind."""
     some = listed(kind)
     return FieldKind(f"a list of {count} {kind.many}", lambda x: some.holds(x) and len(x) == count)
 
 
 def mapping(kind: FieldKind) -> FieldKind:
-    """Object with values of this kind."""
+    """Return the kind of objects with values of this kind."""
 
     def holds(x: Any) -> bool:
         return isinstance(x, dict) and all(map(kind.holds, x.values()))
@@ -93,7 +99,7 @@ def mapping(kind: FieldKind) -> FieldKind:
 
 
 def record(**fields: FieldKind) -> FieldKind:
-    """Object with these fields, of these kinds."""
+    """Return the kind of objects with these fields."""
 
     def holds(x: Any) -> bool:
         return isinstance(x, dict) and all(name in x and kind.holds(x[name]) for name, kind in fields.items())
@@ -128,7 +134,7 @@ IDENTITY: Mapping[str, FieldKind] = {
     "tie_word_embeddings": FLAG | NULL,
     "vocab_size": ROWS | NULL,
 }
-"""config.json of any model, native or not."""
+"""config.json of any model, including models that run through transformers."""
 
 ROPE: Mapping[str, FieldKind] = {
     **each(TEXT | NULL, "type", "rope_type"),
@@ -142,7 +148,7 @@ ROPE: Mapping[str, FieldKind] = {
     "truncate": FLAG | NULL,
     **each(listed(FACTOR) | NULL, "short_factor", "long_factor"),
 }
-"""`rope_scaling` and `rope_parameters`; the latter may hold one such object per layer type."""
+"""`rope_scaling` and `rope_parameters`. The latter may contain one such object for each layer type."""
 
 DECODER: Mapping[str, FieldKind] = {
     **each(ROWS, "vocab_size", "intermediate_size"),
@@ -161,7 +167,7 @@ DECODER: Mapping[str, FieldKind] = {
     **each(FACTOR | NULL, "attn_logit_softcapping", "final_logit_softcapping"),
     "layer_types": listed(TEXT) | NULL,
 }
-"""config.json of a model that Paceline's own decoder runs."""
+"""config.json of a model that runs in Paceline's own decoder."""
 
 GENERATION: Mapping[str, FieldKind] = {
     "eos_token_id": _ID | listed(_ID) | NULL,
@@ -197,7 +203,7 @@ INDEX: Mapping[str, FieldKind] = {"weight_map": mapping(TEXT)}
 """model.safetensors.index.json and others."""
 
 HEAD_IDENTITY: Mapping[str, FieldKind] = {"architectures": listed(TEXT) | NULL, "speculators_model_type": TEXT | NULL}
-"""config.json of a folder that may be a learned drafter: the fields that tell it from a model."""
+"""config.json of a folder that may be a learned drafter: the fields that distinguish it from a model."""
 
 HEAD: Mapping[str, FieldKind] = {
     **each(
@@ -267,4 +273,4 @@ GGUF_ARCHITECTURE: Mapping[str, FieldKind] = {
     **each(number(0, 1e9), "rope.scale_linear", "rope.scaling.factor"),
     **{f"rope.scaling.yarn_{name}": number(0, 1e9) for name in ("beta_fast", "beta_slow", "attn_factor")},
 }
-"""GGUF metadata whose keys begin with the architecture's name ("llama.block_count")."""
+"""GGUF metadata with keys that begin with the architecture's name ("llama.block_count")."""

@@ -1,8 +1,8 @@
-"""DRY ("don't repeat yourself"): a penalty that grows with the length of the repetition that a token would continue.
+"""DRY ("don't repeat yourself"): a penalty that grows with the length of the repetition that a token would extend.
 
-A token that followed an earlier copy of the text's last n tokens loses `multiplier * base ** (n - allowed_length)` from
-its logit. Sequence breakers end a repetition, so that the form of a list or of a dialogue may recur. Source:
-text-generation-webui, pull request 5677; llama.cpp has the same defaults and the same breakers.
+If a token followed an earlier copy of the text's last n tokens, `multiplier * base ** (n - allowed_length)` is
+subtracted from its logit. Sequence breakers end a repetition, so that the form of a list or a dialogue may recur.
+Source: text-generation-webui, pull request 5677; llama.cpp has the same defaults and breakers.
 """
 
 from __future__ import annotations
@@ -28,25 +28,29 @@ if TYPE_CHECKING:
 Counts = npt.NDArray[np.int32]
 
 _MOST_TAIL = 20
-"""Tokens of a breaker after its first one, as in llama.cpp."""
+"""Maximum number of tokens of a breaker after its first token, as in llama.cpp."""
 _MOST_KNOWN = 16
-"""Sets of breakers that are kept for one tokenizer."""
+"""Number of sets of breakers to cache for each tokenizer."""
 _FLOAT32_LOG = 88.7228391
-"""The logarithm of the highest float32."""
+"""Logarithm of the largest float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Breakers:
-    """Sequence breakers as tokens: the first token -> what may follow it, () if the token is a breaker by itself."""
+    """Sequence breakers as tokens.
+
+    Attributes:
+        tails: First token of a breaker -> token sequences that complete it. () means that the token is a whole breaker.
+    """
 
     tails: Mapping[int, Sequence[tuple[int, ...]]] = field(default_factory=dict)
 
     def alone(self, token: int) -> bool:
-        """Return True if the token is a breaker by itself."""
+        """Return True if the token is a whole breaker."""
         return () in self.tails.get(token, ())
 
     def since(self, tokens: Sequence[int] | Counts, most: int) -> int:
-        """Return the number of tokens since the last breaker; `most` if there are at least as many."""
+        """Return the number of tokens since the last breaker, but at most `most`."""
         for i in range(min(len(tokens), most + _MOST_TAIL) if self.tails else 0):
             at = len(tokens) - 1 - i
             tails = self.tails.get(int(tokens[at]), ())
@@ -57,7 +61,7 @@ class Breakers:
 
     @staticmethod
     def of(texts: Sequence[str], tokenizer: Tokenizer) -> Breakers:
-        """Return texts as tokens of a tokenizer: whatever tokens a model writes them with. Results are kept."""
+        """Convert texts to tokens, including all ways in which a model may write them. Results are cached."""
         known = _known.setdefault(tokenizer, {})
         if (key := tuple(texts)) not in known:
             if len(known) >= _MOST_KNOWN:
@@ -87,9 +91,9 @@ def _tails(texts: Sequence[str], tokenizer: Tokenizer) -> dict[int, list[tuple[i
 
 
 class _Spellings:
-    """The bytes of all tokens in one text, which is searched many times as fast as the tokens one by one."""
+    """The bytes of all tokens in one text. Searching it is many times faster than searching each token."""
 
-    _BETWEEN = b"\xff"  # no part of UTF-8
+    _BETWEEN = b"\xff"  # never occurs in UTF-8
 
     def __init__(self, token_bytes: Mapping[int, bytes]) -> None:
         self._ids = [*token_bytes]
@@ -97,7 +101,7 @@ class _Spellings:
         self._starts = [0, *accumulate(len(spelling) + 1 for spelling in token_bytes.values())]
 
     def holding(self, part: bytes, at_end: bool = False) -> set[int]:
-        """Return the tokens that hold a part, or end with it."""
+        """Return the tokens that contain `part` or, if `at_end`, end with it."""
         wanted = part + self._BETWEEN if at_end else part
         return {self._ids[bisect_right(self._starts, at) - 1] for at in self._places(wanted)}
 
@@ -110,15 +114,20 @@ class _Spellings:
 
 @dataclass(frozen=True, slots=True)
 class _Repetitions:
-    """A text of n tokens. `common` [n - 1]: for each place but the last, the number of tokens up to it that are also
-    the text's last ones."""
+    """The repetitions in a text of n tokens.
+
+    Attributes:
+        tokens: The text, [n].
+        common: For each place except the last, how many tokens before and at it equal the last tokens of the text,
+            [n - 1].
+    """
 
     tokens: Counts
     common: Counts
 
     @staticmethod
     def of(tokens: Sequence[int]) -> _Repetitions:
-        """Return the text of these tokens. Takes linear time (the Z algorithm, on the reversed text)."""
+        """Find the repetitions of a text in linear time, with the Z algorithm on the reversed text."""
         ids, found = [*reversed(tokens)], [0] * len(tokens)
         left = right = 0
         for i in range(1, len(ids)):
@@ -131,7 +140,7 @@ class _Repetitions:
         return _Repetitions(np.array(tokens, np.int32), np.array(found[:0:-1], np.int32))
 
     def then(self, token: int) -> _Repetitions:
-        """Return the text with one token more."""
+        """Return the repetitions after appending a token."""
         common = np.ones(len(self.tokens), np.int32)
         common[1:] += self.common
         common *= self.tokens == token
@@ -139,9 +148,9 @@ class _Repetitions:
 
 
 class Dry:
-    """Subtracts DRY's penalty. It depends on the tokens before a row alone.
+    """Subtracts DRY's penalty, which depends only on the tokens before a row.
 
-    The committed text is read once and then grows token by token; each drafted path adds its tokens to it.
+    The committed text is read once and then grows token by token. Drafted paths are appended to it temporarily.
     """
 
     def __init__(
@@ -152,12 +161,20 @@ class Dry:
         last_n: int = -1,
         breakers: Breakers | None = None,
     ) -> None:
-        """`last_n`: number of last tokens, of prompt and reply, that are looked at; -1: all."""
+        """Set the parameters.
+
+        Args:
+            multiplier: See the module's docstring.
+            base: See the module's docstring.
+            allowed_length: See the module's docstring.
+            last_n: Number of last tokens of prompt and reply to look at. -1 means all.
+            breakers: Sequence breakers.
+        """
         self._multiplier, self._base, self._allowed, self._last = multiplier, base, allowed_length, last_n
         self._breakers = breakers or Breakers()
         self._most_exponent = int(_FLOAT32_LOG / math.log(base)) if base > 1.000001 else 2**31 - 1
         self._texts: dict[tuple[int, ...], _Repetitions] = {}
-        """The committed text and, by their drafted tokens, longer ones."""
+        """Drafted tokens -> repetitions of the committed text followed by these tokens."""
         self._size = -1
 
     def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
@@ -187,7 +204,7 @@ class Dry:
         return self._texts[path]
 
     def _repeated(self, text: _Repetitions, width: int) -> Counts:
-        """Return for each token [width] the length of the longest repetition that it would continue, -1 for none."""
+        """Return for each token [width] the length of the longest repetition that it would extend, or -1."""
         found = np.full(width, -1, np.int32)
         size = len(text.tokens) if self._last < 0 else min(self._last, len(text.tokens))
         if size <= self._allowed:

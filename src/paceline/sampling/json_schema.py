@@ -1,8 +1,8 @@
-"""JSON schemas as clients send them, in the form that llguidance can enforce.
+"""Rewriting clients' JSON schemas so that llguidance can enforce them.
 
-The rewritten schema never allows more than the one that was sent, and where it allows less there is a reason:
-objects with `properties` are closed, since a model that may add keys adds them without end. What cannot be enforced is
-an error, or is left out with a note in the log if the client asked for a guide ("lenient" in "x-guidance").
+The rewritten schema never allows more than the original schema. It allows less only for objects with `properties`: they
+get no other keys, since a model that may add keys adds them without end. A keyword that cannot be enforced is an error.
+With "lenient" in "x-guidance", such keywords are ignored and logged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Parts = list[Mapping[str, Any]]
 """Schemas that describe the same object."""
 
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-"""Values of `format` that are enforced. All others are annotations, which is what the standard says of `format`."""
+"""Values of `format` that are enforced. All others are annotations, as the standard allows."""
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties", "additionalItems", "contains")
@@ -33,21 +33,28 @@ _UNENFORCED = (
     *("unevaluatedProperties", "unevaluatedItems", "propertyNames"),
 )
 _OF_ANY_NAME = {"type", "title", "description", "format", "default", "examples", "$comment", "deprecated"}
-"""Keywords that say nothing of a property's name."""
+"""Keywords that do not restrict the name of a property."""
 _HIGHEST, _LOWEST = 2**63 - 1024, 1024 - 2**63
-"""Bounds of numbers that llguidance can express."""
+"""Bounds of numbers that llguidance supports."""
 _MOST = 100_000
-"""Steps of rewriting, which takes some 10 microseconds each."""
+"""Maximum number of rewriting steps. A step takes some 10 microseconds."""
 _ARRAYS = 400
-"""Arrays without repeated items that are written out: those of 5 items are 326."""
+"""Maximum number of arrays without repeated items to write out. There are 326 of up to 5 values."""
+_ITEMS = 100
+"""Maximum number of items of an array whose items should differ, where no other limit is given."""
 _KINDS = {str: "string", int: "number", float: "number", bool: "boolean", type(None): "null", dict: "object"}
 
 
 def enforceable(schema: Any, options: Mapping[str, Any]) -> Schema:
-    """Return a schema in a form that can be enforced. Raises `ValueError` naming a keyword that cannot be.
+    """Rewrite a schema so that it can be enforced.
 
-    `options`: llguidance's, unless "x-guidance" in the schema sets them. "lenient" leaves out what cannot be enforced,
-    and logs each such keyword once.
+    Args:
+        schema: The client's schema.
+        options: Default values of llguidance's options, which "x-guidance" in the schema overrides. With "lenient",
+            keywords that cannot be enforced are ignored, and each is logged once.
+
+    Raises:
+        ValueError: If a keyword cannot be enforced. The message names it.
     """
     if not isinstance(schema, Mapping):
         raise ValueError(f"it must be an object, true or false, got {schema!r:.60}")
@@ -60,28 +67,28 @@ def enforceable(schema: Any, options: Mapping[str, Any]) -> Schema:
 
 
 def guide(schema: Mapping[str, Any], lenient: bool = True) -> Schema:
-    """Return a schema that says whether it is a guide, if it does not say so itself."""
+    """Set "lenient" in the "x-guidance" of a schema, unless the schema sets it."""
     return {**schema, "x-guidance": {"lenient": lenient, **_mapping(schema.get("x-guidance"))}}
 
 
 @lru_cache(maxsize=256)
 def _note(said: str) -> None:
-    _LOG.warning("a JSON schema is followed without %s, which cannot be enforced", said)
+    _LOG.warning("a JSON schema is enforced without %s, which is not supported", said)
 
 
 class _Rewriter:
     def __init__(self, root: Mapping[str, Any], lenient: bool) -> None:
         self._root, self._lenient = root, lenient
         self._open: dict[tuple[str, int], str] = {}
-        """(Reference, number of an object) -> name of its copy that is a part of this object's description."""
+        """(Reference, number of an object) -> name of the reference's copy in the description of this object."""
         self._group = 0
         self._forbidden: dict[int, list[Schema]] = {}
-        """Choice, by its identity -> keys that each of its branches must not have."""
+        """Identity of a choice -> keys that each of its branches must not have."""
         self._copies: Schema = {}
         self._steps = 0
 
     def root(self) -> Schema:
-        """Return the whole schema."""
+        """Return the rewritten schema."""
         made = self._schema(self._root)
         if not isinstance(made, dict):
             return {} if made else {"enum": []}
@@ -90,8 +97,13 @@ class _Rewriter:
         return made
 
     def _schema(self, schema: Any, part: bool = False) -> Any:
-        """Return a schema rewritten. `part`: it is one of several that describe the same object, which is closed with
-        all their properties, or not at all."""
+        """Rewrite a schema.
+
+        Args:
+            schema: A schema.
+            part: True if it is one of several schemas that describe the same object. Then the object is closed as a
+                whole.
+        """
         if not isinstance(schema, Mapping):
             return schema
         self._count(len(schema))
@@ -108,7 +120,7 @@ class _Rewriter:
         return self._inside(made, parts)
 
     def _plain(self, made: Schema) -> Schema:
-        """Drop what says nothing, and put bounds into the range of 64 bits."""
+        """Remove keywords without effect, and limit bounds to 64 bits."""
         made.pop("$schema", None)
         types = made.get("type", "string")
         if made.get("format") not in FORMATS or "string" not in (types if isinstance(types, list) else [types]):
@@ -137,7 +149,7 @@ class _Rewriter:
         if isinstance(bound, bool) or not isinstance(bound, int | float) or _LOWEST <= bound <= _HIGHEST:
             return
         outward = (bound > 0) == key.lower().endswith("maximum")
-        if outward and abs(bound) >= 1.797e308:  # beyond every number that a program holds
+        if outward and abs(bound) >= 1.797e308:  # larger than any float
             del made[key]
         elif outward:
             made[key] = _HIGHEST if bound > 0 else _LOWEST
@@ -145,13 +157,13 @@ class _Rewriter:
             self._refuse(made, key, f"{key} {bound}")
 
     def _choices(self, made: Schema) -> None:
-        """Turn a oneOf whose branches exclude one another into an anyOf, which is the same then."""
+        """Replace oneOf by anyOf if the branches exclude each other. Then both mean the same."""
         branches = made.get("oneOf")
         if not isinstance(branches, list):
             return
         if len(branches) > 1 and not self._disjoint(branches):
             if not self._lenient:
-                return  # llguidance may know better
+                return  # llguidance may support it
             _note("the exclusiveness of oneOf")
         del made["oneOf"]
         if "anyOf" in made:
@@ -160,7 +172,7 @@ class _Rewriter:
             made["anyOf"] = branches
 
     def _strings(self, made: Schema) -> None:
-        """Replace look-ahead in a pattern by further patterns, all of which a text must match."""
+        """Replace look-ahead in a pattern by additional patterns. A text must match all of them."""
         pattern = made.get("pattern")
         if not isinstance(pattern, str) or not has_look_around(pattern):
             return
@@ -173,7 +185,7 @@ class _Rewriter:
             made["allOf"] = [*_list(made.get("allOf")), *({"pattern": other} for other in others)]
 
     def _unique(self, made: Schema) -> None:
-        """Write out the arrays of a few different values, if their items must differ."""
+        """For arrays with unique items out of a few values, enumerate all arrays."""
         if "uniqueItems" not in made:
             return
         least, most, values = made.get("minItems", 0), made.get("maxItems", _ARRAYS), self._values(made.get("items"))
@@ -185,18 +197,26 @@ class _Rewriter:
             arrays = _arrays(values, least, most)
         if arrays is None:
             self._refuse(made, "uniqueItems", "uniqueItems")
+            self._limit_items(made, values)
             return
         for key in ("uniqueItems", "items", "minItems", "maxItems", "type"):
             made.pop(key, None)
         made["enum"] = arrays
 
+    def _limit_items(self, made: Schema, values: list[Any]) -> None:
+        """Bound an array whose items should differ and may not: a small model repeats an item without end."""
+        least, most = made.get("minItems", 0), made.get("maxItems")
+        different = len(values) or max(_ITEMS, len(_list(made.get("prefixItems"))))
+        if isinstance(least, int) and (most is None or (values and isinstance(most, int))):
+            made["maxItems"] = max(least, different if most is None else min(different, most))
+
     def _values(self, schema: Any) -> list[Any]:
-        """Return all values that a schema allows, none if they are many."""
+        """Return all values that a schema allows. Return none if it does not enumerate them."""
         schema = self._resolved(schema)
         return [True, False] if schema.get("type") == "boolean" else _values(schema)
 
     def _names(self, made: Schema) -> None:
-        """Express a condition on the names of an object by its properties."""
+        """Replace propertyNames by properties or patternProperties."""
         if "propertyNames" not in made:
             return
         names = self._resolved(made["propertyNames"])
@@ -224,7 +244,7 @@ class _Rewriter:
             made["patternProperties"] = {pattern: mapped}
 
     def _keys(self, made: Schema) -> None:
-        """Take look-ahead out of the patterns of keys."""
+        """Remove look-ahead from patternProperties."""
         for pattern, value in _mapping(made.get("patternProperties")).items():
             if has_look_around(pattern):
                 made["patternProperties"] = {k: v for k, v in made["patternProperties"].items() if k != pattern}
@@ -244,7 +264,7 @@ class _Rewriter:
         for key in _UNENFORCED:
             if key in made:
                 self._refuse(made, key, key)
-        for key in ("then", "else"):  # of an `if`
+        for key in ("then", "else"):  # they belong to `if`
             made.pop(key, None)
 
     def _refuse(self, made: Schema, key: str, said: str) -> None:
@@ -258,9 +278,12 @@ class _Rewriter:
     # Objects
 
     def _close(self, made: Schema, parts: list[Mapping[str, Any]], single: bool) -> None:
-        """Forbid further keys of an object that these parts describe, unless one of them says which it may have.
+        """Forbid other keys in an object, unless one of its parts allows some explicitly.
 
-        `single`: it is described by one schema.
+        Args:
+            made: The schema to change.
+            parts: All schemas that describe the object.
+            single: True if only one schema describes the object.
         """
         known: dict[str, Any] = {}
         for part in parts:
@@ -274,9 +297,11 @@ class _Rewriter:
         made["additionalProperties"] = False
 
     def _objects(self, made: Schema, part: bool) -> bool:
-        """Close an object. Return whether the schemas in this one are parts of its description.
+        """Close an object. Return True if several schemas within `made` describe it together.
 
-        `part`: it is itself a part of another, which is closed as a whole.
+        Args:
+            made: The schema to change.
+            part: True if it is itself a part of the description of an object, which is closed as a whole.
         """
         if part:
             return True
@@ -293,9 +318,9 @@ class _Rewriter:
         return several
 
     def _separate(self, made: Schema) -> None:
-        """Note which keys each branch of a choice must not have: those that only other branches have.
+        """Record the keys that each branch of a choice must not have, because only other branches have them.
 
-        All keys of all branches are allowed where their object is closed.
+        A closed object allows the keys of all branches.
         """
         for choice in [one[key] for one in self._parts(made) for key in ("anyOf", "oneOf") if _list(one.get(key))]:
             outside = _names_in(self._parts(made, without=choice))
@@ -310,7 +335,7 @@ class _Rewriter:
         return any("properties" in one for one in self._parts(schema))
 
     def _parts(self, schema: Any, without: list[Any] | None = None) -> Iterator[Mapping[str, Any]]:
-        """Yield the schemas that describe the same object as this one, itself first, leaving out a choice."""
+        """Yield this schema and all schemas that describe the same object. Omit the choice `without`."""
         seen: set[int] = set()
         waiting = [schema]
         while waiting:
@@ -328,7 +353,7 @@ class _Rewriter:
                 waiting.append(self._target(one["$ref"]))
 
     def _inside(self, made: Schema, parts: bool) -> Schema:
-        """Rewrite the schemas within one. `parts`: they describe the same object together."""
+        """Rewrite the schemas within `made`. `parts` is True if they describe the same object together."""
         for key in _MAPS:
             if isinstance(made.get(key), Mapping):
                 made[key] = {name: self._schema(one) for name, one in made[key].items()}
@@ -349,7 +374,7 @@ class _Rewriter:
         return made
 
     def _open_copy(self, reference: Any) -> Any:
-        """Return a reference to a copy of what one names, not closed."""
+        """Copy the target of a reference without closing it. Return a reference to the copy."""
         target = self._target(reference)
         if not self._describes(target):
             return reference
@@ -364,7 +389,7 @@ class _Rewriter:
         return f"#/$defs/{self._open[key]}"
 
     def _target(self, reference: Any) -> Any:
-        """Return what a reference within the schema names, None for any other."""
+        """Return the target of a reference within the schema, or None for any other reference."""
         if not isinstance(reference, str) or not reference.startswith("#"):
             return None
         found: Any = self._root
@@ -379,7 +404,7 @@ class _Rewriter:
             raise ValueError("it is too large")
 
     def _resolved(self, schema: Any) -> Mapping[str, Any]:
-        """Return a schema, or what it refers to; an empty one for what is no schema."""
+        """Return a schema or the target of its reference. Return an empty schema for anything else."""
         for _ in range(16):
             if not isinstance(schema, Mapping) or "$ref" not in schema:
                 break
@@ -389,7 +414,7 @@ class _Rewriter:
     # Branches
 
     def _disjoint(self, branches: list[Any]) -> bool:
-        """Return whether no value fits two of the branches, as far as types, constants and keys tell."""
+        """Return True if types, constants and keys show that no value matches two of the branches."""
         by_kind: dict[str, list[Parts]] = {}
         for branch in branches:
             parts = [one for one in self._parts(branch) if not one.keys() & {"anyOf", "oneOf"}]
@@ -405,7 +430,7 @@ class _Rewriter:
 
 
 def _kinds(parts: Parts) -> set[str]:
-    """Return the JSON types that a schema in these parts allows, none if it does not say so."""
+    """Return the JSON types that a schema in these parts allows. Return none if it does not restrict them."""
     for one in parts:
         if values := _values(one):
             return {_kind(value) for value in values}
@@ -417,10 +442,10 @@ def _kinds(parts: Parts) -> set[str]:
 
 
 def _tell_apart(several: list[Parts]) -> bool:
-    """Return whether objects can be told apart by constants of a key, or by keys that only one of them has.
+    """Return True if objects can be distinguished by constants of a key, or by keys that only one of them has.
 
-    An object that is closed has none of the other schemas' own keys. So it fits none that requires such a key, nor one
-    that forbids further keys itself.
+    A closed object has no keys that only other schemas have. So it does not match a schema that requires such a key,
+    nor a schema that forbids additional keys.
     """
     keys = [
         {name for one in parts for name in _list(one.get("required")) if isinstance(name, str)} for parts in several
@@ -438,7 +463,7 @@ def _tell_apart(several: list[Parts]) -> bool:
 
 
 def _names_in(parts: Iterable[Mapping[str, Any]]) -> dict[str, None]:
-    """Return the keys that schemas describe, in order."""
+    """Return the keys that these schemas describe, in order."""
     return {name: None for one in parts for name in _mapping(one.get("properties"))}
 
 
@@ -447,12 +472,12 @@ def _property(parts: Parts, name: str) -> Parts:
 
 
 def _constants(parts: Parts) -> list[Any]:
-    """Return the values that a schema in these parts allows, none if they are not named."""
+    """Return the values that a schema in these parts enumerates, or none."""
     return next((values for one in parts if (values := _values(one))), [])
 
 
 def _distinct(groups: Iterable[list[Any]]) -> bool:
-    """Return whether all groups have values, and no two have the same."""
+    """Return True if all groups have values, and no two groups share a value."""
     seen: set[str] = set()
     for values in groups:
         named = {f"{_kind(value)} {value!r}" for value in values}
@@ -471,7 +496,7 @@ def _kind(value: Any) -> str:
 
 
 def _arrays(values: list[Any], least: Any, most: Any) -> list[list[Any]] | None:
-    """Return all arrays of different values with these lengths, None if they are many."""
+    """Return all arrays of different values with these lengths, or None if there are too many."""
     if not isinstance(least, int) or not isinstance(most, int) or len(values) > _ARRAYS:
         return None
     sizes = range(least, min(most, len(values)) + 1)

@@ -26,6 +26,7 @@ from paceline.server import (
     schema_embeddings,
     schema_messages,
     schema_ollama,
+    schema_rerank,
     schema_responses,
     schema_tokens,
 )
@@ -57,6 +58,7 @@ _BODIES = (
     *(schema_tokens.ApplyTemplateRequest, schema_tokens.InfillRequest),
     *(schema_embeddings.EmbeddingsRequest, schema_embeddings.OllamaEmbedRequest),
     schema_embeddings.OllamaPromptEmbedRequest,
+    schema_rerank.RerankRequest,
 )
 _REF = "#/components/schemas/{model}"
 
@@ -112,6 +114,7 @@ _ANSWERS = (
         schema_answers.OllamaModelAbout,
     ),
     *(schema_embeddings.Embeddings, schema_embeddings.OllamaEmbeddings, schema_embeddings.OllamaPromptEmbedding),
+    schema_rerank.Ranking,
     *(ErrorBody, AnthropicErrorBody, OllamaErrorBody),
 )
 _MEANINGS = {
@@ -196,6 +199,8 @@ def _api(service: Service, app: FastAPI) -> APIRouter:
     _add_post(router, "/v1/messages/count_tokens", service.count_tokens, "CountTokensRequest", "TokenCount")
     _add_ollama(router, service)
     _add_post(router, "/v1/embeddings", service.embeddings, "EmbeddingsRequest", "Embeddings")
+    for path in ("/v1/rerank", "/rerank"):
+        _add_post(router, path, service.rerank, "RerankRequest", "Ranking")
     _add_post(router, "/tokenize", service.tokenize, "TokenizeRequest", "Tokens")
     _add_get(router, "/tokenizer_info", service.tokenizer_info, "TokenizerInfo")
     _add_get(router, "/props", service.properties, "Properties")

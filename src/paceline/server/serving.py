@@ -26,6 +26,7 @@ from paceline.server import (
     ollama,
     options,
     properties,
+    rerank,
     responses,
     schema,
     schema_completions,
@@ -40,6 +41,7 @@ from paceline.server.limits import RequestLimit, Settings
 from paceline.server.models import LoadedModel, Models
 from paceline.server.ollama_models import OllamaModels
 from paceline.server.preprocessing import LONG, PoolName, Preprocessor, client_of
+from paceline.server.rerank import RerankJobs
 from paceline.server.schema_embeddings import EmbeddingsRequest, OllamaEmbedRequest, OllamaPromptEmbedRequest
 from paceline.server.schema_messages import CountTokensRequest, MessagesRequest
 from paceline.server.schema_ollama import (
@@ -49,6 +51,7 @@ from paceline.server.schema_ollama import (
     OllamaRequest,
     PullRequest,
 )
+from paceline.server.schema_rerank import RerankRequest
 from paceline.server.schema_responses import CompactRequest, ResponsesRequest
 from paceline.server.stored import ResponseStore
 from paceline.server.tracing import Tracer, tracer
@@ -57,7 +60,7 @@ from paceline.server.writers import PreparedRequest, dumps, dumps_long
 from paceline.text.template_text import TemplateText
 
 T = TypeVar("T")
-Prepared = TypeVar("Prepared", PreparedRequest, EmbeddingJobs)
+Prepared = TypeVar("Prepared", PreparedRequest, EmbeddingJobs, RerankJobs)
 Body = TypeVar("Body", bound=schema.Generating)
 Prepare = Callable[[LoadedModel, Settings, Body], PreparedRequest]
 
@@ -242,6 +245,14 @@ class Service:
         """Return a vector for one text (Ollama's older API)."""
         return await self._embed(request, OllamaPromptEmbedRequest, embeddings.ollama_prompt)
 
+    async def rerank(self, request: Request) -> Response:
+        """Judge how well documents fit a query, with a model that was trained for it."""
+        async with self.bodies.read(request, RerankRequest) as (body, pool):
+            work = partial(rerank.prepare, settings=self.settings, body=body)
+            deadline = after(time.monotonic(), self.settings.timeout)
+            running, done = await self._start(request, body, pool, work, "", deadline)
+        return await self._read_prompts(request, running, partial(done.answer, running.model.name), deadline)
+
     async def _embed(
         self,
         request: Request,
@@ -255,9 +266,18 @@ class Service:
             work = partial(embeddings.prepare, settings=self.settings, body=body)
             running, done = await self._start(request, body, pool, work, "", deadline)
         del given, body, work  # the body, which may be large, no longer counts
+
+        def answer() -> dict[str, Any]:
+            return shape(running.model.name, done, time.monotonic() - began)
+
+        return await self._read_prompts(request, running, answer, deadline)
+
+    async def _read_prompts(
+        self, request: Request, running: RunningRequest, answer: Callable[[], dict[str, Any]], deadline: float | None
+    ) -> Response:
+        """Answer with what `answer` returns once all prompts have been read."""
         try:
             await unless_disconnected(running.finish(), request.receive)
-            answer = partial(shape, running.model.name, done, time.monotonic() - began)
             data = await self._preprocess(request, "tokens", lambda: dumps(answer()), left(deadline))
         finally:
             running.close()
@@ -398,7 +418,7 @@ class Service:
     async def _start(
         self,
         request: Request,
-        body: schema.Generating | EmbeddingsRequest | OllamaEmbedRequest,
+        body: schema.Generating | EmbeddingsRequest | OllamaEmbedRequest | RerankRequest,
         pool: PoolName,
         prepare: Callable[[LoadedModel], Prepared],
         id_prefix: str,

@@ -108,18 +108,35 @@ class Tags:
         order = " ".join(f"{name}_{i}{'' if key in required else '?'}" for i, key in enumerate(properties))
         rules = [f"{name}: {order or quoted('')}"]
         for i, (key, value) in enumerate(properties.items()):
-            rule = self._value(f"{name}_{i}_value", value, schema, special)
-            if rule is None or not re.fullmatch(r'[^<>"\n]+', key):
+            forms = self._forms(f"{name}_{i}", value, schema, special)
+            if not forms or not re.fullmatch(r'[^<>"\n]+', key):
                 return None
-            rules += [f"{name}_{i}: {literal(self.before + key + self.between, special)} {name}_{i}_value", rule]
+            heads = {rule: literal(self.before + key + kind + self.between, special) for rule, kind, _ in forms}
+            rules.append(f"{name}_{i}: {' | '.join(f'{head} {rule}' for rule, head in heads.items())}")
+            rules += [text for _, _, text in forms]
         return rules
 
-    def _value(self, name: str, schema: Any, root: Schema, special: Mapping[str, int]) -> str | None:
-        """Return the rule of a value with what follows it."""
-        schema, after, known = _resolved(schema, root), literal(self.after, special), kinds(schema, root)
-        if known and "string" not in known:
-            shared = {key: root[key] for key in ("$defs", "definitions", "x-guidance") if key in root}
-            return f"{name}: {name}_json {after}\n{name}_json: {json_of({**schema, **shared})}"
+    def _forms(self, name: str, schema: Any, root: Schema, special: Mapping[str, int]) -> list[tuple[str, str, str]]:
+        """Return the forms that a value may have: the name of its rule, the attribute before the value, and the rule of
+        the value with what follows it.
+
+        Where an attribute tells strings from JSON, a value that may be either has both forms.
+        """
+        schema, known = _resolved(schema, root), kinds(schema, root)
+        is_text, is_json = (f"{self.kind}true", f"{self.kind}false") if self.kind else ("", "")
+        maybe_text = not known or "string" in known
+        text = self._text(f"{name}_text", schema, root, special) if maybe_text else None
+        forms = [(f"{name}_text", is_text, text)] if text else []
+        if (text and known == {"string"}) or (maybe_text and not self.kind):
+            return forms
+        shared = {key: root[key] for key in ("$defs", "definitions", "x-guidance") if key in root}
+        rule = f"{name}_json: {name}_value {literal(self.after, special)}"
+        value = f"{name}_value: {json_of({**schema, **shared})}"
+        return [*forms, (f"{name}_json", is_json, f"{rule}\n{value}")]
+
+    def _text(self, name: str, schema: Schema, root: Schema, special: Mapping[str, int]) -> str | None:
+        """Return the rule of a value that is text, with what follows it; None if a rule cannot hold to the schema."""
+        after = literal(self.after, special)
         named = [schema["const"]] if "const" in schema else _list(schema.get("enum"))
         if named and all(isinstance(one, str) for one in named):
             return f"{name}: ({' | '.join(map(quoted, named))}) {after}"
@@ -127,7 +144,9 @@ class Tags:
         if not all(one.keys() <= free for one in (schema, *_members(schema, root))):
             return None
         if any(marker in self.after for marker in special):
-            return f"{name}: /(.|\\n)*/ {literal(self.after.lstrip(), special)}"
+            closing = self.after.lstrip()
+            # Text ends at a special token, and not at text before one.
+            return f"{name}: /(.|\\n)*/ {literal(closing, special)}" if closing.startswith((*special,)) else None
         return f"{name}[suffix={quoted(self.after)}]: /(.|\\n)*/"
 
 

@@ -83,10 +83,10 @@ class CallFormat:
         """Return the format of a call generated under `grammar`: JSON if the family's own cannot hold to the schema."""
         if self.tags is None:
             return self
-        if self.tags.kind:
-            return replace(self, tags=None)
         if self.tags.rules("arguments", arguments_schema(schema), {}):
             return self
+        if self.tags.kind:
+            return replace(self, tags=None, call=(*self.call[:2], "\n" + self.call[2]))
         return replace(self, call=_json_call(self.start + "\n", "\n" + self.end), tags=None)
 
     def grammar(
@@ -155,10 +155,10 @@ DSML = CallFormat(
     end="</｜DSML｜function_calls>",
     heads=(f'<{_INVOKE} name="', '">'),
     tails=(f"</{_INVOKE}>",),
-    call=(f'<｜DSML｜function_calls>\n<{_INVOKE} name="', '">\n', f"\n</{_INVOKE}>\n</｜DSML｜function_calls>"),
+    call=(f'<｜DSML｜function_calls>\n<{_INVOKE} name="', '">\n', f"</{_INVOKE}>\n</｜DSML｜function_calls>"),
     tags=Tags(f'<{_PARAMETER} name="', '">', f"</{_PARAMETER}>\n", kind='" string="'),
 )
-"""DeepSeek V3.2's. Forced calls have JSON within `invoke`."""
+"""DeepSeek V3.2's. Forced calls have JSON within `invoke` where tags cannot hold to the schema."""
 _CODER = CallFormat(
     name="qwen",
     templates=("<tool_call>", "<function=", "<parameter="),
@@ -186,7 +186,8 @@ LFM = CallFormat(
     end="<|tool_call_end|>",
     call=_json_call("<|tool_call_start|>[", "]<|tool_call_end|>"),
 )
-"""LFM2's: a list of calls in Python; JSON if that is asked for, as in forced calls."""
+"""LFM2's: a list of calls in Python. Forced calls are JSON, which it writes too if asked, since llguidance compiles
+schemas to no other notation."""
 KIMI = CallFormat(
     name="kimi",
     templates=("<|tool_call_begin|>",),

@@ -77,14 +77,6 @@ class TrainJob:
         return self.out.with_name(self.out.name + ".work")
 
 
-def _eagle3(c: ModelConfig, job: TrainJob, size: int) -> EagleConfig:
-    return EagleConfig(one_layer(c, job.ffn or c.ffn), job.taps or default_taps(c.layers), c.hidden, size, fc_norm=True)
-
-
-def _medusa(c: ModelConfig, job: TrainJob) -> MedusaConfig:
-    return MedusaConfig(c.hidden, c.vocab_size, job.steps, job.layers or 1, shared=True)
-
-
 def _early_exit(c: ModelConfig, job: TrainJob) -> ExitConfig:
     layers = job.layers or max(1, c.layers // 4)
     if not 0 < layers < c.layers:
@@ -104,9 +96,10 @@ def config_for(llm: LLM, job: TrainJob, size: int) -> TrainableConfig:
     """Return the drafter's config for this target. `size` is the size of the draft vocabulary."""
     c = native(llm).config
     if job.kind == "eagle3":
-        return _eagle3(c, job, size)
+        layer, taps = one_layer(c, job.ffn or c.ffn), job.taps or default_taps(c.layers)
+        return EagleConfig(layer, taps, c.hidden, size, fc_norm=True)
     if job.kind == "medusa":
-        return _medusa(c, job)
+        return MedusaConfig(c.hidden, c.vocab_size, job.steps, job.layers or 1, shared=True)
     # The mask may be any token that never occurs inside a block, such as EOS.
     return _early_exit(c, job) if job.kind == "early-exit" else _block(c, job, llm.model.eos[0])
 
