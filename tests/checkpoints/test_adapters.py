@@ -16,11 +16,11 @@ import paceline
 from paceline.checkpoints.adapters import MAX_ADAPTERS, Adapter, check_adapters, read_factors
 from paceline.checkpoints.checkpoint import open_checkpoint
 from paceline.checkpoints.lora import LoraAdapter, merge
+from paceline.checkpoints.model_config import read_config
 from paceline.drafters.model import DraftModel
 from paceline.errors import InvalidOption, PacelineError, UnsupportedModel
 from paceline.kernels.low_rank import Factors
 from paceline.models.decoder import Decoder
-from paceline.models.families import read_config
 from paceline.types import Want
 from paceline.verify.tree import pack_prefix
 from tests.support.lazy import peft, transformers

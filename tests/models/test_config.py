@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from paceline.checkpoints.model_config import read_config
 from paceline.errors import CorruptModel, UnsupportedModel
-from paceline.models.families import read_config
 from tests.support.lazy import transformers
 from tests.support.older_configs import OLDER
 from tests.support.tiny_families import SIZES

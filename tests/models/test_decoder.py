@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.checkpoints.model_config import read_config
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.models.decoder import Decoder, make_attention
-from paceline.models.families import read_config
 from paceline.models.weights import Weights
 from paceline.testing import TINY, random_tensors, tiny_target
 from paceline.types import Want

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import paceline
+from paceline.checkpoints.model_config import read_config
 from paceline.drafters.base import Drafter
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
@@ -22,7 +23,6 @@ from paceline.engine.self_check import guarantee
 from paceline.engine.stats import Stats
 from paceline.errors import InvalidOption, UnsupportedModel
 from paceline.models.decoder import Decoder
-from paceline.models.families import read_config
 from paceline.sampling.parameters import Sampling
 from paceline.testing import Oracle, run, tiny_target
 from paceline.types import Draft, DraftBudget, Want

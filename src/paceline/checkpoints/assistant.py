@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoints.checkpoint import open_weights
+from paceline.checkpoints.model_config import read_config
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.files.reading import read_json
 from paceline.files.schema import CORRECT, OBJECT, check_value, whole
-from paceline.models.families import read_config
 from paceline.models.heads import AssistantConfig, HeadFile
 from paceline.models.lazy import Renamed
 

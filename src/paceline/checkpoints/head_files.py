@@ -23,13 +23,13 @@ from paceline.checkpoints.head_codes import decode
 from paceline.checkpoints.head_dflash import read_dflash, read_speculators_dflash
 from paceline.checkpoints.head_folder import Found, HeadFolder, Raw, Tensors
 from paceline.checkpoints.head_gguf import is_head_gguf, open_head_gguf
+from paceline.checkpoints.model_config import read_config
 from paceline.checkpoints.mtp import open_mtp
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.files.locate import resolve
 from paceline.files.reading import read_json
 from paceline.files.schema import HEAD, HEAD_IDENTITY, check
 from paceline.models.config import ModelConfig
-from paceline.models.families import read_config
 from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, HeadFile, MedusaConfig, TrainableConfig
 from paceline.types import Tap
 

@@ -18,7 +18,9 @@ from torch import Tensor
 from paceline.checkpoints.adapters import Adapter, read_factors
 from paceline.checkpoints.checkpoint import Checkpoint, eos_token_ids
 from paceline.checkpoints.lora import Merged, open_model
+from paceline.checkpoints.model_config import read_config
 from paceline.checkpoints.mtp import has_mtp
+from paceline.checkpoints.registry import FAMILIES
 from paceline.errors import InvalidOption, UnsupportedModel, install_line, memory_named
 from paceline.files.progress import progress_bar
 from paceline.kernels.cpu.build import library
@@ -29,7 +31,6 @@ from paceline.kernels.threads import limit_threads
 from paceline.models.config import LayerConfig, ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.models.divided import DividedDecoder
-from paceline.models.families import FAMILIES, read_config
 from paceline.models.lazy import Outlines, Quantised, mostly_codes
 from paceline.models.mirror import Mirror
 from paceline.models.placement import DeviceMap, Devices, free_memory, parse_map, place, plan, sizes
@@ -249,7 +250,7 @@ def native(checkpoint: Checkpoint) -> ModelConfig | None:
     wrong or the names and shapes of the tensors do not fit it.
     """
     where = checkpoint.path / "config.json" if checkpoint.path.is_dir() else checkpoint.path
-    refuse_other_kinds(checkpoint.config, where)
+    refuse_other_kinds(checkpoint.config, where, FAMILIES)
     refuse_other_heads(checkpoint.config, where)
     try:
         config = read_config(checkpoint.config, where)

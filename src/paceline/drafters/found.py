@@ -12,11 +12,11 @@ from paceline.checkpoints.gguf_file import gguf_vocab_size
 from paceline.checkpoints.head_files import holds_head, open_head, verifier_of
 from paceline.checkpoints.head_fit import fingerprint, fits, same_target, vocabulary_of
 from paceline.checkpoints.loader import Loaded
+from paceline.checkpoints.registry import text_config
 from paceline.errors import PacelineError
 from paceline.files.reading import read_json
 from paceline.files.schema import HEAD, IDENTITY
 from paceline.files.stores import StoredModel, models_in, stored_models
-from paceline.models.hybrids import text_config
 from paceline.protocols import TargetWithHead
 
 _LOG = logging.getLogger("paceline")

@@ -39,13 +39,9 @@ _HIGHEST, _LOWEST = 2**63 - 1024, 1024 - 2**63
 _MOST = 100_000
 """Maximum number of rewriting steps. A step takes some 10 microseconds."""
 _ARRAYS = 400
-<<<<<<< HEAD
 """Maximum number of arrays without repeated items to write out. There are 326 of up to 5 values."""
-=======
-"""Arrays without repeated items that are written out: those of 5 items are 326."""
 _ITEMS = 100
-"""Items of an array whose items should differ, where that is ignored and nothing else bounds them."""
->>>>>>> wishes
+"""Maximum number of items of an array whose items should differ, where no other limit is given."""
 _KINDS = {str: "string", int: "number", float: "number", bool: "boolean", type(None): "null", dict: "object"}
 
 
