@@ -195,7 +195,7 @@ def test_what_cannot_be_replayed_is_said(recorded: Path, tmp_path: Path) -> None
     assert "without sizes" in run("tune", str(recorded), "--drafters", "suffix@3").stderr
     assert "cannot be replayed" in run("replay", str(recorded), "--drafters", "early-exit:1@3").stderr
     recorded.write_text(recorded.read_text().splitlines()[0] + "\n")
-    assert "holds no replies" in run("replay", str(recorded)).stderr
+    assert "contains no replies" in run("replay", str(recorded)).stderr
     (tmp_path / "text").write_text("hello\n")
     assert "text, line 1: not valid JSON" in run("replay", str(tmp_path / "text")).stderr
 
