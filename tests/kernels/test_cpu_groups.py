@@ -66,7 +66,7 @@ def test_slots_with_drafts(name: str) -> None:
     target = native(replace(BASE, **MODELS[name]))
     taps: tuple[Tap, ...] = (0, 1, target.layers, "final")
     counts = [1 + len(draft.tokens) for draft in MANY]
-    cut = target.config.experts is None
+    cut = target.config.mixture is None
     same_with_threads(
         target, LENGTHS, lambda cache, slots: verify(target, cache, slots, MANY, Want(taps=taps)), counts, cut
     )

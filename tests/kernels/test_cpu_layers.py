@@ -17,7 +17,7 @@ from paceline.kernels.cpu.matrix import NativeLinear
 from paceline.kernels.quantize import Mode
 from paceline.models import stack as stacks
 from paceline.models.block import BlockNetwork
-from paceline.models.config import LayerConfig
+from paceline.models.config import LayerConfig, NormConfig
 from paceline.models.decoder import Decoder, make_layer
 from paceline.models.heads import BlockConfig
 from paceline.models.layers import Mixture
@@ -249,9 +249,11 @@ def test_experts_of_equal_scores_are_chosen_by_number() -> None:
 @pytest.mark.parametrize("windows", [(None, None), (7, None), (4, 4)])
 @pytest.mark.parametrize("causal", [(), (True, False)])
 def test_a_drafted_block_sees_itself_both_ways(windows: tuple[int | None, ...], causal: tuple[bool, ...]) -> None:
-    layer = replace(BASE, qk_norm=True, layers=2, special=tuple(LayerConfig(FULL, window) for window in windows))
+    layer = replace(
+        BASE, norms=NormConfig(heads="shared"), layers=2, special=tuple(LayerConfig(FULL, window) for window in windows)
+    )
     config = BlockConfig(layer, (0, 1), 6, 66, causal=causal)
-    host = native(replace(BASE, qk_norm=True))
+    host = native(replace(BASE, norms=NormConfig(heads="shared")))
     tensors = {name: tensor.bfloat16() for name, tensor in block_tensors(config).items()}
     features, block = (torch.randn(2, n, 64 * k).bfloat16() for n, k in ((11, 2), (6, 1)))
     states = []

@@ -127,7 +127,7 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
     names = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "context_length")
     facts = {name: getattr(config, name) for name in names}
     recurrent = sum(bool(layer.recurrent) for layer in config.plan)
-    facts["latent"] = asdict(config.latent) if config.latent else None
+    facts["latent"] = asdict(config.attention.latent) if config.attention.latent else None
     facts |= {"rope": rope, "tied_head": config.tied, "recurrent_layers": recurrent, "state_bytes": config.state_bytes}
     return facts | {"cache_bytes": config.cache_bytes(config.context_length)}
 

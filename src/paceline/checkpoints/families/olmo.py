@@ -8,12 +8,12 @@ from paceline.checkpoints.families.gemma import rope_of_full_layers
 from paceline.checkpoints.family import LAYER, POST_NORMS, QK_NORMS, Family, GGUFLayout, Raw
 from paceline.checkpoints.gguf_metadata import Config, Metadata, layer_types
 from paceline.checkpoints.layer_plans import SLIDING, windows_but_every
-from paceline.models.config import ModelConfig
+from paceline.models.config import ModelConfig, NormConfig
 from paceline.models.rope import read_rope
 
 
 def _olmo2(raw: Raw, base: ModelConfig) -> ModelConfig:
-    return replace(base, prenorm=False, sandwich=True, qk_norm=True, wide_norm=True)
+    return replace(base, norms=NormConfig(base.norms.eps, before=False, after=True, heads="joint"))
 
 
 def _olmo3(raw: Raw, base: ModelConfig) -> ModelConfig:
