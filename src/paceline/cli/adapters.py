@@ -23,7 +23,7 @@ def parse_adapters(texts: Sequence[str]) -> tuple[str | None, dict[str, str | Ad
         InvalidOption: If a value is not an adapter, or two have the same name.
     """
     merged: list[str] = []
-    beside: dict[str, str | Adapter] = {}
+    named: dict[str, str | Adapter] = {}
     for text in texts:
         adapter: str | Adapter
         name, _, path = text.partition("=")
@@ -34,12 +34,12 @@ def parse_adapters(texts: Sequence[str]) -> tuple[str | None, dict[str, str | Ad
         else:
             merged.append(text)
             continue
-        if name in beside:
+        if name in named:
             raise InvalidOption(f"two adapters have the name {name}", "Give one of them another name")
-        beside[name] = adapter
+        named[name] = adapter
     if len(merged) > 1:
         raise InvalidOption(f"only one adapter can be merged, got {len(merged)}", "Write the others as NAME=ADAPTER")
-    return next(iter(merged), None), beside
+    return next(iter(merged), None), named
 
 
 def _parse_adapter(text: str) -> tuple[str, Adapter]:

@@ -209,9 +209,9 @@ class ModelOptions:
         names = ("dtype", "device", "device_map", "revision", "token", "allow_pickle")
         given: dict[str, Any] = {name: getattr(self, name) for name in names}
         given |= {"progress": progress and not follows(), "tensor_parallel": processes() > 1}
-        merged, beside = parse_adapters(self.adapter or ())
-        llm = paceline.llm.load(self.model, adapter=merged, adapters=beside, **given, **more)
-        llm.adapter = next(iter(beside), None)
+        merged, named = parse_adapters(self.adapter or ())
+        llm = paceline.llm.load(self.model, adapter=merged, adapters=named, **given, **more)
+        llm.adapter = next(iter(named), None)
         return llm
 
 

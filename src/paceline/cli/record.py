@@ -81,7 +81,7 @@ def record(
     also record their replies with --record.
     """
     from paceline.llm import LLM
-    from paceline.recording.states import StateKeeper, states_beside
+    from paceline.recording.states import StateKeeper, states_folder
     from paceline.types import DraftBudget
 
     sampling.check()
@@ -102,18 +102,18 @@ def record(
     note(f"{llm.recorder.count} replies recorded in {file}{left_out}: `paceline tune {shlex.quote(str(file))}`")
     if files:
         lacking = f", states of {files.refused} texts did not fit" if files.refused else ""
-        note(f"hidden states of {files.count} texts stored in {states_beside(file)}{lacking}")
+        note(f"hidden states of {files.count} texts stored in {states_folder(file)}{lacking}")
     if failed:
         raise typer.Exit(1)
 
 
 def _state_files(llm: LLM, file: Path, gib: float) -> StateFiles:
     """Return the storage for hidden states next to the recording. Raise `UnsupportedModel` if there are no states."""
-    from paceline.recording.states import StateFiles, states_beside
+    from paceline.recording.states import StateFiles, states_folder
     from paceline.train.eagle3 import default_taps
     from paceline.train.kinds import native
 
-    return StateFiles(states_beside(file), default_taps(native(llm).config.layers), int(gib * 2**30))
+    return StateFiles(states_folder(file), default_taps(native(llm).config.layers), int(gib * 2**30))
 
 
 @contextlib.contextmanager
@@ -152,7 +152,7 @@ class ReplayOptions:
         """Read the recording, load its model and measure the costs of its rounds."""
         from paceline.bench.replay.predict import Predictor, check_model, measured
         from paceline.recording.file import Recording
-        from paceline.recording.states import states_beside
+        from paceline.recording.states import states_folder
 
         vocab, recorded = parse_draft_vocab(draft_vocab), Recording(file)
         if not recorded:
@@ -171,7 +171,7 @@ class ReplayOptions:
             draft_vocab=vocab,
             width=self.batch,
             prefix_bytes=int(self.prefix_memory * 2**30),
-            states=states_beside(file) if same else None,
+            states=states_folder(file) if same else None,
         )
         return predictor, replies
 
