@@ -470,8 +470,8 @@ def load(
         revision: Branch, tag or commit of the model's hub id.
         draft_revision: The same for the drafter's hub id.
         token: Token for the hub.
-        allow_pickle: Read `pytorch_model.bin`, or `medusa_lm_head.pt` of a head, if there are no safetensors. Pickle
-            files can run any code.
+        allow_pickle: Read `pytorch_model.bin`, or `medusa_lm_head.pt` of a head, if there are no safetensors. Only
+            tensors are read, and no code is run.
         progress: Show bars on stderr for downloads, compilation and loading that take more than two seconds. None: only
             on a terminal.
         exact: Load only if the text stays the same bit for bit (`LLM.guarantee`). On CUDA this needs slower kernels.

@@ -101,7 +101,8 @@ ChatTemplate = Annotated[
 DraftQuantize = Annotated[
     str,
     option(
-        "The same for the drafter. auto is 4 bits for draft models, and for EAGLE heads of quantised models.",
+        "Quantise the drafter's weights, as --quantize does the model's. auto is 4 bits for draft models, and for "
+        "EAGLE heads of quantised models.",
         panel="Speculation",
         metavar="MODE",
     ),
