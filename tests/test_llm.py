@@ -275,7 +275,7 @@ def test_words_and_logprobs_go_through_the_tokenizer_and_the_stream(llm: LLM) ->
     assert banned.logprobs is not None
     assert len(banned.logprobs) == len(banned.token_ids)
     assert json.loads(json.dumps(banned.as_dict()))["logprobs"][0].keys() == {"chosen", "top"}
-    with pytest.raises(InvalidOption, match="logit_bias holds 37"):
+    with pytest.raises(InvalidOption, match="logit_bias contains 37"):
         llm.stream("hello", replace(SHORT, logit_bias={37: 1.0}))
 
 

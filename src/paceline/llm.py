@@ -71,7 +71,7 @@ class LLM:
         self.adapter: str | None = None
         self.recorder: ReplyRecorder | None = None
         self._options: LoadOptions | None = None
-        """What `load` was given, if everything can be read again."""
+        """The arguments of `load`, if it can read everything again."""
 
     def __repr__(self) -> str:
         return f"<LLM {self.name}: {self.model.path}>"
@@ -84,7 +84,7 @@ class LLM:
 
     @property
     def guarantee(self) -> Guarantee:
-        """Whether the text is the same with and without drafts on this machine: bit for bit, or up to rounding."""
+        """How far drafts leave the text as it is on this machine: bit for bit, or up to rounding."""
         return self.engine.guarantee
 
     @property
@@ -184,7 +184,7 @@ class LLM:
             on_chunk: Called with every chunk as it is generated, or with (index of the reply, chunk) if the result is a
                 list. If it returns False, that reply ends.
             adapter: Name of one of `load(adapters=...)`. For a batch also a list, with a name or None for each prompt.
-            **changes: Sampling parameters that override those of `sampling`, such as `max_new_tokens=64`.
+            **changes: Single sampling parameters, such as `max_new_tokens=64`. They override `sampling`.
 
         Returns:
             A `Completion`, or a list of them.
@@ -254,7 +254,7 @@ class LLM:
             raw: Skip the chat template.
             width: Maximum number of replies that share a pass. The others wait.
             adapter: Name of an adapter for all prompts, or a list with a name or None for each.
-            **changes: Sampling parameters that override those of every prompt.
+            **changes: Single sampling parameters for all prompts. They override `sampling`.
 
         Raises:
             PacelineError: If a prompt or an option is invalid. No reply has started then.
@@ -313,7 +313,7 @@ class LLM:
             sampling: Sampling parameters.
             sample: Number of the sample, for several replies from one seed.
             source: A request with the same prompt, whose prefill this one may reuse.
-            speculation: Drafter and draft size. None takes those of the adapter (`LLM.speculation`).
+            speculation: Drafter and draft size. None is the adapter's default (`LLM.speculation`).
             scores: Collects log-probabilities or states of the prompt.
             adapter: Name of an adapter. None is `LLM.adapter`.
 
@@ -348,7 +348,7 @@ class LLM:
         return Speculation(None if drafter == "none" else drafter) if drafter else self.engine.policies.default
 
     def record(self, path: str | Path) -> ReplyRecorder:
-        """Append every reply from now on to a recording at `path`. The caller closes it.
+        """Start to append every reply to a recording at `path`. The caller closes it.
 
         Raises:
             InvalidData: If the file is not a recording, or one of another model.
@@ -399,7 +399,7 @@ class LLM:
             draft: Precision of the drafters. None keeps it.
 
         Raises:
-            PacelineError: If the model cannot be quantised or read again. Nothing has changed then.
+            PacelineError: If the model cannot be quantised or read again. Then `self` stays as it was.
         """
         options = self._options
         if options is None or self.recorder or isinstance(options.drafter, Drafter):
@@ -444,7 +444,7 @@ def load(
             names its base model itself. Or a causal model of transformers or a PeftModel that is already loaded: it
             needs `tokenizer`, stays on its device and in its dtype, and is set to eval().
         adapter: A LoRA adapter, as a folder or hub id, to merge into the model.
-        adapters: LoRA adapters by name, from which each request may choose one. A `paceline.Adapter` adds several
+        adapters: LoRA adapters by name. Each request may choose one. A `paceline.Adapter` adds several
             adapters up, or gives one its own drafter.
         tokenizer: The tokenizer of a model object. Other models bring their own.
         drafter: One of these, or a list of them, for requests that name their drafter:
@@ -464,14 +464,14 @@ def load(
         quantize: "auto" keeps the codes of a GGUF file, and loads other files in `dtype`. "none" gives floats, as does
             any `dtype` but "auto". "int8" and "int4" quantise (docs/how-to/quantize.md).
         draft_quantize: The same for a drafter's weights. "auto" is 4 bits.
-        draft_vocab: The tokens from which a draft model or EAGLE head chooses: "auto" (the 49,152 lowest ids of a
+        draft_vocab: The vocabulary of a draft model or EAGLE head: "auto" (the 49,152 lowest ids of a
             vocabulary of more than 65,536), a number (0: all), or a JSONL file of the model's own answers, whose most
             frequent tokens are taken.
         revision: Branch, tag or commit of the model's hub id.
         draft_revision: The same for the drafter's hub id.
         token: Token for the hub.
-        allow_pickle: Read `pytorch_model.bin`, or `medusa_lm_head.pt` of a head, if there are no safetensors. Pickle
-            files can run any code.
+        allow_pickle: Read `pytorch_model.bin`, or `medusa_lm_head.pt` of a head, if there are no safetensors. Only
+            tensors are read, and no code is run.
         progress: Show bars on stderr for downloads, compilation and loading that take more than two seconds. None: only
             on a terminal.
         exact: Load only if the text stays the same bit for bit (`LLM.guarantee`). On CUDA this needs slower kernels.

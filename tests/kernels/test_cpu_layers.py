@@ -25,7 +25,7 @@ from paceline.models.stack import LayerStack
 from paceline.models.weights import Weights
 from paceline.protocols import KVCache
 from paceline.types import Carried, Draft, Rows, Tap, Want
-from paceline.verify.tree import beside, pack, pack_prefix
+from paceline.verify.tree import pack, pack_prefix, with_siblings
 from tests.support.native_models import (
     BASE,
     CPU,
@@ -136,7 +136,7 @@ def test_however_rows_travel_they_have_the_bits_of_plain_decoding(name: str, dty
             out = target.forward(rows_of(cache, slot, path[0], Draft.chain(path[1:] + other)), cache, Want())
             assert torch.equal(out.logits[0, :12], alone), chunk
         # A tree, in one pass and in three, and beside other slots.
-        tree, lines = beside(path[1:], 66)
+        tree, lines = with_siblings(path[1:], 66)
         out = target.forward(rows_of(cache, slot, path[0], tree), cache, Want())
         assert torch.equal(out.logits[0, [0, *lines]], alone)
         # A cache that has not seen the tree: a column that no pass writes would hold what it should.
@@ -183,7 +183,7 @@ def test_windows_whose_rings_have_wrapped() -> None:
         prefix, path = tokens[:goal], tokens[goal : goal + 8]
         alone = torch.cat([out.logits[:, 0] for out in plain(target, prefix, path)])
         cache, slot = filled(target, prefix)
-        tree, lines = beside(path[1:3], 66)
+        tree, lines = with_siblings(path[1:3], 66)
         assert torch.equal(
             target.forward(rows_of(cache, slot, path[0], tree), cache, Want()).logits[0, [0, *lines]], alone[:3]
         )
@@ -223,7 +223,7 @@ def test_a_drafted_row_that_is_not_finite_harms_no_other(name: str, mode: Mode |
     prefix, path = ([token % 66 for token in text(n, n)] for n in (20, 5))
     alone = torch.cat([out.logits[:, 0] for out in plain(target, prefix, path)])
     target._embed[66] = torch.nan
-    tree, lines = beside(path[1:], 66)
+    tree, lines = with_siblings(path[1:], 66)
     cache, slot = filled(target, prefix)
     out = target.forward(rows_of(cache, slot, path[0], tree), cache, Want()).logits[0]
     assert torch.equal(out[[0, *lines]], alone)

@@ -149,7 +149,7 @@ def test_what_is_pulled_over_the_network_is_served(
 @pytest.mark.usefixtures("started")
 def test_models_that_cannot_be_served(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["serve", "--models", str(tmp_path), "--record", str(tmp_path / "r")])
-    assert "--record is for one model" in done.output
+    assert "--record works only with one model" in done.output
     done = CliRunner().invoke(app, ["serve", "--models", str(tmp_path)])
     assert "there is no model in" in done.output
 
