@@ -108,6 +108,10 @@ def test_harmony_goes_on_in_the_final_channel() -> None:
         assert THOUGHT.startswith(made["reasoning_content"])
         assert made["content"]
         assert message(it)["reasoning_content"].startswith(THOUGHT)
+        pytest.importorskip("llguidance")
+        formed = message(it, thinking_budget=BUDGET, guided_json=SCHEMA, max_tokens=200)
+        assert formed["reasoning_content"] == made["reasoning_content"]
+        assert isinstance(json.loads(formed["content"])["a"], int)
 
 
 def test_a_model_that_does_not_reason_takes_any_budget() -> None:

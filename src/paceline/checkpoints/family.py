@@ -103,6 +103,7 @@ class Family:
         keys: Kinds of its own keys.
         refine: From the config, defaults included, and the part that all families share to the whole.
         rope: From the rope scaling of the config to that of the layers without a window.
+        interleaved: The two halves of each rotary pair lie side by side in its files.
         rotary_key: Key of the size of a head, or of its part that is rotated if heads have several.
         names: Parts of tensor names in its files -> parts of Llama's names, replaced one after the other.
         tensors: From the config and the renamed tensors to what the decoder takes.
@@ -123,6 +124,7 @@ class Family:
     keys: Mapping[str, FieldKind] = field(default_factory=dict)
     refine: Callable[[Raw, ModelConfig], ModelConfig] = lambda raw, base: base
     rope: Callable[[Raw], Raw] = lambda scaling: scaling
+    interleaved: bool = False
     rotary_key: str = "head_dim"
     names: Names = field(default_factory=dict)
     tensors: Callable[[Raw, Tensors], Tensors] = lambda raw, tensors: tensors
