@@ -185,7 +185,7 @@ class OllamaRequest(Naming, Generating, extra="ignore"):
     def template_values(self) -> dict[str, Any]:
         """Variables of the chat template."""
         effort = {True: None, False: "none", "max": "xhigh"}.get(self.think, self.think)  # type: ignore[arg-type]
-        return reasoning_values(effort)  # type: ignore[arg-type]
+        return reasoning_values(effort)
 
 
 class OllamaChatRequest(OllamaRequest):
