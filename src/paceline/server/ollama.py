@@ -184,8 +184,8 @@ class OllamaRequest(Naming, Generating, extra="ignore"):
     @property
     def template_values(self) -> dict[str, Any]:
         """Variables of the chat template."""
-        effort = {True: None, False: "none", "max": "xhigh"}.get(self.think, self.think)  # type: ignore[arg-type]
-        return reasoning_values(effort)
+        effort = {True: None, False: "none", "max": "xhigh"}.get(self.think, self.think)
+        return reasoning_values(effort)  # type: ignore[arg-type]
 
 
 class OllamaChatRequest(OllamaRequest):
