@@ -1,4 +1,4 @@
-"""Parsers of function calls in a reply as it grows. Whatever is not a call in the family's format stays text."""
+"""Parsers of function calls in a reply as it grows. Everything that is not a call in the family's format is text."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ _WHOLE = replace(FENCED, name="whole", start="", heads=("```json", "```"))
 class CallParser:
     """Splits a growing reply into text and calls.
 
-    White space around calls is dropped. A call of any other than these functions is text.
+    White space around calls is dropped. A call of an unknown function is text.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class CallParser:
 class ReasonedCalls:
     """Finds calls in reasoning that never ends: models forget to end it before they call.
 
-    From a call on, the reasoning is held back until it is clear whether it ends.
+    From a call on, the reasoning is held back until it is clear if it ends.
     """
 
     def __init__(self, family: CallFormat, functions: Functions, single: bool = False) -> None:
@@ -238,7 +238,7 @@ class ReasonedCalls:
 
         Args:
             text: The text.
-            inside: Whether the reasoning goes on after it.
+            inside: True if the reasoning goes on after it.
             finish: The reason why the reply ends here, if it does. Reasoning that the length limit cuts has no calls.
         """
         self._raw += text

@@ -37,7 +37,7 @@ class HarmonyParser:
 
     Every marker comes whole, since it is one token. A reply that begins with no header is the rest of an answer.
 
-    `inside`: whether the text is in the reasoning at present.
+    `inside`: True while the text is reasoning.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class HarmonyParser:
         return True
 
     def _body(self) -> tuple[str, bool, str]:
-        """Return (text of the message, whether it ends there, what follows)."""
+        """Return (text of the message, True if the message ends, the rest)."""
         ends = [(at, marker) for marker in (END, CALL, RETURN) if (at := self._held.find(marker)) >= 0]
         if not ends:
             return self._held, False, ""

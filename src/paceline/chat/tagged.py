@@ -153,7 +153,7 @@ class Tags:
 class TaggedArguments:
     """Turns growing tagged text into growing JSON.
 
-    `complete`: whether the call was complete at the end of the reply.
+    `complete`: True if the call was complete at the end of the reply.
     """
 
     def __init__(self, tags: Tags, schema: Schema, tail: str) -> None:

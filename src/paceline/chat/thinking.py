@@ -121,14 +121,14 @@ _FORMATS = (
 
 
 def family(template: str | None) -> ThoughtFormat | None:
-    """Return the format whose end a chat template mentions, None for models that do not reason."""
+    """Return the format that a chat template uses, None for models that do not reason."""
     return next((form for form in _FORMATS if form.known(template or "")), None)
 
 
 class ThoughtParser:
     """Splits a growing reply into reasoning and the rest. White space around the reasoning is dropped.
 
-    `inside`: whether the text is in the reasoning at present.
+    `inside`: True while the text is reasoning.
     """
 
     def __init__(self, form: ThoughtFormat, inside: bool) -> None:

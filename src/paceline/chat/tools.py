@@ -317,7 +317,7 @@ def family(template: str | None, has_token: Callable[[str], bool] = lambda _: Fa
 
     Args:
         template: The chat template. None if it does not show tools to the model, which then learns `PLAIN`.
-        has_token: Returns whether a text is a token of the model.
+        has_token: Returns True if a text is a token of the model.
     """
     told = [form for form in FORMATS if has_token(form.token or form.start)]
     shown = (form for form in FORMATS if template and all(text in template for text in form.templates))

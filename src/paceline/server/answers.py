@@ -25,7 +25,18 @@ from paceline.server.worker import ReplyHandle, ReplyJob, ReplyRound, ServerStop
 
 @dataclass(slots=True)
 class RunningRequest:
-    """The replies to one request, which uses `model` and counts against `limit` until `close`. `id`: its answer's."""
+    """A request in progress. It uses the model and counts against the limit until `close`.
+
+    Attributes:
+        id: The id of the answer.
+        model: The model.
+        limit: The limit on concurrent requests.
+        tracer: Records the replies.
+        replies: The replies, one for each job.
+        outputs: Rounds that have not been read.
+        error: The error that ended the replies.
+        open: False after `close`.
+    """
 
     id: str
     model: LoadedModel

@@ -70,11 +70,12 @@ class Encoder(ABC):
 class Api(ABC, Generic[Body]):
     """An API for generated text.
 
-    path: The path of its requests.
-    body: The model of their bodies.
-    id_prefix: The beginning of an answer's id.
-    about: What a request does, for the OpenAPI document.
-    media_type: The media type of a stream; "" if there are no streams.
+    Attributes:
+        path: The path of the requests.
+        body: The model of the bodies.
+        id_prefix: The beginning of an answer's id.
+        about: The effect of a request, for the OpenAPI document.
+        media_type: The media type of streams. "" if the API has none.
     """
 
     path: ClassVar[str]

@@ -45,7 +45,7 @@ _PAGE_TYPES = {
 
 def create_app(models: Models, settings: Settings, apis: Sequence[Api[Any]] = ()) -> FastAPI:
     """Return the application, for any ASGI server. It starts and stops the models' workers itself. `apis`: APIs for
-    generated text besides those of the server."""
+    generated text, in addition to the server's own."""
     service = Service(models, settings, apis)
 
     @asynccontextmanager
@@ -85,7 +85,7 @@ def create_app(models: Models, settings: Settings, apis: Sequence[Api[Any]] = ()
 
 def _api(service: Service, app: FastAPI) -> APIRouter:
     """The routes that require authentication."""
-    bearer = Depends(HTTPBearer(auto_error=False))  # for the OpenAPI document alone
+    bearer = Depends(HTTPBearer(auto_error=False))  # only for the OpenAPI document
 
     async def authorise(request: Request) -> None:  # if it were not async, each request would need a thread
         check_host(service.settings.hosts, request.headers.get("host", ""))
@@ -137,7 +137,7 @@ def _add_health(app: FastAPI, service: Service) -> None:
 
     @app.get("/health", responses=answers)
     async def health() -> JSONResponse:
-        """Report whether the server accepts requests and answers them; 503 if it does not."""
+        """Report the state of the server. The status is 503 if it does not answer requests."""
         load, status = service.loader.load, "ok"
         if not service.loader.alive:
             status = "stopping"
@@ -175,7 +175,7 @@ def _add_tokens(router: APIRouter, tokens: TokenRoutes) -> None:
 
 
 def _add_get(router: APIRouter, path: str, handler: Callable[..., Awaitable[Any]], answer: str = "") -> None:
-    """Add a route for GET, and for HEAD, by which clients probe. `answer`: the model of its body."""
+    """Add a route for GET, and for HEAD, with which clients probe. `answer`: the model of the answer."""
     described: dict[int | str, dict[str, Any]] = {200: {"content": content(answer)}} if answer else {}
     router.add_api_route(path, handler, response_model=None, responses={**errors_of(path), **described})
     router.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)

@@ -218,7 +218,7 @@ class ErrorBody(BaseModel):
 
 
 class AnthropicErrorDetail(BaseModel):
-    """Anthropic's error, with OpenAI's parameter and code. `details`: by which its client goes on without a feature."""
+    """Anthropic's error, with OpenAI's parameter and code. `details` tell the client how to go on without a feature."""
 
     type: str
     message: str

@@ -104,7 +104,7 @@ class WrongParameter(ValueError):
 
 
 class ContextExceeded(ApiError):
-    """The error response for a prompt that is too long, in the words by which each API's clients recognise it.
+    """The error response for a prompt that is too long. The clients of each API recognise its words.
 
     Clients that then shorten the conversation read the message: litellm, Cline and others OpenAI's, Claude Code
     Anthropic's. `size`: tokens of the prompt, at least. `limit`: tokens that the context may have.
@@ -232,7 +232,7 @@ def install(app: FastAPI) -> None:
         return answer.response(request.url.path)
 
     async def on_disconnect(_: Request, error: Exception) -> Response:
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)  # for the log alone
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)  # only for the log
 
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(ClientDisconnect, on_disconnect)

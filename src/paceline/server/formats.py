@@ -29,11 +29,11 @@ class SchemaFormat(Strict):
 
 
 _OF_SCHEMAS = {"type", "properties", "items", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "$defs"}
-"""Keywords by which a JSON schema is told from an object that holds one."""
+"""Keywords that tell a JSON schema from an object that contains one."""
 
 
 def schema_format(form: Any) -> Any:
-    """Return a response format of other servers in OpenAI's shape: a schema beside the type, or without an envelope."""
+    """Return response formats of other servers in OpenAI's shape. Some lack the envelope around the schema."""
     if not isinstance(form, dict):
         return form
     plain, schema = {key: value for key, value in form.items() if key != "schema"}, form.get("schema")
@@ -72,7 +72,7 @@ GrammarText = Annotated[str, Field(min_length=1, max_length=100_000)]
     only((), "structural_tag", "`tools` and `response_format` have the model's own form"),
 )
 class StructuredOutputs(Strict):
-    """vLLM's constraints, of which a request has one."""
+    """vLLM's constraints. A request has one of them."""
 
     json_: Annotated[Schema | str | None, Field(alias="json")] = None
     regex: GrammarText | None = None

@@ -54,7 +54,7 @@ def of_texts(texts: list[str] | None) -> Constraint | None:
 
 
 def of_grammar(param: str, text: str | None) -> Constraint | None:
-    """Return the constraint of a Lark grammar, or of llama.cpp's GBNF, whose rules have "::=".
+    """Return the constraint of a Lark grammar, or of llama.cpp's GBNF, in which rules have "::=".
 
     Raises `ApiError` 400 for a malformed grammar, and `Busy` if it cannot be read now.
     """

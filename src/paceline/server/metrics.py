@@ -113,7 +113,7 @@ class ModelMetrics:
         self._hits.inc(cached)
 
     def observe_round(self, round_: ReplyRound, first: bool) -> None:
-        """Count a reply's round. `first`: it is the first, whose tokens have no time between them."""
+        """Count a reply's round. `first`: it is the first round. Its tokens have no time between them."""
         tokens, accepted = len(round_.chunks), round_.accepted
         for _ in () if first else round_.chunks:
             self._later.observe(round_.ms / 1000 / tokens)

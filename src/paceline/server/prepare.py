@@ -32,7 +32,14 @@ _MAX_BRANCHES = 512
 
 @dataclass(slots=True)
 class Prepared:
-    """The jobs of a request, and the reply to each as far as it has come. `id`: the answer's."""
+    """A request that is ready to run.
+
+    Attributes:
+        id: The id of the answer.
+        model: The model.
+        jobs: The jobs of the replies.
+        replies: The reply of each job as far as it has come.
+    """
 
     id: str
     model: LoadedModel
@@ -208,8 +215,10 @@ def prompt_limit(llm: LLM, settings: Settings) -> int:
 
 
 def check_length(llm: LLM, settings: Settings, prompt: str | Sequence[int], param: str) -> None:
-    """Raise `ContextExceeded` for a prompt that is too long, or leaves no room for a reply; for a text that is so
-    whatever its tokens are, before it is tokenised."""
+    """Raise `ContextExceeded` for a prompt that is too long, or leaves no room for a reply.
+
+    Text is refused before it is tokenised if it is too long whatever its tokens are.
+    """
     limit, size = prompt_limit(llm, settings), len(prompt)
     if is_text := isinstance(prompt, str):
         longest = llm.tokenizer.max_token_chars

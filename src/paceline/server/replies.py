@@ -14,8 +14,15 @@ from paceline.server.worker import FINISH_REASONS, ReplyRound
 
 @dataclass(slots=True, eq=False)
 class ReplyBlock:
-    """A part of a reply. `index`: its place among the reply's blocks. `text`: of a call, its arguments as JSON. `name`,
-    `id`: of a call."""
+    """A part of a reply.
+
+    Attributes:
+        kind: The kind of the part.
+        index: The position among the reply's blocks.
+        text: The text so far. Of a call, the arguments as JSON.
+        name: The function of a call.
+        id: The id of a call.
+    """
 
     kind: Literal["reasoning", "text", "call"]
     index: int
@@ -59,9 +66,16 @@ BlockEvent = BlockBegun | BlockGrown | BlockEnded
 class ChatReply:
     """One reply as far as its rounds have been added.
 
-    parser: None if no tool may be called. thoughts: None if the reasoning is not split off. reasoned: reads calls in
-    reasoning that never ends. markers: special tokens that the parsers must see, and the texts they stand for.
-    open: the last block may grow. finish_reason: OpenAI's. stop: the stop string that ended the reply.
+    Attributes:
+        parser: The parser of calls. None if no tool may be called.
+        thoughts: The parser of reasoning. None if reasoning is part of the text.
+        reasoned: The parser of calls within reasoning that never ends.
+        markers: Special tokens that the parsers must see, and their texts.
+        blocks: The blocks so far.
+        open: True if the last block may grow.
+        reasoning_tokens: Tokens of reasoning so far.
+        finish_reason: OpenAI's finish reason, once the reply has ended.
+        stop: The stop string that ended the reply.
     """
 
     parser: CallParser | ForcedCallParser | None = None

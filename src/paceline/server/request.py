@@ -14,13 +14,22 @@ from paceline.server.grammars import Constraint
 from paceline.server.schema import SpeculationOptions
 
 _SWITCHES = ("enable_thinking", "thinking")
-"""Variables by which chat templates switch reasoning on and off: Qwen, GLM and others know the first, DeepSeek, Kimi
-and Granite the second."""
+"""Variables with which chat templates switch reasoning on and off. Qwen, GLM and others read the first; DeepSeek, Kimi
+and Granite read the second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatMessage:
-    """A message of a chat. `content`: its text, or the texts of its parts. `call_id`: the call of a tool's result."""
+    """A message of a chat.
+
+    Attributes:
+        role: The author.
+        content: The text, or the texts of its parts.
+        calls: Function calls of the assistant.
+        reasoning: Reasoning of the assistant.
+        name: The author's name, or the function whose result this is.
+        call_id: The call whose result this is.
+    """
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | Sequence[str] = ""
@@ -65,8 +74,15 @@ def refuse_media(param: str, kinds: Sequence[str], textual: Collection[str], wan
 
 @dataclass(frozen=True, slots=True)
 class OfferedFunction:
-    """A function that the model may call. `strict`: a forced call must follow `parameters`, which are else a guide.
-    `custom`: it stands for a tool that takes plain text."""
+    """A function that the model may call.
+
+    Attributes:
+        name: The name.
+        description: What the function does, for the model.
+        parameters: The JSON schema of the arguments.
+        strict: True if a forced call must follow the schema. Otherwise the schema is a guide.
+        custom: True if the function stands for a tool that takes plain text.
+    """
 
     name: str
     description: str | None = None
@@ -83,14 +99,20 @@ class OfferedFunction:
 
     @property
     def schema(self) -> Schema | None:
-        """The schema of the arguments, which says whether it is a guide."""
+        """The schema of the arguments. If the function is strict, the schema says that it is no guide."""
         return guide(self.parameters, lenient=False) if self.parameters and self.strict else self.parameters
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Functions of a chat: those that the prompt shows, and those that may be called. `forced`: the reply must be a
-    call. `single`: it has one call at most."""
+    """The functions of a chat.
+
+    Attributes:
+        offered: The functions that the prompt shows.
+        callable: The functions that may be called.
+        forced: True if the reply must be a call.
+        single: True if the reply has at most one call.
+    """
 
     offered: Sequence[OfferedFunction] = ()
     callable: Sequence[OfferedFunction] = ()
@@ -150,9 +172,14 @@ def reasoning_values(effort: str | None) -> dict[str, Any]:
 class ChatPrompt:
     """A prompt that a chat template writes.
 
-    `values`: variables of the template. `continued`: the reply continues the last message. `answered`: the prompt ends
-    with the beginning of a reply. `split`: reasoning is split off. `truncated`: the oldest messages are left out if the
-    chat is too long.
+    Attributes:
+        messages: The messages.
+        tools: The functions.
+        values: Variables of the template.
+        continued: True if the reply continues the last message.
+        answered: True if the prompt ends with the beginning of a reply.
+        split: True if reasoning is separated from the text.
+        truncated: True to leave out the oldest messages of a chat that is too long.
     """
 
     messages: Sequence[ChatMessage]
@@ -172,11 +199,14 @@ class ChatPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextPrompt:
-    """Prompts that are text or token ids as they are.
+    """Prompts that are used as they are, without a chat template.
 
-    `after`: the text after a gap that the reply fills; None if there is no gap. `files`: names and contents of other
-    files, which the model sees before the gap. `ends`: tokens that end a gap's text end the reply. `param`: the
-    parameter with the prompts.
+    Attributes:
+        texts: Each prompt, as text or token ids.
+        after: The text after the gap that the reply fills. None if there is no gap.
+        files: Names and contents of other files, which the model sees before the gap.
+        ends: True if the reply ends at the tokens with which models end a gap's text.
+        param: The parameter of the API that holds the prompts.
     """
 
     texts: Sequence[str | Sequence[int]]
@@ -190,11 +220,17 @@ class TextPrompt:
 class GenerateRequest:
     """A request for generated text.
 
-    `sampling`: fields of `Sampling` that the request sets; the model recommends the others. `constraints`: by the
-    parameters that set them. `max_tokens`: of a reply; -1: as many as fit, or as many as fit into the context divided
-    by `share`. `samples`: replies to each prompt. `logprobs`: see `Sampling`. `thinking_budget`: maximum
-    tokens of reasoning. `prediction`: a text that most of the
-    reply is expected to be. `speculation`: None for the server's default.
+    Attributes:
+        prompt: The prompt.
+        sampling: The fields of `Sampling` that the request sets. The model's own values apply to the others.
+        constraints: Constraints on the reply's form, by the parameters that set them.
+        max_tokens: Maximum tokens of a reply. -1: the context length divided by `share`.
+        share: See `max_tokens`.
+        samples: Number of replies to each prompt.
+        logprobs: See `Sampling`.
+        thinking_budget: Maximum tokens of reasoning. None for no limit.
+        prediction: A text that most of the reply is expected to be.
+        speculation: The drafter. None for the server's default.
     """
 
     prompt: ChatPrompt | TextPrompt

@@ -176,7 +176,7 @@ class Service:
         return running, made
 
     async def _take(self, request: Request, name: str | None, timeout: float | None) -> LoadedModel:
-        """Return a model, loaded first unless it is, with one user more: `release` must follow.
+        """Return a model, and increment its user count: `release` must follow. Load the model first if needed.
 
         Raises `ApiError` 404, and 429 if too many wait, `ClientDisconnect` and `TimedOut`, and what loading raises.
         """

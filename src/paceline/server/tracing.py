@@ -18,7 +18,7 @@ class Tracer:
     """Tracer that records nothing."""
 
     def for_request(self, headers: Mapping[str, str], model: str) -> Tracer:
-        """Return the tracer for a request to a model, whose spans join the trace of its `traceparent` header."""
+        """Return the tracer for a request to a model. Its spans join the trace of the `traceparent` header."""
         return self
 
     def record(self, reply: ReplyHandle) -> None:

@@ -17,7 +17,7 @@ from paceline.server.worker import FINISH_REASONS, ReplyRound
 
 @dataclass(slots=True, kw_only=True)
 class Choice(ABC):
-    """One reply in OpenAI's shape, as it grows. `logprobs`, `trace`: whether the client requested them."""
+    """One reply in OpenAI's shape, as it grows. `logprobs`, `trace`: True if the client requested them."""
 
     index: int
     token_texts: TokenTexts
@@ -87,7 +87,7 @@ class Choice(ABC):
 
 class ChoicesEncoder(Encoder):
     """The choices of a chat completion or a completion. `document`, `event`: object types of the answer, whole or in
-    pieces. `usage`: whether a stream ends with the usage.
+    pieces. `usage`: True if a stream ends with the usage.
     """
 
     last = b"data: [DONE]\n\n"

@@ -126,12 +126,12 @@ class TextChoice(Choice):
 
 
 class BestOfEncoder(ChoicesEncoder):
-    """Completions of which the likeliest are returned, those with the highest mean log-probability per token."""
+    """The likeliest of several completions: the ones with the highest mean log-probability per token."""
 
     def __init__(
         self, head: Mapping[str, Any], kinds: tuple[str, str], choices: Sequence[TextChoice], samples: int, n: int
     ) -> None:
-        """`samples`: replies to each prompt, of which `n` are returned."""
+        """`samples`: replies to generate for each prompt. `n`: replies to return."""
         super().__init__(head, kinds, choices, usage=False)
         self._samples, self._n = samples, n
         self._sums = [0.0] * len(choices)

@@ -28,7 +28,7 @@ class CustomTool(Lenient):
 
     @property
     def function(self) -> dict[str, Any]:
-        """The function by which a model sees the tool."""
+        """The function that stands for the tool in the prompt."""
         return as_function(self.name, self.description, self.format)
 
     @property
@@ -38,7 +38,7 @@ class CustomTool(Lenient):
 
 
 def chat_tool(tool: Any) -> Any:
-    """Return a custom tool of a chat, whose grammar lies one level deeper, as a tool with a function."""
+    """Return a custom tool of a chat as a tool with a function. Its grammar is one level deeper than in Responses."""
     custom = tool.get("custom") if isinstance(tool, dict) and tool.get("type") == "custom" else None
     if not isinstance(custom, dict):
         return tool
@@ -78,7 +78,7 @@ class TextFormat(Lenient):
 
 
 def as_function(name: str, description: str | None, form: GrammarFormat | TextFormat | None) -> dict[str, Any]:
-    """Return the function by which a model sees a custom tool: its name, description and parameters."""
+    """Return the function that stands for a custom tool in the prompt: its name, description and parameters."""
     argument: dict[str, Any] = {"type": "string"}
     about = [description or "", "Its argument is plain text."]
     if isinstance(form, GrammarFormat):

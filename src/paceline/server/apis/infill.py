@@ -49,10 +49,17 @@ class InfillRequest(RequestBody):
 
 
 class InfillEncoder(Encoder):
-    """The text of the gap. `empty`: no token was requested, only that the prompt be read. `indent`: the text ends
-    before a line that begins with fewer blanks. `fields`: what of the answer is sent, all of it if there are none."""
+    """Writes the text of a gap."""
 
     def __init__(self, model: str, empty: bool, indent: int = 0, fields: Sequence[str] | None = None) -> None:
+        """Make an encoder.
+
+        Args:
+            model: The model's name.
+            empty: True if no token was requested, and the prompt is only read.
+            indent: The text ends before a line that begins with fewer blanks.
+            fields: The parts of the answer to send. None for all.
+        """
         self._model, self._empty, self._indent, self._fields = model, empty, indent, fields
         self._outdented = re.compile(rf"\n[ \t]{{0,{indent - 1}}}(?=[^ \t])") if indent else None
         self._text = ""

@@ -65,7 +65,7 @@ class TextSource(Lenient):
 
 
 class DocumentBlock(Lenient):
-    """A document whose source is text."""
+    """A document of text."""
 
     type: Literal["document"]
     source: TextSource
@@ -453,7 +453,7 @@ def _object(arguments: str) -> Any:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Return Anthropic's token counts, whose `input_tokens` leave out those from the cache."""
+    """Return Anthropic's token counts. `input_tokens` does not count tokens from the cache."""
     return {
         "input_tokens": usage.prompt - usage.cached,
         "cache_creation_input_tokens": 0,

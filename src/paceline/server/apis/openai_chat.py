@@ -101,7 +101,7 @@ class Function(Lenient):
 
 
 class Tool(Lenient):
-    """A function, or a custom tool as the function by which the model sees it."""
+    """A function, or the function that stands for a custom tool."""
 
     type: Literal["function", "custom"]
     function: Function

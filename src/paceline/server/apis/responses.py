@@ -126,7 +126,7 @@ class ResponsesRequest(ThinkingBudgets, Samplers, OtherServers):
 
     @property
     def callable_tools(self) -> list[FunctionTool | CustomTool]:
-        """The tools that the model may call, those of namespaces under the names that it sees."""
+        """The tools that the model may call. Tools in a namespace have the names that the model sees."""
         found = [tool for tool in self.tools or () if isinstance(tool, CalledTool)]
         for space in self._namespaces:
             found += [tool.model_copy(update={"name": name}) for name, tool in space.functions.items()]
@@ -249,7 +249,7 @@ class Responses(Api[ResponsesRequest]):
         return ResponsesEncoder(document, reply, body.origins, body.custom, texts, kept)
 
     def overflown(self, body: ResponsesRequest, prepared: Prepared, error: ContextExceeded) -> Encoder:
-        """Return a stream whose response fails: as in OpenAI's API, and where Codex looks for this error."""
+        """Return a stream with a failed response, as OpenAI's API does. Codex looks for the error there."""
         if not body.stream:
             raise error
         LOG.info("%s refused: %s", REQUEST_ID.get(), error.message)
@@ -311,7 +311,7 @@ class ResponsesEncoder(Encoder):
             document: The response without output.
             reply: The reply.
             origins: Names and namespaces of the functions in namespaces, by the names that the model sees.
-            custom: Names of custom tools, whose calls are text.
+            custom: Names of custom tools. Their calls are text.
             token_texts: The texts of tokens; None without log-probabilities.
             kept: The place of the response in the store; None if it is not kept.
         """
@@ -396,7 +396,7 @@ class ResponsesEncoder(Encoder):
         return [*begun, self._of_item("response.output_text.delta", **more)]
 
     def _called(self, block: ReplyBlock, text: str) -> list[Event]:
-        """Return the event of more arguments; none for a custom tool, whose text is known once its JSON is complete."""
+        """Return the event of more arguments; none for a custom tool: its text is known once the JSON is complete."""
         item = self._output[-1]
         if item["type"] == "custom_tool_call":
             return []

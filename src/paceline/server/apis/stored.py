@@ -31,8 +31,15 @@ def memory(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response. `input`: the items of its request, without those of the responses before it. `size`: approximate
-    bytes of memory. `length`: approximate characters of its items, input and output, as JSON."""
+    """A response.
+
+    Attributes:
+        document: The response as it was sent.
+        input: The items of the request, without the items of earlier responses.
+        previous: The id of the response that this one continues.
+        size: Approximate bytes of memory.
+        length: Approximate characters of the input and output items as JSON.
+    """
 
     document: dict[str, Any]
     input: Sequence[Item]
@@ -42,7 +49,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """The latest responses. Those unused for longest are dropped first. For any thread."""
+    """The latest responses. The least recently used are dropped first. Safe to use from any thread."""
 
     def __init__(self, max_bytes: int = _MAX_BYTES, max_count: int = _MAX_COUNT) -> None:
         self._max_bytes, self._max_count = max_bytes, max_count
@@ -51,7 +58,7 @@ class ResponseStore:
         self.bytes = 0
 
     def put(self, response: StoredResponse) -> None:
-        """Keep a response, unless it is larger than all that may be kept."""
+        """Keep a response, unless it is larger than the whole store may be."""
         if response.size > self._max_bytes:
             return
         with self._lock:

@@ -66,7 +66,7 @@ class TokenizeRequest(PromptRequest):
 
     @property
     def text(self) -> tuple[str, bool]:
-        """The text, and whether BOS and EOS are added to it."""
+        """(The text, True if BOS and EOS are added to it)."""
         if self.content is not None:
             return self.content, bool(self.add_special)
         return self.prompt or "", self.add_special_tokens is not False
@@ -118,7 +118,7 @@ class TokenRoutes:
             return await self._service.compute(request, body.model, work)
 
     async def tokenizer_info(self, request: Request) -> Response:
-        """Describe a model's tokenizer as vLLM does, by which lm-eval's `remote` backend begins."""
+        """Describe a model's tokenizer as vLLM does. The `remote` backend of lm-eval asks for it first."""
         name = request.query_params.get("model") or self._service.loader.names[0]
 
         def work(model: LoadedModel) -> dict[str, Any]:
