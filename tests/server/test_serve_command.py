@@ -139,7 +139,7 @@ def test_what_is_pulled_over_the_network_is_served(
         assert seen[-1] == ("small-Q8_0.gguf", 4000, 4000)
         assert models.names[-2:] == ["owner/small", "owner/small:Q8_0"]
         assert [source.size for source in models.sources[1:]] == [5000]
-        with pytest.raises(UnsupportedModel, match=r"large-Q8_0.gguf has 0.0 GB, and 0.0 are allowed"):
+        with pytest.raises(UnsupportedModel, match=r"large-Q8_0.gguf has 0.0 GB, but at most 0.0 GB are allowed"):
             models.pull("owner/large", lambda *_: None)
         with pytest.raises(ModelNotFound, match="there is no model 'none'"):
             models.pull("none", lambda *_: None)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.server import harmony
+from paceline.chat import harmony
 from tests.support.running import Serving, serving
 from tests.support.scripted import TEMPLATE, scripted
 

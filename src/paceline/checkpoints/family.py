@@ -75,6 +75,7 @@ class GGUFLayout:
         read: From the metadata, and the config that all architectures share, to what is different in this one, in
             Hugging Face's terms.
         keys: Kinds of its own metadata.
+        strips_spaces: Added tokens of its tokenizer absorb the white space after them.
         uneven: Some layers lack heads, or a feed-forward part.
         own_sizes: `read` reads the sizes of heads and layers, which may differ from layer to layer.
     """
@@ -88,6 +89,7 @@ class GGUFLayout:
     shifted: bool = False
     read: Callable[[Metadata, Config], Config] = lambda meta, config: {}
     keys: Mapping[str, FieldKind] = field(default_factory=dict)
+    strips_spaces: bool = False
     uneven: bool = False
     own_sizes: bool = False
 

@@ -417,7 +417,7 @@ class SamplingOptions:
 
 def _thinking_budget(llm: LLM, tokens: int) -> ThinkingBudget:
     """Return a budget with the model's markers around reasoning. Raise `InvalidOption` if it does not reason."""
-    from paceline.server.thinking import family
+    from paceline.chat.thinking import family
 
     form = family(llm.tokenizer.chat_template)
     if form is None:

@@ -200,6 +200,7 @@ class NormConfig:
         shared: Attention and feed-forward part see the rows of one norm.
         heads: Norms of query and key heads: with one weight for all heads ("shared"), with a weight for each head
             ("own"), or over all heads together ("joint"). None: there are none.
+        rotated_first: Norms of query and key heads come after the rotation.
         values: Value heads are normed, without a weight.
     """
 
@@ -210,6 +211,7 @@ class NormConfig:
     after: bool = False
     shared: bool = False
     heads: Literal["shared", "own", "joint"] | None = None
+    rotated_first: bool = False
     values: bool = False
 
 

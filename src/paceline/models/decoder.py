@@ -324,6 +324,7 @@ def make_attention(
         gated=c.attention.gated,
         value_norm=value_norm,
         tempered=tempered,
+        rotated_first=c.norms.rotated_first,
     )
 
 

@@ -72,7 +72,7 @@ def without_top(scores: Floats, threshold: float) -> Ids | None:
         The remaining columns, ascending, or None if all remain.
     """
     weights = _weights(scores)
-    likely = weights >= threshold * weights.sum()
+    likely = (weights >= threshold * weights.sum()) & (scores > -np.inf)
     if threshold > 0.5 or np.count_nonzero(likely) < 2:
         return None
     return np.flatnonzero(scores <= scores[likely].min())

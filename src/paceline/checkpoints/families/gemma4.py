@@ -47,9 +47,10 @@ def _gemma4(raw: Raw, base: ModelConfig) -> ModelConfig:
         raise UnsupportedModel("tables of another vocabulary for each layer are not supported", "Use another model")
     experts = None
     if raw["enable_moe_block"]:
-        experts = MixtureConfig(
-            raw["num_experts"], raw["top_k_experts"], raw["moe_intermediate_size"], normalised=True, with_dense=True
-        )
+        sizes = [raw[key] for key in ("num_experts", "top_k_experts", "moe_intermediate_size")]
+        if None in sizes:
+            raise CorruptModel("num_experts, top_k_experts and moe_intermediate_size must be whole numbers", CORRECT)
+        experts = MixtureConfig(*sizes, normalised=True, with_dense=True)
     return replace(
         base,
         special=_layers(raw, base),

@@ -56,7 +56,7 @@ def _nemotron_h(raw: Raw, base: ModelConfig) -> ModelConfig:
         layers.append(LayerConfig(None, sparse=kind == "moe", recurrent=recurrent, attends=attends, feeds=feeds))
     norms, experts = NormConfig(raw["layer_norm_epsilon"]), _experts(raw) if "moe" in types else None
     return replace(
-        base, special=tuple(layers), norms=norms, mixture=experts, activation="squared_relu", gated_mlp=False
+        base, special=tuple(layers), norms=norms, mixture=experts, activation=raw["mlp_hidden_act"], gated_mlp=False
     )
 
 
