@@ -37,7 +37,7 @@ def demo(
     load: LoadOptions,
     sampling: SamplingOptions,
 ) -> None:
-    """Answer a prompt with and without speculation, and compare the speed.
+    """Compare the speed of an answer with and without speculation.
 
     The answers have at most 192 tokens, unless -n sets another length. The exit code is 1 if the two texts differ
     although this machine guarantees that they are identical bit for bit.

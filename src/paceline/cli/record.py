@@ -187,10 +187,10 @@ def replay(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Predict the speed of drafters over recorded replies, without generating.
+    """Predict the speed of drafters from recorded replies.
 
-    Only the drafters run. Tokens per round are exact for drafters with a draft size. Speeds are predicted from the time
-    that passes take on this machine.
+    Only the drafters run, not the model. Tokens per round are exact for drafters with a draft size. Speeds are
+    predicted from the time that passes take on this machine.
     """
     from paceline.bench.replay.predict import Candidate
     from paceline.bench.replay.search import parts_of
