@@ -20,7 +20,7 @@ from paceline.train.block import BlockRecipe, default_taps
 from paceline.train.kinds import one_layer
 from paceline.train.loop import Trainer, TrainPlan
 from paceline.train.pointwise import EarlyExitRecipe, MedusaRecipe
-from paceline.train.recipe import DraftPlaces, Recipe
+from paceline.train.recipe import DraftPlaces, Recipe, Teacher
 from paceline.train.states import States
 from paceline.types import DraftBudget
 from tests.support.dense_block import Dense
@@ -87,6 +87,15 @@ def test_places_of_blocks_are_spread_and_keep_their_columns() -> None:
     some = whole.every(4, 2)
     assert torch.equal(some.pending, whole.pending[:, 2::4])
     assert some.columns.tolist() == list(range(2, whole.pending.shape[1], 4))
+
+
+def test_a_teacher_that_knows_all_tokens_chooses_what_the_target_chooses() -> None:
+    (batch,) = States(TARGET, selection(documents(2)), ("final",)).batches(0, 2, "")
+    places = DraftPlaces.of(batch, 3)
+    teacher = Teacher(TARGET, EVERY)
+    exact, known = (teacher.score(batch, places, exact=exact)[1] for exact in (True, False))
+    assert exact.shape == (2, places.pending.shape[1] + 2)
+    assert torch.equal(known, exact)
 
 
 def test_taps_of_blocks_leave_layers_spread_over_the_target() -> None:

@@ -31,6 +31,7 @@ from paceline.server.schema import (
     Arguments,
     Budget,
     CalledName,
+    Effort,
     Name,
     Samplers,
     Schema,
@@ -255,7 +256,7 @@ def chat_prompt(body: CountTokensRequest) -> ChatPrompt:
     messages = [message for sent in body.messages for message in _messages(sent)]
     if system := _system(body.system):
         messages.insert(0, ChatMessage(role="system", content=system))
-    effort = body.output_config.effort if body.output_config else None
+    effort: Effort | None = body.output_config.effort if body.output_config else None
     if body.thinking and body.thinking.type == "disabled":
         effort = "none"
     return ChatPrompt(

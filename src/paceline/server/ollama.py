@@ -184,7 +184,7 @@ class OllamaRequest(Naming, Generating, extra="ignore"):
     @property
     def template_values(self) -> dict[str, Any]:
         """Variables of the chat template."""
-        effort = {True: None, False: "none", "max": "xhigh"}.get(self.think, self.think)  # type: ignore[arg-type]
+        effort = {True: None, False: "none", "max": "xhigh"}.get(self.think, self.think)
         return reasoning_values(effort)  # type: ignore[arg-type]
 
 

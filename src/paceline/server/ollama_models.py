@@ -75,7 +75,9 @@ class OllamaModels:
 
     async def tags(self, request: Request) -> Response:
         """List the models, each under its first name (Ollama's API)."""
-        models = [(one, _facts(one, self._models.get(one.names[0])), {}) for one in self._models.sources]
+        models: list[tuple[ModelSource, Callable[[], ModelFacts], dict[str, Any]]] = [
+            (one, _facts(one, self._models.get(one.names[0])), {}) for one in self._models.sources
+        ]
         return await self._service.document(request, partial(self._listed, models))  # it reads files
 
     async def ps(self, request: Request) -> Response:
