@@ -310,7 +310,7 @@ def test_what_the_model_lacks_is_refused_before_anything_begins() -> None:
         how(Grammar.json(), 0.0, ignore_eos=True)
     with pytest.raises(InvalidOption, match="is not a Grammar"):
         Sampling(grammar="a+")  # type: ignore[arg-type]
-    with pytest.raises(InvalidOption, match="no tokenizer"):
+    with pytest.raises(InvalidOption, match="needs a tokenizer"):
         how(Grammar.json(), 0.0).sampler(vocabulary=Vocabulary(SIZE, [END]))
     with pytest.raises(InvalidOption, match="end-of-sequence"):
         how(Grammar.json(), 0.0).sampler(vocabulary=Vocabulary(SIZE, (), None, WORDS))
