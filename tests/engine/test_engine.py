@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Sequence
 
 import pytest
@@ -190,8 +189,9 @@ def test_stats_for_json() -> None:
         "drafter",
         "seconds",
     ]
-    public = ("tokens_per_round", "accepted_at", "draft_failures")
-    assert "_" not in re.sub("|".join(public), "", repr(stats))
+    assert "_" not in repr(stats).replace("tokens_per_round", "").replace("accepted_at", "").replace(
+        "draft_failures", ""
+    )
 
 
 @pytest.mark.parametrize(

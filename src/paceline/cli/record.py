@@ -19,7 +19,7 @@ from paceline.cli.options import (
     AsJson,
     DraftQuantize,
     DraftVocab,
-    LoadOptions,
+    LoadFlags,
     ModelOptions,
     Quantize,
     Quiet,
@@ -55,7 +55,7 @@ def record(
     prompts: Annotated[
         Path, option("JSONL file of prompts, as for generate; - is stdin.", metavar="FILE", panel="Input and output")
     ],
-    load: LoadOptions,
+    load: LoadFlags,
     sampling: SamplingOptions,
     raw: Annotated[
         bool, option("Pass the text to the model unchanged, without the chat template.", panel="Input and output")
