@@ -69,7 +69,7 @@ class Breakers:
 
 
 class _Spelled:
-    """The tokens with which texts may begin. Each token is looked at when it is needed, since vocabularies are large."""
+    """The tokens with which texts may begin. A token is looked at when it is needed, since vocabularies are large."""
 
     def __init__(self, texts: Sequence[str], tokenizer: Tokenizer) -> None:
         self._bytes, self._spell = tokenizer.token_bytes, tokenizer.spell

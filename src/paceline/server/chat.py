@@ -120,6 +120,8 @@ def _prepare(model: LoadedModel, settings: Settings, body: ChatRequest) -> Prepa
         calling.grammar(family, markers, body),
         form.rules(inside, markers) if form else None,
     )
+    if grammar and form is None:
+        budget = None  # the grammar has no reasoning
     tokens = options.token_ids(llm, text, "messages", chat=True)
     options.check_length(llm, settings, tokens, "messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
