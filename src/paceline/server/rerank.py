@@ -6,12 +6,14 @@ is that of its model card (huggingface.co/Qwen/Qwen3-Reranker-0.6B).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from paceline.engine.draft_policy import OFF
 from paceline.llm import LLM
+from paceline.sampling.sampler import not_finite
 from paceline.server import options
 from paceline.server.errors import bad_request
 from paceline.server.limits import Settings
@@ -64,6 +66,8 @@ class RerankJobs:
         for job, verdict in zip(self.jobs, self.verdicts, strict=True):
             if verdict.count < job.prompt_tokens:
                 raise ServerStopping
+            if not math.isfinite(verdict.score):
+                raise not_finite(job.prompt_tokens)
         order = sorted(range(len(self.verdicts)), key=lambda i: -self.verdicts[i].score)
         shown = self.body.texts if self.body.return_documents else None
         results = [
@@ -82,6 +86,7 @@ class RerankJobs:
 def prepare(model: LoadedModel, settings: Settings, body: RerankRequest) -> RerankJobs:
     """Return the jobs of a request. Raises `ApiError` 400, also for a model that cannot judge documents."""
     tokens = _answers(model)
+    _check_size(settings, body)
     sampling = model.llm.sampling(max_new_tokens=0).seeded()
     jobs, verdicts = [], []
     for i, text in enumerate(body.texts):
@@ -104,6 +109,18 @@ def _answers(model: LoadedModel) -> tuple[int, int]:
             "model",
         )
     return yes, no
+
+
+def _check_size(settings: Settings, body: RerankRequest) -> None:
+    """Raise `ApiError` 400 if the prompts, each with the query, are larger than a body may be."""
+    count = len(body.texts)
+    size = sum(map(len, body.texts)) + count * len(body.query + (body.instruction or ""))
+    if size > settings.max_body:
+        raise bad_request(
+            f"the query and {count} documents make prompts of {size} characters, more than {settings.max_body}. "
+            "Send fewer documents in one request",
+            "documents",
+        )
 
 
 def _prompt(llm: LLM, settings: Settings, body: RerankRequest, document: str, param: str) -> list[int]:
