@@ -65,7 +65,8 @@ def environment() -> str:
 
 def openapi() -> str:
     """Return the server's paths and request bodies, from its own OpenAPI document."""
-    from paceline.server.app import create_app, describe
+    from paceline.server.app import create_app
+    from paceline.server.description import describe
     from paceline.server.limits import Settings
 
     document = describe(create_app(MagicMock(), Settings()))

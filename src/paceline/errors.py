@@ -69,7 +69,15 @@ class TokenizerMismatch(PacelineError):
 
 
 class InvalidOption(PacelineError, ValueError):
-    """A parameter is out of range or has the wrong type."""
+    """A parameter is out of range or has the wrong type.
+
+    Attributes:
+        param: The parameter's name, None if the error is about several parameters.
+    """
+
+    def __init__(self, cause: str, fix: str = "", param: str | None = None) -> None:
+        super().__init__(cause, fix)
+        self.param = param
 
 
 class InvalidPrompt(PacelineError, ValueError):

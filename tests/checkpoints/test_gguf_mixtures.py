@@ -84,7 +84,7 @@ def test_the_layer_that_predicts_later_tokens_is_that_of_the_safetensors(tmp_pat
     write(tmp_path / "m.gguf", "glm4moe", truth.model, truth.tensors(stacked=True))
     folder, file = open_head(tmp_path / "folder"), open_head(tmp_path / "m.gguf")
     assert file.config.layer.plan == folder.config.layer.plan
-    assert file.config.layer.experts == folder.config.layer.experts
+    assert file.config.layer.mixture == folder.config.layer.mixture
     assert {*file.tensors} == {*folder.tensors}
     for name in folder.tensors:
         torch.testing.assert_close(file.tensors[name].double(), folder.tensors[name].double(), msg=name)

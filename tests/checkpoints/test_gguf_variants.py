@@ -23,6 +23,7 @@ CASES = {
     "exaone4": "exaone4",
     "exaone4, sliding": "exaone4",
     "glm4": "glm4",
+    "hunyuan": "hunyuan-dense",
     "ernie4.5": "ernie4_5",
     "qwen3": "qwen3vl",
     "cohere": "command-r",

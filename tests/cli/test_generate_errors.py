@@ -45,7 +45,7 @@ from tests.support.toy_cli import (
         (["x", "--json-schema", "{'a'}"], "the JSON schema is not valid JSON"),
         (["x", "--grammar", "missing.lark"], "neither a file"),
         (["x", "--json-schema", "{}", "--ignore-eos"], "ignore_eos"),
-        (["x", "--logprobs", "1"], "Give --json too"),
+        (["x", "--logprobs", "1"], "Add --json"),
         (["x", "--json", "--logprobs", "-1"], "logprobs=-1"),
         (["x", "--draft", "5x5"], "NODESxDEPTHxBRANCH, got '5x5'"),
         (["x", "--draft", "-3"], "NODESxDEPTHxBRANCH, got '-3'"),

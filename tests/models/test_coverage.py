@@ -31,21 +31,17 @@ EXPERTS: dict[str, Any] = {
 OLDER = {"n_embd": 48, "n_layer": 2, "n_head": 6}
 
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Arcee": ("arcee", {}),
     "Apertus": ("apertus", {}),
     "Bloom": ("bloom", {"n_layer": 2, "n_head": 6}),
     "ERNIE 4.5, experts": ("ernie4_5_moe", {**EXPERTS, "moe_num_experts": 4, "moe_k": 2}),
     "GPT-2": ("gpt2", OLDER),
     "GPT-J": ("gptj", {**OLDER, "rotary_dim": 8}),
     "Granite 3, experts": ("granitemoe", EXPERTS),
-    "Helium": ("helium", {}),
-    "Hunyuan (dense)": ("hunyuan_v1_dense", {}),
     "Mamba": ("mamba", {}),
     "MiniMax Text 01, M1": ("minimax", EXPERTS),
     "MPT": ("mpt", {"d_model": 48, "n_heads": 6, "n_layers": 2, "max_seq_len": 256}),
     "Nemotron": ("nemotron", {}),
     "OLMo": ("olmo", {}),
-    "OLMoE": ("olmoe", EXPERTS),
     "OPT": ("opt", {"ffn_dim": 80, "word_embed_proj_dim": 48}),
     "Phi-3.5, experts": ("phimoe", EXPERTS),
     "Qwen1.5, Qwen2, experts": ("qwen2_moe", EXPERTS),

@@ -32,7 +32,7 @@ STRUCTURES = [
     *("qwen3 with biases, sliding upper layers", "phi3, long factors", "smollm3", "gemma2", "gemma3, stretched"),
     *("mixtral", "gpt-oss", "qwen3 moe, sliding", "granite", "olmo3, sliding", "exaone4", "glm4", "glm4.5"),
     *("llama4, sliding", "llama4, dense", "deepseek v2", "deepseek v3", "cohere, norms of heads", "starcoder2"),
-    *("stablelm, parallel", "phi", "gpt-neox", "yarn"),
+    *("stablelm, parallel", "phi", "gpt-neox", "yarn", "hunyuan"),
 ]
 """Every kind of layer, norm, mask and rotation once."""
 

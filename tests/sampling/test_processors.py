@@ -209,7 +209,7 @@ def test_errors_of_processors_name_them() -> None:
 @pytest.mark.parametrize(
     ("wrong", "name"),
     [
-        ({"logit_bias": {61: 1.0}}, "logit_bias holds 61"),
+        ({"logit_bias": {61: 1.0}}, "logit_bias contains 61"),
         ({"bad_words": [[3, 99]]}, "bad_words contains 99"),
         ({"stop_token_ids": [70]}, "stop_token_ids contains 70"),
         ({"logprobs": 62}, "logprobs=62"),

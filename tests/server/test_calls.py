@@ -8,9 +8,9 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict
 
+from paceline.chat.calls import Call, ForcedCallParser
+from paceline.chat.tools import DSML, GLM, HERMES, LLAMA, MINIMAX, MISTRAL, QWEN, SEED, CallFormat
 from paceline.sampling.grammar import Grammar
-from paceline.server.calls import Call, ForcedCallParser
-from paceline.server.tools import DSML, GLM, HERMES, LLAMA, MINIMAX, MISTRAL, QWEN, SEED, CallFormat
 from tests.support.grammars import allowed, matcher
 from tests.support.running import Serving, serving
 from tests.support.scripted import scripted

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline.server.tools import KIMI, LFM, PHI, fitted
+from paceline.chat.tools import KIMI, LFM, PHI, fitted
 from tests.support.cover import some
 from tests.support.running import Serving, serving
 from tests.support.scripted import scripted

@@ -139,7 +139,7 @@ def test_what_is_pulled_over_the_network_is_served(
         assert seen[-1] == ("small-Q8_0.gguf", 4000, 4000)
         assert models.names[-2:] == ["owner/small", "owner/small:Q8_0"]
         assert [source.size for source in models.sources[1:]] == [5000]
-        with pytest.raises(UnsupportedModel, match=r"large-Q8_0.gguf has 0.0 GB, and 0.0 are allowed"):
+        with pytest.raises(UnsupportedModel, match=r"large-Q8_0.gguf has 0.0 GB, but at most 0.0 GB are allowed"):
             models.pull("owner/large", lambda *_: None)
         with pytest.raises(ModelNotFound, match="there is no model 'none'"):
             models.pull("none", lambda *_: None)
@@ -149,7 +149,7 @@ def test_what_is_pulled_over_the_network_is_served(
 @pytest.mark.usefixtures("started")
 def test_models_that_cannot_be_served(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["serve", "--models", str(tmp_path), "--record", str(tmp_path / "r")])
-    assert "--record is for one model" in done.output
+    assert "--record works only with one model" in done.output
     done = CliRunner().invoke(app, ["serve", "--models", str(tmp_path)])
     assert "there is no model in" in done.output
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.server import harmony
+from paceline.chat import harmony
 from tests.support.running import Serving, serving
 from tests.support.scripted import TEMPLATE, scripted
 
@@ -118,6 +118,10 @@ def test_harmony_goes_on_in_the_final_channel() -> None:
         assert THOUGHT.startswith(made["reasoning_content"])
         assert made["content"]
         assert message(it)["reasoning_content"].startswith(THOUGHT)
+        pytest.importorskip("llguidance")
+        formed = message(it, thinking_budget=BUDGET, guided_json=SCHEMA, max_tokens=200)
+        assert formed["reasoning_content"] == made["reasoning_content"]
+        assert isinstance(json.loads(formed["content"])["a"], int)
         made = message(it, thinking_budget=0)
         assert "reasoning_content" not in made
         assert made["content"]

@@ -34,7 +34,7 @@ def open_assistant(path: Path, *, allow_pickle: bool = False) -> HeadFile:
         layer = read_config({**text, "model_type": "gemma4_text", "num_kv_shared_layers": layers}, file)
     except KeyError as missing:
         raise CorruptModel(f"{file} lacks {missing}", CORRECT) from missing
-    if layer.token_inputs or layer.experts:
+    if layer.token_inputs or layer.mixture:
         raise UnsupportedModel(f"{path} has experts or tables by the token", "Use an assistant of Gemma 4")
     tensors = open_weights(path, "model.safetensors", "pytorch_model.bin", allow_pickle)
     names = {name: name for name in tensors if not name.startswith("masked_embedding.")}

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from paceline.checkpoints.registry import family_of, text_config, ties_head
+from paceline.checkpoints.registry import ARCHITECTURES, family_of, text_config, ties_head
 from paceline.checkpoints.tensor_names import translated
 from paceline.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from paceline.files.locate import is_adapter
@@ -54,7 +54,9 @@ def open_checkpoint(path: Path, *, allow_pickle: bool = False) -> Checkpoint:
         from paceline.checkpoints.gguf import open_gguf
 
         config, tensors, fields = open_gguf(path)
-        return Checkpoint(path, config, {}, tensors, Tokenizer.from_gguf(fields))
+        layout = ARCHITECTURES[fields["general.architecture"]][1]
+        tokenizer = Tokenizer.from_gguf(fields, strips_spaces=layout.strips_spaces)
+        return Checkpoint(path, config, {}, tensors, tokenizer)
     config, weights = open_folder(path, allow_pickle=allow_pickle)
     generation = read_json_if_exists(path / "generation_config.json", GENERATION)
     return Checkpoint(path, config, generation, weights, Tokenizer.from_folder(path))

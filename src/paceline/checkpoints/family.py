@@ -75,6 +75,7 @@ class GGUFLayout:
         read: From the metadata, and the config that all architectures share, to what is different in this one, in
             Hugging Face's terms.
         keys: Kinds of its own metadata.
+        strips_spaces: Added tokens of its tokenizer absorb the white space after them.
         uneven: Some layers lack heads, or a feed-forward part.
         own_sizes: `read` reads the sizes of heads and layers, which may differ from layer to layer.
     """
@@ -88,6 +89,7 @@ class GGUFLayout:
     shifted: bool = False
     read: Callable[[Metadata, Config], Config] = lambda meta, config: {}
     keys: Mapping[str, FieldKind] = field(default_factory=dict)
+    strips_spaces: bool = False
     uneven: bool = False
     own_sizes: bool = False
 
@@ -103,6 +105,7 @@ class Family:
         keys: Kinds of its own keys.
         refine: From the config, defaults included, and the part that all families share to the whole.
         rope: From the rope scaling of the config to that of the layers without a window.
+        interleaved: The two halves of each rotary pair lie side by side in its files.
         rotary_key: Key of the size of a head, or of its part that is rotated if heads have several.
         names: Parts of tensor names in its files -> parts of Llama's names, replaced one after the other.
         tensors: From the config and the renamed tensors to what the decoder takes.
@@ -123,6 +126,7 @@ class Family:
     keys: Mapping[str, FieldKind] = field(default_factory=dict)
     refine: Callable[[Raw, ModelConfig], ModelConfig] = lambda raw, base: base
     rope: Callable[[Raw], Raw] = lambda scaling: scaling
+    interleaved: bool = False
     rotary_key: str = "head_dim"
     names: Names = field(default_factory=dict)
     tensors: Callable[[Raw, Tensors], Tensors] = lambda raw, tensors: tensors

@@ -249,10 +249,10 @@ def _eagle_layers(folder: HeadFolder, raw: Raw) -> ModelConfig:
     if raw.get("model_type") == _LLAMA4:
         raise UnsupportedModel(f"{folder.path} is an EAGLE head with layers of {_LLAMA4}", "Use one with Llama's")
     config = read_config({"model_type": "qwen3", "num_hidden_layers": 1, **raw})
-    if any(layer.window for layer in config.plan) or config.layer_norm:
+    if any(layer.window for layer in config.plan) or config.norms.kind == "layer":
         raise UnsupportedModel(f"{folder.path} is an EAGLE head with sliding windows or layer norms", "Use another")
     normed = any(_canonical(name) == "layers.0.self_attn.q_norm.weight" for name in folder.tensors)
-    return replace(config, qk_norm=normed, special=(), tied=False)
+    return replace(config, norms=replace(config.norms, heads="shared" if normed else None), special=(), tied=False)
 
 
 # --- Medusa

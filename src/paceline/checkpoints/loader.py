@@ -157,20 +157,20 @@ def check_divisible(reference: str, config: ModelConfig | None, exact: bool, ran
         what = "with exact=True" if config else "through transformers"
         raise UnsupportedModel(f"{reference} is loaded {what} and cannot be divided", "Use one process and device")
     if (
-        any(layer != LayerConfig(layer.rope, layer.window, layer.sparse) for layer in config.plan)
+        any(layer != LayerConfig(layer.rope, layer.window, sparse=layer.sparse) for layer in config.plan)
         or config.token_inputs
     ):
         raise UnsupportedModel(
             f"{reference} has recurrent layers, layers of several sizes, or chunked attention, which are not divided",
             "Use one process and device",
         )
-    if ranks and config.latent:
+    if ranks and config.attention.latent:
         raise UnsupportedModel(
             f"{reference} has one vector for the keys and values of all heads, which every process would need",
             "Use one process; a device map places whole layers",
         )
-    if ranks and config.qk_norm and (config.wide_norm or config.own_head_norms):
-        how = "over all heads" if config.wide_norm else "with a weight for each head"
+    if ranks and config.norms.heads in ("joint", "own"):
+        how = "over all heads" if config.norms.heads == "joint" else "with a weight for each head"
         raise UnsupportedModel(
             f"{reference} norms queries and keys {how}",
             "Use one process; a device map places whole layers",

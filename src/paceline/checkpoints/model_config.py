@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from paceline.checkpoints.registry import FAMILIES, ties_head
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.files.schema import CORRECT, DECODER, LAYERS, MOST_ROWS, check
 from paceline.kernels.activations import ACTIVATIONS, UNGATED
-from paceline.models.config import MatrixConfig, ModelConfig, RopeConfig
+from paceline.models.config import MatrixConfig, ModelConfig, NormConfig, RopeConfig
 from paceline.models.refusals import refuse_other_kinds
 from paceline.models.rope import read_rope
 
@@ -59,10 +60,10 @@ def _common(raw: Raw, family: Family) -> ModelConfig:
         head_dim=head_dim,
         ffn=raw["intermediate_size"],
         context_length=_context(raw, rope),
-        norm_eps=raw.get("rms_norm_eps", 1e-6),
+        norms=NormConfig(raw.get("rms_norm_eps", 1e-6)),
         activation=raw.get("hidden_act", "silu"),
         tied=ties_head(raw),
-        rope=rope,
+        rope=replace(rope, interleaved=family.interleaved),
     )
 
 
@@ -91,9 +92,9 @@ def _context(raw: Raw, rope: RopeConfig) -> int:
 
 def _check(c: ModelConfig) -> None:
     """Raise for contradictions between fields."""
-    if c.experts and not 0 < c.experts.used <= c.experts.count:
-        raise CorruptModel(f"{c.experts.used} of {c.experts.count} experts cannot be used", CORRECT)
-    known = UNGATED if c.plain_mlp else ACTIVATIONS
+    if c.mixture and not 0 < c.mixture.used <= c.mixture.count:
+        raise CorruptModel(f"{c.mixture.used} of {c.mixture.count} experts cannot be used", CORRECT)
+    known = ACTIVATIONS if c.gated_mlp else UNGATED
     if c.activation not in known:
         raise UnsupportedModel(f"activation {c.activation!r} is not known", f"Known: {', '.join(known)}")
     if c.heads % c.kv_heads or c.head_dim < 2 or c.head_dim % 2:

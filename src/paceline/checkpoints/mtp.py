@@ -46,12 +46,15 @@ def open_mtp(path: Path, *, allow_pickle: bool = False) -> HeadFile | None:
 
 def _config(model: ModelConfig, names: Mapping[str, str]) -> EagleConfig:
     """`names`: of its tensors, which tell whether its feed-forward part is a mixture of experts."""
-    experts = model.experts
+    experts = model.mixture
     sparse = experts is not None and f"layers.0.{experts.block}.{experts.router}.weight" in names
     layer = replace(model, layers=1, special=(LayerConfig(model.rope, sparse=sparse),))
     early = FAMILIES[model.family].mtp_early
     return EagleConfig(
-        *(layer, (model.layers if early else "final",), model.hidden, model.vocab_size),
+        layer,
+        taps=(model.layers if early else "final",),
+        target_hidden=model.hidden,
+        draft_vocab=model.vocab_size,
         version=1,
         norm_output=True,
         built_in=True,

@@ -338,6 +338,7 @@ class Engine:
     def _advance(request: Request, draft: Draft, verdict: Trimmed, out: Forward, index: int) -> None:
         """Advance a request by its committed verdict, and its drafter with it. `index`: the request's in the pass."""
         request.stats.count(draft, verdict)
+        request.stats.draft_failures = request.sampler.draft_failures
         if request.error:
             return
         request.token_ids.extend(verdict.tokens)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.protocols import TargetWithHead
 from paceline.types import Draft, Want
-from paceline.verify.tree import beside, pack
+from paceline.verify.tree import pack, with_siblings
 
 _FINE, _COARSE = 1e-2, 0.1
 """Relative error of a row's logits that rounding explains: in a model of 32 bits (with TF32 products), and of 16."""
@@ -41,7 +41,7 @@ def _verification_error(target: TargetWithHead, trees: bool, plain: Plain) -> st
     texts = [ids[: _LENGTHS[0]], ids[_LENGTHS[0] :]]
     path = ids[3 : 3 + _DEPTH]
     # A draft, and the rows of its accepted path.
-    draft, path_rows = beside(path, ids[-1]) if trees else (Draft.chain(path), list(range(1, _DEPTH + 1)))
+    draft, path_rows = with_siblings(path, ids[-1]) if trees else (Draft.chain(path), list(range(1, _DEPTH + 1)))
     cache = target.new_cache()
     slots = [cache.acquire() for _ in texts]
 

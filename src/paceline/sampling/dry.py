@@ -69,7 +69,7 @@ class Breakers:
 
 
 class _Spelled:
-    """The tokens with which texts may begin. A token is looked at when it is needed, since vocabularies are large."""
+    """The tokens with which texts may begin. Each token is looked at when needed, since vocabularies are large."""
 
     def __init__(self, texts: Sequence[str], tokenizer: Tokenizer) -> None:
         self._bytes, self._spell = tokenizer.token_bytes, tokenizer.spell
@@ -93,7 +93,7 @@ class _Spelled:
     def _find(self, token: int) -> set[tuple[int, ...]]:
         spelling = self._bytes.get(token, b"")
         whole = {text for text, own in self._texts.items() if own in spelling}
-        found = {()} if whole or token in self._special else set[tuple[int, ...]]()
+        found: set[tuple[int, ...]] = {()} if whole or token in self._special else set()
         for size in range(1, min(len(spelling), self._longest) + 1):
             for text, rest in self._rests.get(spelling[-size:], ()):
                 if text not in whole:

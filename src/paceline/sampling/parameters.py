@@ -180,25 +180,28 @@ class Sampling:
         if self.seed is not None:
             object.__setattr__(self, "seed", self.seed % 2**63)
         if self.typical_p == 0.0:
-            raise InvalidOption("typical_p must be > 0, got 0", "Use a number up to 1; 1 turns it off")
+            raise InvalidOption("typical_p must be > 0, got 0", "Use a number up to 1; 1 turns it off", "typical_p")
         if 0.0 < self.temperature < 1e-3:
             raise InvalidOption(
-                f"temperature={self.temperature} is too small to divide by", "Use 0 for greedy text, or at least 0.001"
+                f"temperature={self.temperature} is too small to divide by",
+                "Use 0 for greedy text, or at least 0.001",
+                "temperature",
             )
         if self.rule not in get_args(RuleName):
-            raise InvalidOption(f"rule={self.rule!r} is unknown", f"Use one of {', '.join(get_args(RuleName))}")
+            raise InvalidOption(f"rule={self.rule!r} is unknown", f"Use one of {', '.join(get_args(RuleName))}", "rule")
         if self.min_new_tokens > self.max_new_tokens:
             raise InvalidOption(
                 f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}",
                 "Lower min_new_tokens or raise max_new_tokens",
+                "min_new_tokens",
             )
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise InvalidOption(
-                f"grammar={self.grammar!r} is not a Grammar", "Use Grammar.json_schema(...), for example"
+                f"grammar={self.grammar!r} is not a Grammar", "Use Grammar.json_schema(...), for example", "grammar"
             )
         if self.grammar and self.ignore_eos:
             raise InvalidOption(
-                "grammar and ignore_eos exclude each other: a grammar ends with EOS", "Drop one of them"
+                "grammar and ignore_eos exclude each other: a grammar ends with EOS", "Drop one of them", "grammar"
             )
         if not isinstance(self.prediction, str):
             object.__setattr__(self, "prediction", _ids("prediction", self.prediction))
@@ -294,12 +297,16 @@ class Sampling:
                 continue
             if vocabulary is None or vocabulary.encode is None:
                 raise InvalidOption(
-                    f"bad_words contains the string {word!r}, which needs a tokenizer", "Give token ids instead"
+                    f"bad_words contains the string {word!r}, which needs a tokenizer",
+                    "Give token ids instead",
+                    "bad_words",
                 )
             spelled = spellings(word, vocabulary.encode)
             if not spelled:
                 raise InvalidOption(
-                    f"bad_words contains {word!r}, which the tokenizer turns into no tokens", "Leave it out"
+                    f"bad_words contains {word!r}, which the tokenizer turns into no tokens",
+                    "Leave it out",
+                    "bad_words",
                 )
             found |= spelled
         return found
@@ -316,10 +323,13 @@ class Sampling:
                 raise InvalidOption(
                     f"{name} contains {wrong[0]}, which is not a token of the model",
                     f"Use ids from 0 to {vocabulary.size - 1}",
+                    name,
                 )
         if (self.logprobs or 0) > vocabulary.size:
             raise InvalidOption(
-                f"logprobs={self.logprobs} is more than the model's {vocabulary.size} tokens", "Lower logprobs"
+                f"logprobs={self.logprobs} is more than the model's {vocabulary.size} tokens",
+                "Lower logprobs",
+                "logprobs",
             )
 
 
@@ -353,20 +363,31 @@ _RANGES: dict[str, tuple[type[float], float, float]] = {
 }
 
 
-def _check_number(name: str, value: object, kind: type[float], low: float, high: float) -> None:
-    """Raise `InvalidOption` unless a number is in range. `kind` is int, or float for ints and floats."""
+def _check_number(
+    name: str, value: object, kind: type[float], low: float, high: float, param: str | None = None
+) -> None:
+    """Raise `InvalidOption` unless a number is in range.
+
+    Args:
+        name: The number's name in the error.
+        value: The number.
+        kind: int, or float for ints and floats.
+        low: The smallest number allowed.
+        high: The largest number allowed.
+        param: The parameter, if `name` is a part of it.
+    """
     noun, limits = ("whole number", f"{low} to {high}") if kind is int else ("number", f"{low:g} to {high:g}")
     if isinstance(value, bool) or not isinstance(value, (int, kind)):
-        raise InvalidOption(f"{name} must be a {noun}, got {value!r}", f"Use a number from {limits}")
+        raise InvalidOption(f"{name} must be a {noun}, got {value!r}", f"Use a number from {limits}", param or name)
     if not low <= value <= high:
-        raise InvalidOption(f"{name}={value!r} is out of range", f"Use a {noun} from {limits}")
+        raise InvalidOption(f"{name}={value!r} is out of range", f"Use a {noun} from {limits}", param or name)
 
 
 def _strings(name: str, texts: Any) -> tuple[str, ...]:
     found = (texts,) if isinstance(texts, str) else _listed(name, texts)
     if any(not isinstance(text, str) or not text for text in found):
         raise InvalidOption(
-            f"{name}={texts!r} contains something other than non-empty strings", "Use only non-empty strings"
+            f"{name}={texts!r} contains something other than non-empty strings", "Use only non-empty strings", name
         )
     return found
 
@@ -383,7 +404,9 @@ def _budget(budget: Any, reasoning: Sequence[str]) -> ThinkingBudget | None:
         return budget
     if not reasoning:
         raise InvalidOption(
-            "thinking_budget needs `reasoning`, the markers around it", 'Also pass reasoning=("<think>", "</think>")'
+            "thinking_budget needs `reasoning`, the markers around it",
+            'Also pass reasoning=("<think>", "</think>")',
+            "thinking_budget",
         )
     return ThinkingBudget(budget, *reasoning)
 
@@ -392,7 +415,7 @@ def _reasoning(markers: Any) -> tuple[str, ...]:
     found = _listed("reasoning", markers)
     if found and (len(found) != 2 or any(not isinstance(s, str) for s in found) or not found[1]):
         raise InvalidOption(
-            f"reasoning={markers!r} is not a pair of strings", 'Use ("<think>", "</think>"), for example'
+            f"reasoning={markers!r} is not a pair of strings", 'Use ("<think>", "</think>"), for example', "reasoning"
         )
     return found
 
@@ -407,27 +430,29 @@ def _ids(name: str, tokens: Any) -> tuple[int, ...]:
 def _functions(name: str, given: Any) -> tuple[Any, ...]:
     found = (given,) if callable(given) else _listed(name, given)
     if wrong := [one for one in found if not callable(one)]:
-        raise InvalidOption(f"{name} contains {wrong[0]!r}, which is not a function", "Use only functions")
+        raise InvalidOption(f"{name} contains {wrong[0]!r}, which is not a function", "Use only functions", name)
     return found
 
 
 def _words(words: Any) -> tuple[str | tuple[int, ...], ...]:
     found = tuple(word if isinstance(word, str) else _ids("bad_words", word) for word in _listed("bad_words", words))
     if not all(found):
-        raise InvalidOption("bad_words contains an empty word", "Leave it out")
+        raise InvalidOption("bad_words contains an empty word", "Leave it out", "bad_words")
     return found
 
 
 def _bias(bias: Any) -> dict[int, float]:
     if not isinstance(bias, Mapping):
-        raise InvalidOption(f"logit_bias={bias!r} is not a mapping", "Use {token id: number to add to its logit}")
+        raise InvalidOption(
+            f"logit_bias={bias!r} is not a mapping", "Use {token id: number to add to its logit}", "logit_bias"
+        )
     for token, by in bias.items():
         _check_number("logit_bias", token, int, 0, 2**31)
-        _check_number(f"logit_bias[{token}]", by, float, -math.inf, 1e6)
+        _check_number(f"logit_bias[{token}]", by, float, -math.inf, 1e6, "logit_bias")
     return dict(bias)
 
 
 def _listed(name: str, values: Any) -> tuple[Any, ...]:
     if isinstance(values, str) or not isinstance(values, Sequence):
-        raise InvalidOption(f"{name}={values!r} is not a list", "Use a list")
+        raise InvalidOption(f"{name}={values!r} is not a list", "Use a list", name)
     return tuple(values)

@@ -138,6 +138,8 @@ class Sampler:
     noise: Noise = field(default_factory=lambda: Noise(0))
     processors: tuple[LogitsProcessor, ...] = ()
     rule: RuleName = "match"
+    draft_failures: int = field(default=0, repr=False, compare=False)
+    """Rows of a drafter that got no candidates because of an error."""
 
     def __post_init__(self) -> None:
         if self.greedy:
@@ -181,7 +183,8 @@ class Sampler:
         """Return the most likely choices of the target for several rows, as a drafter predicts them.
 
         With a rule that `draws`, the candidates are drawn without replacement instead, with noise that is used only
-        here. A row has fewer candidates if truncation and bans leave fewer tokens, and none if it is not finite.
+        here. A row has fewer candidates if truncation and bans leave fewer tokens. It has none if it is not finite or a
+        processor fails; `draft_failures` counts these rows.
 
         Args:
             prefix: Committed tokens.
@@ -241,8 +244,12 @@ class Sampler:
             logits, subset = subset.widen(logits), None
         try:
             tokens, scores = self._shaped(self.process(prefix, logits), logits, len(prefix))
+        except NoTokenLeft:
+            return Ranked([], [])
         except Exception:
-            # No candidate, or a failing processor: the error is raised if the target visits this row.
+            # A draft must not fail its reply: a processor's error is raised if the target visits this row.
+            self.draft_failures += 1
+            _LOG.debug("a drafter's row after %d tokens could not be ranked", len(prefix), exc_info=True)
             return Ranked([], [])
         if subset:
             ids = subset.ids.numpy()

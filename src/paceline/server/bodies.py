@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -59,15 +59,18 @@ class BodyReader:
         """Oldest first."""
 
     @asynccontextmanager
-    async def read(self, request: Request, kind: type[Body]) -> AsyncIterator[tuple[Body, PoolName]]:
+    async def read(
+        self, request: Request, kind: type[Body], more: Mapping[str, Any] | None = None
+    ) -> AsyncIterator[tuple[Body, PoolName]]:
         """Yield the body as a `kind`, and the pool for a request of its size. Its bytes count until the block is left.
 
-        Raises `ApiError` 400, 408, 413 or 503, and starlette's `ClientDisconnect`.
+        `more`: parameters that the path of the request holds. Raises `ApiError` 400, 408, 413 or 503, and starlette's
+        `ClientDisconnect`.
         """
         _check_type(request.headers)
         async with self.receive(request) as (data, held):
             pool: PoolName = "long" if len(data) > LONG else "short"
-            work = partial(_parsed, data, kind)
+            work = partial(_parsed, data, kind, more or {})
             run = partial(self._preprocessor.run, "parse", client_of(request))
             body, memory = work() if pool == "short" else await run(work)
             del data, work  # no longer needed while the request is prepared
@@ -131,10 +134,10 @@ def _too_many_bytes() -> ApiError:
     return retry_later(503, "too many large requests at once. Try again in a moment", "too_many_bytes")
 
 
-def _parsed(data: bytes, kind: type[Body]) -> tuple[Body, int]:
+def _parsed(data: bytes, kind: type[Body], more: Mapping[str, Any]) -> tuple[Body, int]:
     """Return the body as a `kind`, and the bytes of memory that it takes."""
     body, memory = parse(data)
-    return validated(body, kind), memory
+    return validated({**body, **more}, kind), memory
 
 
 def validated(body: dict[str, Any], kind: type[Body]) -> Body:

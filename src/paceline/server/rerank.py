@@ -7,18 +7,29 @@ is that of its model card (huggingface.co/Qwen/Qwen3-Reranker-0.6B).
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from functools import partial
+from typing import Annotated, Any, ClassVar
+
+from fastapi import Request
+from pydantic import Field, model_validator
+from starlette.responses import Response
 
 from paceline.engine.draft_policy import OFF
 from paceline.llm import LLM
 from paceline.sampling.sampler import not_finite
-from paceline.server import options
+from paceline.server.compat import Ignored, Lenient, Strict
+from paceline.server.embeddings import EmbeddingUsage
 from paceline.server.errors import bad_request
 from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
-from paceline.server.schema_rerank import RerankRequest
+from paceline.server.prepare import check_length, token_ids
+from paceline.server.schema import ModelName, Text
+from paceline.server.schema_answers import PlainAnswer
+from paceline.server.serving import Service
+from paceline.server.waiting import after
 from paceline.server.worker import ReplyJob, ServerStopping
 from paceline.text.template_text import TemplateText
 from paceline.types import Forward, Want
@@ -33,6 +44,60 @@ _BEFORE = (
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: '
 )
 _AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+MOST_DOCUMENTS = 128
+"""Documents of one request; more may not fit into the queue."""
+
+
+class RerankDocument(Lenient):
+    """A document that is an object."""
+
+    text: Text
+
+
+class RerankRequest(Strict):
+    """Body of /v1/rerank."""
+
+    model: ModelName | None = None
+    query: Text
+    documents: Annotated[list[Text | RerankDocument], Field(min_length=1, max_length=MOST_DOCUMENTS, fail_fast=True)]
+    top_n: Annotated[int | None, Field(ge=1, description="Results to return; all unless set.")] = None
+    return_documents: bool | None = None
+    instruction: Annotated[Text | None, Field(description="What the query asks for, for the model.")] = None
+    user: Ignored = None
+
+    @property
+    def texts(self) -> list[str]:
+        """The texts of the documents."""
+        return [one if isinstance(one, str) else one.text for one in self.documents]
+
+    @model_validator(mode="after")
+    def _has_texts(self) -> RerankRequest:
+        if not self.query.strip():
+            raise ValueError("query must not be empty")
+        return self
+
+
+class RankedText(PlainAnswer):
+    """A document that was sent."""
+
+    text: str
+
+
+class RankedDocument(PlainAnswer):
+    """A document by its index in the request, with its probability of being relevant."""
+
+    index: int
+    relevance_score: float
+    document: RankedText | None = None
+
+
+class Ranking(PlainAnswer):
+    """Body of the answer of /v1/rerank, the most relevant first."""
+
+    object: str
+    model: str
+    results: list[RankedDocument]
+    usage: EmbeddingUsage
 
 
 @dataclass(slots=True)
@@ -127,7 +192,28 @@ def _prompt(llm: LLM, settings: Settings, body: RerankRequest, document: str, pa
     """Return a prompt, in which the request's texts form no control tokens."""
     asked = f"{body.instruction or _TASK}\n<Query>: {body.query}\n<Document>: {document}"
     text = TemplateText.written(_BEFORE) + asked + TemplateText.written(_AFTER)
-    options.check_length(llm, settings, text, param)
-    tokens = options.token_ids(llm, text, param, chat=True)
-    options.check_length(llm, settings, tokens, param)
+    check_length(llm, settings, text, param)
+    tokens = token_ids(llm, text, param, chat=True)
+    check_length(llm, settings, tokens, param)
     return tokens
+
+
+class RerankRoutes:
+    """Documents ordered by how well they fit a query."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def rerank(self, request: Request) -> Response:
+        """Order documents by how well they fit a query (Jina's and Cohere's shape)."""
+        settings = self._service.settings
+        async with self._service.bodies.read(request, RerankRequest) as (body, pool):
+
+            def work(model: LoadedModel, _: str) -> tuple[RerankJobs, RerankJobs]:
+                jobs = prepare(model, settings, body)
+                return jobs, jobs
+
+            deadline = after(time.monotonic(), settings.timeout)
+            running, done = await self._service.start(request, body, pool, work, deadline)
+        answer = partial(done.answer, running.model.name)
+        return await self._service.read_prompts(request, running, answer, deadline)

@@ -198,3 +198,42 @@ class DeletedResponse(PlainAnswer):
     id: str
     object: Literal["response.deleted"]
     deleted: bool
+
+
+class ErrorDetail(BaseModel):
+    """OpenAI's error."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """Body of an error response."""
+
+    error: ErrorDetail
+
+
+class AnthropicErrorDetail(BaseModel):
+    """Anthropic's error, with OpenAI's parameter and code. `details`: by which its client goes on without a feature."""
+
+    type: str
+    message: str
+    param: str | None
+    code: str | None
+    details: dict[str, Any] | None = None
+
+
+class AnthropicErrorBody(BaseModel):
+    """Body of an error response of Anthropic's endpoints."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+    request_id: str
+
+
+class OllamaErrorBody(BaseModel):
+    """Body of an error response of Ollama's endpoints."""
+
+    error: str

@@ -18,15 +18,17 @@ _LONGEST_TOKEN = 1024
 """Maximum length of a token in characters. Finding all ways to cut a token in two takes quadratic time."""
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
-# All other added tokens of Phi-3 absorb the white space after them.
-_PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
+_KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")
+"""Added tokens of Phi-3 that do not absorb the white space after them."""
 
 
-def backend_from_gguf(fields: Fields) -> Tokenizer:
+def backend_from_gguf(fields: Fields, *, strips_spaces: bool = False) -> Tokenizer:
     """Build the tokenizer that the metadata describes, with its special tokens and BOS / EOS rules.
 
     Args:
         fields: GGUF metadata, key -> value.
+        strips_spaces: Added tokens of a SentencePiece tokenizer absorb the white space after them. The metadata has no
+            field for this; llama.cpp also decides by the architecture.
 
     Raises:
         UnsupportedModel: If the tokenizer model or the splitter is not supported.
@@ -45,7 +47,7 @@ def backend_from_gguf(fields: Fields) -> Tokenizer:
     else:
         tokens = _sentencepiece_spelling(tokens, kinds)
         backend, bos = _sentencepiece(fields, tokens, kinds), True
-    _add_tokens(backend, fields, tokens, kinds)
+    _add_tokens(backend, tokens, kinds, strips_spaces and model == "llama")
     defaults = {"bos_token": bos, "eos_token": False}
     added = {role: fields.get(f"tokenizer.ggml.add_{role}", default) for role, default in defaults.items()}
     frame(backend, special_tokens(backend, fields), added)
@@ -160,13 +162,11 @@ def merges_from_scores(tokens: list[str], kinds: list[int], scores: list[float])
     ]
 
 
-def _add_tokens(backend: Tokenizer, fields: Fields, tokens: list[str], kinds: list[int]) -> None:
+def _add_tokens(backend: Tokenizer, tokens: list[str], kinds: list[int], strips: bool) -> None:
     """Add control tokens, which `decode` omits, and user-defined tokens, which it keeps."""
     added = {_UNKNOWN: True, _CONTROL: True, _USER_DEFINED: False}
-    # The metadata has no field for this. llama.cpp also decides by the model's name.
-    strips = fields.get("general.architecture") == "phi3" and fields["tokenizer.ggml.model"] == "llama"
     found = [
-        AddedToken(token, special=added[kind], normalized=False, rstrip=strips and token not in _PHI3_KEEPS_SPACE)
+        AddedToken(token, special=added[kind], normalized=False, rstrip=strips and token not in _KEEP_SPACE)
         for token, kind in zip(tokens, kinds, strict=True)
         if kind in added
     ]

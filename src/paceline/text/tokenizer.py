@@ -77,14 +77,18 @@ class Tokenizer:
         return Tokenizer(backend, special, *_default_and_named(_templates(path, config)))
 
     @staticmethod
-    def from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
+    def from_gguf(fields: Mapping[str, Any], *, strips_spaces: bool = False) -> Tokenizer:
         """Build a tokenizer from GGUF metadata.
+
+        Args:
+            fields: Key -> value.
+            strips_spaces: Added tokens of a SentencePiece tokenizer absorb the white space after them.
 
         Raises:
             UnsupportedModel: If the tokenizer is of another kind.
             CorruptModel: If the metadata is incomplete.
         """
-        backend = backend_from_gguf(fields)
+        backend = backend_from_gguf(fields, strips_spaces=strips_spaces)
         key = "tokenizer.chat_template"
         named = {name.removeprefix(f"{key}."): text for name, text in fields.items() if name.startswith(f"{key}.")}
         return Tokenizer(backend, special_tokens(backend, fields), fields.get(key), _texts(named))

@@ -10,22 +10,12 @@ from paceline.checkpoints.family import LAYER, QK_NORMS, Family, GGUFLayout, Raw
 from paceline.checkpoints.gguf_metadata import Config, Metadata, has_part, layer_types
 from paceline.checkpoints.layer_plans import windows_but_every
 from paceline.files.schema import EPS, FACTOR, FLAG, NULL, TOKENS, whole
-from paceline.models.config import ModelConfig
-
-
-def side_by_side(raw: Raw, base: ModelConfig, parallel: bool = True) -> ModelConfig:
-    """With layer norms, and with attention and feed-forward side by side behind one of them if `parallel`."""
-    return replace(base, layer_norm=True, norm_eps=raw["layer_norm_eps"], parallel=parallel, one_norm=parallel)
+from paceline.models.config import ModelConfig, NormConfig
 
 
 def _command(raw: Raw, base: ModelConfig) -> ModelConfig:
-    return replace(
-        side_by_side(raw, base),
-        logits_divisor=1 / raw["logit_scale"],
-        paired=True,
-        qk_norm=bool(raw["use_qk_norm"]),
-        own_head_norms=True,
-    )
+    norms = NormConfig(raw["layer_norm_eps"], "layer", shared=True, heads="own" if raw["use_qk_norm"] else None)
+    return replace(base, parallel=True, norms=norms, logits_divisor=1 / raw["logit_scale"])
 
 
 def _cohere(raw: Raw, base: ModelConfig) -> ModelConfig:
@@ -67,6 +57,7 @@ FAMILIES = (
         {**_DEFAULTS, "rope_theta": 500000.0},
         _KEYS,
         _cohere,
+        interleaved=True,
         gguf=(GGUFLayout("command-r", _NAMES, read=_read),),
         goldens={
             "cohere": {"logit_scale": 0.3},
@@ -79,6 +70,7 @@ FAMILIES = (
         {**_DEFAULTS, "sliding_window": 4096, "sliding_window_pattern": 4, "layer_types": None},
         _KEYS,
         _cohere2,
+        interleaved=True,
         gguf=(GGUFLayout("cohere2", _NAMES, read=_read2),),
         goldens={"cohere2, sliding": {"logit_scale": 0.3, "sliding_window": 18}},
     ),

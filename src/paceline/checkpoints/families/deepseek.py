@@ -29,7 +29,7 @@ from paceline.files.schema import (
     number,
     whole,
 )
-from paceline.models.config import Experts, Groups, LatentConfig, LayerConfig, ModelConfig
+from paceline.models.config import AttentionConfig, Groups, LatentConfig, LayerConfig, MixtureConfig, ModelConfig
 
 SCORE_BIAS = {".mlp.gate.e_score_correction_bias": ".mlp.expert_bias"}
 BIAS = {"exp_probs_b.bias": "mlp.expert_bias"}
@@ -90,15 +90,16 @@ def _deepseek(raw: Raw, base: ModelConfig, sigmoid: bool = True) -> ModelConfig:
         raise CorruptModel("mlp_layer_types names sparse layers, and n_routed_experts is 0", CORRECT)
     if len(kinds) != base.layers or {*kinds} - {*_KINDS}:
         raise CorruptModel(f"mlp_layer_types must name {base.layers} layers, each {' or '.join(_KINDS)}", CORRECT)
+    scale = (latent.plain + latent.rotary) ** -0.5 * _temperature(raw, base) ** 2
+    rope = replace(base.rope, interleaved=raw["rope_interleave"] is not False)
     return replace(
         base,
-        latent=latent,
+        rope=rope,
         kv_heads=1,
         head_dim=latent.rank + latent.rotary,
-        query_scale=(latent.plain + latent.rotary) ** -0.5 * _temperature(raw, base) ** 2,
-        paired=raw["rope_interleave"] is not False,
-        experts=experts,
-        special=tuple(LayerConfig(base.rope, sparse=kind == _KINDS[True]) for kind in kinds),
+        attention=AttentionConfig(scale=scale, latent=latent),
+        mixture=experts,
+        special=tuple(LayerConfig(rope, sparse=kind == _KINDS[True]) for kind in kinds),
     )
 
 
@@ -107,7 +108,7 @@ _METHODS = {"softmax": ("greedy", "group_limited_greedy"), "sigmoid": ("noaux_tc
 """Scoring function -> the ways to select experts that it supports."""
 
 
-def read_experts(raw: Raw, sigmoid: bool = True) -> Experts:
+def read_experts(raw: Raw, sigmoid: bool = True) -> MixtureConfig:
     """The experts of a config with DeepSeek's keys. `sigmoid`: scores are by sigmoid, as in V3, or else by softmax."""
     scoring, method = "sigmoid" if sigmoid else "softmax", raw["topk_method"]
     if raw["scoring_func"] != scoring or method not in _METHODS[scoring] or raw["moe_layer_freq"] != 1:
@@ -125,11 +126,11 @@ def read_experts(raw: Raw, sigmoid: bool = True) -> Experts:
     limited = groups.used < groups.count and (sigmoid or method == "group_limited_greedy")
     if limited and (count % groups.count or used > groups.used * (count // groups.count)):
         raise CorruptModel(f"{used} of {count} experts in {groups.used} of {groups.count} groups do not fit", CORRECT)
-    return Experts(
+    return MixtureConfig(
         count,
         used,
         width,
-        bool(raw["norm_topk_prob"]),
+        normalised=bool(raw["norm_topk_prob"]),
         shared=width * (raw["n_shared_experts"] or 0),
         shared_block="mlp.shared_experts",
         sigmoid=sigmoid,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from paceline.checkpoints.family import Family, GGUFLayout
 
 FAMILIES = (
@@ -11,7 +9,7 @@ FAMILIES = (
         "ernie4_5",
         "ERNIE 4.5",
         {"head_dim": 128, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
-        refine=lambda raw, base: replace(base, paired=True),
+        interleaved=True,
         gguf=(GGUFLayout("ernie4_5"),),
         goldens={"ernie4.5": {"head_dim": 16, "use_bias": True}},
     ),

@@ -8,11 +8,11 @@ from paceline.checkpoints.family import LAYER, POST_NORMS, QK_NORMS, Family, GGU
 from paceline.checkpoints.gguf_metadata import Config, Metadata, layer_types
 from paceline.checkpoints.layer_plans import windows_but_every
 from paceline.files.schema import NULL, whole
-from paceline.models.config import ModelConfig
+from paceline.models.config import ModelConfig, NormConfig
 
 
 def _exaone4(raw: Raw, base: ModelConfig) -> ModelConfig:
-    base = replace(base, prenorm=False, sandwich=True, qk_norm=True)
+    base = replace(base, norms=NormConfig(base.norms.eps, before=False, after=True, heads="shared"))
     every = raw["sliding_window_pattern"]
     # A config without a window may hold the default of one.
     if raw["sliding_window"] is None or not every:

@@ -8,13 +8,15 @@ from paceline.checkpoints.family import LAYER, POST_NORMS, QK_NORMS, Family, GGU
 from paceline.checkpoints.gguf_metadata import Config, Metadata, layer_types
 from paceline.checkpoints.layer_plans import FULL, SLIDING, windows_but_every
 from paceline.files.schema import BASE, FACTOR, TEXT, whole
-from paceline.models.config import ModelConfig, RopeConfig
+from paceline.models.config import AttentionConfig, ModelConfig, NormConfig, RopeConfig
 from paceline.models.rope import read_rope
 
 
 def _gemma(raw: Raw, base: ModelConfig) -> ModelConfig:
     """Gemma 1, whose config may name its activation "gelu", which was never computed."""
-    return replace(base, norm_shift=1.0, embed_scale=base.hidden**0.5, activation="gelu_pytorch_tanh")
+    return replace(
+        base, norms=NormConfig(base.norms.eps, offset=1.0), embed_scale=base.hidden**0.5, activation="gelu_pytorch_tanh"
+    )
 
 
 def _gemma2(raw: Raw, base: ModelConfig, every: int = 2, local: RopeConfig | None = None) -> ModelConfig:
@@ -22,11 +24,11 @@ def _gemma2(raw: Raw, base: ModelConfig, every: int = 2, local: RopeConfig | Non
     embedding of the layers that slide, if they have another."""
     base = replace(
         base,
-        sandwich=True,
-        norm_shift=1.0,
+        norms=NormConfig(base.norms.eps, offset=1.0, after=True),
         embed_scale=base.hidden**0.5,
-        query_scale=raw["query_pre_attn_scalar"] ** -0.5,
-        softcap=raw.get("attn_logit_softcapping"),
+        attention=AttentionConfig(
+            scale=raw["query_pre_attn_scalar"] ** -0.5, softcap=raw.get("attn_logit_softcapping")
+        ),
         final_softcap=raw.get("final_logit_softcapping"),
         activation=raw["hidden_activation"],
     )
@@ -37,7 +39,8 @@ def _gemma3(raw: Raw, base: ModelConfig) -> ModelConfig:
     """Also norms of queries and keys, and another rotary base in the layers that slide."""
     own = (raw.get("rope_parameters") or {}).get(SLIDING)
     local = read_rope(own, raw, raw["rope_local_base_freq"], base.head_dim)
-    return replace(_gemma2(raw, base, raw["sliding_window_pattern"], local), qk_norm=True)
+    base = _gemma2(raw, base, raw["sliding_window_pattern"], local)
+    return replace(base, norms=replace(base.norms, heads="shared"))
 
 
 def rope_of_full_layers(scaling: Raw) -> Raw:

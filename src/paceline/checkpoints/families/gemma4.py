@@ -28,7 +28,7 @@ from paceline.files.schema import (
     each,
     whole,
 )
-from paceline.models.config import Experts, LayerConfig, ModelConfig, RopeConfig
+from paceline.models.config import AttentionConfig, LayerConfig, MixtureConfig, ModelConfig, NormConfig, RopeConfig
 from paceline.models.rope import read_rope
 
 _ROPES: dict[str, dict[str, Any]] = {
@@ -47,18 +47,19 @@ def _gemma4(raw: Raw, base: ModelConfig) -> ModelConfig:
         raise UnsupportedModel("tables of another vocabulary for each layer are not supported", "Use another model")
     experts = None
     if raw["enable_moe_block"]:
-        experts = Experts(raw["num_experts"], raw["top_k_experts"], raw["moe_intermediate_size"], True, beside=True)
+        sizes = [raw[key] for key in ("num_experts", "top_k_experts", "moe_intermediate_size")]
+        if None in sizes:
+            raise CorruptModel("num_experts, top_k_experts and moe_intermediate_size must be whole numbers", CORRECT)
+        experts = MixtureConfig(*sizes, normalised=True, with_dense=True)
     return replace(
         base,
         special=_layers(raw, base),
-        experts=experts,
-        qk_norm=True,
-        sandwich=True,
-        value_norm=True,
+        mixture=experts,
+        attention=AttentionConfig(scale=1.0),
+        norms=NormConfig(base.norms.eps, after=True, heads="shared", values=True),
         layer_scale=True,
         token_inputs=inputs,
         embed_scale=base.hidden**0.5,
-        query_scale=1.0,
         final_softcap=raw["final_logit_softcapping"],
         activation=raw["hidden_activation"],
     )

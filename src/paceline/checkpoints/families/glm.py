@@ -20,20 +20,17 @@ from paceline.files.schema import FLAG
 from paceline.models.config import LayerConfig, ModelConfig
 
 
-def _glm(raw: Raw, base: ModelConfig) -> ModelConfig:
-    return replace(base, paired=True)
-
-
 def _glm4(raw: Raw, base: ModelConfig) -> ModelConfig:
     """Norms before and after."""
-    return replace(_glm(raw, base), sandwich=True)
+    return replace(base, norms=replace(base.norms, after=True))
 
 
 def _glm4_moe(raw: Raw, base: ModelConfig) -> ModelConfig:
     experts = read_experts(raw) if raw["n_routed_experts"] else None
     dense = raw["first_k_dense_replace"] or 0
     layers = [LayerConfig(base.rope, sparse=experts is not None and i >= dense) for i in range(base.layers)]
-    return replace(base, special=tuple(layers), experts=experts, qk_norm=raw["use_qk_norm"])
+    norms = replace(base.norms, heads="shared" if raw["use_qk_norm"] else None)
+    return replace(base, special=tuple(layers), mixture=experts, norms=norms)
 
 
 def _read_moe(meta: Metadata, config: Config) -> Config:
@@ -51,7 +48,7 @@ FAMILIES = (
         "glm",
         "GLM-4 (2024)",
         _DEFAULTS,
-        refine=_glm,
+        interleaved=True,
         goldens={"glm": {"head_dim": 16, "partial_rotary_factor": 0.5}},
     ),
     Family(
@@ -59,6 +56,7 @@ FAMILIES = (
         "GLM-4",
         _DEFAULTS,
         refine=_glm4,
+        interleaved=True,
         names={
             ".post_attention_layernorm.": ".pre_feedforward_layernorm.",
             ".post_self_attn_layernorm.": ".post_attention_layernorm.",

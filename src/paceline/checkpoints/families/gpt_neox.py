@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paceline.checkpoints.families.cohere import side_by_side
 from paceline.checkpoints.family import LAYER, Family, GGUFLayout, Raw
 from paceline.checkpoints.gguf_metadata import Config, Metadata, rotated_share
 from paceline.files.schema import BASE, EPS, FLAG, NULL, SHARE
-from paceline.models.config import ModelConfig
+from paceline.models.config import ModelConfig, NormConfig
 from paceline.models.rope import read_rope
 
 
@@ -16,9 +15,9 @@ def _neox(raw: Raw, base: ModelConfig) -> ModelConfig:
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling")
     share = raw["rotary_pct"] if raw["partial_rotary_factor"] is None else raw["partial_rotary_factor"]
     own = {**raw, "partial_rotary_factor": share}
-    base = replace(base, rope=read_rope(scaling, own, raw["rotary_emb_base"], base.head_dim))
-    base = replace(base, kv_heads=base.heads, plain_mlp=True)
-    return replace(side_by_side(raw, base, parallel=bool(raw["use_parallel_residual"])), one_norm=False)
+    rope = read_rope(scaling, own, raw["rotary_emb_base"], base.head_dim)
+    norms, parallel = NormConfig(raw["layer_norm_eps"], "layer"), bool(raw["use_parallel_residual"])
+    return replace(base, rope=rope, kv_heads=base.heads, gated_mlp=False, parallel=parallel, norms=norms)
 
 
 def _read(meta: Metadata, config: Config) -> Config:

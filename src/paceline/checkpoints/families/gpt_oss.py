@@ -11,7 +11,7 @@ from paceline.checkpoints.layer_plans import layer_windows, layered
 from paceline.errors import UnsupportedModel
 from paceline.files.schema import FACTOR
 from paceline.kernels.activations import LIMIT, SLOPE
-from paceline.models.config import Experts, ModelConfig
+from paceline.models.config import AttentionConfig, MixtureConfig, ModelConfig
 
 
 def _gpt_oss(raw: Raw, base: ModelConfig) -> ModelConfig:
@@ -19,8 +19,10 @@ def _gpt_oss(raw: Raw, base: ModelConfig) -> ModelConfig:
         raise UnsupportedModel(
             f"swiglu_alpha and swiglu_limit {given} are not supported", f"OpenAI's models have {SLOPE} and {LIMIT}"
         )
-    experts = Experts(raw["num_local_experts"], raw["num_experts_per_tok"], base.ffn, True, router="router")
-    base = replace(base, experts=experts, activation="clamped_swiglu", sinks=True)
+    experts = MixtureConfig(
+        raw["num_local_experts"], raw["num_experts_per_tok"], base.ffn, normalised=True, router="router"
+    )
+    base = replace(base, mixture=experts, activation="clamped_swiglu", attention=AttentionConfig(sinks=True))
     windows = layer_windows(raw, base, raw["sliding_window"], lambda i: i % 2 == 0)
     return layered(base, windows, sparse=[True] * base.layers)
 

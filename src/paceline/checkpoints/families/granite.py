@@ -7,7 +7,7 @@ from dataclasses import replace
 from paceline.checkpoints.family import Family, GGUFLayout, Raw
 from paceline.checkpoints.gguf_metadata import Config, Metadata
 from paceline.files.schema import FACTOR
-from paceline.models.config import ModelConfig
+from paceline.models.config import AttentionConfig, ModelConfig
 
 _FACTORS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 DEFAULTS = dict.fromkeys(_FACTORS, 1.0)
@@ -19,7 +19,7 @@ def granite(raw: Raw, base: ModelConfig) -> ModelConfig:
     return replace(
         base,
         embed_scale=raw["embedding_multiplier"],
-        query_scale=raw["attention_multiplier"],
+        attention=AttentionConfig(scale=raw["attention_multiplier"]),
         residual_scale=raw["residual_multiplier"],
         logits_divisor=raw["logits_scaling"],
     )

@@ -18,7 +18,7 @@ from paceline.checkpoints.family import Family, GGUFLayout, Raw, experts_named, 
 from paceline.checkpoints.gguf_metadata import Config, Metadata, each_layer
 from paceline.checkpoints.layer_plans import read_types
 from paceline.files.schema import EXPERT_COUNT, EXPERTS, ROWS, whole
-from paceline.models.config import Experts, LayerConfig, ModelConfig
+from paceline.models.config import LayerConfig, MixtureConfig, ModelConfig
 
 ATTENTION, MAMBA = ("attention", "full_attention"), ("mamba", "linear_attention")
 """Names of both types of layers."""
@@ -30,13 +30,21 @@ def _granite4(raw: Raw, base: ModelConfig) -> ModelConfig:
     attends = [one in ATTENTION for one in types]
     count, experts = raw["num_local_experts"], None
     if count:
-        experts = Experts(count, raw["num_experts_per_tok"], base.ffn, True, "block_sparse_moe", router="router.layer")
-        experts = replace(experts, shared=raw["shared_intermediate_size"], shared_block="mlp")
-    base = replace(granite(raw, base), experts=experts, ffn=raw["shared_intermediate_size"])
+        experts = MixtureConfig(
+            count,
+            raw["num_experts_per_tok"],
+            base.ffn,
+            normalised=True,
+            block="block_sparse_moe",
+            router="router.layer",
+            shared=raw["shared_intermediate_size"],
+            shared_block="mlp",
+        )
+    base = replace(granite(raw, base), mixture=experts, ffn=raw["shared_intermediate_size"])
     attention = LayerConfig(rope, sparse=bool(count))
     if all(attends):
         return replace(base, special=(attention,) * base.layers)
-    state = LayerConfig(None, None, bool(count), prefixed_state(raw, base), attends=False)
+    state = LayerConfig(None, sparse=bool(count), recurrent=prefixed_state(raw, base), attends=False)
     return replace(base, special=tuple(attention if one else state for one in attends))
 
 

@@ -10,7 +10,7 @@ from paceline.checkpoints.family import LAYER, MIXTURE_KEYS, QK_NORMS, Family, G
 from paceline.checkpoints.gguf_metadata import Config, Metadata, each_layer
 from paceline.checkpoints.layer_plans import FULL, read_types
 from paceline.files.schema import EPS, FACTOR, FLAG, LAYERS, MOST_ROWS, NULL, ROWS, FieldKind, listed, number, whole
-from paceline.models.config import Experts, LayerConfig, ModelConfig, ShortConvConfig
+from paceline.models.config import LayerConfig, MixtureConfig, ModelConfig, NormConfig, ShortConvConfig
 
 _CONV, _EXPERT = "conv", ("w1", "w3", "w2")
 
@@ -37,14 +37,21 @@ def _lfm2(raw: Raw, base: ModelConfig, dense: int | None = None) -> ModelConfig:
         ffn, multiple = int(2 * ffn / 3), raw["block_multiple_of"]
         if raw["block_ffn_dim_multiplier"] is not None:
             ffn = -(-int(raw["block_ffn_dim_multiplier"] * ffn) // multiple) * multiple
-    return replace(base, special=tuple(layers), ffn=ffn, norm_eps=raw["norm_eps"], qk_norm=True)
+    return replace(base, special=tuple(layers), ffn=ffn, norms=NormConfig(raw["norm_eps"], heads="shared"))
 
 
 def _lfm2_moe(raw: Raw, base: ModelConfig) -> ModelConfig:
     used, width = raw["num_experts_per_tok"], raw["moe_intermediate_size"]
-    experts = Experts(raw["num_experts"], used, width, raw["norm_topk_prob"], names=_EXPERT, sigmoid=True)
-    experts = replace(experts, scale=raw["routed_scaling_factor"])
-    return replace(_lfm2(raw, base, raw["num_dense_layers"]), experts=experts)
+    experts = MixtureConfig(
+        raw["num_experts"],
+        used,
+        width,
+        normalised=raw["norm_topk_prob"],
+        names=_EXPERT,
+        sigmoid=True,
+        scale=raw["routed_scaling_factor"],
+    )
+    return replace(_lfm2(raw, base, raw["num_dense_layers"]), mixture=experts)
 
 
 def _read(meta: Metadata, config: Config) -> Config:

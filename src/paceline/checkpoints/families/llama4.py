@@ -17,20 +17,23 @@ from paceline.checkpoints.family import (
 from paceline.checkpoints.gguf_metadata import Config, Metadata
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.files.schema import CORRECT, EXPERTS, FLAG, LAYERS, NULL, ROWS, each, listed, number, whole
-from paceline.models.config import Experts, LayerConfig, ModelConfig, RopeConfig
+from paceline.models.config import LayerConfig, MixtureConfig, ModelConfig, RopeConfig
 
 
 def _llama4(raw: Raw, base: ModelConfig) -> ModelConfig:
     layers, width = _layers(raw, base), raw["intermediate_size"]
-    experts = Experts(
-        *(raw["num_local_experts"], raw["num_experts_per_tok"], width, False),
+    experts = MixtureConfig(
+        raw["num_local_experts"],
+        raw["num_experts_per_tok"],
+        width,
+        normalised=False,
         router="router",
         shared=width,
         sigmoid=True,
         weighs_inputs=True,
     )
     used = experts if any(layer.sparse for layer in layers) else None
-    return replace(base, special=layers, ffn=raw["intermediate_size_mlp"], experts=used, paired=True)
+    return replace(base, special=layers, ffn=raw["intermediate_size_mlp"], mixture=used)
 
 
 def _layers(raw: Raw, base: ModelConfig) -> tuple[LayerConfig, ...]:
@@ -109,6 +112,7 @@ FAMILIES = (
             **{"attn_temperature_tuning": FLAG | whole(), "floor_scale": whole(1), "attn_scale": number(0, 1e3)},
         },
         _llama4,
+        interleaved=True,
         names={"language_model.": "", ".feed_forward.": ".mlp."},
         turned=True,
         part_of="llama4",

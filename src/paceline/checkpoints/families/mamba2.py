@@ -9,7 +9,7 @@ from paceline.checkpoints.family import LAYER, Family, GGUFLayout, Raw
 from paceline.checkpoints.gguf_metadata import Config, Metadata
 from paceline.errors import UnsupportedModel
 from paceline.files.schema import EPS, HEAD_COUNT, NULL, FieldKind, each, listed, whole
-from paceline.models.config import LayerConfig, Mamba2Config, ModelConfig
+from paceline.models.config import LayerConfig, Mamba2Config, ModelConfig, NormConfig
 
 MIXER_NAMES = {
     "backbone.": "model.",
@@ -93,7 +93,7 @@ def _mamba2(raw: Raw, base: ModelConfig) -> ModelConfig:
         width=raw["conv_kernel"],
     )
     layer = LayerConfig(None, recurrent=state, attends=False, feeds=False)
-    return replace(base, special=(layer,) * base.layers, norm_eps=raw["layer_norm_epsilon"])
+    return replace(base, special=(layer,) * base.layers, norms=NormConfig(raw["layer_norm_epsilon"]))
 
 
 def _bamba(raw: Raw, base: ModelConfig) -> ModelConfig:

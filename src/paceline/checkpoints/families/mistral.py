@@ -6,14 +6,16 @@ from dataclasses import replace
 
 from paceline.checkpoints.family import MIXTURE_KEYS, Family, Raw
 from paceline.checkpoints.layer_plans import layered, windows_by_type, windows_everywhere
-from paceline.models.config import Experts, ModelConfig
+from paceline.models.config import MixtureConfig, ModelConfig
 
 
 def _mixtral(raw: Raw, base: ModelConfig) -> ModelConfig:
     used, names = raw["num_experts_per_tok"], ("w1", "w3", "w2")
-    experts = Experts(raw["num_local_experts"], used, base.ffn, True, "block_sparse_moe", names)
+    experts = MixtureConfig(
+        raw["num_local_experts"], used, base.ffn, normalised=True, block="block_sparse_moe", names=names
+    )
     windows = [raw.get("sliding_window")] * base.layers
-    return layered(replace(base, experts=experts), windows, sparse=[True] * base.layers)
+    return layered(replace(base, mixture=experts), windows, sparse=[True] * base.layers)
 
 
 FAMILIES = (

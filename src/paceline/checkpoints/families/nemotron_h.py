@@ -27,7 +27,7 @@ from paceline.files.schema import (
     listed,
     whole,
 )
-from paceline.models.config import Experts, LayerConfig, ModelConfig
+from paceline.models.config import LayerConfig, MixtureConfig, ModelConfig, NormConfig
 
 _PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 
@@ -52,21 +52,20 @@ def _nemotron_h(raw: Raw, base: ModelConfig) -> ModelConfig:
     )
     layers = []
     for kind in types:
-        feeds = kind in ("mlp", "moe")
-        recurrent = state if kind in MAMBA else None
-        layers.append(LayerConfig(None, None, kind == "moe", recurrent, attends=kind in ATTENTION, feeds=feeds))
-    eps, experts = raw["layer_norm_epsilon"], _experts(raw) if "moe" in types else None
+        attends, feeds, recurrent = kind in ATTENTION, kind in ("mlp", "moe"), state if kind in MAMBA else None
+        layers.append(LayerConfig(None, sparse=kind == "moe", recurrent=recurrent, attends=attends, feeds=feeds))
+    norms, experts = NormConfig(raw["layer_norm_epsilon"]), _experts(raw) if "moe" in types else None
     return replace(
-        base, special=tuple(layers), norm_eps=eps, experts=experts, activation="squared_relu", plain_mlp=True
+        base, special=tuple(layers), norms=norms, mixture=experts, activation=raw["mlp_hidden_act"], gated_mlp=False
     )
 
 
-def _experts(raw: Raw) -> Experts:
-    return Experts(
+def _experts(raw: Raw) -> MixtureConfig:
+    return MixtureConfig(
         raw["n_routed_experts"],
         raw["num_experts_per_tok"],
         raw["moe_intermediate_size"],
-        raw["norm_topk_prob"],
+        normalised=raw["norm_topk_prob"],
         shared=raw["n_shared_experts"] * raw["moe_shared_expert_intermediate_size"],
         shared_block="mlp.shared_experts",
         sigmoid=True,

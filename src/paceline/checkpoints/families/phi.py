@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paceline.checkpoints.families.cohere import side_by_side
 from paceline.checkpoints.family import LAYER, Family, GGUFLayout, Raw
 from paceline.checkpoints.gguf_metadata import Config, Metadata, rotated_share
 from paceline.files.schema import EPS, FLAG, NULL
-from paceline.models.config import ModelConfig
+from paceline.models.config import ModelConfig, NormConfig
 
 
 def _phi(raw: Raw, base: ModelConfig) -> ModelConfig:
-    return replace(side_by_side(raw, base), plain_mlp=True, qk_norm=bool(raw["qk_layernorm"]))
+    norms = NormConfig(raw["layer_norm_eps"], "layer", shared=True, heads="shared" if raw["qk_layernorm"] else None)
+    return replace(base, parallel=True, gated_mlp=False, norms=norms)
 
 
 def _read(meta: Metadata, config: Config) -> Config:

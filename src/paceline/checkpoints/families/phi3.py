@@ -31,7 +31,12 @@ FAMILIES = (
         refine=windows_everywhere,
         rope=_rope,
         gguf=(
-            GGUFLayout("phi3", {**LAYER, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}, read=_read),
+            GGUFLayout(
+                "phi3",
+                {**LAYER, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+                read=_read,
+                strips_spaces=True,
+            ),
         ),
         goldens={
             "phi3, sliding": {"sliding_window": 17},

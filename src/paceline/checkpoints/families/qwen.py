@@ -8,7 +8,7 @@ from paceline.checkpoints.family import LAYER, MIXTURE_KEYS, QK_NORMS, Family, G
 from paceline.checkpoints.gguf_metadata import Config, Metadata
 from paceline.checkpoints.layer_plans import layer_windows, layered, sparse_layers
 from paceline.files.schema import FLAG, NULL, whole
-from paceline.models.config import Experts, ModelConfig
+from paceline.models.config import MixtureConfig, ModelConfig
 
 LANGUAGE = {"model.language_model.": "model."}
 """Names in files of models that also see."""
@@ -30,7 +30,7 @@ def _qwen2(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 def normed(raw: Raw, base: ModelConfig) -> ModelConfig:
     """Queries and keys are normed."""
-    return replace(base, qk_norm=True)
+    return replace(base, norms=replace(base.norms, heads="shared"))
 
 
 def _qwen3(raw: Raw, base: ModelConfig) -> ModelConfig:
@@ -40,8 +40,10 @@ def _qwen3(raw: Raw, base: ModelConfig) -> ModelConfig:
 def _qwen3_moe(raw: Raw, base: ModelConfig) -> ModelConfig:
     window = raw["sliding_window"] if raw["use_sliding_window"] else None
     count = raw.get("num_experts", raw.get("num_local_experts", 128))
-    experts = Experts(count, raw["num_experts_per_tok"], raw["moe_intermediate_size"], raw["norm_topk_prob"])
-    base = replace(normed(raw, base), experts=experts)
+    experts = MixtureConfig(
+        count, raw["num_experts_per_tok"], raw["moe_intermediate_size"], normalised=raw["norm_topk_prob"]
+    )
+    base = replace(normed(raw, base), mixture=experts)
     return layered(base, [window] * base.layers, sparse=sparse_layers(raw, base))
 
 

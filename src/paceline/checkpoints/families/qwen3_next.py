@@ -19,7 +19,7 @@ from paceline.checkpoints.family import (
 from paceline.checkpoints.gguf_metadata import Config, Metadata, rotated_share
 from paceline.checkpoints.layer_plans import FULL, read_types, sparse_layers
 from paceline.files.schema import FLAG, HEAD_COUNT, ROWS, FieldKind, each, listed, whole
-from paceline.models.config import DeltaNetConfig, Experts, LayerConfig, ModelConfig
+from paceline.models.config import AttentionConfig, DeltaNetConfig, LayerConfig, MixtureConfig, ModelConfig, NormConfig
 
 _LINEAR = "linear_attention"
 
@@ -36,21 +36,22 @@ def _dense(raw: Raw, base: ModelConfig) -> ModelConfig:
     every = raw["full_attention_interval"]
     types = read_types(raw.get("layer_types"), base, (FULL, _LINEAR), lambda i: _LINEAR if (i + 1) % every else FULL)
     state = LayerConfig(None, recurrent=recurrent, attends=False)
+    norms = NormConfig(base.norms.eps, offset=1.0, heads="shared")
     layers = tuple(state if kind == _LINEAR else LayerConfig(base.rope) for kind in types)
-    return replace(base, special=layers, qk_norm=True, gated=True, norm_shift=1.0)
+    return replace(base, special=layers, attention=AttentionConfig(gated=True), norms=norms)
 
 
 def _mixture(raw: Raw, base: ModelConfig) -> ModelConfig:
     base = _dense(raw, base)
-    experts = Experts(
+    experts = MixtureConfig(
         raw["num_experts"],
         raw["num_experts_per_tok"],
         raw["moe_intermediate_size"],
-        raw["norm_topk_prob"],
+        normalised=raw["norm_topk_prob"],
         shared=raw["shared_expert_intermediate_size"],
     )
     layers = zip(base.special, sparse_layers(raw, base), strict=True)
-    return replace(base, special=tuple(replace(layer, sparse=one) for layer, one in layers), experts=experts)
+    return replace(base, special=tuple(replace(layer, sparse=one) for layer, one in layers), mixture=experts)
 
 
 def _unlike_file(raw: Raw, module: str) -> str | None:

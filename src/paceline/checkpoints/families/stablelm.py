@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paceline.checkpoints.families.cohere import side_by_side
 from paceline.checkpoints.family import LAYER, QK_NORMS, Family, GGUFLayout, Raw
 from paceline.checkpoints.gguf_metadata import Config, Metadata, has_part, rotated_share
 from paceline.files.schema import EPS, FLAG, NULL
-from paceline.models.config import ModelConfig
+from paceline.models.config import ModelConfig, NormConfig
 
 
 def _stablelm(raw: Raw, base: ModelConfig) -> ModelConfig:
-    base = replace(base, qk_norm=bool(raw["qk_layernorm"]), own_head_norms=True)
-    return side_by_side(raw, base, parallel=bool(raw["use_parallel_residual"]))
+    parallel = bool(raw["use_parallel_residual"])
+    norms = NormConfig(raw["layer_norm_eps"], "layer", shared=parallel, heads="own" if raw["qk_layernorm"] else None)
+    return replace(base, parallel=parallel, norms=norms)
 
 
 def _read(meta: Metadata, config: Config) -> Config:

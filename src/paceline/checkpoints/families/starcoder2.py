@@ -7,12 +7,12 @@ from dataclasses import replace
 from paceline.checkpoints.family import Family, GGUFLayout, Raw
 from paceline.checkpoints.layer_plans import windows_everywhere
 from paceline.files.schema import EPS
-from paceline.models.config import ModelConfig
+from paceline.models.config import ModelConfig, NormConfig
 
 
 def _starcoder2(raw: Raw, base: ModelConfig) -> ModelConfig:
     base = windows_everywhere(raw, base)
-    return replace(base, layer_norm=True, norm_eps=raw["norm_epsilon"], plain_mlp=True)
+    return replace(base, gated_mlp=False, norms=NormConfig(raw["norm_epsilon"], "layer"))
 
 
 FAMILIES = (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any, NoReturn
 
-from paceline.server.lark import json_of, literal, quoted
+from paceline.sampling.lark import json_of, literal, quoted
 from paceline.text import loose_json
 from paceline.text.growing import GrowingText, Malformed, Reading
 

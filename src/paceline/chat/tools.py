@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.server.lark import json_of, literal
-from paceline.server.tagged import Tags
+from paceline.chat.tagged import Tags
+from paceline.sampling.lark import json_of, literal
 from paceline.text.loose_json import dumps
 from paceline.text.past_calls import with_counted_ids
 

@@ -19,7 +19,7 @@ from paceline.files.gguf_names import parts_of
 from paceline.files.reading import read_json_if_exists, read_text
 from paceline.files.schema import DECODER, GENERATION, GGUF, NULL, check
 from paceline.models.lazy import kind_of, shape_of
-from paceline.server.infill import fills_gaps
+from paceline.text.infill import fills_gaps
 from paceline.text.tokenizer import TOKENIZER_LIMIT, template_of
 
 _FLOATS = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}

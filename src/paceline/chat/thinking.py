@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from paceline.chat import harmony
+from paceline.chat.harmony import HarmonyParser
+from paceline.sampling.lark import literal
 from paceline.sampling.thinking import ThinkingBudget
-from paceline.server import harmony
-from paceline.server.harmony import HarmonyParser
-from paceline.server.lark import literal
 from paceline.text.growing import overlap
 from paceline.text.template_text import TemplateText
 

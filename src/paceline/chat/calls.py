@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.server.tagged import TaggedArguments, written
-from paceline.server.tools import FENCED, NO_ARGUMENTS, CallFormat, Schema
+from paceline.chat.tagged import TaggedArguments, written
+from paceline.chat.tools import FENCED, NO_ARGUMENTS, CallFormat, Schema
 from paceline.text import loose_json
 from paceline.text.growing import GrowingText, Malformed, Reading, overlap
 from paceline.text.loose_json import JsonReader
@@ -20,15 +20,16 @@ Functions = Mapping[str, Schema | None]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A function call. `arguments`: a JSON object, as text."""
+    """A function call. `arguments`: a JSON object, as text. `id`: None in an earlier message that has none."""
 
     name: str
     arguments: str
-    id: str
+    id: str | None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the call in OpenAI's shape."""
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+        named = {} if self.id is None else {"id": self.id}
+        return {**named, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 Piece = Call | str
