@@ -1,4 +1,4 @@
-"""/v1/rerank: how well documents fit a query, judged by a model that was trained for it.
+"""/v1/rerank: ranks documents by their relevance to a query, with a model that was trained for it.
 
 Qwen3-Reranker answers "yes" or "no" to each document; the score is the probability of "yes" among the two. The prompt
 is that of its model card (huggingface.co/Qwen/Qwen3-Reranker-0.6B).
@@ -62,7 +62,7 @@ class RerankRequest(Strict):
     documents: Annotated[list[Text | RerankDocument], Field(min_length=1, max_length=MOST_DOCUMENTS, fail_fast=True)]
     top_n: Annotated[int | None, Field(ge=1, description="Results to return; all unless set.")] = None
     return_documents: bool | None = None
-    instruction: Annotated[Text | None, Field(description="What the query asks for, for the model.")] = None
+    instruction: Annotated[Text | None, Field(description="The task that the model is told.")] = None
     user: Ignored = None
 
     @property
@@ -102,7 +102,13 @@ class Ranking(PlainAnswer):
 
 @dataclass(slots=True)
 class Verdicts:
-    """Reads a prompt's last row. `tokens`: of "yes" and "no". `count`: tokens read so far."""
+    """Reads the score of a document from its prompt's last row.
+
+    Attributes:
+        tokens: Tokens of "yes" and "no".
+        count: Number of prompt tokens read so far.
+        score: Probability of "yes" among the two.
+    """
 
     want: ClassVar[Want] = Want("all")
 
@@ -119,15 +125,19 @@ class Verdicts:
 
 @dataclass(frozen=True, slots=True)
 class RerankJobs:
-    """A job for each document, and what reads its score."""
+    """A job for each document, and the reader of its score."""
 
     jobs: Sequence[ReplyJob]
     verdicts: Sequence[Verdicts]
     body: RerankRequest = field(repr=False)
 
     def answer(self, name: str) -> dict[str, Any]:
-        """Return the answer in Jina's and Cohere's shape, once all jobs are over. Raises `ServerStopping` if the server
-        stopped before."""
+        """Return the answer in Jina's and Cohere's format, once all jobs are over.
+
+        Raises:
+            ServerStopping: If the server stopped before.
+            NonFiniteLogits: If a score is not finite.
+        """
         for job, verdict in zip(self.jobs, self.verdicts, strict=True):
             if verdict.count < job.prompt_tokens:
                 raise ServerStopping
