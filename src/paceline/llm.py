@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from paceline.checkpoints.adapters import Adapter, check_adapters
-from paceline.checkpoints.load_options import LoadOptions
+from paceline.checkpoints.load_arguments import LoadArguments
 from paceline.checkpoints.loader import Device, DType, Loaded
 from paceline.checkpoints.targets import load_target
 from paceline.drafters.base import Drafter
@@ -70,7 +70,7 @@ class LLM:
         self.draft, self.adapters = draft, {**dict.fromkeys(model.adapters), **(adapters or {})}
         self.adapter: str | None = None
         self.recorder: ReplyRecorder | None = None
-        self._options: LoadOptions | None = None
+        self._arguments: LoadArguments | None = None
         """The arguments of `load`, if it can read everything again."""
 
     def __repr__(self) -> str:
@@ -401,15 +401,15 @@ class LLM:
         Raises:
             PacelineError: If the model cannot be quantised or read again. Then `self` stays as it was.
         """
-        options = self._options
-        if options is None or self.recorder or isinstance(options.drafter, Drafter):
+        arguments = self._arguments
+        if arguments is None or self.recorder or isinstance(arguments.drafter, Drafter):
             raise InvalidOption(
                 "quantize() is not available for model objects, drafter objects, tensor-parallel models, or while "
                 "recording",
                 "Load model and drafter by name, in one process, without recording",
             )
-        made = _load(replace(options, quantize=mode, draft_quantize=draft or options.draft_quantize))
-        self.model, self.engine, self._options = made.model, made.engine, made._options
+        made = _load(replace(arguments, quantize=mode, draft_quantize=draft or arguments.draft_quantize))
+        self.model, self.engine, self._arguments = made.model, made.engine, made._arguments
 
 
 def load(
@@ -475,7 +475,7 @@ def load(
         progress: Show bars on stderr for downloads, compilation and loading that take more than two seconds. None: only
             on a terminal.
         exact: Load only if the text stays the same bit for bit (`LLM.guarantee`). On CUDA this needs slower kernels.
-        preset: "fast", "low-memory" or "exact": sets options that are left at their defaults.
+        preset: "fast", "low-memory" or "exact": sets arguments that are left at their defaults.
         tensor_parallel: Share the target among the processes of torchrun.
         device_map: Layers by device, such as {"cuda:0": 20, "cpu": None} (None: the rest), or "auto".
         draft_device_map: The same for a draft model.
@@ -485,7 +485,7 @@ def load(
     Raises:
         PacelineError: With the cause and what to do about it.
     """
-    options = LoadOptions(
+    arguments = LoadArguments(
         model=model,
         adapter=adapter,
         adapters=adapters,
@@ -508,26 +508,26 @@ def load(
         draft_device_map=draft_device_map,
         chat_template=chat_template,
     )
-    return _load(options if preset is None else options.with_preset(preset))
+    return _load(arguments if preset is None else arguments.with_preset(preset))
 
 
 @uncollected()
-def _load(options: LoadOptions) -> LLM:
+def _load(arguments: LoadArguments) -> LLM:
     SANDBOX.start()  # for the chat template; the process starts while the model is read
-    drafter, budget, adapters = options.drafter, to_tree(options.draft), check_adapters(options.adapters or {})
+    drafter, budget, adapters = arguments.drafter, to_tree(arguments.draft), check_adapters(arguments.adapters or {})
     own = {name: one.drafter and spec_name(one.drafter) for name, one in adapters.items()}
     more = [*filter(None, own.values())]
     specs: list[Any] = [drafter] if isinstance(drafter, str | Drafter | None) else [*drafter]
-    check_specs([*specs, *more], options.draft_quantize)
-    check_precision(options.quantize)
-    check_draft_vocab(options.draft_vocab)
-    loaded = load_target(options, adapters)
-    if options.chat_template is not None:
-        loaded = replace(loaded, tokenizer=loaded.tokenizer.with_template(options.chat_template))
-    llm = LLM(loaded, load_drafters(options, more, loaded), budget, own)
+    check_specs([*specs, *more], arguments.draft_quantize)
+    check_precision(arguments.quantize)
+    check_draft_vocab(arguments.draft_vocab)
+    loaded = load_target(arguments, adapters)
+    if arguments.chat_template is not None:
+        loaded = replace(loaded, tokenizer=loaded.tokenizer.with_template(arguments.chat_template))
+    llm = LLM(loaded, load_drafters(arguments, more, loaded), budget, own)
     if drafter in (None, "none"):
         llm.engine.policies.default = Speculation(None)
-    llm._options = options if isinstance(options.model, (str, Path)) and not options.tensor_parallel else None
-    if options.exact:
+    llm._arguments = arguments if isinstance(arguments.model, (str, Path)) and not arguments.tensor_parallel else None
+    if arguments.exact:
         check_exact(llm.guarantee, loaded.target.device)
     return llm

@@ -90,7 +90,7 @@ def test_no_prompt_at_a_terminal(shop: Shop, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_prompt_longer_than_the_context(shop: Shop) -> None:
-    assert "the model's context 256" in failure(generate("x" * 300))
+    assert "the model's context has 256" in failure(generate("x" * 300))
 
 
 @pytest.mark.parametrize("args", [["generate", "--nonsense"], ["generate", "x", "-n", "many"], ["nonsense"]])

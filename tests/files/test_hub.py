@@ -206,5 +206,5 @@ def test_short_names() -> None:
     assert hub_name("owner/name") == ("owner/name", None)
     assert [hub_name(name) for name in ("qwen3", "a:b", "a/b.gguf", "a/b/c", "a/b:c/d", "ollama:a:b")] == [None] * 6
     assert short_name(ALIASES["qwen3:0.6b"], "Q8_0") == "qwen3:0.6b:Q8_0"
-    with pytest.raises(ModelNotFound, match=r"Give qwen3:0.6b or qwen3:1.7b or"):
+    with pytest.raises(ModelNotFound, match=r"Use qwen3:0.6b or qwen3:1.7b or"):
         resolve("qwen3:99b")

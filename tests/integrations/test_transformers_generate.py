@@ -232,7 +232,7 @@ CANNOT: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (ONE, {"cache_implementation": "static"}, "StaticCache"),
     (ONE, {"position_ids": torch.arange(10)[None] + 3}, "position_ids"),
     (RIGHT_PADDED, {}, "left"),
-    (ONE, {"max_new_tokens": 400}, "context of 256"),
+    (ONE, {"max_new_tokens": 400}, "context length of 256"),
 ]
 
 

@@ -146,7 +146,7 @@ def test_adapters_are_cut_as_the_weights_beside_them() -> None:
         torch.testing.assert_close(whole, b @ a)
     module = "model.layers.0.self_attn.q_proj"
     a, b = held.factors[module]
-    with pytest.raises(AdapterMismatch, match=r"x changes .*q_proj from 32 to 16 elements, .* is from 32 to 32"):
+    with pytest.raises(AdapterMismatch, match=r"x maps 32 to 16 elements in .*q_proj, but this model maps 32 to 32"):
         own[0].factors(Factors("x", {module: (a, b[:16])}))  # which would fit a part
 
 

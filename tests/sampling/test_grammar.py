@@ -287,7 +287,7 @@ def test_a_library_that_cannot_roll_back_is_read_anew() -> None:
         (lambda: Grammar.json_schema({"oneOf": [{"type": "string"}, {"type": "string"}]}), "oneOf"),
         (lambda: Grammar.json_schema("{"), "JSON schema"),
         (lambda: Grammar.json_schema("3"), "must be an object"),
-        (lambda: Grammar.json_schema({"a": {1, 2}}), "no JSON"),
+        (lambda: Grammar.json_schema({"a": {1, 2}}), "not valid JSON"),
         (lambda: Grammar.json_schema(False), "Unsatisfiable"),
         (lambda: Grammar.json_schema("false"), "Unsatisfiable"),
         (lambda: Grammar.regex("("), "unclosed group"),
@@ -308,9 +308,9 @@ def test_what_the_model_lacks_is_refused_before_anything_begins() -> None:
         LLM(speaker(WORDS)).stream("Hi", how(Grammar.lark("start: <|tool|>"), 0.0))
     with pytest.raises(InvalidOption, match="ignore_eos"):
         how(Grammar.json(), 0.0, ignore_eos=True)
-    with pytest.raises(InvalidOption, match="no grammar"):
+    with pytest.raises(InvalidOption, match="is not a Grammar"):
         Sampling(grammar="a+")  # type: ignore[arg-type]
-    with pytest.raises(InvalidOption, match="no tokenizer"):
+    with pytest.raises(InvalidOption, match="needs a tokenizer"):
         how(Grammar.json(), 0.0).sampler(vocabulary=Vocabulary(SIZE, [END]))
     with pytest.raises(InvalidOption, match="end-of-sequence"):
         how(Grammar.json(), 0.0).sampler(vocabulary=Vocabulary(SIZE, (), None, WORDS))

@@ -17,9 +17,8 @@ from paceline.errors import InvalidOption, PacelineError
 from paceline.llm import LLM
 from paceline.server import errors
 from paceline.server.app import PAGE, POLICY, add_page
-from paceline.server.description import ANSWERS
+from paceline.server.description import ANSWERS, Health
 from paceline.server.models import ModelSource
-from paceline.server.schema_answers import Health
 from paceline.server.worker import Busy, ServerStopping, Worker
 from tests.support.pages import ROOT
 from tests.support.running import Serving, serving

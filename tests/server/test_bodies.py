@@ -10,9 +10,9 @@ import pytest
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
+from paceline.server.apis.chat_completions import ChatRequest
+from paceline.server.apis.completions import CompletionRequest
 from paceline.server.bodies import parse
-from paceline.server.chat_completions import ChatRequest
-from paceline.server.completions import CompletionRequest
 from paceline.server.errors import ApiError
 from tests.support.described import Document, FuzzRequest
 from tests.support.fuzz import BODIES, PATHS, check_response

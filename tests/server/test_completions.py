@@ -13,7 +13,7 @@ from paceline.drafters.suffix import Suffix
 from paceline.engine.prefix_cache import PrefixCache
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
-from paceline.server.completions import CompletionRequest, Completions
+from paceline.server.apis.completions import CompletionRequest, Completions
 from paceline.server.limits import Settings
 from paceline.server.models import Models, ModelSource
 from paceline.server.worker import Worker

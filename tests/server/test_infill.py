@@ -11,7 +11,7 @@ import pytest
 
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
-from paceline.server.infill import InfillEncoder
+from paceline.server.apis.infill import InfillEncoder
 from paceline.server.usage import Usage
 from paceline.server.worker import ReplyRound
 from tests.support.filler import filler

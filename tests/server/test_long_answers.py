@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from paceline.server import api
+from paceline.server.apis.stored import ResponseStore, StoredResponse, memory
 from paceline.server.preprocessing import Preprocessor
-from paceline.server.stored import ResponseStore, StoredResponse, memory
 from tests.support.calling import SCHEMA, user
 from tests.support.running import Serving
 

@@ -9,9 +9,9 @@ import pytest
 
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
+from paceline.server.apis.messages import MessagesRequest, chat_prompt
 from paceline.server.compat import left_out
 from paceline.server.errors import ApiError
-from paceline.server.messages import MessagesRequest, chat_prompt
 from tests.support.calling import SCHEMA, THINKS, user
 from tests.support.plain_anthropic import PlainAnthropic
 from tests.support.running import Serving, serving

@@ -355,8 +355,8 @@ def test_what_other_providers_add_to_messages_and_tools_does_nothing(talker: Ser
 
 
 def test_agents_may_have_hundreds_of_tools(served: Serving) -> None:
-    from paceline.server.messages import MessagesRequest, chat_prompt
-    from paceline.server.responses import ResponsesRequest
+    from paceline.server.apis.messages import MessagesRequest, chat_prompt
+    from paceline.server.apis.responses import ResponsesRequest
 
     ask: dict[str, Any] = {"role": "user", "content": "x"}
     tools = [{"type": "function", "name": f"t{i}"} for i in range(300)]

@@ -17,10 +17,10 @@ from starlette.requests import Request
 from paceline.llm import LLM
 from paceline.sampling.grammar import live_bytes
 from paceline.server import bodies, grammars
-from paceline.server.completions import CompletionRequest
+from paceline.server.apis.completions import CompletionRequest
+from paceline.server.apis.tokens import TokenizeRequest
 from paceline.server.errors import ApiError
 from paceline.server.preprocessing import Preprocessor
-from paceline.server.tokens import TokenizeRequest
 from tests.support.running import Serving, serving
 from tests.support.slow_llm import slow_llm
 from tests.support.toys import toy_llm

@@ -9,11 +9,11 @@ import pytest
 
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
+from paceline.server.apis.response_items import MessageItem, chat_messages_of
+from paceline.server.apis.responses import ResponsesRequest
+from paceline.server.apis.stored import ResponseStore, StoredResponse, memory
 from paceline.server.compat import left_out
 from paceline.server.errors import ApiError
-from paceline.server.response_items import MessageItem, chat_messages_of
-from paceline.server.responses import ResponsesRequest
-from paceline.server.stored import ResponseStore, StoredResponse, memory
 from tests.support.calling import SCHEMA, THINKS, user
 from tests.support.running import Serving, serving
 from tests.support.scripted import fail_before_the_end, scripted

@@ -175,7 +175,7 @@ def test_an_option_lets_messages_form_special_tokens(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("paceline.server.listen.run", lambda *_: None)
     for given, allowed in (([], False), (["--special-tokens-in-messages"], True)):
         served = toy_llm()
-        monkeypatch.setattr(command.LoadOptions, "load", lambda *_, made=served, **__: made)
+        monkeypatch.setattr(command.LoadFlags, "load", lambda *_, made=served, **__: made)
         done = CliRunner().invoke(app, ["serve", "--quiet", *given])
         assert done.exit_code == 0, done.output
         end = served.tokenizer.vocabulary["</s>"]

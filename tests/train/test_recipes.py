@@ -19,7 +19,7 @@ from paceline.testing import run
 from paceline.train.block import BlockRecipe, default_taps
 from paceline.train.kinds import one_layer
 from paceline.train.loop import Trainer, TrainPlan
-from paceline.train.pointwise import EarlyExitRecipe, MedusaRecipe
+from paceline.train.pointwise import Accuracy, EarlyExitRecipe, MedusaRecipe
 from paceline.train.recipe import DraftPlaces, Recipe, Teacher
 from paceline.train.states import States
 from paceline.types import DraftBudget
@@ -96,6 +96,19 @@ def test_a_teacher_that_knows_all_tokens_chooses_what_the_target_chooses() -> No
     exact, known = (teacher.score(batch, places, exact=exact)[1] for exact in (True, False))
     assert exact.shape == (2, places.pending.shape[1] + 2)
     assert torch.equal(known, exact)
+
+
+def test_chances_of_a_place_are_smoothed_by_the_rate_of_its_depth_and_rank() -> None:
+    accuracy = Accuracy()
+    for _ in range(10):
+        accuracy.add([0, 1], [2, 2])
+    for _ in range(30):
+        accuracy.add([1, 2], [2, 2])
+    chance = accuracy.chances(doubt=20.0)
+    assert chance((0,)) == pytest.approx(10 / 40)
+    assert chance((0, 1)) == pytest.approx((10 + 20 * 10 / 40) / (10 + 20)), "of 40 tries at depth 2 and rank 1"
+    assert chance((1, 1)) == pytest.approx((0 + 20 * 10 / 40) / (30 + 20))
+    assert chance((2,)) == 0.0
 
 
 def test_taps_of_blocks_leave_layers_spread_over_the_target() -> None:

@@ -49,7 +49,7 @@ class ForcedCallParser:
 
     @property
     def complete(self) -> bool:
-        """Whether the call was complete at the end of the reply."""
+        """True if the call was complete at the end of the reply."""
         return self._arguments is not None and self._arguments.complete
 
     def push(self, text: str) -> tuple[str, list[Piece]]:
@@ -305,7 +305,7 @@ class _CallBlock:
         return found
 
     def _followed(self) -> Reading[bool]:
-        """Return whether text follows, apart from the end of a code block."""
+        """Return True if text follows, apart from the end of a code block."""
         yield from self._skip(self.form.tails)
         return bool((yield from self.text.ahead()))
 

@@ -269,7 +269,7 @@ def _resolved(schema: Any, root: Schema) -> Schema:
 
 
 def _divisible(schema: Schema) -> bool:
-    """Return whether each property can be written with a copy of all definitions, and needs nothing else."""
+    """Return True if each property can be written with a copy of all definitions, and needs nothing else."""
     text = json.dumps(schema)
     references = re.findall(r'"\$ref": "([^"]*)"', text)
     small = len(text) * len(schema["properties"]) <= _MOST

@@ -26,7 +26,7 @@ class ThoughtFormat:
         return self.start, self.end
 
     def known(self, template: str) -> bool:
-        """Return whether a chat template is of a model that writes this format."""
+        """Return True if a chat template is of a model that writes this format."""
         return self.end in template
 
     def parser(self, inside: bool) -> ThoughtParser | HarmonyParser:
@@ -34,11 +34,11 @@ class ThoughtFormat:
         return ThoughtParser(self, inside)
 
     def begun(self, prompt: str) -> bool:
-        """Return whether a prompt ends inside of the reasoning."""
+        """Return True if a prompt ends inside of the reasoning."""
         return prompt.rstrip().endswith(self.start.rstrip())
 
     def over(self, prompt: str) -> bool:
-        """Return whether a prompt ends with reasoning that is over, as templates write it where none is wanted."""
+        """Return True if a prompt ends with reasoning that is over, as templates write it where none is wanted."""
         return prompt.rstrip().endswith(self.end)
 
     def skip(self, prompt: str) -> str:
@@ -134,10 +134,10 @@ class ThoughtParser:
     def __init__(self, form: ThoughtFormat, inside: bool) -> None:
         self._form, self.inside = form, inside
         self._open = True
-        """Whether reasoning may still begin."""
+        """True if reasoning may still begin."""
         self._held = ""
         self._fresh = True
-        """Whether white space is dropped until other text follows."""
+        """True if white space is dropped until other text follows."""
 
     def push(self, text: str) -> tuple[str, str]:
         """Return (reasoning, text of the answer) that can be shown."""

@@ -332,7 +332,7 @@ _TOOLS = r"""(?<![\w.'"])tools\b"""
 
 
 def knows_tools(template: str | None) -> bool:
-    """Return whether the template itself shows the tools to the model."""
+    """Return True if the template itself shows the tools to the model."""
     return bool(re.search(r"\btools\b", template or ""))
 
 

@@ -1,4 +1,4 @@
-"""A family of models as data: what its files say, and what its layers compute. One file each in `families/`."""
+"""Description of a family of models as data. Each has a file in `families/`."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ POST_NORMS: Names = {
 
 
 def experts_named(block: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> Names:
-    """Names of the experts of `block`: their gate, up and down projections, which GGUF files stack."""
+    """Return names of the gate, up and down projections of the experts in `block`, which GGUF files stack."""
     return {f"ffn_{part}_exps": f"{block}.{{}}.{name}" for part, name in zip(_PARTS, names, strict=True)}
 
 
 def shared_expert_named(block: str) -> Names:
-    """Names of the expert that every row uses."""
+    """Return names of the expert that every row uses."""
     return {f"ffn_{part}_shexp": f"{block}.{part}_proj" for part in _PARTS}
 
 

@@ -1,4 +1,4 @@
-"""Layers of a model from its config: which have windows, and their types by name."""
+"""Types, windows and positions of a model's layers, from its config."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def read_types(
 
 
 def windows_everywhere(raw: Raw, base: ModelConfig) -> ModelConfig:
-    """Every layer has the sliding window, if there is one (Mistral, Phi-3)."""
+    """Add the sliding window, if there is one, to every layer (Mistral, Phi-3)."""
     return layered(base, [raw.get("sliding_window")] * base.layers)
 
 
 def windows_by_type(raw: Raw, base: ModelConfig) -> ModelConfig:
-    """`layer_types` says which layers slide, by default all if there is a window (Ministral)."""
+    """Add windows by `layer_types`; by default, all layers slide if there is a window (Ministral)."""
     window = raw.get("sliding_window")
     return layered(base, layer_windows(raw, base, window, lambda i: window is not None))
 
@@ -51,14 +51,21 @@ def windows_by_type(raw: Raw, base: ModelConfig) -> ModelConfig:
 def windows_but_every(
     raw: Raw, base: ModelConfig, every: int, near: RopeConfig | None, far: RopeConfig | None
 ) -> ModelConfig:
-    """Windows by `layer_types`, or in all layers but each `every`-th. `near`, `far`: the rotary embeddings of layers
-    with and without a window."""
+    """Add windows by `layer_types`; by default, all layers except each `every`-th slide.
+
+    Args:
+        raw: The config.
+        base: The common part.
+        every: Period of layers without a window.
+        near: The rotary embedding of layers with a window.
+        far: The rotary embedding of layers without one.
+    """
     windows = layer_windows(raw, base, raw["sliding_window"], lambda i: (i + 1) % every != 0)
     return layered(base, windows, [near if window else far for window in windows])
 
 
 def layer_windows(raw: Raw, base: ModelConfig, window: int | None, default: Callable[[int], bool]) -> list[int | None]:
-    """The window of each layer: by `layer_types`, or if it is missing by `default`."""
+    """Return the window of each layer, by `layer_types` or, if it is missing, by `default`."""
     types = read_types(raw.get("layer_types"), base, (FULL, SLIDING), lambda i: SLIDING if default(i) else FULL)
     if window is None and SLIDING in types:
         raise CorruptModel("layer_types names layers that slide, and sliding_window no window", CORRECT)
@@ -66,13 +73,13 @@ def layer_windows(raw: Raw, base: ModelConfig, window: int | None, default: Call
 
 
 def sparse_layers(raw: Raw, base: ModelConfig) -> list[bool]:
-    """Whether each layer is a mixture of experts, by Qwen's keys."""
+    """Return True for each layer that is a mixture of experts, by Qwen's keys."""
     dense = raw.get("mlp_only_layers") or ()
     return [i not in dense and (i + 1) % raw["decoder_sparse_step"] == 0 for i in range(base.layers)]
 
 
 def rotates_by_interval(raw: Raw, base: ModelConfig) -> list[bool]:
-    """Whether each layer encodes positions: by `no_rope_layers`, or all but every few."""
+    """Return True for each layer that encodes positions, by `no_rope_layers` or its interval."""
     every = raw["no_rope_layer_interval"]
     rotates = raw.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(base.layers)]
     if len(rotates) < base.layers:
@@ -86,7 +93,7 @@ def layered(
     ropes: Sequence[RopeConfig | None] | None = None,
     sparse: Sequence[bool] | None = None,
 ) -> ModelConfig:
-    """The config with these layers. A window as wide as the context is dropped."""
+    """Return the config with these layers. A window as wide as the context is dropped."""
     ropes, sparse = ropes or [base.rope] * base.layers, sparse or [False] * base.layers
     bounded = [w if w and w < base.context_length else None for w in windows]
     return replace(base, special=tuple(map(LayerConfig, ropes, bounded, sparse)))

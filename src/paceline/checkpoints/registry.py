@@ -1,4 +1,4 @@
-"""The families of models: every `FAMILIES` of a file in `families/`."""
+"""Registry of the families: all `FAMILIES` of the files in `families/`."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ ARCHITECTURES: dict[str, tuple[Family, GGUFLayout]] = {
 }
 """By the name in GGUF files."""
 _PARTS = {family.part_of: family.name for family in FAMILIES.values() if family.part_of}
-"""Models that also see -> their language model, which runs by itself here."""
+"""Model type of models that also see -> model type of their language model."""
 _UNKNOWN = Family("")
 
 
 def family_of(raw: Raw) -> Family:
-    """The family of a config; one without peculiarities if it is not known."""
+    """Return the family of a config, or one without peculiarities if the model type is unknown."""
     return FAMILIES.get(raw.get("model_type", ""), _UNKNOWN)
 
 
 def ties_head(raw: Raw) -> bool:
-    """Whether the output head is the embedding, by the config or the family's default."""
+    """Return True if the output head is the embedding, by the config or the family's default."""
     return bool({**family_of(raw).defaults, **raw}.get("tie_word_embeddings"))
 
 
 def text_config(raw: dict[str, Any]) -> dict[str, Any]:
-    """The config of the language model of a model that also sees; any other as it is."""
+    """Return the config of the language model of a model that also sees; any other as it is."""
     inner = raw.get("text_config")
     if raw.get("model_type") not in _PARTS or not isinstance(inner, dict):
         return raw

@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.checkpoints.adapters import Adapter
 from paceline.checkpoints.checkpoint import eos_token_ids
-from paceline.checkpoints.load_options import LoadOptions
+from paceline.checkpoints.load_arguments import LoadArguments
 from paceline.checkpoints.loader import Loaded, load_model
 from paceline.errors import InvalidOption
 from paceline.files.progress import progress_bar
@@ -18,33 +18,33 @@ from paceline.models.runner_choice import runner_of, suggest_codes, warn_of
 from paceline.text.tokenizer import Tokenizer
 
 
-def load_target(options: LoadOptions, adapters: Mapping[str, Adapter]) -> Loaded:
-    """Load the target that `options` describes, with `adapters` for requests that name one; raises as `load` does."""
-    model = options.model
+def load_target(arguments: LoadArguments, adapters: Mapping[str, Adapter]) -> Loaded:
+    """Load the target that `arguments` describes, with `adapters` for requests that name one; raises as `load` does."""
+    model = arguments.model
     if isinstance(model, (str, Path)):
-        if options.tokenizer is not None:
+        if arguments.tokenizer is not None:
             raise InvalidOption(f"{model} brings its own tokenizer", "Give tokenizer=... with a model object only")
         loaded = load_model(
             model,
-            adapter=options.adapter,
+            adapter=arguments.adapter,
             adapters=adapters,
-            dtype=options.dtype,
-            device=options.device,
-            device_map=options.device_map,
-            quantize=options.quantize,
-            revision=options.revision,
-            token=options.token,
-            allow_pickle=options.allow_pickle,
-            progress=options.progress,
-            exact=options.exact,
-            tensor_parallel=options.tensor_parallel,
+            dtype=arguments.dtype,
+            device=arguments.device,
+            device_map=arguments.device_map,
+            quantize=arguments.quantize,
+            revision=arguments.revision,
+            token=arguments.token,
+            allow_pickle=arguments.allow_pickle,
+            progress=arguments.progress,
+            exact=arguments.exact,
+            tensor_parallel=arguments.tensor_parallel,
         )
-        _advise(loaded, floats_chosen=(options.quantize, options.dtype) != ("auto", "auto"))
+        _advise(loaded, floats_chosen=(arguments.quantize, arguments.dtype) != ("auto", "auto"))
         return loaded
-    placed = (options.dtype, options.device, options.revision, options.device_map, options.tensor_parallel)
-    adapted = options.adapter is not None or bool(adapters)
-    _check_held(placed != ("auto", "auto", None, None, False), options.quantize not in ("auto", "none"), adapted)
-    return _wrap(model, options.tokenizer, options.progress)
+    placed = (arguments.dtype, arguments.device, arguments.revision, arguments.device_map, arguments.tensor_parallel)
+    adapted = arguments.adapter is not None or bool(adapters)
+    _check_held(placed != ("auto", "auto", None, None, False), arguments.quantize not in ("auto", "none"), adapted)
+    return _wrap(model, arguments.tokenizer, arguments.progress)
 
 
 def _advise(loaded: Loaded, floats_chosen: bool) -> None:

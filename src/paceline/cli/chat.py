@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from paceline.cli.commands import option, print_error
-from paceline.cli.options import LoadOptions, ModelArgument, Quiet, SamplingOptions, progress_wanted
+from paceline.cli.options import LoadFlags, ModelArgument, Quiet, SamplingOptions, progress_wanted
 from paceline.cli.prompts import piped_prompt
 from paceline.cli.show import Display, has_colour, loaded_line, sampling_line, summary
 from paceline.cli.wrapping import say
@@ -48,7 +48,7 @@ Ctrl-C stops a reply. The part that was written stays in the conversation."""
 def chat(
     argument: ModelArgument = None,
     *,
-    load: LoadOptions,
+    load: LoadFlags,
     sampling: SamplingOptions,
     system: Annotated[str | None, option("System message, the first of the conversation.")] = None,
     quiet: Quiet = False,
@@ -78,7 +78,7 @@ def run(
         ),
     ] = None,
     *,
-    load: LoadOptions,
+    load: LoadFlags,
     sampling: SamplingOptions,
     system: Annotated[str | None, option("System message, the first of the conversation.")] = None,
     quiet: Quiet = False,
@@ -96,7 +96,7 @@ def run(
 
 
 class _Chat:
-    def __init__(self, load: LoadOptions, options: SamplingOptions, system: str | None, quiet: bool) -> None:
+    def __init__(self, load: LoadFlags, options: SamplingOptions, system: str | None, quiet: bool) -> None:
         self._load, self._options, self._quiet = load, options, quiet
         self._changes: dict[str, Any] = {}
         self._more = "raise -n"
@@ -106,7 +106,7 @@ class _Chat:
         self._open(load)
         self._sampling = options.resolve(self._llm)
 
-    def _open(self, load: LoadOptions) -> None:
+    def _open(self, load: LoadFlags) -> None:
         """Load a model. If that fails, the previous model stays."""
         llm = load.load(progress=progress_wanted(self._quiet))
         if llm.tokenizer.chat_template is None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.options import LoadOptions, SamplingOptions
+from paceline.cli.options import LoadFlags, SamplingOptions
 from paceline.cli.prompts import single_prompt
 from paceline.cli.show import decode_speed, has_colour, percent, print_figures, speed, stream_reply
 
@@ -34,10 +34,10 @@ def demo(
         typer.Argument(metavar="PROMPT", help="Prompt to answer; by default, a text to correct.", show_default=False),
     ] = None,
     *,
-    load: LoadOptions,
+    load: LoadFlags,
     sampling: SamplingOptions,
 ) -> None:
-    """Answer a prompt with and without speculation, and compare the speed.
+    """Compare the speed of an answer with and without speculation.
 
     The answers have at most 192 tokens, unless -n sets another length. The exit code is 1 if the two texts differ
     although this machine guarantees that they are identical bit for bit.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from paceline.cli.commands import options_of
-from paceline.cli.options import DEMO, LoadOptions, Quiet, SamplingOptions, follows, note, progress_wanted
+from paceline.cli.options import DEMO, LoadFlags, Quiet, SamplingOptions, follows, note, progress_wanted
 from paceline.cli.prompts import STDIN, read_rows, single_prompt
 from paceline.cli.record import recording
 from paceline.cli.show import summary
@@ -70,7 +70,7 @@ def generate(
         ),
     ] = None,
     *,
-    load: LoadOptions,
+    load: LoadFlags,
     sampling: SamplingOptions,
     out: OutputOptions,
     quiet: Quiet = False,
@@ -147,7 +147,7 @@ def _model_and_prompt(
     return None, first
 
 
-def _load(load: LoadOptions, model: str | None, raw: bool, quiet: bool) -> LLM:
+def _load(load: LoadFlags, model: str | None, raw: bool, quiet: bool) -> LLM:
     """Load the model. `model` is the MODEL argument, which may be the first word of a prompt without quotes."""
     try:
         llm = load.load(progress=progress_wanted(quiet))

@@ -217,7 +217,7 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadOptions(ModelOptions):
+class LoadFlags(ModelOptions):
     """The model, where it runs, and its drafter."""
 
     quantize: Quantize = "auto"

@@ -19,7 +19,7 @@ from paceline.cli.options import (
     AsJson,
     DraftQuantize,
     DraftVocab,
-    LoadOptions,
+    LoadFlags,
     ModelOptions,
     Quantize,
     Quiet,
@@ -55,7 +55,7 @@ def record(
     prompts: Annotated[
         Path, option("JSONL file of prompts, as for generate; - is stdin.", metavar="FILE", panel="Input and output")
     ],
-    load: LoadOptions,
+    load: LoadFlags,
     sampling: SamplingOptions,
     raw: Annotated[
         bool, option("Pass the text to the model unchanged, without the chat template.", panel="Input and output")
@@ -187,10 +187,10 @@ def replay(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Predict the speed of drafters over recorded replies, without generating.
+    """Predict the speed of drafters from recorded replies.
 
-    Only the drafters run. Tokens per round are exact for drafters with a draft size. Speeds are predicted from the time
-    that passes take on this machine.
+    Only the drafters run, not the model. Tokens per round are exact for drafters with a draft size. Speeds are
+    predicted from the time that passes take on this machine.
     """
     from paceline.bench.replay.predict import Candidate
     from paceline.bench.replay.search import parts_of

@@ -16,7 +16,7 @@ from paceline.cli.cache_room import cache_positions, position_bytes, state_posit
 from paceline.cli.commands import LOG_FORMAT, option, options_of
 from paceline.cli.options import (
     DEMO,
-    LoadOptions,
+    LoadFlags,
     ModelArgument,
     Quiet,
     follows,
@@ -197,7 +197,7 @@ class ServedModels:
 def application(
     argument: ModelArgument = None,
     *,
-    model: LoadOptions,
+    model: LoadFlags,
     server: ServerOptions,
     limits: LimitOptions,
     several: ModelsOptions,
@@ -259,7 +259,7 @@ def _check_installed() -> None:
 
 
 def _models(
-    model: LoadOptions,
+    model: LoadFlags,
     has_first: bool,
     server: ServerOptions,
     several: ModelsOptions,
@@ -321,7 +321,7 @@ def _settings(server: ServerOptions, limits: LimitOptions, addresses: Collection
     )
 
 
-def _first(model: LoadOptions, server: ServerOptions, load: Callable[[], Worker], path: Path | None) -> ModelSource:
+def _first(model: LoadFlags, server: ServerOptions, load: Callable[[], Worker], path: Path | None) -> ModelSource:
     """Return the source of the model on the command line."""
     from paceline.server.models import ModelSource
 
@@ -361,7 +361,7 @@ def _pull(
 
 
 def _open_worker(
-    model: LoadOptions,
+    model: LoadFlags,
     *,
     progress: bool,
     also: list[str],

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from paceline.checkpoints.head_files import open_head
 from paceline.checkpoints.head_fit import fits, host_of, shipped, sizes_of, vocabulary_of
-from paceline.checkpoints.load_options import LoadOptions
+from paceline.checkpoints.load_arguments import LoadArguments
 from paceline.checkpoints.loader import Loaded, load_model
 from paceline.checkpoints.lora import split_adapter
 from paceline.drafters.base import Drafter
@@ -194,34 +194,34 @@ def open_drafters(
     return found
 
 
-def load_drafters(options: LoadOptions, more: Sequence[str], target: Loaded) -> Drafter | dict[str, Drafter] | None:
-    """Load the drafter or drafters that `options` names, and those that `more` names: see `open_drafters`."""
+def load_drafters(arguments: LoadArguments, more: Sequence[str], target: Loaded) -> Drafter | dict[str, Drafter] | None:
+    """Load the drafter or drafters that `arguments` names, and those that `more` names: see `open_drafters`."""
     read = partial(
         load_model,
-        dtype=options.dtype,
-        device=options.device,
-        device_map=options.draft_device_map,
-        revision=options.draft_revision,
-        token=options.token,
-        allow_pickle=options.allow_pickle,
-        progress=options.progress,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        device_map=arguments.draft_device_map,
+        revision=arguments.draft_revision,
+        token=arguments.token,
+        allow_pickle=arguments.allow_pickle,
+        progress=arguments.progress,
     )
     head = partial(
         open_head,
-        revision=options.draft_revision,
-        token=options.token,
-        allow_pickle=options.allow_pickle,
-        quiet=not options.progress,
+        revision=arguments.draft_revision,
+        token=arguments.token,
+        allow_pickle=arguments.allow_pickle,
+        quiet=not arguments.progress,
     )
     opened = partial(
         open_drafter,
         target=target,
-        quantize=options.draft_quantize,
+        quantize=arguments.draft_quantize,
         read=read,
         head=head,
-        draft_vocab=options.draft_vocab,
+        draft_vocab=arguments.draft_vocab,
     )
-    return open_drafters(options.drafter, more, target, opened)
+    return open_drafters(arguments.drafter, more, target, opened)
 
 
 def spec_name(spec: str) -> str:

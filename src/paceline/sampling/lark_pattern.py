@@ -1,4 +1,4 @@
-"""Lark grammars as regular expressions, as far as they are regular: no rule refers to itself."""
+"""Converting Lark grammars to regular expressions. Only regular grammars can be converted."""
 
 from __future__ import annotations
 
@@ -7,9 +7,18 @@ import re
 from collections.abc import Mapping
 
 _IMPORTED = {
-    **{"LF": r"\n", "CR": r"\r", "NEWLINE": r"(\r?\n)+", "WS": r"[ \t\f\r\n]+", "WS_INLINE": r"[ \t]+"},
-    **{"DIGIT": "[0-9]", "INT": "[0-9]+", "NUMBER": r"[0-9]+(\.[0-9]+)?", "LETTER": "[A-Za-z]", "WORD": "[A-Za-z]+"},
-    **{"CNAME": "[A-Za-z_][A-Za-z0-9_]*", "HEXDIGIT": "[0-9A-Fa-f]"},
+    "LF": r"\n",
+    "CR": r"\r",
+    "NEWLINE": r"(\r?\n)+",
+    "WS": r"[ \t\f\r\n]+",
+    "WS_INLINE": r"[ \t]+",
+    "DIGIT": "[0-9]",
+    "INT": "[0-9]+",
+    "NUMBER": r"[0-9]+(\.[0-9]+)?",
+    "LETTER": "[A-Za-z]",
+    "WORD": "[A-Za-z]+",
+    "CNAME": "[A-Za-z_][A-Za-z0-9_]*",
+    "HEXDIGIT": "[0-9A-Fa-f]",
 }
 """Terminals of Lark's `common` module."""
 _TOKEN = re.compile(
@@ -17,15 +26,15 @@ _TOKEN = re.compile(
     r"|(?P<count>~\s*\d+(?:\s*\.\.\s*\d+)?)|(?P<other>[()|?*+\[\]]))"
 )
 _LONGEST = 20_000
-"""Characters of a pattern."""
+"""Maximum length of a pattern, in characters."""
 
 
 class _NotRegular(Exception):
-    """The grammar has a rule that refers to itself, or a construct that is not read here."""
+    """The grammar has a rule that refers to itself, or a construct that this module does not support."""
 
 
 def pattern_of(grammar: str) -> str | None:
-    """Return a regular expression of the texts of a Lark grammar; None if it is not regular."""
+    """Return the regular expression that matches the texts of a Lark grammar, or None if there is none."""
     try:
         return _Pattern(_rules(grammar)).of("start", ())
     except (_NotRegular, ValueError, RecursionError):
@@ -33,7 +42,7 @@ def pattern_of(grammar: str) -> str | None:
 
 
 def _rules(grammar: str) -> dict[str, str]:
-    """Return the right sides of the rules by their names."""
+    """Return rule -> its right side."""
     rules: dict[str, str] = {}
     name = ""
     for line in grammar.splitlines():
@@ -49,18 +58,23 @@ def _rules(grammar: str) -> dict[str, str]:
             if name not in rules:
                 raise _NotRegular
             rules[name] += "\n" + line
-    # The name of an alternative says nothing about its text.
+    # An alternative's name does not affect its text.
     return {name: re.sub(r"->\s*\w+", "", right) for name, right in rules.items()}
 
 
 class _Pattern:
-    """Turns rules into regular expressions."""
+    """Converts rules to regular expressions."""
 
     def __init__(self, rules: Mapping[str, str]) -> None:
         self._rules = rules
 
     def of(self, name: str, above: tuple[str, ...]) -> str:
-        """Return the expression of a rule. `above`: the rules that led to it."""
+        """Return the regular expression of a rule.
+
+        Args:
+            name: The rule.
+            above: The rules that contain it, outermost first.
+        """
         if name not in self._rules or name in above:
             raise _NotRegular
         right, at, found = self._rules[name].rstrip(), 0, ""

@@ -55,6 +55,7 @@ class RunningRequest:
             self.tracer.record(reply)
         if self.replies:
             usage = self.usage()
+            self.model.metrics.observe_draft_failures(sum(stats.draft_failures for stats in usage.stats))
             LOG.info(
                 "%s %s %s: completion tokens %d, prompt tokens %d, rounds %d",
                 REQUEST_ID.get(),

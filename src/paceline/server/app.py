@@ -17,16 +17,16 @@ from starlette.responses import JSONResponse, Response
 import paceline
 from paceline.server import errors
 from paceline.server.api import Api
+from paceline.server.apis.embeddings import EmbeddingRoutes
+from paceline.server.apis.model_list import ModelRoutes
+from paceline.server.apis.ollama_models import OllamaModels, refuse_change
+from paceline.server.apis.rerank import RerankRoutes
+from paceline.server.apis.stored import ResponseRoutes
+from paceline.server.apis.tokens import TokenRoutes
 from paceline.server.description import content, describe, errors_of
-from paceline.server.embeddings import EmbeddingRoutes
 from paceline.server.limits import RequestLog, Settings, authorization, check_host, check_key
-from paceline.server.model_list import ModelRoutes
 from paceline.server.models import Models
-from paceline.server.ollama_models import OllamaModels, refuse_change
-from paceline.server.rerank import RerankRoutes
 from paceline.server.serving import Service
-from paceline.server.stored import ResponseRoutes
-from paceline.server.tokens import TokenRoutes
 
 PAGE = Path(__file__).parent / "page"
 POLICY = (

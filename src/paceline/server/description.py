@@ -1,17 +1,245 @@
-"""The OpenAPI document: bodies, answers and errors of every route."""
+"""The OpenAPI document: bodies, answers and errors of every route, with the models of answers."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from pydantic import BaseModel
+from pydantic import BaseModel, RootModel
 from pydantic.json_schema import models_json_schema
 
-from paceline.server import embeddings, errors, ollama_models, rerank, schema_answers, tokens
-from paceline.server.messages import CountTokensRequest
-from paceline.server.schema_answers import AnthropicErrorBody, ErrorBody, OllamaErrorBody
+from paceline.server import errors
+from paceline.server.apis import embeddings, ollama_models, rerank, tokens
+from paceline.server.apis.messages import CountTokensRequest
+from paceline.server.compat import PlainAnswer
+
+
+class Health(PlainAnswer):
+    """True if the server accepts requests and answers them; "failing" after several internal errors in a row."""
+
+    status: Literal["ok", "stopping", "failing"]
+    running: int
+    waiting: int
+
+
+class TokenPiece(PlainAnswer):
+    """A token with its text."""
+
+    id: int
+    piece: str
+
+
+class Tokens(PlainAnswer):
+    """Token ids of a text."""
+
+    tokens: list[int] | list[TokenPiece]
+    count: int
+    max_model_len: int
+
+
+class DecodedText(PlainAnswer):
+    """Text of token ids, under vLLM's name and llama.cpp's."""
+
+    prompt: str
+    content: str
+
+
+class TokenizerInfo(BaseModel):
+    """A tokenizer, with its special tokens by their roles."""
+
+    tokenizer_class: str
+    model_max_length: int
+    vocab_size: int
+    chat_template: str | None
+
+
+class GenerationSettings(PlainAnswer):
+    """Default parameters of a model, under llama.cpp's names, and its context length."""
+
+    params: dict[str, Any]
+    n_ctx: int
+
+
+class Modalities(PlainAnswer):
+    """What a model takes besides text."""
+
+    vision: bool
+    audio: bool
+
+
+class Properties(PlainAnswer):
+    """A model and its default parameters, as llama.cpp's server describes them."""
+
+    default_generation_settings: GenerationSettings
+    total_slots: int
+    model_alias: str
+    model_path: str
+    modalities: Modalities
+    endpoint_slots: bool
+    endpoint_props: bool
+    endpoint_metrics: bool
+    chat_template: str
+    bos_token: str
+    eos_token: str
+    build_info: str
+
+
+class Slot(PlainAnswer):
+    """A place for a running reply."""
+
+    id: int
+    n_ctx: int
+    speculative: bool
+    is_processing: bool
+
+
+class Slots(RootModel[list[Slot]]):
+    """The slots of a model, none if it is not loaded."""
+
+
+class RenderedPrompt(PlainAnswer):
+    """A chat's prompt."""
+
+    prompt: str
+
+
+class TokenCount(PlainAnswer):
+    """Tokens of a prompt."""
+
+    input_tokens: int
+
+
+class ServedModel(PlainAnswer):
+    """A model, for OpenAI's and Anthropic's clients. `parent`: of an adapter. `paceline`: `loaded`, and then drafters,
+    context and sampling."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    type: Literal["model"]
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"]
+    parent: str | None = None
+    paceline: dict[str, Any]
+
+
+class ModelName(PlainAnswer):
+    """A model as llama.cpp's clients read it."""
+
+    name: str
+    model: str
+
+
+class ModelListing(PlainAnswer):
+    """All models."""
+
+    object: Literal["list"]
+    data: list[ServedModel]
+    models: list[ModelName]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class OllamaVersion(PlainAnswer):
+    """The version of Ollama whose API this is."""
+
+    version: str
+
+
+class OllamaDetails(PlainAnswer):
+    """About a model's files."""
+
+    parent_model: str
+    format: Literal["gguf", "safetensors"]
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str
+
+
+class OllamaModel(PlainAnswer):
+    """A model as Ollama lists it; `size_vram` to `expires_at`: of one in memory."""
+
+    name: str
+    model: str
+    modified_at: str
+    size: int
+    digest: str
+    details: OllamaDetails
+    size_vram: int | None = None
+    context_length: int | None = None
+    expires_at: str | None = None
+
+
+class OllamaModelList(PlainAnswer):
+    """All models, or those in memory."""
+
+    models: list[OllamaModel]
+
+
+class OllamaModelAbout(PlainAnswer):
+    """What a model is and can do."""
+
+    license: str
+    modelfile: str
+    parameters: str
+    template: str
+    details: OllamaDetails
+    model_info: dict[str, str | int]
+    capabilities: list[str]
+    modified_at: str
+
+
+class DeletedResponse(PlainAnswer):
+    """A response that has been forgotten."""
+
+    id: str
+    object: Literal["response.deleted"]
+    deleted: bool
+
+
+class ErrorDetail(BaseModel):
+    """OpenAI's error."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """Body of an error response."""
+
+    error: ErrorDetail
+
+
+class AnthropicErrorDetail(BaseModel):
+    """Anthropic's error, with OpenAI's parameter and code. `details`: by which its client goes on without a feature."""
+
+    type: str
+    message: str
+    param: str | None
+    code: str | None
+    details: dict[str, Any] | None = None
+
+
+class AnthropicErrorBody(BaseModel):
+    """Body of an error response of Anthropic's endpoints."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+    request_id: str
+
+
+class OllamaErrorBody(BaseModel):
+    """Body of an error response of Ollama's endpoints."""
+
+    error: str
+
 
 _REF = "#/components/schemas/{model}"
 _BODIES = (
@@ -22,16 +250,16 @@ _BODIES = (
 )
 """Bodies of requests that generate no text."""
 ANSWERS: tuple[type[BaseModel], ...] = (
-    *(schema_answers.Tokens, schema_answers.DecodedText, schema_answers.RenderedPrompt, schema_answers.TokenCount),
-    *(schema_answers.ModelListing, schema_answers.ServedModel, schema_answers.DeletedResponse, schema_answers.Health),
+    *(Tokens, DecodedText, RenderedPrompt, TokenCount),
+    *(ModelListing, ServedModel, DeletedResponse, Health),
     *(
-        schema_answers.TokenizerInfo,
-        schema_answers.Properties,
-        schema_answers.Slots,
-        schema_answers.OllamaVersion,
-        schema_answers.OllamaModelList,
+        TokenizerInfo,
+        Properties,
+        Slots,
+        OllamaVersion,
+        OllamaModelList,
     ),
-    *(schema_answers.OllamaModelAbout, ErrorBody, AnthropicErrorBody, OllamaErrorBody),
+    *(OllamaModelAbout, ErrorBody, AnthropicErrorBody, OllamaErrorBody),
     rerank.Ranking,
     *(embeddings.Embeddings, embeddings.OllamaEmbeddings, embeddings.OllamaPromptEmbedding),
 )

@@ -180,12 +180,12 @@ class Models:
 
     @property
     def alive(self) -> bool:
-        """Whether requests are accepted."""
+        """True if requests are accepted."""
         return not self._stopping and all(model.worker.alive for model in self._loaded.values())
 
     @property
     def failing(self) -> bool:
-        """Whether a model's latest replies all ended with an internal error."""
+        """True if a model's latest replies all ended with an internal error."""
         return any(model.worker.failing for model in self._loaded.values())
 
     @property

@@ -1,54 +1,33 @@
-"""Types and parameters that the bodies of several APIs share. Unknown parameters are rejected, not ignored."""
+"""Parameters that requests for text share, whatever their API. Unknown parameters are rejected, not ignored."""
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from paceline.sampling.json_schema import guide
 from paceline.server import grammars
 from paceline.server.compat import BUDGETS, Ignored, Lenient, OtherServers, Strict, accepts, ignored, only
 from paceline.server.errors import WrongParameter
+from paceline.server.fields import (
+    MAX_BIASES,
+    MAX_STOPS,
+    WITHOUT_EMPTY,
+    Biases,
+    Budget,
+    Effort,
+    Length,
+    ModelName,
+    Penalty,
+    Schema,
+    Stop,
+    Stops,
+    TokenId,
+    at_most,
+    given,
+)
+from paceline.server.formats import Choices, GrammarText, ResponseFormat, StructuredOutputs, format_constraint
 from paceline.server.grammars import ANY_OBJECT, Constraint
-from paceline.text.past_calls import as_object
-
-MAX_STOPS, MAX_BIASES, MAX_TOOLS = 16, 4096, 512
-
-Text = Annotated[str, Field(max_length=4_000_000)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-# Without fail_fast pydantic reports each of a million wrong entries, which takes seconds and holds up other requests.
-TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
-Stop = Annotated[str, Field(min_length=1, max_length=1000)]
-Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS)]
-Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
-BiasKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
-Bias = Annotated[float, Field(ge=-100, le=100)]
-Biases = Annotated[dict[BiasKey, Bias], Field(max_length=MAX_BIASES)]
-Schema = dict[str, Any]
-ModelName = Annotated[str, Field(max_length=500)]
-
-
-def _at_most(limit: int, name: str) -> BeforeValidator:
-    """A limit that is checked before pydantic reports each of a hundred thousand wrong entries."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, dict | list) and len(value) > limit:
-            raise ValueError(f"at most {limit} {name} are allowed, got {len(value)}")
-        return value
-
-    return BeforeValidator(check)
-
-
-def _without_empty(stop: Any) -> Any:
-    """Return stop strings without empty ones, which clients send for none."""
-    if isinstance(stop, list) and len(stop) <= MAX_STOPS:
-        return [text for text in stop if text != ""]
-    return None if stop == "" else stop
-
-
-WITHOUT_EMPTY = BeforeValidator(_without_empty)
 
 
 def _as_biases(value: Any) -> Any:
@@ -66,9 +45,6 @@ def _alias_value(body: Any, *names: str) -> Any:
     return next(iter(given.values()), None)
 
 
-Length = Annotated[int, Field(ge=-1, le=2**31, description="-1: as many as fit.")]
-Penalty = Annotated[float, Field(ge=0.01, le=1000)]
-
 _SAME_NAMES = (
     *("temperature", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "no_repeat_ngram_size", "seed", "stop", "stop_token_ids", "ignore_eos"),
@@ -76,86 +52,6 @@ _SAME_NAMES = (
 """Parameters that have the same name in `Sampling`."""
 LENGTHS = ("max_tokens", "max_completion_tokens", "n_predict")
 """Names of the maximum reply length."""
-
-
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-
-
-class JsonSchema(Strict):
-    name: Name = "schema"
-    description: Text | None = None
-    schema_: Annotated[Schema | None, Field(alias="schema", description="Left out: any JSON object.")] = None
-    strict: bool | None = None
-
-
-class PlainFormat(Strict):
-    type: Literal["text", "json_object"]
-
-
-class SchemaFormat(Strict):
-    type: Literal["json_schema"]
-    json_schema: JsonSchema
-
-
-_OF_SCHEMAS = {"type", "properties", "items", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "$defs"}
-"""Keywords by which a JSON schema is told from an object that holds one."""
-
-
-def schema_format(form: Any) -> Any:
-    """Return a response format of other servers in OpenAI's shape: a schema beside the type, or without an envelope."""
-    if not isinstance(form, dict):
-        return form
-    plain, schema = {key: value for key, value in form.items() if key != "schema"}, form.get("schema")
-    if form.get("type") == "json_object" and isinstance(schema, dict):
-        return {**plain, "type": "json_schema", "json_schema": {"schema": schema}}
-    inner = form.get("json_schema")
-    if form.get("type") == "json_schema" and isinstance(schema, dict) and inner is None:
-        return {"type": "json_schema", "json_schema": {key: value for key, value in form.items() if key != "type"}}
-    if isinstance(inner, dict) and "schema" not in inner and inner.keys() & _OF_SCHEMAS:
-        return {**form, "json_schema": {"schema": inner}}
-    return form
-
-
-ResponseFormat = Annotated[
-    Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")], BeforeValidator(schema_format)
-]
-
-
-def format_constraint(form: PlainFormat | SchemaFormat | None) -> Constraint | None:
-    """Return the constraint of a response format. Its schema is a guide unless it is strict."""
-    if form is None or form.type == "text":
-        return None
-    asked = form.json_schema if isinstance(form, SchemaFormat) else JsonSchema()
-    return "json_schema", guide(ANY_OBJECT if asked.schema_ is None else asked.schema_, lenient=not asked.strict)
-
-
-def given(**values: Any) -> dict[str, Any]:
-    """Return the values that are not None."""
-    return {name: value for name, value in values.items() if value is not None}
-
-
-Choices = Annotated[list[Annotated[str, Field(min_length=1, max_length=10_000)]], Field(min_length=1, max_length=1000)]
-GrammarText = Annotated[str, Field(min_length=1, max_length=100_000)]
-
-
-@accepts(
-    ignored(
-        "disable_fallback disable_any_whitespace disable_additional_properties whitespace_pattern backend",
-        "grammars are compiled in one way, JSON on one line",
-    ),
-    only((), "structural_tag", "`tools` and `response_format` have the model's own form"),
-)
-class StructuredOutputs(Strict):
-    """vLLM's constraints, of which a request has one."""
-
-    json_: Annotated[Schema | str | None, Field(alias="json")] = None
-    regex: GrammarText | None = None
-    choice: Choices | None = None
-    grammar: GrammarText | None = None
-    json_object: bool | None = None
-
-
-Budget = Annotated[int, Field(ge=-1, lt=2**31, description="Maximum tokens of reasoning. -1: no limit.")]
 
 
 class ReasoningOptions(Lenient):
@@ -273,10 +169,10 @@ class RequestBody(Samplers, OtherServers):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=1024)] | None = None
-    stop: Annotated[Stop | Stops | None, _at_most(MAX_STOPS, "stop strings"), WITHOUT_EMPTY] = None
+    stop: Annotated[Stop | Stops | None, at_most(MAX_STOPS, "stop strings"), WITHOUT_EMPTY] = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: Annotated[Biases | None, BeforeValidator(_as_biases), _at_most(MAX_BIASES, "tokens")] = None
+    logit_bias: Annotated[Biases | None, BeforeValidator(_as_biases), at_most(MAX_BIASES, "tokens")] = None
     stream_options: StreamOptions | None = None
     user: Ignored = None
 
@@ -315,7 +211,7 @@ class RequestBody(Samplers, OtherServers):
 
     @property
     def constrained(self) -> bool:
-        """Whether a grammar must be compiled for the reply."""
+        """True if a grammar must be compiled for the reply."""
         forms = (self.guided_json, self.guided_regex, self.guided_grammar, self.guided_choice, self.structured_outputs)
         others = (self.grammar or None, self.ebnf, self.regex, self.json_schema)
         formatted = self.response_format is not None and self.response_format.type != "text"
@@ -376,19 +272,3 @@ class RequestBody(Samplers, OtherServers):
                 "repeat_last_n must be -1 with a penalty, which applies to the whole text", "repeat_last_n"
             )
         return self
-
-
-def _argument_text(value: Any) -> Any:
-    """Return a past call's arguments as text, as which they should have been sent."""
-    return "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-ArgumentsText = Annotated[
-    Text,
-    BeforeValidator(_argument_text),
-    Field(description="A JSON object, as text. Any other text is shown as it is."),
-]
-Arguments = Annotated[Schema, BeforeValidator(as_object)]
-"""A past call's arguments as an object, however they were sent."""
-CalledName = Annotated[str, Field(max_length=500)]
-"""Name in a past call, which a model may have made up."""

@@ -16,22 +16,21 @@ from starlette.responses import Response
 from paceline.errors import TimedOut
 from paceline.server.answers import EventStream, RunningRequest
 from paceline.server.api import Api, Body, Encoder, dumps
+from paceline.server.apis.chat_completions import ChatCompletions
+from paceline.server.apis.compaction import Compaction
+from paceline.server.apis.completions import Completions
+from paceline.server.apis.infill import Infill
+from paceline.server.apis.messages import Messages
+from paceline.server.apis.ollama import OllamaChat, OllamaGenerate, OllamaRequest, unloaded
+from paceline.server.apis.responses import Responses, ResponsesRequest
+from paceline.server.apis.stored import ResponseStore
 from paceline.server.bodies import BodyReader
-from paceline.server.chat_completions import ChatCompletions
-from paceline.server.compaction import Compaction
-from paceline.server.completions import Completions
 from paceline.server.errors import LOG, REQUEST_ID
-from paceline.server.infill import Infill
 from paceline.server.limits import RequestLimit, Settings
-from paceline.server.messages import Messages
 from paceline.server.models import LoadedModel, Models
-from paceline.server.ollama import OllamaChat, OllamaGenerate, OllamaRequest, unloaded
-from paceline.server.preprocessing import LONG, PoolName, Preprocessor, client_of
-from paceline.server.responses import Responses, ResponsesRequest
+from paceline.server.preprocessing import LONG, PoolName, Preprocessor, after, client_of, left, unless_disconnected
 from paceline.server.schema import Generating
-from paceline.server.stored import ResponseStore
 from paceline.server.tracing import Tracer, tracer
-from paceline.server.waiting import after, left, unless_disconnected
 from paceline.server.worker import ReplyJob
 
 T = TypeVar("T")

@@ -227,12 +227,12 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether jobs are accepted."""
+        """True if jobs are accepted."""
         return self._thread.is_alive() and not self._stopping
 
     @property
     def failing(self) -> bool:
-        """Whether the latest replies all ended with an internal error. The next one that succeeds ends this."""
+        """True if the latest replies all ended with an internal error. The next one that succeeds ends this."""
         return self._failures >= _FAILURES
 
     @property

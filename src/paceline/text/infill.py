@@ -1,4 +1,4 @@
-"""Filling in the middle: prompts of models that have the tokens for it."""
+"""Prompts for filling in the middle of a text. The model needs special tokens for this."""
 
 from __future__ import annotations
 
@@ -18,13 +18,20 @@ _MARKERS = (
 )
 _FILES = ("<|file_sep|>", "<file_sep>")
 _ENDS = ("<|endoftext|>", "<|fim_pad|>", "<fim_pad>", "<|repo_name|>", "▁<EOT>", *_FILES)
-"""Tokens that end what is filled in; a chat model's EOS is another."""
+"""Tokens that end the generated text, in addition to a chat model's EOS."""
 
 
 @dataclass(frozen=True, slots=True)
 class InfillTokens:
-    """Ids of the tokens before the text, before what follows the gap, and before what fills it. `file`: before a file's
-    name, None for models without such a token. `ends`: end what is filled in."""
+    """Ids of a model's special tokens for filling in the middle.
+
+    Attributes:
+        prefix: Begins the text before the gap.
+        suffix: Begins the text after the gap.
+        middle: Begins the text that fills the gap.
+        file: Begins the name of another file. None if the model has no such token.
+        ends: Tokens that end the text that fills the gap.
+    """
 
     prefix: int
     suffix: int
@@ -34,7 +41,7 @@ class InfillTokens:
 
     @staticmethod
     def of(tokenizer: Tokenizer) -> InfillTokens | None:
-        """Return a model's tokens, None if it has none."""
+        """Return a model's tokens, or None if it cannot fill in the middle."""
         token_id = tokenizer.token_id
         for names in _MARKERS:
             prefix, suffix, middle = map(token_id, names)
@@ -46,25 +53,35 @@ class InfillTokens:
 
 
 def fills_gaps(has: Callable[[str], bool]) -> bool:
-    """Return whether a vocabulary `has` the tokens for filling gaps."""
+    """Return True if a vocabulary has the tokens for filling in the middle. `has` looks up a token."""
     return any(all(map(has, names)) for names in _MARKERS)
 
 
 def infill_tokens(tokenizer: Tokenizer) -> InfillTokens:
-    """Return a model's tokens. Raises `InvalidPrompt`."""
+    """Return a model's tokens. Raise `InvalidPrompt` if it cannot fill in the middle."""
     found = InfillTokens.of(tokenizer)
     if found is None:
         raise InvalidPrompt(
-            "this model cannot fill in the middle: its vocabulary has no tokens for that",
+            "this model cannot fill in the middle: its vocabulary has no tokens for it",
             "Leave out suffix, or serve a model such as Qwen2.5-Coder",
         )
     return found
 
 
 def infill_prompt(tokenizer: Tokenizer, before: str, after: str, files: Sequence[tuple[str, str]] = ()) -> list[int]:
-    """Return the token ids of a prompt for the text between `before` and `after`. `files`: names and contents of other
-    files, where the model has a token for them. Control tokens that the texts spell out stay text. Raises
-    `InvalidPrompt`."""
+    """Return the token ids of a prompt for the text between `before` and `after`.
+
+    Special tokens that are spelled out in the texts stay text.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        before: Text before the gap.
+        after: Text after the gap.
+        files: Names and contents of other files. They are left out if the model has no token for files.
+
+    Raises:
+        InvalidPrompt: If the model cannot fill in the middle.
+    """
     tokens = infill_tokens(tokenizer)
 
     def encoded(text: str) -> list[int]:

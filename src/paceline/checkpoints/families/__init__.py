@@ -1,3 +1,5 @@
-"""Families of models, one file each. A file names what its models do differently, as data (`checkpoints.family`):
-config keys, GGUF keys, names of tensors, layers, refusals, golden tests. `checkpoints.registry` finds it.
+"""Families of models, one file each.
+
+A file describes as data (`checkpoints.family`) how its models differ from Llama: config keys, GGUF keys, tensor names,
+layers, refusals and golden cases. `checkpoints.registry` finds it.
 """

@@ -1,5 +1,8 @@
-"""Command R (Cohere), and Command R7B and A (Cohere 2): layer norms, attention and feed-forward side by side, a factor
-of the logits, rotary pairs side by side, and in the largest norms of queries and keys."""
+"""Command R (Cohere), and Command R7B and A (Cohere 2).
+
+They have layer norms, attention and feed-forward part in parallel, a factor of the logits, interleaved rotary pairs,
+and in the largest models norms of queries and keys.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,12 @@ def _command(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 
 def _cohere(raw: Raw, base: ModelConfig) -> ModelConfig:
-    """The older models are trained for longer texts than `max_position_embeddings`."""
+    """Take the longer context: older models are trained for more than `max_position_embeddings`."""
     return _command(raw, replace(base, context_length=max(base.context_length, raw["model_max_length"] or 0)))
 
 
 def _cohere2(raw: Raw, base: ModelConfig) -> ModelConfig:
-    """Windows in three layers of four, and positions only there."""
+    """Add windows in three layers of four, and positions only in these layers."""
     return _command(raw, windows_but_every(raw, base, raw["sliding_window_pattern"], base.rope, None))
 
 

@@ -1,5 +1,7 @@
-"""DeepSeek V2 and V3, and the families that have V3's layers (Kimi K2, GLM-4.7-Flash): latent attention, and experts
-above the first layers."""
+"""DeepSeek V2 and V3, and families with V3's layers (Kimi K2, GLM-4.7-Flash).
+
+They have latent attention, and experts above the first layers.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ from paceline.models.config import AttentionConfig, Groups, LatentConfig, LayerC
 
 SCORE_BIAS = {".mlp.gate.e_score_correction_bias": ".mlp.expert_bias"}
 BIAS = {"exp_probs_b.bias": "mlp.expert_bias"}
-"""The bias of the experts' scores, in folders and in GGUF files."""
+"""Name of the bias of the experts' scores in GGUF files. (In folders: `SCORE_BIAS`.)"""
 GROUPED_KEYS: dict[str, FieldKind] = {
     **each(EXPERT_COUNT | NULL, "num_experts_per_tok", "n_group", "topk_group"),
     **each(whole(0, EXPERTS) | NULL, "n_routed_experts", "n_shared_experts"),
@@ -41,7 +43,7 @@ GROUPED_KEYS: dict[str, FieldKind] = {
     **{"routed_scaling_factor": FACTOR, "norm_topk_prob": FLAG | NULL},
     **{"scoring_func": TEXT, "topk_method": TEXT, "mlp_layer_types": listed(TEXT) | NULL},
 }
-"""Experts in groups, and where they are."""
+"""Keys of experts in groups."""
 _KEYS = {
     **GROUPED_KEYS,
     **each(whole(1, 2**16), "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"),
@@ -73,7 +75,13 @@ _FLASH: dict[str, Any] = {
 
 
 def _deepseek(raw: Raw, base: ModelConfig, sigmoid: bool = True) -> ModelConfig:
-    """`base` has the rotary part's size as that of a head. `sigmoid`: as of `read_experts`."""
+    """Add latent attention and experts.
+
+    Args:
+        raw: The config.
+        base: The common part. Its `head_dim` is the size of the rotary part of a head.
+        sigmoid: See `read_experts`.
+    """
     latent = LatentConfig(
         raw["kv_lora_rank"],
         raw["q_lora_rank"] or 0,
@@ -109,7 +117,12 @@ _METHODS = {"softmax": ("greedy", "group_limited_greedy"), "sigmoid": ("noaux_tc
 
 
 def read_experts(raw: Raw, sigmoid: bool = True) -> MixtureConfig:
-    """The experts of a config with DeepSeek's keys. `sigmoid`: scores are by sigmoid, as in V3, or else by softmax."""
+    """Return the experts of a config with DeepSeek's keys.
+
+    Args:
+        raw: The config.
+        sigmoid: Scores are computed by sigmoid, as in V3, otherwise by softmax.
+    """
     scoring, method = "sigmoid" if sigmoid else "softmax", raw["topk_method"]
     if raw["scoring_func"] != scoring or method not in _METHODS[scoring] or raw["moe_layer_freq"] != 1:
         raise UnsupportedModel(
@@ -140,15 +153,18 @@ def read_experts(raw: Raw, sigmoid: bool = True) -> MixtureConfig:
 
 
 def _temperature(raw: Raw, base: ModelConfig) -> float:
-    """YaRN's factor of queries and keys both, beyond that of their rotary parts."""
+    """Return YaRN's factor of whole queries and keys, in addition to the factor of their rotary parts."""
     by = (raw.get("rope_parameters") or raw.get("rope_scaling") or {}).get("mscale_all_dim")
     factor = dict(base.rope.scaling).get("factor", 1.0)
     return 0.1 * by * math.log(factor) + 1.0 if base.rope.kind == "yarn" and by and factor > 1 else 1.0
 
 
 def _read(meta: Metadata, config: Config) -> Config:
-    """V2, V3, and others with V3's layers, which are told apart by how experts are scored. In newer files the sizes of
-    heads are those of rows of the cache, and those that are meant have keys of their own."""
+    """Read V2, or V3 and others with its layers. The scores of the experts distinguish them.
+
+    In newer files, `key_length` and `value_length` are the sizes of a row of the cache. The sizes of heads have other
+    keys (`_mla`).
+    """
     tensors = meta.file.tensors
     if meta.get("attention.temperature_scale"):
         raise UnsupportedModel(f"{meta.file.path.name} scales queries by their position", "Use another model")
@@ -180,7 +196,7 @@ def _read(meta: Metadata, config: Config) -> Config:
 
 
 def read_gguf_experts(meta: Metadata) -> Config:
-    """The experts of a GGUF file, as DeepSeek's configs name them."""
+    """Return the experts of a GGUF file, as DeepSeek's configs name them."""
     return {
         "n_routed_experts": meta.get("expert_count", 0),
         "num_experts_per_tok": meta["expert_used_count"] if meta.get("expert_count", 0) else None,

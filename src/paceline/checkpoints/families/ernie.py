@@ -1,4 +1,4 @@
-"""ERNIE 4.5, dense: Llama with rotary pairs side by side."""
+"""ERNIE 4.5, dense: Llama with interleaved rotary pairs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EXAONE 4: norms after attention and feed-forward only; where some layers slide, the others encode no positions."""
+"""EXAONE 4: norms after attention and feed-forward part. If some layers slide, the others encode no positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Falcon-H1: attention beside a state in every layer, and factors of activations, which here are in the weights."""
+"""Falcon-H1: attention and a state in every layer, and factors of activations, which are moved into the weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from paceline.models.config import LayerConfig, ModelConfig
 from paceline.models.lazy import Renamed
 
 Multiplier = Sequence[tuple[int, float]]
-"""Factors of the rows of a tensor: how many rows, and the factor of each of them."""
+"""Factors of the rows of a tensor: (number of rows, their factor), in order."""
 _ANY_ROWS = MOST_ROWS
 _FACTORS = (
     *("embedding_multiplier", "lm_head_multiplier", "key_multiplier", "attention_in_multiplier"),
@@ -58,8 +58,11 @@ def _falcon_h1(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 
 def multipliers(raw: Raw) -> dict[str, Multiplier]:
-    """The factors of tensors, by the ends of their names. The model multiplies activations by them. Raises
-    `CorruptModel`: tensors may be read before the rest of the config is."""
+    """Return the factors of tensors, by the ends of their names. The model multiplies activations by them.
+
+    Raises:
+        CorruptModel: If a key is wrong. (Tensors may be read before the rest of the config is checked.)
+    """
     raw = {**_DEFAULTS, **raw}
     check("config.json", raw, {**DECODER, **_KEYS})
     if "hidden_size" not in raw:
@@ -85,10 +88,10 @@ def multipliers(raw: Raw) -> dict[str, Multiplier]:
 
 
 class Scaled(Renamed):
-    """Tensors of which some are multiplied, by one number or each row by its own."""
+    """Tensors, some of them multiplied by factors of their rows."""
 
     def __init__(self, tensors: Mapping[str, Tensor], factors: Mapping[str, Multiplier]) -> None:
-        """`factors`: by the end of a tensor's name."""
+        """Multiply `tensors` by `factors`, which are given by the ends of names."""
         super().__init__(tensors)
         self._factors = {name: f for name in tensors for end, f in factors.items() if name.endswith(end)}
 
@@ -108,7 +111,7 @@ class Scaled(Renamed):
 
 
 def _read(meta: Metadata, config: Config) -> Config:
-    """Its factors are part of the tensors."""
+    """Read the sizes of states. The factors are part of the tensors."""
     return {"mamba_norm_before_gate": False, **read_state(meta), "mamba_d_ssm": meta["ssm.inner_size"]}
 
 

@@ -1,4 +1,4 @@
-"""Gemma 1 to 3: norms whose weight is a distance from 1, before and after each part; windows; bounded scores."""
+"""Gemma 1 to 3: norm weights stored as distances from 1, norms after each part, windows, and bounded scores."""
 
 from __future__ import annotations
 
@@ -13,15 +13,21 @@ from paceline.models.rope import read_rope
 
 
 def _gemma(raw: Raw, base: ModelConfig) -> ModelConfig:
-    """Gemma 1, whose config may name its activation "gelu", which was never computed."""
+    """Build Gemma 1. Its config may name the activation "gelu", which was never computed."""
     return replace(
         base, norms=NormConfig(base.norms.eps, offset=1.0), embed_scale=base.hidden**0.5, activation="gelu_pytorch_tanh"
     )
 
 
 def _gemma2(raw: Raw, base: ModelConfig, every: int = 2, local: RopeConfig | None = None) -> ModelConfig:
-    """One layer in `every` sees everything, the others slide; norms before and after each part. `local`: the rotary
-    embedding of the layers that slide, if they have another."""
+    """Build Gemma 2: norms before and after each part, and windows.
+
+    Args:
+        raw: The config.
+        base: The common part.
+        every: One layer of so many has full attention, the others slide.
+        local: The rotary embedding of layers that slide; None: the model's.
+    """
     base = replace(
         base,
         norms=NormConfig(base.norms.eps, offset=1.0, after=True),
@@ -36,7 +42,7 @@ def _gemma2(raw: Raw, base: ModelConfig, every: int = 2, local: RopeConfig | Non
 
 
 def _gemma3(raw: Raw, base: ModelConfig) -> ModelConfig:
-    """Also norms of queries and keys, and another rotary base in the layers that slide."""
+    """Build Gemma 3: Gemma 2 with norms of queries and keys, and another rotary base in layers that slide."""
     own = (raw.get("rope_parameters") or {}).get(SLIDING)
     local = read_rope(own, raw, raw["rope_local_base_freq"], base.head_dim)
     base = _gemma2(raw, base, raw["sliding_window_pattern"], local)
@@ -44,7 +50,7 @@ def _gemma3(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 
 def rope_of_full_layers(scaling: Raw) -> Raw:
-    """The scaling of layers without a window, where a config has one for each type."""
+    """Return the scaling of layers without a window, if the config has one for each type."""
     return scaling.get(FULL, {} if SLIDING in scaling else scaling) or {}
 
 
@@ -69,7 +75,10 @@ def _read3(meta: Metadata, config: Config) -> Config:
 
 
 def _query_scalar(config: Config, layers_of_27b: int) -> int:
-    """What the metadata lacks: the head's size, except in the 27B models, told by their depth as in llama.cpp."""
+    """Return the head's size, or in the 27B models, which their depth tells as in llama.cpp, another size.
+
+    The metadata has no key for it.
+    """
     if config["num_hidden_layers"] == layers_of_27b:
         return int(config["hidden_size"] // config["num_attention_heads"])
     return int(config["head_dim"])

@@ -1,5 +1,8 @@
-"""Gemma 4: heads of another size where a layer sees everything, upper layers that share keys and values, inputs of each
-layer by the token."""
+"""Gemma 4.
+
+Heads have another size in layers with full attention, upper layers share keys and values, and each layer has an input
+that depends on the token.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +93,7 @@ def _layers(raw: Raw, base: ModelConfig) -> tuple[LayerConfig, ...]:
 
 
 def _sizes(raw: Raw, base: ModelConfig, types: Sequence[str]) -> list[dict[str, int]]:
-    """Number and size of each layer's key heads: for all layers that see everything, or one by one."""
+    """Return the number and size of each layer's key heads."""
     common = {"head_dim": base.head_dim, "num_key_value_heads": base.kv_heads}
     wide = {"head_dim": raw["global_head_dim"] or base.head_dim, "num_key_value_heads": base.kv_heads}
     if raw["attention_k_eq_v"] and raw["num_global_key_value_heads"]:
@@ -119,7 +122,7 @@ def _rope(raw: Raw, kind: str, head_dim: int) -> RopeConfig:
 
 
 def _last(types: Sequence[str], kind: str) -> int:
-    """The last layer of a kind."""
+    """Return the last layer of a kind."""
     return len(types) - 1 - types[::-1].index(kind)
 
 
@@ -130,8 +133,7 @@ def _rope_of_sliding_layers(scaling: Raw) -> Raw:
 
 
 def _read(meta: Metadata, config: Config) -> Config:
-    """The metadata names the sizes of both kinds of layers, and the planes that turn by the factors of their
-    wavelengths."""
+    """Read the sizes of both kinds of layers. Planes that do not turn have factors of at least 1e20."""
     layers, types = config["num_hidden_layers"], layer_types(meta, config["num_hidden_layers"], 6)
     shared = meta.get("attention.shared_kv_layers", 0)
     widths = by_layer(meta["feed_forward_length"], layers)

@@ -21,7 +21,7 @@ from paceline.models.config import LayerConfig, ModelConfig
 
 
 def _glm4(raw: Raw, base: ModelConfig) -> ModelConfig:
-    """Norms before and after."""
+    """Add norms after attention and feed-forward part."""
     return replace(base, norms=replace(base.norms, after=True))
 
 

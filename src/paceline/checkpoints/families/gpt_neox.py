@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: layer norms; attention and feed-forward side by side, but each through a norm of its own."""
+"""GPT-NeoX and Pythia: layer norms, and attention and feed-forward part in parallel, each behind its own norm."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def _gpt_oss(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 
 def _read(meta: Metadata, config: Config) -> Config:
-    """The trained YaRN does not round its planes, which no metadata says."""
+    """Read the experts and windows. The trained YaRN does not round its planes, which no metadata key records."""
     rope = {**config["rope_scaling"], "truncate": False} if config["rope_scaling"] else {"rope_type": "default"}
     return {
         "num_local_experts": meta["expert_count"],

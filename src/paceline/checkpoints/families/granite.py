@@ -15,7 +15,7 @@ KEYS = dict.fromkeys(_FACTORS, FACTOR)
 
 
 def granite(raw: Raw, base: ModelConfig) -> ModelConfig:
-    """With its factors."""
+    """Add the factors."""
     return replace(
         base,
         embed_scale=raw["embedding_multiplier"],
@@ -26,7 +26,7 @@ def granite(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 
 def read_factors(meta: Metadata, config: Config) -> Config:
-    """Its factors in a GGUF file."""
+    """Return the factors in a GGUF file."""
     keys = {"embedding_multiplier": "embedding", "residual_multiplier": "residual", "logits_scaling": "logit"}
     factors = {name: meta.get(f"{key}_scale", 1.0) for name, key in keys.items()}
     return {"attention_multiplier": meta["attention.scale"], **factors}

@@ -1,4 +1,4 @@
-"""Granite 4: Granite with states in most layers, and experts beside the feed-forward part if there are any."""
+"""Granite 4: Granite with states in most layers, and in some models experts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paceline.files.schema import EXPERT_COUNT, EXPERTS, ROWS, whole
 from paceline.models.config import LayerConfig, MixtureConfig, ModelConfig
 
 ATTENTION, MAMBA = ("attention", "full_attention"), ("mamba", "linear_attention")
-"""Names of both types of layers."""
+"""Names of layer types."""
 
 
 def _granite4(raw: Raw, base: ModelConfig) -> ModelConfig:
@@ -49,7 +49,7 @@ def _granite4(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 
 def _read(meta: Metadata, config: Config) -> Config:
-    """Layers without key heads do not attend."""
+    """Read states and factors. Layers without key heads have no attention."""
     attends = each_layer(meta, config, "attention.head_count_kv")
     return {
         **{**read_state(meta), **read_factors(meta, config)},

@@ -1,4 +1,4 @@
-"""Helium: Llama with rotary pairs side by side."""
+"""Helium: Llama with interleaved rotary pairs."""
 
 from __future__ import annotations
 

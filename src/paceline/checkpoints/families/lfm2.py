@@ -16,7 +16,7 @@ _CONV, _EXPERT = "conv", ("w1", "w3", "w2")
 
 
 def _lfm2(raw: Raw, base: ModelConfig, dense: int | None = None) -> ModelConfig:
-    """`dense`: layers before those that are mixtures; None: all."""
+    """Build the layers. `dense`: number of the first layers, which have no experts; None: no layer has any."""
     attends = raw.get("full_attn_idxs")
     types = read_types(
         raw.get("layer_types"),
@@ -55,7 +55,7 @@ def _lfm2_moe(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 
 def _read(meta: Metadata, config: Config) -> Config:
-    """Layers without key heads do not attend."""
+    """Read the sizes of convolutions. Layers without key heads have no attention."""
     attends = each_layer(meta, config, "attention.head_count_kv")
     return {
         "layer_types": [FULL if one else _CONV for one in attends],

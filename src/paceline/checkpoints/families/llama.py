@@ -1,4 +1,4 @@
-"""Llama 1 to 3. Biases and fused projections need no word here: they are detected in the tensors."""
+"""Llama 1 to 3. Biases and fused projections are detected in the tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from paceline.checkpoints.gguf_metadata import Config, Metadata
 
 
 def _read(meta: Metadata, config: Config) -> Config:
-    """Mistral and Mixtral are stored under this name too: windows and experts tell them apart."""
+    """Distinguish Llama from Mistral and Mixtral, which GGUF files call llama too, by windows and experts."""
     if meta.get("expert_count", 0):
         return {
             "model_type": "mixtral",

@@ -1,5 +1,8 @@
-"""Llama 4: layers that see their own part of the text, and every few layers one that sees everything, with queries that
-grow with the position in the place of rotary embedding; experts that have scores of their own, by sigmoid."""
+"""Llama 4.
+
+Most layers have chunked attention. Every few layers, one has full attention, with queries that grow with the position
+instead of a rotary embedding. The scores of experts are computed by sigmoid.
+"""
 
 from __future__ import annotations
 
@@ -63,12 +66,14 @@ def _layers(raw: Raw, base: ModelConfig) -> tuple[LayerConfig, ...]:
 
 _CHUNKED = ("chunked_attention", "full_attention")
 _MAVERICK = 128
-"""Experts of the one Llama 4 that does not norm queries and keys, by which llama.cpp tells it too."""
+"""Number of experts of the only Llama 4 without norms of queries and keys. llama.cpp recognises it by them too."""
 
 
 def _read(meta: Metadata, config: Config) -> Config:
-    """The metadata names neither chunks nor temperatures: all models have the same. Small ones (MobileLLM-R1) have no
-    experts."""
+    """Read the experts, which small models (MobileLLM-R1) lack.
+
+    The metadata has neither chunks nor temperatures. All models have the same.
+    """
     whole_text = meta.get("attention.sliding_window") == 0
     count = meta.get("expert_count", 0)
     return {

@@ -1,4 +1,4 @@
-"""Mamba-2: nothing but states. Bamba: states, and attention in a few layers."""
+"""Mamba-2, whose layers are only states, and Bamba, which also has attention in a few layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIXER_NAMES = {
     **{f".mixer.{x}.": f".mlp.{x}." for x in ("up_proj", "down_proj", "experts", "gate", "shared_experts")},
     ".mixer.": ".mamba.",
 }
-"""Of layers that each have one mixer."""
+"""Tensor names of models whose layers have one mixer each."""
 BAMBA_NAMES = {
     "model.final_layernorm.": "model.norm.",
     ".pre_ff_layernorm.": ".post_attention_layernorm.",
@@ -51,7 +51,11 @@ _LIMITS = (None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
 
 
 def state_of(raw: Raw, activation: str, *, groups: int, heads: int, keys: int, values: int, width: int) -> Mamba2Config:
-    """The state of a layer of these sizes. Raises `UnsupportedModel` for what the published models do not have."""
+    """Return the state of a layer of these sizes.
+
+    Raises:
+        UnsupportedModel: If the activation or the limit of time steps is not the published models'.
+    """
     if activation != "silu":
         raise UnsupportedModel(f"Mamba-2 with the activation {activation!r} is not supported", "Use another model")
     if raw.get("time_step_limit") not in _LIMITS:
@@ -60,7 +64,7 @@ def state_of(raw: Raw, activation: str, *, groups: int, heads: int, keys: int, v
 
 
 def prefixed_state(raw: Raw, base: ModelConfig) -> Mamba2Config:
-    """The state of a layer by the keys of Bamba's configs."""
+    """Return the state of a layer by the keys of Bamba's configs."""
     heads, size = raw["mamba_n_heads"], raw["mamba_d_head"]
     inner = raw.get("mamba_d_ssm") or raw["mamba_expand"] * base.hidden
     return state_of(
@@ -75,7 +79,7 @@ def prefixed_state(raw: Raw, base: ModelConfig) -> Mamba2Config:
 
 
 def read_state(meta: Metadata, prefix: str = "mamba_") -> Config:
-    """The sizes of states in a GGUF file, as Bamba's configs name them."""
+    """Return the sizes of states in a GGUF file, as Bamba's configs name them."""
     heads = meta["ssm.time_step_rank"]
     names = {"n_heads": heads, "d_head": meta["ssm.inner_size"] // heads, "d_conv": meta["ssm.conv_kernel"]}
     names |= {"d_state": meta["ssm.state_size"], "n_groups": meta["ssm.group_count"]}

@@ -1,4 +1,4 @@
-"""Mistral, Ministral and Mixtral: Llama with windows, and with experts. In GGUF files they are called llama."""
+"""Mistral, Ministral and Mixtral: Llama with windows or experts. GGUF files call them llama."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def _experts(raw: Raw) -> MixtureConfig:
 
 
 def _read(meta: Metadata, config: Config, feeds: str = "mlp") -> Config:
-    """A layer attends if it has key heads, feeds if it has a width, or has a state."""
+    """Read the type of each layer: attention with key heads, a feed-forward part with a width, or else a state."""
     pairs = (each_layer(meta, config, key) for key in ("attention.head_count_kv", "feed_forward_length"))
     sizes = read_state(meta, "")
     return {

@@ -1,5 +1,7 @@
-"""OLMo 2 and 3: norms after attention and feed-forward only, and over all query or key heads together. OLMoE: experts,
-and norms before each part, as in Llama."""
+"""OLMo 2 and 3, and OLMoE.
+
+Norms of queries and keys go over all heads together. In OLMo, norms come after attention and feed-forward part.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def _olmo2(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 
 def _olmo3(raw: Raw, base: ModelConfig) -> ModelConfig:
-    """Also windows, in three layers of four; positions are not stretched there."""
+    """Add windows in three layers of four. Positions are not stretched in these layers."""
     own = (raw.get("rope_parameters") or {}).get(SLIDING)
     local = read_rope(own, raw, raw.get("rope_theta", base.rope.theta), base.head_dim)
     return _olmo2(raw, windows_but_every(raw, base, 4, local, base.rope))
@@ -45,7 +47,7 @@ def _read_experts(meta: Metadata, config: Config) -> Config:
 
 
 def _read(meta: Metadata, config: Config) -> Config:
-    """OLMo 2, or OLMo 3, which has windows."""
+    """Distinguish OLMo 3, which has windows, from OLMo 2."""
     if not config["sliding_window"]:
         return {}
     return {"model_type": "olmo3", "layer_types": layer_types(meta, config["num_hidden_layers"], 4)}

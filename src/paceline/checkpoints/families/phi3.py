@@ -8,7 +8,7 @@ from paceline.checkpoints.layer_plans import windows_everywhere
 
 
 def _rope(scaling: Raw) -> Raw:
-    """With the older names of its rule."""
+    """Replace the older names of longrope."""
     old = scaling.get("rope_type", scaling.get("type")) in ("su", "yarn")
     return {**scaling, "rope_type": "longrope"} if old else scaling
 

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen3, dense, with experts, and that see; MiMo, which is Qwen2 with a layer that predicts later tokens."""
+"""Qwen2; Qwen3, dense, with experts, and the language model of Qwen3-VL; MiMo, which is Qwen2 with an MTP layer."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from paceline.files.schema import FLAG, NULL, whole
 from paceline.models.config import MixtureConfig, ModelConfig
 
 LANGUAGE = {"model.language_model.": "model."}
-"""Names in files of models that also see."""
+"""Tensor names in files of models that also see."""
 _SLIDES = {"use_sliding_window": FLAG | NULL}
 _KEYS = {**_SLIDES, "max_window_layers": whole()}
 _DEFAULTS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
 
 
 def text_axes(scaling: Raw) -> Raw:
-    """Without the axis of an image that turns each plane: in text all axes have the same position."""
+    """Remove the keys that assign rotary planes to axes of images. In text, all axes have the same position."""
     return {key: value for key, value in scaling.items() if key not in ("mrope_section", "mrope_interleaved")}
 
 
 def _qwen2(raw: Raw, base: ModelConfig) -> ModelConfig:
-    """The upper layers slide, if any."""
+    """Add windows, which only upper layers have."""
     window, first = raw["sliding_window"] if raw["use_sliding_window"] else None, raw["max_window_layers"]
     return layered(base, layer_windows(raw, base, window, lambda i: window is not None and i >= first))
 
 
 def normed(raw: Raw, base: ModelConfig) -> ModelConfig:
-    """Queries and keys are normed."""
+    """Add norms of queries and keys."""
     return replace(base, norms=replace(base.norms, heads="shared"))
 
 

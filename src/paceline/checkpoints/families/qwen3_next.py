@@ -83,7 +83,7 @@ def _read(meta: Metadata, config: Config) -> Config:
 
 
 def _read_tiled(meta: Metadata, config: Config) -> Config:
-    """Qwen3.5's heads are stored so that their keys follow each other (`MatrixConfig.tiled`)."""
+    """Read Qwen3.5, whose files order heads by their keys (`MatrixConfig.tiled`)."""
     return {**_read(meta, config), "linear_heads_tiled": True}
 
 

@@ -1,4 +1,7 @@
-"""StableLM: layer norms; in the largest, attention and feed-forward side by side, with norms of queries and keys."""
+"""StableLM: layer norms.
+
+In the largest models, attention and feed-forward part are in parallel, and queries and keys have norms.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ def _stablelm(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 
 def _read(meta: Metadata, config: Config) -> Config:
-    """As in llama.cpp, the tensors tell whether its parts are side by side: the metadata may be wrong."""
+    """Detect parallel parts by the tensors, as llama.cpp does: the metadata may be wrong."""
     return {
         "layer_norm_eps": config["rms_norm_eps"],
         "use_parallel_residual": not has_part(meta, "ffn_norm"),

@@ -10,26 +10,9 @@ from pydantic import Field, model_validator
 
 from paceline.chat.calls import Call
 from paceline.server.api import Api
-from paceline.server.choices import Choice, ChoicesEncoder
-from paceline.server.compat import Lenient, Strict, accepts, ignored, only
-from paceline.server.custom_tools import text_of
-from paceline.server.errors import WrongParameter
-from paceline.server.prepare import Prepared
-from paceline.server.replies import BlockBegun, BlockEnded, BlockGrown, ChatReply, ReplyBlock
-from paceline.server.request import ChatPrompt, GenerateRequest, ToolUse, reasoning_values, requested_logprobs
-from paceline.server.schema import (
-    LENGTHS,
-    MAX_TOOLS,
-    Effort,
-    Length,
-    ReasoningOptions,
-    RequestBody,
-    Schema,
-    Text,
-    ThinkingBudgets,
-    ThinkingOptions,
-)
-from paceline.server.schema_chat import (
+from paceline.server.apis.choices import Choice, ChoicesEncoder
+from paceline.server.apis.custom_tools import text_of
+from paceline.server.apis.openai_chat import (
     AllowedTools,
     Function,
     FunctionName,
@@ -38,6 +21,13 @@ from paceline.server.schema_chat import (
     Tools,
     chat_messages,
 )
+from paceline.server.compat import Lenient, Strict, accepts, ignored, only
+from paceline.server.errors import WrongParameter
+from paceline.server.fields import MAX_TOOLS, Effort, Length, Schema, Text
+from paceline.server.prepare import Prepared
+from paceline.server.replies import BlockBegun, BlockEnded, BlockGrown, ChatReply, ReplyBlock
+from paceline.server.request import ChatPrompt, GenerateRequest, ToolUse, reasoning_values, requested_logprobs
+from paceline.server.schema import LENGTHS, ReasoningOptions, RequestBody, ThinkingBudgets, ThinkingOptions
 from paceline.server.worker import ReplyRound
 
 
@@ -132,7 +122,7 @@ class ChatRequest(ThinkingBudgets, RequestBody):
 
     @property
     def constrained(self) -> bool:
-        """Whether a grammar must be compiled for the reply."""
+        """True if a grammar must be compiled for the reply."""
         return self.choice not in ("none", "auto") or super().constrained
 
     @property

@@ -9,15 +9,15 @@ from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from paceline.server.api import dumps_long
+from paceline.server.apis.messages import CountTokensRequest, chat_prompt
+from paceline.server.apis.openai_chat import Messages, Tools, chat_messages
 from paceline.server.compat import Strict
 from paceline.server.errors import bad_request
-from paceline.server.messages import CountTokensRequest, chat_prompt
+from paceline.server.fields import ModelName, Schema, Text, TokenId
 from paceline.server.models import LoadedModel
 from paceline.server.prepare import chat_tokens, token_ids
 from paceline.server.prompts import chat_text
 from paceline.server.request import ChatPrompt, ToolUse
-from paceline.server.schema import ModelName, Schema, Text, TokenId
-from paceline.server.schema_chat import Messages, Tools, chat_messages
 from paceline.server.serving import Service
 from paceline.text.template_text import TemplateText
 

@@ -14,6 +14,18 @@ from paceline.sampling.json_schema import guide
 from paceline.server.api import Api, Encoder, Event
 from paceline.server.compat import Lenient, OtherServers, Strict, accepts, ignored, left_out, only
 from paceline.server.errors import ApiError
+from paceline.server.fields import (
+    MAX_TOOLS,
+    WITHOUT_EMPTY,
+    Arguments,
+    Budget,
+    CalledName,
+    Name,
+    Schema,
+    Stops,
+    Text,
+    given,
+)
 from paceline.server.prepare import Prepared
 from paceline.server.replies import BlockBegun, BlockEnded, BlockEvent, ChatReply, ReplyBlock
 from paceline.server.request import (
@@ -25,21 +37,7 @@ from paceline.server.request import (
     reasoning_values,
     refuse_media,
 )
-from paceline.server.schema import (
-    MAX_TOOLS,
-    WITHOUT_EMPTY,
-    Arguments,
-    Budget,
-    CalledName,
-    Effort,
-    Name,
-    Samplers,
-    Schema,
-    Stops,
-    Text,
-    ThinkingBudgets,
-    given,
-)
+from paceline.server.schema import Samplers, ThinkingBudgets
 from paceline.server.usage import Usage
 from paceline.server.worker import ReplyRound
 
@@ -234,7 +232,7 @@ class CountTokensRequest(ThinkingBudgets, Samplers, OtherServers):
 
     @property
     def constrained(self) -> bool:
-        """Whether a grammar must be compiled for the reply."""
+        """True if a grammar must be compiled for the reply."""
         return self.format is not None or (self.tool_choice is not None and self.tool_choice.type in ("any", "tool"))
 
 
@@ -256,7 +254,7 @@ def chat_prompt(body: CountTokensRequest) -> ChatPrompt:
     messages = [message for sent in body.messages for message in _messages(sent)]
     if system := _system(body.system):
         messages.insert(0, ChatMessage(role="system", content=system))
-    effort: Effort | None = body.output_config.effort if body.output_config else None
+    effort: str | None = body.output_config.effort if body.output_config else None
     if body.thinking and body.thinking.type == "disabled":
         effort = "none"
     return ChatPrompt(

@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from paceline.chat.calls import Call
+from paceline.server.apis.custom_tools import CustomTool, arguments_of
 from paceline.server.compat import Lenient, Strict, left_out
-from paceline.server.custom_tools import CustomTool, arguments_of
+from paceline.server.fields import MAX_TOOLS, ArgumentsText, CalledName, Name, Schema, Text
 from paceline.server.request import ChatMessage, OfferedFunction
-from paceline.server.schema import MAX_TOOLS, ArgumentsText, CalledName, Name, Schema, Text
 
 Kind = Annotated[str, Field(max_length=100)]
 _TEXTUAL = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
@@ -27,7 +27,7 @@ class Part(Lenient):
 
     @property
     def textual(self) -> bool:
-        """Whether the part is text."""
+        """True if the part is text."""
         return self.type in _TEXTUAL
 
     @model_validator(mode="before")

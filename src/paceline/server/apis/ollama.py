@@ -13,8 +13,10 @@ from pydantic import BeforeValidator, Field
 from paceline.chat.calls import Call
 from paceline.sampling.json_schema import guide
 from paceline.server.api import Api, Encoder, Event, dumps
+from paceline.server.apis.openai_chat import Tools
 from paceline.server.compat import Lenient, Naming, accepts, ignored, left_out, only
 from paceline.server.errors import ApiError, bad_request
+from paceline.server.fields import WITHOUT_EMPTY, Arguments, CalledName, ModelName, Schema, Stop, Stops, Text, given
 from paceline.server.grammars import ANY_OBJECT
 from paceline.server.prepare import Prepared
 from paceline.server.replies import BlockEnded, ChatReply
@@ -27,19 +29,7 @@ from paceline.server.request import (
     reasoning_values,
     requested_logprobs,
 )
-from paceline.server.schema import (
-    WITHOUT_EMPTY,
-    Arguments,
-    CalledName,
-    Generating,
-    ModelName,
-    Schema,
-    Stop,
-    Stops,
-    Text,
-    given,
-)
-from paceline.server.schema_chat import Tools
+from paceline.server.schema import Generating
 from paceline.server.token_texts import TokenTexts
 from paceline.server.usage import Usage
 from paceline.server.worker import ReplyRound
@@ -107,7 +97,7 @@ class OllamaMessage(Naming):
 
 
 def _is_zero(value: Any) -> bool:
-    """Return whether a duration, a number or text as "0s", is 0."""
+    """Return True if a duration, a number or text as "0s", is 0."""
     if isinstance(value, str):
         zero = r"[-+]?(0+|(0+(\.0*)?(ns|us|µs|ms|s|m|h))+)"
         return len(value) <= 20 and re.fullmatch(zero, value) is not None
@@ -138,11 +128,11 @@ class OllamaRequest(Naming, Generating, extra="ignore"):
     @property
     @abstractmethod
     def empty(self) -> bool:
-        """Whether there is nothing to reply to: the model is only loaded, or unloaded."""
+        """True if there is nothing to reply to: the model is only loaded, or unloaded."""
 
     @property
     def constrained(self) -> bool:
-        """Whether a grammar must be compiled for the reply."""
+        """True if a grammar must be compiled for the reply."""
         return bool(self.format)
 
     @property
@@ -184,8 +174,9 @@ class OllamaRequest(Naming, Generating, extra="ignore"):
     @property
     def template_values(self) -> dict[str, Any]:
         """Variables of the chat template."""
-        effort = {True: None, False: "none", "max": "xhigh"}.get(self.think, self.think)
-        return reasoning_values(effort)  # type: ignore[arg-type]
+        if isinstance(self.think, str):
+            return reasoning_values("xhigh" if self.think == "max" else self.think)
+        return reasoning_values("none" if self.think is False else None)
 
 
 class OllamaChatRequest(OllamaRequest):
@@ -196,7 +187,7 @@ class OllamaChatRequest(OllamaRequest):
 
     @property
     def empty(self) -> bool:
-        """Whether there are no messages."""
+        """True if there are no messages."""
         return not self.messages
 
 
@@ -216,12 +207,12 @@ class OllamaGenerateRequest(OllamaRequest):
 
     @property
     def empty(self) -> bool:
-        """Whether there is no prompt."""
+        """True if there is no prompt."""
         return not self.prompt and not self.suffix
 
     @property
     def is_text(self) -> bool:
-        """Whether the prompt is a text as it is."""
+        """True if the prompt is a text as it is."""
         return bool(self.raw or self.suffix)
 
 

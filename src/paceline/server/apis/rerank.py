@@ -20,16 +20,15 @@ from starlette.responses import Response
 from paceline.engine.draft_policy import OFF
 from paceline.llm import LLM
 from paceline.sampling.sampler import not_finite
-from paceline.server.compat import Ignored, Lenient, Strict
-from paceline.server.embeddings import EmbeddingUsage
+from paceline.server.apis.embeddings import EmbeddingUsage
+from paceline.server.compat import Ignored, Lenient, PlainAnswer, Strict
 from paceline.server.errors import bad_request
+from paceline.server.fields import ModelName, Text
 from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
 from paceline.server.prepare import check_length, token_ids
-from paceline.server.schema import ModelName, Text
-from paceline.server.schema_answers import PlainAnswer
+from paceline.server.preprocessing import after
 from paceline.server.serving import Service
-from paceline.server.waiting import after
 from paceline.server.worker import ReplyJob, ServerStopping
 from paceline.text.template_text import TemplateText
 from paceline.types import Forward, Want

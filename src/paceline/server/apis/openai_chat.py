@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from paceline.chat.calls import Call
+from paceline.server.apis.custom_tools import chat_call, chat_tool
 from paceline.server.compat import Lenient, Strict, accepts, left_out, only
-from paceline.server.custom_tools import chat_call, chat_tool
+from paceline.server.fields import MAX_TOOLS, ArgumentsText, CalledName, Name, Schema, Text
 from paceline.server.request import ChatMessage, OfferedFunction, refuse_media
-from paceline.server.schema import MAX_TOOLS, ArgumentsText, CalledName, Name, Schema, Text
 
 _ROLES = {"developer": "system", "function": "tool"}
 

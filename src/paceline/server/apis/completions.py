@@ -14,12 +14,13 @@ from paceline.engine.detokenizer import Chunk, Detokenizer
 from paceline.engine.prompt_logprobs import PromptLogprobs
 from paceline.llm import LLM
 from paceline.server.api import Api, Event
-from paceline.server.choices import Choice, ChoicesEncoder
+from paceline.server.apis.choices import Choice, ChoicesEncoder
 from paceline.server.compat import RAW, accepts, only
 from paceline.server.errors import WrongParameter
+from paceline.server.fields import Text, TokenIds
 from paceline.server.prepare import Prepared
 from paceline.server.request import GenerateRequest, TextPrompt
-from paceline.server.schema import RequestBody, Text, TokenIds
+from paceline.server.schema import RequestBody
 from paceline.server.usage import Usage
 from paceline.server.worker import ReplyRound
 from paceline.text.sandbox import ABANDONED, Unfinished
@@ -60,7 +61,7 @@ class CompletionRequest(RequestBody):
 
     @property
     def ranked(self) -> bool:
-        """Whether only the likeliest replies are returned."""
+        """True if only the likeliest replies are returned."""
         return self.samples > (self.n or 1)
 
     @model_validator(mode="after")

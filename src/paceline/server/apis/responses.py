@@ -13,14 +13,8 @@ from pydantic import BeforeValidator, Field, TypeAdapter
 
 from paceline.sampling.json_schema import guide
 from paceline.server.api import Api, Encoder, Event, dumps
-from paceline.server.compat import OtherServers, Strict, accepts, ignored, only
-from paceline.server.custom_tools import CustomTool, text_of
-from paceline.server.errors import LOG, REQUEST_ID, ApiError, ContextExceeded, bad_request
-from paceline.server.grammars import ANY_OBJECT
-from paceline.server.prepare import Prepared
-from paceline.server.replies import BlockBegun, BlockEnded, BlockEvent, ChatReply, ReplyBlock
-from paceline.server.request import ChatPrompt, GenerateRequest, ToolUse, reasoning_values, refuse_media
-from paceline.server.response_items import (
+from paceline.server.apis.custom_tools import CustomTool, text_of
+from paceline.server.apis.response_items import (
     AllowedFunctions,
     CalledTool,
     FunctionTool,
@@ -32,22 +26,16 @@ from paceline.server.response_items import (
     Tools,
     chat_messages_of,
 )
-from paceline.server.schema import (
-    WITHOUT_EMPTY,
-    Budget,
-    Effort,
-    JsonSchema,
-    Penalty,
-    PlainFormat,
-    Samplers,
-    Schema,
-    Stop,
-    Stops,
-    Text,
-    ThinkingBudgets,
-    schema_format,
-)
-from paceline.server.stored import ResponseStore, StoredResponse, memory
+from paceline.server.apis.stored import ResponseStore, StoredResponse, memory
+from paceline.server.compat import OtherServers, Strict, accepts, ignored, only
+from paceline.server.errors import LOG, REQUEST_ID, ApiError, ContextExceeded, bad_request
+from paceline.server.fields import WITHOUT_EMPTY, Budget, Effort, Penalty, Schema, Stop, Stops, Text
+from paceline.server.formats import JsonSchema, PlainFormat, schema_format
+from paceline.server.grammars import ANY_OBJECT
+from paceline.server.prepare import Prepared
+from paceline.server.replies import BlockBegun, BlockEnded, BlockEvent, ChatReply, ReplyBlock
+from paceline.server.request import ChatPrompt, GenerateRequest, ToolUse, reasoning_values, refuse_media
+from paceline.server.schema import Samplers, ThinkingBudgets
 from paceline.server.token_texts import TokenTexts
 from paceline.server.usage import Usage
 from paceline.server.worker import ReplyRound
@@ -197,7 +185,7 @@ class ResponsesRequest(ThinkingBudgets, Samplers, OtherServers):
 
     @property
     def constrained(self) -> bool:
-        """Whether a grammar must be compiled for the reply."""
+        """True if a grammar must be compiled for the reply."""
         return self.format.type != "text" or self.tool_choice not in (None, "none", "auto")
 
 

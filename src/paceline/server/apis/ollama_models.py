@@ -23,8 +23,8 @@ from paceline.sampling.parameters import Sampling, recommended
 from paceline.server.api import dumps
 from paceline.server.compat import Naming, accepts, ignored
 from paceline.server.errors import ApiError, WrongParameter, api_error
+from paceline.server.fields import ModelName
 from paceline.server.models import LoadedModel, ModelSource
-from paceline.server.schema import ModelName
 from paceline.server.serving import Service
 from paceline.text.infill import InfillTokens
 
@@ -61,6 +61,10 @@ class PullRequest(NamedModelRequest):
     stream: bool | None = True
 
 
+_Listed = tuple[ModelSource, Callable[[], ModelFacts], dict[str, Any]]
+"""A model, a function that reads its facts, and what is listed besides."""
+
+
 class OllamaModels:
     """The models of a server as Ollama lists them."""
 
@@ -75,14 +79,12 @@ class OllamaModels:
 
     async def tags(self, request: Request) -> Response:
         """List the models, each under its first name (Ollama's API)."""
-        models: list[tuple[ModelSource, Callable[[], ModelFacts], dict[str, Any]]] = [
-            (one, _facts(one, self._models.get(one.names[0])), {}) for one in self._models.sources
-        ]
+        models: list[_Listed] = [(one, _facts(one, self._models.get(one.names[0])), {}) for one in self._models.sources]
         return await self._service.document(request, partial(self._listed, models))  # it reads files
 
     async def ps(self, request: Request) -> Response:
         """List the models that are in memory (Ollama's API)."""
-        found = []
+        found: list[_Listed] = []
         for source in self._models.sources:
             if model := self._models.get(source.names[0]):
                 until = datetime.now(timezone.utc) + timedelta(seconds=min(self._models.expires(source), _NEVER))
@@ -91,7 +93,7 @@ class OllamaModels:
                 found.append((source, _facts(source, model), more))
         return await self._service.document(request, partial(self._listed, found))
 
-    def _listed(self, models: Sequence[tuple[ModelSource, Callable[[], ModelFacts], dict[str, Any]]]) -> dict[str, Any]:
+    def _listed(self, models: Sequence[_Listed]) -> dict[str, Any]:
         return {"models": [{**self._about(source, facts()), **more} for source, facts, more in models]}
 
     def _about(self, source: ModelSource, facts: ModelFacts) -> dict[str, Any]:

@@ -23,15 +23,14 @@ from paceline.engine.prompt_logprobs import PooledStates
 from paceline.llm import LLM
 from paceline.models.decoder import Decoder
 from paceline.sampling.sampler import not_finite
-from paceline.server.compat import Ignored, Naming, Strict, accepts, ignored
+from paceline.server.compat import Ignored, Naming, PlainAnswer, Strict, accepts, ignored
 from paceline.server.errors import bad_request
+from paceline.server.fields import ModelName, Text, TokenIds
 from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
 from paceline.server.prepare import check_length, prompt_limit, token_ids
-from paceline.server.schema import ModelName, Text, TokenIds
-from paceline.server.schema_answers import PlainAnswer
+from paceline.server.preprocessing import after
 from paceline.server.serving import Service
-from paceline.server.waiting import after
 from paceline.server.worker import ReplyJob, ServerStopping
 
 _MOST_TEXTS = 128

@@ -18,11 +18,11 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "low-memory": {"quantize": "int4", "drafter": "suffix"},
     "exact": {"quantize": "none", "exact": True},
 }
-"""Preset -> the options that it sets."""
+"""Preset -> the arguments that it sets."""
 
 
 @dataclass(frozen=True, slots=True)
-class LoadOptions:
+class LoadArguments:
     """The arguments of `paceline.load`, which documents them. It has no defaults: those of `load` are the only ones."""
 
     model: Any
@@ -49,8 +49,8 @@ class LoadOptions:
     draft_device_map: DeviceMap | None
     chat_template: str | Path | None
 
-    def with_preset(self, name: str) -> LoadOptions:
-        """Return these options with a preset, which leaves those alone that differ from "auto" and False.
+    def with_preset(self, name: str) -> LoadArguments:
+        """Return these arguments with a preset. It changes only arguments that are "auto" or False.
 
         Raises:
             InvalidOption: If no preset has this name.

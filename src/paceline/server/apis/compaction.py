@@ -7,13 +7,13 @@ import uuid
 from typing import Any
 
 from paceline.server.api import Api, Encoder, Event
+from paceline.server.apis.response_items import Item, MessageItem, chat_messages_of, listed, packed
+from paceline.server.apis.responses import Responses, ResponsesRequest, usage_of
 from paceline.server.errors import ApiError, bad_request
+from paceline.server.fields import given
 from paceline.server.prepare import Prepared
 from paceline.server.replies import ChatReply
 from paceline.server.request import ChatPrompt, GenerateRequest, reasoning_values
-from paceline.server.response_items import Item, MessageItem, chat_messages_of, listed, packed
-from paceline.server.responses import Responses, ResponsesRequest, usage_of
-from paceline.server.schema import given
 from paceline.server.usage import Usage
 from paceline.server.worker import ReplyRound
 
