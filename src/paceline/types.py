@@ -109,6 +109,8 @@ class Draft:
     """Work that verification need not repeat."""
     lengthened: int = field(default=0, compare=False)
     """Tokens at the end of a chain that lookups added (`Drafter.extend`)."""
+    part: int = field(default=0, compare=False)
+    """The part of a cascade (`Drafter.parts`) that was asked last, with a draft or without."""
 
     @property
     def own(self) -> int:
