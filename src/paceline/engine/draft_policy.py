@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from paceline.drafters.base import Ask, Drafter
+from paceline.drafters.base import Drafter
 from paceline.engine.draft_length import Controller
 from paceline.errors import InvalidOption
-from paceline.types import Draft, DraftBudget
-from paceline.verify.tree import check
+from paceline.types import DraftBudget
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,25 +44,6 @@ class DraftPolicy:
 
     def _fresh(self) -> tuple[Controller, ...]:
         return tuple(Controller(*part) for part in self.drafter.parts)
-
-    def propose(self, asks: Sequence[Ask], vocab_size: int) -> list[Draft]:
-        """Return a draft for each ask. Raises `InvalidOption` for an invalid draft, which names the drafter: it may be
-        the user's own."""
-        drafts = self.drafter.propose(asks)
-        if len(drafts) != len(asks):
-            raise InvalidOption(
-                f"{type(self.drafter).__name__} made {len(drafts)} drafts for {len(asks)} requests",
-                "propose returns one Draft per ask, an empty Draft() where there is nothing to say",
-            )
-        for draft, ask in zip(drafts, asks, strict=True):
-            check(draft)
-            most = ask.budget.nodes
-            if len(draft.tokens) > most or any(not 0 <= t < vocab_size for t in draft.tokens):
-                raise InvalidOption(
-                    f"{type(self.drafter).__name__} drafted {len(draft.tokens)} tokens {draft.tokens}",
-                    f"At most {most} were asked for, with ids below {vocab_size}",
-                )
-        return drafts
 
 
 def shown_name(name: str) -> str:

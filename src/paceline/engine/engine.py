@@ -39,17 +39,17 @@ def _exclusive(method: Method) -> Method:
     def run(self: Engine, *args: Any, **options: Any) -> Any:
         outermost = not self._lock._is_owned()  # type: ignore[attr-defined]
         with self._lock:
-            # Set anew, as an interrupt may have come between the two changes of an earlier call.
-            self._depth = 1 if outermost else self._depth + 1
+            depth = 0 if outermost else self._depth
             try:
+                self._depth = depth + 1
                 return method(self, *args, **options)
             except BaseException:
                 self._leaving |= {*range(len(self.cache.lengths))} - {*self._holders}
                 self._settle()
                 raise
             finally:
-                self._depth -= 1
-                while self._finished and not self._depth:
+                self._depth = depth  # set, not decreased, as an interrupt may have come before it grew
+                while self._finished and not depth:
                     self._finish(self._finished.pop())
 
     return run  # type: ignore[return-value]
