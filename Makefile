@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-# Torch's threads spin while they wait; about 10 us of it costs nothing and leaves the cores to others (LOG.md).
+# Torch's threads spin while they wait. About 10 us of spinning costs nothing, and leaves the cores to other programs
+# (docs/notes/kernels.md#idle-threads).
 export GOMP_SPINCOUNT ?= 10000
 
 # Without bytecode files each process would compile torch and the tests again.

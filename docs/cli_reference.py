@@ -13,34 +13,34 @@ if TYPE_CHECKING:
 ENVIRONMENT = {
     "PACELINE_CACHE": (
         "`$XDG_CACHE_HOME/paceline`, else `~/.cache/paceline`",
-        "Folder for the demo model and for compiled CPU kernels.",
+        "Folder for the demo model and compiled CPU kernels.",
     ),
     "PACELINE_NATIVE": ("`1`", "`0` runs the layers on torch instead of the compiled CPU kernels."),
     "PACELINE_ISA": (
-        "the best that the processor has",
+        "the best one that the processor supports",
         "Instruction set of the CPU kernels: `portable`, `sse4`, `avx2`, `avxvnni`, `avx512`, `avx512vnni`, "
         "`avx512bf16`; on ARM `neon`, `neondot`, `neoni8mm`.",
     ),
-    "PACELINE_MODEL": ("`demo`", "Model of a command that names none; as `--model`."),
+    "PACELINE_MODEL": ("`demo`", "Model for commands that name none; as `--model`."),
     "PACELINE_CONFIG": ("`~/.config/paceline/config.toml`", "Configuration file; as `paceline --config`."),
     "PACELINE_API_KEY": ("", "API keys of `paceline serve`, separated by spaces; as `--api-key`."),
     "HF_TOKEN": ("", "Access token for gated or private models on the Hugging Face Hub; as `--token`."),
     "CXX": (
         "`g++`, `clang++` or `c++`",
-        "C++ compiler that builds the CPU kernels if no wheel brought them, with options as for a shell.",
+        "C++ compiler for the CPU kernels if no wheel included them. May have options, as in a shell.",
     ),
-    "XDG_CACHE_HOME": ("`~/.cache`", "Parent of the cache folder where `PACELINE_CACHE` is not set."),
+    "XDG_CACHE_HOME": ("`~/.cache`", "Parent of the cache folder if `PACELINE_CACHE` is not set."),
     "XDG_CONFIG_HOME": ("`~/.config`", "Parent of `paceline/config.toml`."),
-    "OLLAMA_MODELS": ("`~/.ollama/models`", "Ollama's store, of which `paceline list --all` shows the models."),
-    "WORLD_SIZE": ("`1`", "Number of processes that share a model; torchrun sets it, and the next three."),
-    "RANK": ("", "This process's number among them."),
-    "LOCAL_WORLD_SIZE": ("", "How many of them are on this machine; torchrun sets it. If all are, they share memory."),
-    "LOCAL_RANK": ("`$RANK`", "Its number among those of this machine, and that of its GPU."),
+    "OLLAMA_MODELS": ("`~/.ollama/models`", "Ollama's store. `paceline list --all` shows its models."),
+    "WORLD_SIZE": ("`1`", "Number of processes that share a model. torchrun sets this and the next three."),
+    "RANK": ("", "Rank of this process."),
+    "LOCAL_WORLD_SIZE": ("", "Number of these processes on this machine. If all are on it, they share memory."),
+    "LOCAL_RANK": ("`$RANK`", "Rank of this process on its machine, and the number of its GPU."),
     "NO_COLOR": ("", "Any value turns colours off, as does `TERM=dumb`. See <https://no-color.org>."),
     "TERM": ("", "`dumb` turns colours off."),
-    "GOMP_SPINCOUNT": ("`10000`", "Set by the `paceline` command unless you set it: how long idle threads spin."),
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": ("`64`", "Set by `paceline train` unless you set it: bounds oneDNN's memory."),
-    "LRU_CACHE_CAPACITY": ("`64`", "Set by `paceline train` unless you set it: bounds torch's memory for oneDNN."),
+    "GOMP_SPINCOUNT": ("`10000`", "How long idle threads spin. The `paceline` command sets it unless you do."),
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": ("`64`", "Limits oneDNN's memory. `paceline train` sets it unless you do."),
+    "LRU_CACHE_CAPACITY": ("`64`", "Limits torch's memory for oneDNN. `paceline train` sets it unless you do."),
 }
 """Environment variables that Paceline reads or sets: name -> (default, meaning), in Markdown."""
 

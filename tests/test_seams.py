@@ -122,11 +122,11 @@ def amnesiac() -> Amnesiac:
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
-        (amnesiac, "were loaded is drafted for"),
+        pytest.param(amnesiac, "were loaded is drafted for", marks=pytest.mark.slow),
         (Endless, "nodes"),
         pytest.param(Forgetful, "changes a draft", marks=pytest.mark.slow),
         (Short, "one draft per ask"),
-        pytest.param(Uniform, "deeper than", marks=pytest.mark.slow),
+        (Uniform, "deeper than"),
     ],
 )
 def test_the_check_notices_drafters_that_do_not(broken: Callable[[], Drafter], said: str) -> None:

@@ -21,10 +21,10 @@ from torch import Tensor
 import paceline
 from paceline.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from paceline.checkpoints.lora import LoraAdapter, open_model, split_adapter
+from paceline.checkpoints.model_config import read_config
 from paceline.errors import AdapterMismatch, CorruptModel, InvalidOption, ModelNotFound, PacelineError, UnsupportedModel
 from paceline.models.decoder import Decoder
-from paceline.models.families import read_config
-from paceline.models.lazy import Quantised, codes_of
+from paceline.models.lazy import Quantised, codes_of, mostly_codes
 from paceline.sampling.parameters import Sampling
 from paceline.types import Want
 from paceline.verify.tree import pack_prefix
@@ -259,6 +259,11 @@ def test_only_what_an_adapter_leaves_alone_keeps_the_codes_of_its_base(tmp_path:
         assert (own is None) == (changed or "norm" in name), name
         assert own is None or torch.equal(own.dequantised(), merged[name])
     assert codes_of(base.tensors, "model.layers.0.self_attn.q_proj.weight") is not None
+    assert mostly_codes(merged)
+
+
+def test_a_merged_folder_of_floats_has_no_codes(pair: tuple[Path, Path]) -> None:
+    assert not mostly_codes(open_model(*pair).tensors)
 
 
 @pytest.mark.parametrize("changed", ["q_proj", "v_proj", "up_proj"])

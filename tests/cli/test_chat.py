@@ -1,9 +1,8 @@
-"""`paceline chat`, and replies on a terminal."""
+"""`paceline chat`."""
 
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import subprocess
 import sys
@@ -14,9 +13,6 @@ import pytest
 from typer.testing import Result
 
 from paceline.cli.chat import read_conversation
-from paceline.cli.show import Display
-from paceline.cli.writing import _ProgressLine
-from paceline.engine.detokenizer import Chunk
 from paceline.errors import InvalidData
 from paceline.llm import LLM
 from tests.support.toy_cli import (
@@ -24,46 +20,9 @@ from tests.support.toy_cli import (
     Shop,
     chat,
     failure,
+    run,
     stop_after,
 )
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def shown(file: io.StringIO) -> str:
-    display = Display(file)
-    for chunk in (Chunk("a", 1, "plain"), Chunk("", 2, "draft"), Chunk("b\x1b]0;\x07", 3, "draft")):
-        display.write(chunk)
-    display.end()
-    return file.getvalue()
-
-
-def test_accepted_tokens_are_green_and_no_escape_of_the_model_reaches_a_terminal(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert shown(Terminal()) == "a\x1b[32mb\ufffd]0;\ufffd\x1b[0m\n"
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert shown(Terminal()) == "ab\ufffd]0;\ufffd\n"
-    assert shown(io.StringIO()) == "ab\x1b]0;\x07\n"
-
-
-def test_progress_on_a_terminal_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    progress = _ProgressLine(2, quiet=False)
-    progress.advance(5)
-    progress.advance(6)
-    progress.finish(1)
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert "2/2 prompts · 11 tokens" in err
-    assert err.endswith("1 failed\n")
 
 
 @pytest.fixture
@@ -194,6 +153,18 @@ def test_a_reply_is_written_again(asked: list[list[dict[str, str]]]) -> None:
     assert len(asked[3]) == 5, "the reply that was written again is in the conversation, the first is not"
 
 
+def test_run_says_that_its_reply_was_cut(shop: Shop) -> None:
+    assert "cut at 8 tokens; raise -n" in run("run", "demo", "one", "-n", "8").stderr
+
+
+def test_retry_says_when_the_text_will_be_the_same(asked: list[list[dict[str, str]]]) -> None:
+    assert "/set temperature 0.7" in chat("one\n/retry\n").stderr
+    assert "/set seed none" in chat("one\n/retry\n", "-t", "1", "-s", "3").stderr
+    free = chat("one\n/retry\n", "-t", "1").stderr
+    assert "same text" not in free
+    assert len(asked) == 6
+
+
 def test_a_conversation_is_saved_and_loaded(asked: list[list[dict[str, str]]], tmp_path: Path) -> None:
     path, other = tmp_path / "c.json", tmp_path / "notes.txt"
     other.write_text("dear diary")
@@ -203,7 +174,7 @@ def test_a_conversation_is_saved_and_loaded(asked: list[list[dict[str, str]]], t
     assert result.exit_code == 0
     assert said(asked[1]) == ["be brief", "one", "two"]
     assert other.read_text() == "dear diary"
-    assert f"{other} holds no conversation" in result.stderr
+    assert f"{other} contains no conversation" in result.stderr
     assert "/save needs the name" in result.stderr
     assert [m["role"] for m in read_conversation(path)] == ["system", *["user", "assistant"] * 2]
     assert "No such file" in chat(f"/load {tmp_path / 'none'}\n").stderr
@@ -214,7 +185,7 @@ def test_a_conversation_is_saved_and_loaded(asked: list[list[dict[str, str]]], t
 )
 def test_what_is_no_conversation(tmp_path: Path, text: str) -> None:
     (tmp_path / "c").write_text(text)
-    with pytest.raises(InvalidData, match="holds no conversation"):
+    with pytest.raises(InvalidData, match="contains no conversation"):
         read_conversation(tmp_path / "c")
 
 

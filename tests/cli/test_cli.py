@@ -156,8 +156,8 @@ def test_what_multiplies_matrices_and_the_remedy(
     (tmp_path / "file").write_text("")
     for env, cause, fix in (
         ({"CXX": "/bin/false"}, "/bin/false could not compile the CPU kernels: exit code 1", "another compiler in CXX"),
-        ({"CXX": "'"}, "CXX cannot be read", "as for a shell"),
-        ({"CXX": "", "PATH": ""}, "there is no C++ compiler", "Install g++"),
+        ({"CXX": "'"}, "CXX cannot be parsed", "as in a shell"),
+        ({"CXX": "", "PATH": ""}, "need a C++ compiler, and none is installed", "Install g++"),
         ({"PACELINE_CACHE": str(tmp_path / "file")}, "cannot be stored", "PACELINE_CACHE"),
     ):
         runner = kernels(**({"PACELINE_CACHE": str(tmp_path / "cache")} | env))

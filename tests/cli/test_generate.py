@@ -108,6 +108,9 @@ def test_penalties_and_bans_reach_the_reply(shop: Shop) -> None:
     once = text("--no-repeat-ngram-size", "1")
     assert len(set(once)) == len(once) == 24
     assert text("-t", "1", "-s", "3", "--typical-p", "0.01") != text("-t", "1", "-s", "3")
+    assert text("-t", "1", "-s", "3", "--top-n-sigma", "0.001") == text("-t", "1", "-s", "3", "--top-k", "1")
+    xtc = ("--xtc-probability", "1", "--xtc-threshold", "0.01")
+    assert text("-t", "1", "-s", "3", *xtc) != text("-t", "1", "-s", "3")
     assert len(text("--stop-token-id", str(LETTERS.index(letter)))) < 15
     assert len(text("--stop-token-id", str(LETTERS.index(letter)), "--min-new-tokens", "15")) >= 15
 
@@ -181,7 +184,7 @@ def test_a_reply_that_is_cut_says_so(shop: Shop, tmp_path: Path) -> None:
     text = generate("hello", "-q").stdout
     assert "cut" not in generate("hello", "--stop", text[3:6]).stderr
     assert "the model's context is full" in generate("x" * 240).stderr
-    assert "cut at 8 tokens; raise -n" in chat("hi\n").stderr
+    assert "cut at 8 tokens; /set max_new_tokens" in chat("hi\n").stderr
     rows = lines(tmp_path / "p.jsonl", {"prompt": "a"}, {"prompt": "b"})
     assert "2 cut at the token limit; raise -n" in generate("--prompts", rows, "--json").stderr
     assert "2 cut at the token limit" in generate("--prompts", rows, "--batch", "2").stderr
@@ -210,7 +213,7 @@ def test_the_line_about_a_silent_pipe_comes_under_quiet_too(
         closing.start()
         assert single_prompt("one", with_stdin=True) == "one"
         closing.join()
-    assert "waiting for stdin" in capsys.readouterr().err
+    assert "waiting for text on stdin" in capsys.readouterr().err
 
 
 def test_help_shows_the_default_length() -> None:
@@ -230,7 +233,7 @@ def test_a_model_is_named_the_same_way_everywhere(shop: Shop, name: list[str]) -
 
 
 def test_a_prompt_without_quotes_is_told_to_have_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "If 'Why' begins the prompt, quote the prompt" in failure(generate("Why", "is"))
+    assert "If 'Why' is part of the prompt, quote the prompt" in failure(generate("Why", "is"))
     assert "(is the sky). Quote the prompt" in failure(generate("Why", "is", "the", "sky"))
     assert "quote" not in failure(generate("./absent", "is"))
 
@@ -283,7 +286,7 @@ def test_what_is_piped_in_follows_the_prompt(
         closing.join()
     error = capsys.readouterr().err
     assert error.count("added 1 line from stdin to the prompt; </dev/null keeps them out\n") == 2
-    assert "waiting for stdin" in error
+    assert "waiting for text on stdin" in error
     piped = [sys.executable, "-m", "paceline", "generate", "-m", "/absent", "\udcff"]
     done = subprocess.run(piped, input="x", capture_output=True, text=True, check=False)
     assert "not valid Unicode" in done.stderr, "checked before the model is looked for"

@@ -195,12 +195,15 @@ def test_the_first_token_waits_for_no_drafter_that_reads_the_prompt(
 
 def test_lookups_hold_back_only_for_a_drafter_that_is_asked() -> None:
     """In the first round nobody else drafts, however much the model did in the reply before."""
-    clock, sampling = Clock(), Sampling(max_new_tokens=40)
-    plain = run(tiny_target(), PROMPT, sampling)[0]
-    lookup = Watched(Oracle([0], 1.0, 37), free=True)
-    engine = Engine(charged(clock), DrafterStack([lookup, Oracle([*PROMPT, *plain], 1.0, 37)]), timer=clock)
+    clock, sampling = Clock(), Sampling(max_new_tokens=100)
+    target = charged(clock)
+    plain = run(target, PROMPT, sampling)[0]
+    text = [*PROMPT, *plain]
+    lookup = Watched(Lookup(Oracle(text, 1.0, 37), clock), free=True)
+    model = Slow(Oracle(text, 1.0, 37), clock, 0.1)
+    engine = Engine(target, DrafterStack([lookup, model]), timer=clock)
     for _ in range(4):
-        run(engine.target, PROMPT, sampling, engine=engine)
+        run(target, PROMPT, sampling, engine=engine)
     assert lookup.asked.pop(0) == {0.0}
     assert any(SURE in sures for sures in lookup.asked.values())
 

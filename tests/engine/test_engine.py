@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from paceline.drafters.base import Ask
+from paceline.drafters.independent import independent
 from paceline.drafters.model import DraftModel
 from paceline.drafters.stack import DrafterWrapper
 from paceline.engine.detokenizer import TextStream
@@ -148,6 +149,23 @@ def test_the_self_check_tells_targets_whose_rows_depend_on_each_other() -> None:
     assert guarantee(target) == "rounding"
 
 
+def test_the_self_check_ends_at_the_first_row_that_differs() -> None:
+    passes: list[int] = []
+
+    class ByLength(Decoder):
+        """Rows that depend on the size of their pass."""
+
+        def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
+            passes.append(rows.tokens.shape[1])
+            out = super().forward(rows, cache, want)
+            return Forward(out.logits * (1 + 1e-6 * rows.tokens.shape[1]), out.taps)
+
+    target = tiny_target()
+    target.__class__ = ByLength
+    assert guarantee(target) == "rounding"
+    assert len(passes) == 3, "a prefix, the longest pass, and one token"
+
+
 def test_an_excerpt_is_a_part_of_the_target() -> None:
     target = tiny_target()
     part, cache = target.excerpt(), target.new_cache()
@@ -172,7 +190,9 @@ def test_stats_for_json() -> None:
         "drafter",
         "seconds",
     ]
-    assert "_" not in repr(stats).replace("tokens_per_round", "").replace("accepted_at", "")
+    assert "_" not in repr(stats).replace("tokens_per_round", "").replace("accepted_at", "").replace(
+        "draft_failures", ""
+    )
 
 
 @pytest.mark.parametrize(
@@ -261,3 +281,25 @@ def test_the_end_of_a_request_releases_its_own_slot_alone() -> None:
     lengths = (2, 9, 4)
     run_together(Engine(tiny_target(), drafter), [[1, 2, 3]] * 3, [Sampling(max_new_tokens=n) for n in lengths])
     assert released == [0, 2, 1]
+
+
+class NotFinite(Oracle):
+    """Ranks rows of NaN, as a broken draft model does."""
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        return [independent(one, one.budget, torch.full((2, 37), torch.nan)) for one in asks]
+
+
+def test_a_drafter_that_fails_is_counted_and_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    target, sampling = tiny_target(), Sampling(max_new_tokens=5)
+    plain, _, stats = run(target, [1, 2, 3], sampling)
+    assert stats.draft_failures == 0
+    assert "draft_failures" not in stats.as_dict()
+    engine = Engine(target, NotFinite([], 0.0, 37), DraftBudget.chain(2))
+    with caplog.at_level("WARNING", "paceline"):
+        for _ in range(2):
+            tokens, _, stats = run(target, [1, 2, 3], sampling, engine=engine)
+            assert tokens == plain
+            assert stats.drafted == 0
+            assert stats.as_dict()["draft_failures"] == stats.draft_failures > 0
+    assert [record.message.split(" and ")[0] for record in caplog.records] == ["Drafter NotFinite failed on a token"]

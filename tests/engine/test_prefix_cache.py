@@ -93,7 +93,7 @@ def plain(prompt: Sequence[int], sampling: Sampling) -> list[int]:
     return plain_text(TOY, prompt, sampling)
 
 
-@settings(max_examples=settings().max_examples * 3 // 5)
+@settings(max_examples=settings().max_examples * 2 // 5)
 @given(st.lists(wishes, min_size=2, max_size=8), st.sampled_from([PLENTY, 200_000, 40_000]))
 def test_texts_are_those_without_a_cache(sequence: list[Wish], limit: int) -> None:
     """Whoever drafts, whatever was said before, replies and chats included, and however little there is room for."""

@@ -91,7 +91,7 @@ PROMPTS = st.lists(st.integers(0, 36), min_size=1, max_size=40)
 COMING = st.tuples(st.integers(0, 12), PROMPTS, SAMPLINGS, SPECULATIONS, st.sampled_from([None, None, None, 3, 9]))
 
 
-@settings(max_examples=settings().max_examples * 3 // 5)
+@settings(max_examples=settings().max_examples * 2 // 5)
 @given(
     coming=st.lists(COMING, min_size=1, max_size=9),
     width=st.integers(1, 6),

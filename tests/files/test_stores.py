@@ -44,7 +44,7 @@ def ollama(folder: Path, name: str, digit: str, media: str = "application/vnd.ol
 
 def test_an_empty_disk(home: Path) -> None:
     assert [model for model in stored_models(True) if model.store != "ollama"] == []
-    with pytest.raises(ModelNotFound, match="on this disk"):
+    with pytest.raises(ModelNotFound, match="on this machine"):
         find("qwen3:0.6b")
 
 

@@ -32,7 +32,7 @@ PROMPTS = (
     "List five fruits, one per line, then list them again in reverse order.",
     "Write a Python function that reverses a string, then the same function with type hints.",
 )
-GREEDY = Sampling(max_new_tokens=56)
+GREEDY = Sampling(max_new_tokens=40)
 WARM = Sampling(max_new_tokens=56, temperature=0.8, top_p=0.95, seed=11)
 
 
@@ -71,7 +71,7 @@ CASES = {
 }
 
 
-@some("case", CASES, fast=["suffix chain, greedy", "model tree, warm"])
+@some("case", CASES, fast=["suffix chain, greedy"])
 def test_every_drafter_writes_the_plain_text(
     demo: Loaded,
     plain: Callable[[str, Sampling], list[int]],
@@ -109,6 +109,7 @@ def test_a_model_drafting_for_itself_is_nearly_always_right(demo: Loaded) -> Non
     assert stats.acceptance > 0.9
 
 
+@pytest.mark.slow
 def test_its_codes_of_write_one_text_and_predict_nearly_as_well(demo: Loaded) -> None:
     coded = load_model("demo", quantize="int8")
     short = replace(GREEDY, max_new_tokens=10)
@@ -121,6 +122,7 @@ def test_its_codes_of_write_one_text_and_predict_nearly_as_well(demo: Loaded) ->
     assert ours.agreement(plain) > 0.85
 
 
+@pytest.mark.slow
 def test_it_runs_on_its_own_codes_unless_floats_are_asked_for(demo: Loaded) -> None:
     if library() is None:
         pytest.skip("no kernels for codes: the weights become floats")
@@ -161,6 +163,7 @@ def test_a_second_load_needs_no_network(monkeypatch: pytest.MonkeyPatch, demo: L
     assert llm.model.path == demo.path
 
 
+@pytest.mark.slow
 def test_the_first_questions_of_spec_bench(demo: Loaded, shared_prompts: Path) -> None:
     rows = [json.loads(line) for line in shared_prompts.read_text().splitlines()[::80]]
     speculative, plain = drafted(demo, "auto", None), LLM(demo)

@@ -272,6 +272,11 @@ def test_cartesian_is_every_combination() -> None:
     assert cartesian(2, 3) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
 
 
+def test_a_choice_may_name_the_last_rank_of_the_vocabulary() -> None:
+    tree = from_choices(torch.tensor([[[0.0, 3.0, 2.0, 1.0]]]), [(3,)])
+    assert tree.tokens.flatten().tolist()[-1] == 0
+
+
 ROOT = torch.zeros(2, 5)
 
 

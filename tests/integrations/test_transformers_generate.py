@@ -14,6 +14,7 @@ from paceline.integrations.transformers import Speculator, speculate
 from paceline.testing import Oracle, tiny_target
 from paceline.types import DraftBudget
 from tests.support.adapted_models import BASE, CHAINS, TREES, model_of
+from tests.support.cover import cover, some
 from tests.support.toys import ALPHABET, toy_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -70,8 +71,7 @@ PROCESSING: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("processing", PROCESSING)
-@pytest.mark.parametrize("model", MODELS)
+@cover(model=[*MODELS], processing=[*PROCESSING], together=[("model",), ("processing",)])
 def test_greedy_text_is_generates_own(model: str, processing: str) -> None:
     for inputs, how in (
         (ONE, speculate("suffix", draft=DraftBudget(8, 4, 2))),
@@ -86,7 +86,7 @@ def test_a_drafter_that_looks_down_other_branches_leaves_no_trace() -> None:
     agree(LLAMA, BATCH, how, logits_processor=transformers.LogitsProcessorList([ByPrefix()]))
 
 
-@pytest.mark.parametrize("inputs", [ONE, BATCH], ids=["one", "batch"])
+@some("inputs", {"one": ONE, "batch": BATCH}, fast=["batch"])
 def test_without_a_drafter_greedy_text_in_bfloat16_is_generates_own(inputs: dict[str, Any]) -> None:
     wide = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
     how, listeners = speculate(None), (Listener(), Listener())
@@ -228,7 +228,7 @@ CANNOT: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (ONE, {"guidance_scale": 1.5}, "UnbatchedClassifierFree"),
     (ONE, {"output_attentions": True, "return_dict_in_generate": True}, "attentions"),
     (ONE, {"past_key_values": transformers.DynamicCache()}, "DynamicCache"),
-    (ONE, {"past_key_values": LLAMA(torch.tensor([[1, 5]])).past_key_values}, "a cache of one's own"),
+    (ONE, {"past_key_values": LLAMA(torch.tensor([[1, 5]])).past_key_values}, "your own cache"),
     (ONE, {"cache_implementation": "static"}, "StaticCache"),
     (ONE, {"position_ids": torch.arange(10)[None] + 3}, "position_ids"),
     (RIGHT_PADDED, {}, "left"),

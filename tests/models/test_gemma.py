@@ -12,9 +12,8 @@ from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
 from paceline.types import DraftBudget
 from tests.conftest import packaged_model
-from tests.support.cover import some
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 PROMPT = "The capital of France is Paris. The capital of Italy is Rome. The capital of Spain is"
 
@@ -25,10 +24,10 @@ def gemma(request: pytest.FixtureRequest) -> Iterator[Loaded]:
         yield model
 
 
-@some("temperature", [0.0, 0.8], fast=["0.0"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(
     "gemma",
-    [pytest.param("auto", id="the file's codes"), pytest.param(None, id="bfloat16", marks=pytest.mark.slow)],
+    [pytest.param("auto", id="the file's codes"), pytest.param(None, id="bfloat16")],
     indirect=True,
 )
 def test_it_writes_sense_and_the_same_with_a_drafter(gemma: Loaded, temperature: float) -> None:
@@ -42,7 +41,6 @@ def test_it_writes_sense_and_the_same_with_a_drafter(gemma: Loaded, temperature:
         assert drafted.stats.tokens_per_round > 1.2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("gemma", [None], indirect=True)
 def test_a_text_longer_than_its_windows_goes_on_as_it_began(gemma: Loaded) -> None:
     """1,300 tokens: the local layers' rings of 1,024 columns have wrapped."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import paceline
+from paceline.checkpoints.model_config import read_config
 from paceline.drafters.base import Drafter
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
@@ -18,10 +19,10 @@ from paceline.drafters.suffix import Suffix
 from paceline.engine.detokenizer import TextStream
 from paceline.engine.engine import Engine
 from paceline.engine.prefix_cache import PrefixCache
+from paceline.engine.self_check import guarantee
 from paceline.engine.stats import Stats
 from paceline.errors import InvalidOption, UnsupportedModel
 from paceline.models.decoder import Decoder
-from paceline.models.families import read_config
 from paceline.sampling.parameters import Sampling
 from paceline.testing import Oracle, run, tiny_target
 from paceline.types import Draft, DraftBudget, Want
@@ -307,6 +308,52 @@ def test_the_check_at_the_start_notices_what_a_model_does_not_do() -> None:
     assert not causal(model).trees
     with pytest.raises(UnsupportedModel, match="IgnoresItsPast cannot verify"):
         causal(past(weights.config).double())
+
+
+def test_a_model_is_checked_in_few_passes_over_its_first_layers() -> None:
+    model = model_of("Llama", BASE | {"num_hidden_layers": 6}, dtype=torch.float32)
+    calls: list[tuple[int, int]] = []
+    for number, layer in enumerate(model.model.layers):
+        layer.register_forward_pre_hook(lambda _, args, number=number: calls.append((number, args[0].shape[1])))
+    llm = paceline.load(model, tokenizer=toy_tokenizer())
+    assert {number for number, _ in calls} == {0, 1}
+    assert len(calls) == 2 * 4
+    calls.clear()
+    assert llm.guarantee == guarantee(causal(model))
+    assert {number for number, _ in calls} == {0, 1}
+    assert len(model.model.layers) == model.config.num_hidden_layers == 6
+    calls.clear()
+    llm.generate("what", Sampling(max_new_tokens=3))
+    assert {number for number, _ in calls} == set(range(6))
+
+
+def test_first_layers_hold_one_of_each_kind() -> None:
+    from paceline.models.transformers_excerpt import first_layers
+
+    windows = ["sliding_attention"] * 3 + ["full_attention"] + ["sliding_attention"] * 2
+    model = model_of("Gemma3Text", HEADS | {"sliding_window": 3, "num_hidden_layers": 6, "layer_types": windows})
+    assert len(first_layers(model).model.layers) == 5
+    llama = model_of("Llama", BASE | {"num_hidden_layers": 6})
+    short = first_layers(llama)
+    assert short.config.num_hidden_layers == len(short.model.layers) == 2
+    assert short.lm_head is llama.lm_head
+    llama.model.layers[3].mlp.forward = llama.model.layers[3].mlp.forward  # patched
+    assert len(first_layers(llama).model.layers) == 5
+    llama.model.layers[4].self_attn.is_causal = False
+    assert len(first_layers(llama).model.layers) == 6
+
+
+def test_a_model_whose_first_layers_do_not_run_is_checked_whole() -> None:
+    class Counts(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        def forward(self, input_ids=None, attention_mask=None, position_ids=None, **rest):  # type: ignore[no-untyped-def]
+            if len(self.model.layers) < 4:
+                raise RuntimeError("layers are missing")
+            return super().forward(input_ids, attention_mask=attention_mask, position_ids=position_ids, **rest)
+
+    target = causal(Counts(model_of("Llama", BASE | {"num_hidden_layers": 4}).config).double())
+    assert target.trees
+    assert target.excerpt() is target
+    assert guarantee(target) in ("bits", "rounding")
 
 
 # Loading.

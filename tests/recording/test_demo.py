@@ -63,6 +63,7 @@ def test_counts_are_equal(case: tuple[str, str, int], demo: Loaded, replies: lis
     assert counts[0] == counts[1]
 
 
+@pytest.mark.slow
 def test_the_model_writes_what_was_recorded(demo: Loaded, replies: list[RecordedReply], tmp_path: Path) -> None:
     for reply in replies:
         assert Reread.of(demo, reply).agreement(demo) == 1.0

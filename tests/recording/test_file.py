@@ -37,7 +37,17 @@ def rows(path: Path) -> list[Any]:
 
 def test_replies_come_back_as_they_were(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
-    how = Sampling(max_new_tokens=9, temperature=0.8, seed=4, logit_bias={3: 1.5, 4: float("-inf")}, stop=("xyz",))
+    how = Sampling(
+        max_new_tokens=9,
+        temperature=0.8,
+        seed=4,
+        logit_bias={3: 1.5, 4: float("-inf")},
+        stop=("xyz",),
+        reasoning=("", "z"),
+        thinking_budget=4,
+        dry_multiplier=0.5,
+        dry_sequence_breakers=(",",),
+    )
     done = record(path, "hello", "well, well", how=how)
     found = Recording(path)
     assert len(found) == 2
@@ -113,6 +123,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_killed_writer_leaves_a_readable_file(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], cwd=Path(__file__).parents[2])
@@ -126,7 +137,12 @@ def test_a_killed_writer_leaves_a_readable_file(tmp_path: Path) -> None:
     whole = Recording(path)
     assert len(whole) >= 2
     assert all(len(reply.reply) == 40 for reply in whole)
-    # And torn at any byte, which a kill inside a write may do.
+
+
+def test_a_file_that_was_cut_at_any_byte_is_read_and_continued(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    for _ in range(3):
+        record(path, "hello")
     data = path.read_bytes()
     ends = [i + 1 for i, byte in enumerate(data) if byte == 10]
     for cut in range(ends[0], min(len(data), 8000), 97):
@@ -180,13 +196,13 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "no prompt": (REPLY | {"prompt": []}, "'prompt' is empty"),
     "no reply": (REPLY | {"reply": []}, "'reply' is empty"),
     "missing": ({k: v for k, v in REPLY.items() if k != "reply"}, "'reply' is missing"),
-    "beyond the vocabulary": (REPLY | {"reply": [37]}, "holds 37, which is no token id below 37"),
-    "negative": (REPLY | {"prompt": [-1]}, "holds -1"),
-    "a bool": (REPLY | {"prompt": [True]}, "holds True"),
-    "null": (REPLY | {"prompt": [None]}, "holds None"),
+    "beyond the vocabulary": (REPLY | {"reply": [37]}, "contains 37, which is not a token id below 37"),
+    "negative": (REPLY | {"prompt": [-1]}, "contains -1"),
+    "a bool": (REPLY | {"prompt": [True]}, "contains True"),
+    "null": (REPLY | {"prompt": [None]}, "contains None"),
     "text": (REPLY | {"prompt": "abc"}, "must be a list"),
-    "floats": (REPLY | {"prompt": [1.0]}, "holds 1.0"),
-    "too long": (REPLY | {"prompt": [1] * 64}, "context of 64"),
+    "floats": (REPLY | {"prompt": [1.0]}, "contains 1.0"),
+    "too long": (REPLY | {"prompt": [1] * 64}, "context length of 64"),
     "beyond max_new_tokens": (
         REPLY | {"reply": [1, 2], "sampling": {"seed": 1, "max_new_tokens": 1}},
         "max_new_tokens",
@@ -234,10 +250,10 @@ def test_files_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
     path = tmp_path / "r.jsonl"
     path.write_text(f"{json.dumps(HEADER)}\n{json.dumps(REPLY)}{' ' * 5000}\n")
     monkeypatch.setattr(jsonl, "LONGEST", 1000)
-    with pytest.raises(InvalidData, match="line 2: longer than"):
+    with pytest.raises(InvalidData, match="line 2: the line is longer than"):
         Recording(path)
     monkeypatch.setattr(recording_file, "_LARGEST", 100)
-    with pytest.raises(InvalidData, match="has more than"):
+    with pytest.raises(InvalidData, match="is larger than"):
         Recording(path)
     path.write_text("")
     with pytest.raises(InvalidData, match="is empty"):

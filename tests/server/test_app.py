@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from paceline.engine.draft_policy import shown_name
 from paceline.errors import InvalidOption, PacelineError
 from paceline.llm import LLM
 from paceline.server import errors
-from paceline.server.app import _ANSWERS, POLICY, add_page
+from paceline.server.app import PAGE, POLICY, add_page
+from paceline.server.description import ANSWERS
 from paceline.server.models import ModelSource
 from paceline.server.schema_answers import Health
 from paceline.server.worker import Busy, ServerStopping, Worker
+from tests.support.pages import ROOT
 from tests.support.running import Serving, serving
 from tests.support.toys import toy_llm, toy_model
 
@@ -159,6 +162,34 @@ def test_the_page_is_served_strictly(tmp_path: Path) -> None:
     assert client.get("/js/../../etc/passwd").status_code == 404
 
 
+def test_the_page_brings_all_that_it_loads() -> None:
+    from starlette.testclient import TestClient
+
+    app = FastAPI()
+    add_page(app, PAGE)
+    client = TestClient(app)
+    loaded = {}
+    for file in PAGE.rglob("*.*"):
+        folder = file.parent.relative_to(PAGE)
+        named = r"""(?:from|import\() ?["']([^"']+)|(?:href|src)="([^"#]+)"|url\('?([\w.-]+)'?\)"""
+        text = "" if file.suffix == ".woff2" else file.read_text()
+        names = [name for found in re.findall(named, text) for name in found if name]
+        loaded |= {f"/{(folder / name).as_posix()}": file.name for name in names if file.name != "temml.min.js"}
+    assert {"/app.js", "/temml/temml.min.js", "/temml/Temml.woff2"} <= loaded.keys()
+    for path, file in loaded.items():
+        answer = client.get(path)
+        assert answer.status_code == 200, f"{file} loads {path}"
+        assert answer.headers["content-type"] != "application/octet-stream", path
+        assert answer.headers["content-security-policy"] == POLICY
+
+
+def test_the_licence_of_a_library_goes_with_it() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    for folder in (path for path in PAGE.iterdir() if path.is_dir()):
+        assert (folder / "LICENSE").is_file()
+        assert f'"{(folder / "LICENSE").relative_to(ROOT)}"' in project
+
+
 @pytest.mark.parametrize(
     ("error", "status", "kind"),
     [
@@ -216,7 +247,7 @@ def test_answers_are_as_the_description_says(served: Serving, path: str, body: A
     route = path if path in described else "/v1/models/{name}"
     said = described[route]["get" if body is None else "post"]["responses"][str(answer.status_code)]
     model = said["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
-    (kind,) = (kind for kind in _ANSWERS if kind.__name__ == model)
+    (kind,) = (kind for kind in ANSWERS if kind.__name__ == model)
     kind.model_validate(answer.json())
 
 

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from paceline.server.schema import ChatRequest
+from paceline.server.chat_completions import ChatRequest
+from paceline.server.worker import WorkerLimits
 from paceline.text.tokenizer import Tokenizer
-from tests.support.running import Serving
+from tests.support.running import Serving, serving
+from tests.support.slow_llm import ENDLESS, slow_llm
 
 pytest.importorskip("llguidance")
 
@@ -184,6 +186,31 @@ def test_arguments_as_text_are_read_in_ollamas_api(served: Serving) -> None:
         return int(served.post("/api/chat", body).json()["prompt_eval_count"])
 
     assert size({"a": 1}) == size('{"a": 1}')
+
+
+def test_the_properties_of_llamacpp(served: Serving) -> None:
+    found = served.get("/props").json()
+    settings = found["default_generation_settings"]
+    assert settings["n_ctx"] == served.llm.model.target.context_length
+    assert settings["params"]["temperature"] == served.llm.sampling().temperature
+    assert settings["params"]["dry_sequence_breakers"] == ["\n", ":", '"', "*"]
+    assert found["total_slots"] == len(served.get("/slots").json())
+    assert found["chat_template"] == served.llm.tokenizer.chat_template
+    assert "/" not in found["model_path"]
+    assert served.get("/props?model=none").status_code == served.get("/slots?model=none").status_code == 404
+    assert served.post("/props", {"chat_template": "x"}).status_code == 405
+
+
+def test_the_slots_of_llamacpp_show_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(slow_llm(monkeypatch), WorkerLimits(slots=1)) as it:
+        idle = [{"id": 0, "n_ctx": 4096, "speculative": True, "is_processing": False}]
+        assert it.get("/slots?fail_on_no_slot=1").json() == idle
+        with it.client.stream("POST", "/v1/chat/completions", json=ENDLESS) as answer:
+            assert next(answer.iter_bytes())
+            assert it.get("/slots").json() == [{**idle[0], "is_processing": True}]
+            assert it.get("/slots?fail_on_no_slot=1").status_code == 503
+        assert it.idle()
+        assert it.get("/slots").json() == idle
 
 
 def test_the_tokenizer_is_described(served: Serving, talker: Serving) -> None:

@@ -25,6 +25,16 @@ HONOURED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"top_k": 3}, {"top_k": 3}),
     ({"min_p": 0.3}, {"min_p": 0.3}),
     ({"typical_p": 0.3}, {"typical_p": 0.3}),
+    ({"top_n_sigma": 0.5}, {"top_n_sigma": 0.5}),
+    ({"xtc_probability": 0.5, "xtc_threshold": 0.05}, {"xtc_probability": 0.5, "xtc_threshold": 0.05}),
+    (
+        {"top_k": 3, "dry_multiplier": 2, "dry_base": 0, "dry_allowed_length": 1, "dry_sequence_breakers": ["z"]},
+        {"top_k": 3, "dry_multiplier": 2, "dry_allowed_length": 1, "dry_sequence_breakers": ("z",)},
+    ),
+    (
+        {"top_k": 3, "dry_multiplier": 2, "dry_base": 3.0, "dry_allowed_length": 0, "dry_penalty_last_n": 9},
+        {"top_k": 3, "dry_multiplier": 2, "dry_base": 3.0, "dry_allowed_length": 0, "dry_penalty_last_n": 9},
+    ),
     ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
     ({"presence_penalty": 2}, {"presence_penalty": 2.0}),
     ({"frequency_penalty": 2.0}, {"frequency_penalty": 2.0}),
@@ -150,7 +160,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"repeat_penalty": 1.1, "repeat_last_n": 64}, "repeat_last_n"),
     ({"mirostat": 2}, "mirostat"),
     ({"mirostat": False}, "mirostat"),
-    ({"xtc_probability": 0.1}, "xtc_probability"),
+    ({"xtc_probability": 1.1}, "xtc_probability"),
+    ({"xtc_threshold": -0.1}, "xtc_threshold"),
+    ({"top_n_sigma": -2}, "top_n_sigma"),
+    ({"dry_multiplier": -1}, "dry_multiplier"),
+    ({"dry_sequence_breakers": [""]}, "dry_sequence_breakers.0"),
+    ({"dry_sequence_breakers": "x"}, "dry_sequence_breakers"),
     ({"skip_special_tokens": False}, "skip_special_tokens"),
     ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
     ({"grammar": "root ::= x"}, "grammar"),
@@ -340,19 +355,16 @@ def test_what_other_providers_add_to_messages_and_tools_does_nothing(talker: Ser
 
 
 def test_agents_may_have_hundreds_of_tools(served: Serving) -> None:
-    from paceline.server.blocks import chat_body as of_messages
-    from paceline.server.items import chat_body as of_items
-    from paceline.server.schema import ChatRequest
-    from paceline.server.schema_messages import MessagesRequest
-    from paceline.server.schema_responses import ResponsesRequest
+    from paceline.server.messages import MessagesRequest, chat_prompt
+    from paceline.server.responses import ResponsesRequest
 
     ask: dict[str, Any] = {"role": "user", "content": "x"}
     tools = [{"type": "function", "name": f"t{i}"} for i in range(300)]
     responses = ResponsesRequest.model_validate({"input": [ask], "tools": tools})
     client = [{"name": tool["name"], "input_schema": {}} for tool in tools]
     messages = MessagesRequest.model_validate({"messages": [ask], "tools": client, "max_tokens": 1})
-    for body in (of_items(responses, responses.input), of_messages(messages)):  # type: ignore[arg-type]
-        assert len(ChatRequest.model_validate(body).offered) == 300
+    for tool_use in (responses.tool_use, chat_prompt(messages).tools):
+        assert len(tool_use.offered) == 300
     refused(served, "/v1/chat/completions", {"messages": CHAT, "tools": [{}] * 513}, "tools")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,7 @@ def test_what_is_pulled_over_the_network_is_served(
         assert seen[-1] == ("small-Q8_0.gguf", 4000, 4000)
         assert models.names[-2:] == ["owner/small", "owner/small:Q8_0"]
         assert [source.size for source in models.sources[1:]] == [5000]
-        with pytest.raises(UnsupportedModel, match=r"large-Q8_0.gguf has 0.0 GB, and 0.0 are allowed"):
+        with pytest.raises(UnsupportedModel, match=r"large-Q8_0.gguf has 0.0 GB, but at most 0.0 GB are allowed"):
             models.pull("owner/large", lambda *_: None)
         with pytest.raises(ModelNotFound, match="there is no model 'none'"):
             models.pull("none", lambda *_: None)
@@ -148,7 +149,7 @@ def test_what_is_pulled_over_the_network_is_served(
 @pytest.mark.usefixtures("started")
 def test_models_that_cannot_be_served(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["serve", "--models", str(tmp_path), "--record", str(tmp_path / "r")])
-    assert "--record is for one model" in done.output
+    assert "--record works only with one model" in done.output
     done = CliRunner().invoke(app, ["serve", "--models", str(tmp_path)])
     assert "there is no model in" in done.output
 
@@ -187,15 +188,23 @@ def test_the_server_says_where_it_is_and_what_it_serves(capsys: pytest.CaptureFi
     announce = import_module("paceline.cli.serve")._announce
     announce(Models([one]), True, False, "http://127.0.0.1:1")
     said = capsys.readouterr().err.splitlines()
-    assert said[0] == "m (drafter: suffix) at http://127.0.0.1:1/v1 and in a browser at http://127.0.0.1:1/"
+    assert said[0] == "ready: m (drafter: suffix) at http://127.0.0.1:1/v1 and in a browser at http://127.0.0.1:1/"
     assert said[1].startswith("memory: ")
     assert len(said) == 2
     announce(Models([one, *others]), False, False, "http://0.0.0.0:1")
     said = capsys.readouterr().err.splitlines()
-    assert said[0].startswith("m (drafter: suffix) and 2 models on request at http://0.0.0.0:1/v1 ")
+    assert said[0].startswith("ready: m (drafter: suffix) and 2 models on request at http://0.0.0.0:1/v1 ")
     assert "anyone who can reach" in said[2]
     announce(Models(others), True, True, "http://127.0.0.1:1")
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.usefixtures("started")
+def test_the_server_says_that_it_loads() -> None:
+    said = CliRunner().invoke(app, ["serve", "--model", "/srv/my-model"]).stderr.splitlines()
+    assert said[0] == "loading /srv/my-model"
+    assert re.fullmatch(r"loaded /srv/my-model in \d+\.\d s", said[1])
+    assert CliRunner().invoke(app, ["serve", "--model", "/srv/my-model", "--quiet"]).stderr == ""
 
 
 def test_options_by_name_make_the_same_application(started: list[Models]) -> None:

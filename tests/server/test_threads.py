@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.lazy import anthropic
 from tests.support.running import Serving, serving
 from tests.support.scripted import scripted
-
-anthropic = pytest.importorskip("anthropic")
 
 CHAT = [{"role": "user", "content": "go"}]
 DETAILS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}

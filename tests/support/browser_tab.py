@@ -39,3 +39,15 @@ class Tab:
 
 
 Open = Callable[..., Any]
+
+VIEW = """async (text, step) => {
+  const { FormattedView } = await import('./views.js');
+  const view = new FormattedView();
+  for (let end = step; end < text.length; end += step) view.draw({ content: text.slice(0, end) });
+  while (!view.draw({ content: text }));
+  return view.element;
+}"""
+"""Draws a text that grows by so many characters, and returns its element."""
+
+DRAW = f"async ([text, step]) => (await ({VIEW})(text, step)).innerHTML"
+"""The HTML of that element."""

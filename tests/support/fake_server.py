@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import uvicorn
@@ -105,6 +106,7 @@ class Fake:
             "default": "suffix",
             "guarantee": self.guarantee,
             "context_length": 8192,
+            "sampling": {"temperature": 0.6, "top_p": 0.95},
         }
 
     async def chat(self, request: Request) -> Response:
@@ -127,8 +129,10 @@ class Fake:
         if self.text is not None:
             rounds = [(3, [self.text[i : i + self.size], ""]) for i in range(0, len(self.text), self.size)]
         events = plain_rounds(rounds, self.differ_at) if asked == "off" else drafted_rounds(rounds, drafter_of(asked))
-        if self.text is None:
-            events = events[: body["max_tokens"]]
+        if body.get("continue_final_message"):
+            events = rest_of(events, body["messages"][-1]["content"])
+        cut = self.text is None and len(events) > body["max_tokens"]
+        events = events[: body["max_tokens"]] if cut else events
         try:
             yield ": a comment, as servers send them to keep a connection\n\n"
             if self.reasoning:
@@ -145,7 +149,7 @@ class Fake:
                     await asyncio.sleep(0.01)
                 await asyncio.sleep(self.pause)
                 yield line({"choices": [{"index": 0, "finish_reason": None, **event}]})
-            yield line({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+            yield line({"choices": [{"index": 0, "delta": {}, "finish_reason": "length" if cut else "stop"}]})
             yield line({"choices": [], "usage": usage(events)})
             yield "data: [DONE]\n\n"
             done = True
@@ -196,6 +200,12 @@ def plain_rounds(rounds: list[tuple[int, list[str]]], differ_at: int | None) -> 
     if differ_at is not None:
         texts[differ_at] = " different"
     return [event([token(text, "plain", None)], 0, 0) for text in texts]
+
+
+def rest_of(events: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    """Return the events after the beginning of a reply."""
+    sizes = accumulate(len(event["delta"]["content"]) for event in events)
+    return [event for event, size in zip(events, sizes, strict=True) if size > len(text)]
 
 
 def usage(events: list[dict[str, Any]]) -> dict[str, Any]:

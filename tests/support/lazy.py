@@ -19,3 +19,4 @@ class Lazy:
 
 transformers: Any = Lazy("transformers")
 peft: Any = Lazy("peft")
+anthropic: Any = Lazy("anthropic")

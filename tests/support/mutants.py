@@ -2,7 +2,8 @@
 
 A fault is one changed token or one missing statement: a comparison that includes its bound, a sum that became a
 difference, an `if` that is never taken, a call that is left out (a check, a rollback, a release). Faults are drawn at
-random from each room with a seed, so the same commit and seed give the same faults.
+random from each room with a seed, so the same commit and seed give the same faults. The C++ of the kernels is the room
+"native"; each of its faults is compiled for this processor first.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import ast
 import json
 import os
 import random
+import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -35,9 +38,11 @@ TESTS = {
     "integrations": ["integrations"],
     "kernels": ["kernels", "cache", "models"],
     "models": ["models", "drafters", "checkpoints"],
+    "native": ["kernels", "cache", "models"],
     "recording": ["recording", "cli/test_record.py"],
     "bench": ["bench", "recording", "cli"],
     "sampling": ["sampling", "engine", "verify"],
+    "chat": ["server"],
     "server": ["server"],
     "text": ["text", "drafters/test_cross.py", "drafters/test_retokenizer.py", "server"],
     "train": ["train"],
@@ -63,6 +68,9 @@ SWAPS: dict[type[ast.AST], tuple[str, str]] = {
     ast.And: ("and", "or"),
     ast.Or: ("or", "and"),
 }
+
+NATIVE_SWAPS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "+": "-", "-": "+", "*": "+", "&&": "||"}
+"""What becomes of an operator that stands between spaces in C++."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +183,8 @@ def _number(node: ast.AST) -> bool:
 def faults_of(room: str) -> list[Fault]:
     """Return every fault that could be planted in a room."""
     package = ROOT / "src" / "paceline"
+    if room == "native":
+        return [fault for path in sorted((package / "kernels" / "cpu").glob("*.[hc]*")) for fault in _native(path)]
     files = package.glob("*.py") if room == "." else (package / room).rglob("*.py")
     found = []
     for path in sorted(files):
@@ -182,6 +192,22 @@ def faults_of(room: str) -> list[Fault]:
         finder = _Finder(source, str(path.relative_to(ROOT)), room)
         finder.visit(ast.parse(source))
         found += finder.found
+    return found
+
+
+def _native(path: Path) -> list[Fault]:
+    """Return the faults of a C++ file: operators and whole numbers of code that every instruction set compiles."""
+    found, start, depth, file = [], 0, 0, str(path.relative_to(ROOT))
+    for number, line in enumerate(path.read_text().splitlines(keepends=True), 1):
+        depth += len(re.findall(r"^ *# *if", line)) - len(re.findall(r"^ *# *endif", line))
+        code = line.split("//")[0]
+        plain = not depth and not re.match(r" *(#|template|using|static_assert)", code)
+        for match in re.finditer(r"(?<= )([<>=]=|[<>+*-]|&&)(?= )|(?<=[ (\[])\d+(?=[;,) \]])", code) if plain else ():
+            old = match[0]
+            at = start + len(line[: match.start()].encode())
+            new = NATIVE_SWAPS.get(old) or str(int(old) + 1)
+            found.append(Fault("native", file, number, at, at + len(old), old, new))
+        start += len(line.encode())
     return found
 
 
@@ -220,14 +246,17 @@ def _run(source: Path, tests: Path, paths: list[str], marker: str, log: Path) ->
 
 
 def judge(fault: Fault, tests: Path, marker: str, seconds: float) -> str:
-    """Plant a fault in a copy of the source, run the room's tests, and return "killed", "survived" or "timeout"."""
-    folder = Path(tempfile.mkdtemp(prefix="mutant-"))
+    """Plant a fault in a copy of the source, run the room's tests, and return "killed", "survived", "timeout", or
+    "invalid" for C++ that does not compile."""
+    folder, library = Path(tempfile.mkdtemp(prefix="mutant-")), None
     try:
         source = folder / "src"
         shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__"))
         target = folder / fault.file
         text = target.read_bytes()
         target.write_bytes(text[: fault.start] + fault.new.encode() + text[fault.end :])
+        if fault.room == "native" and (library := _compiled(source)) is None:
+            return "invalid"
         paths = [f"tests/{path}" for path in TESTS[fault.room] if (tests / "tests" / path).exists()]
         pid = os.fork()
         if not pid:
@@ -243,6 +272,16 @@ def judge(fault: Fault, tests: Path, marker: str, seconds: float) -> str:
         return "survived" if code == 0 else "killed"
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        if library:
+            library.unlink(missing_ok=True)
+
+
+def _compiled(source: Path) -> Path | None:
+    """Return the kernels' library in the cache, where it has a name of its own; None if they do not compile."""
+    code = "from paceline.kernels.cpu.build import find; print(find())"
+    env = {**os.environ, "PYTHONPATH": str(source)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    return Path(done.stdout.strip()) if done.returncode == 0 else None
 
 
 def _read(path: Path) -> list[Fault]:
@@ -275,8 +314,8 @@ def main() -> None:
         for fault, result in _shown(faults, judged):
             results[fault] = result
             args.out.write_text(json.dumps([{**asdict(f), "result": r} for f, r in results.items()], indent=1))
-    killed = sum(result != "survived" for result in results.values())
-    print(f"{killed} of {len(results)} faults noticed")
+    valid = [result for result in results.values() if result != "invalid"]
+    print(f"{len(valid) - valid.count('survived')} of {len(valid)} faults noticed")
 
 
 def _shown(faults: list[Fault], judged: Iterator[str]) -> Iterator[tuple[Fault, str]]:

@@ -170,8 +170,8 @@ def test_a_file_is_continued_by_the_same_command_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (b'{"id": "p9", "temperature": 0.0, "answer": "a"}\n', "line 2: no prompt of the plan is 'p9'"),
-        (b'{"id": "p0", "temperature": 0.5, "answer": "a"}\n', "line 2: no prompt of the plan is .* temperature 0.5"),
+        (b'{"id": "p9", "temperature": 0.0, "answer": "a"}\n', "line 2: the plan has no prompt 'p9'"),
+        (b'{"id": "p0", "temperature": 0.5, "answer": "a"}\n', "line 2: the plan has no prompt .* temperature 0.5"),
         (b'{"id": "p0", "temperature": 0.0, "answer": "a"}\n', "line 2: this is a second answer to 'p0'"),
         (b"\x00\x00\n", "line 2: not valid JSON"),
     ],
@@ -199,7 +199,7 @@ def test_answers_come_back_as_they_were_written() -> None:
         ({"answer": 3}, "'answer' must be text, got 3"),
         ({"ended": "yes"}, "'ended' must be true or false, .*got 'yes'"),
         ({"token_ids": 5}, "'token_ids' must be .* got 5"),
-        ({"token_ids": [1, -1]}, "must hold whole numbers >= 0"),
+        ({"token_ids": [1, -1]}, "must contain only integers >= 0"),
     ],
 )
 def test_a_malformed_answer_says_what_is_wrong(change: dict[str, Any], said: str) -> None:

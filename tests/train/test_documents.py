@@ -145,7 +145,7 @@ def test_what_does_not_fit_together_is_named(llm: LLM, tmp_path: Path) -> None:
     for rows, said in (
         ([answer("p0", "a"), answer("q", "a")], "line 2: no prompt has the id 'q'"),
         ([answer("p0", "a", token_ids=[37])], "line 1: 'token_ids' must be below the vocabulary size 37, got 37"),
-        ([], "holds no answers"),
+        ([], "contains no answers"),
     ):
         with pytest.raises(InvalidData, match=said):
             Documents(llm, prompts, write_rows(tmp_path / "a.jsonl", rows))

@@ -31,6 +31,7 @@ def stop_after(documents: int):
     return report
 
 
+@pytest.mark.slow
 def test_training_learns_what_the_target_says(tmp_path: Path) -> None:
     before = trainer(tmp_path / "a", replace(PLAN, epochs=0.05)) if (tmp_path / "a").mkdir() is None else None
     (tmp_path / "b").mkdir()
@@ -90,6 +91,7 @@ def test_a_checkpoint_of_other_data_is_refused(tmp_path: Path) -> None:
         trainer(tmp_path, replace(PLAN, epochs=0.1, rate=1e-4))
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_can_be_made_shorter_or_longer(tmp_path: Path) -> None:
     with pytest.raises(Stop):
         trainer(tmp_path, replace(PLAN, epochs=3, every=0.0), report=stop_after(60)).run()

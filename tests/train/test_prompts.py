@@ -59,7 +59,7 @@ def test_marks_blank_lines_and_carriage_returns_change_nothing(tmp_path: Path) -
         (b'{"messages": [{"role": "user"}]}', "message 1 is not an object"),
         (b'{"text": "a"}', "has no prompt"),
         (b'{"prompt": "a", "turns": ["b"]}', "only one of them"),
-        (b'{"prompt": "a", "id": [1]}', "the id is"),
+        (b'{"prompt": "a", "id": [1]}', "the id must be"),
         (b'{"prompt": "a"', "not valid JSON"),
         (b"[1]", "not a JSON object"),
         (b'{"prompt": "\xff"}', "not UTF-8 text"),
@@ -71,12 +71,12 @@ def test_a_bad_row_is_named_by_its_line(tmp_path: Path, line: bytes, said: str) 
 
 
 def test_an_id_is_used_once(tmp_path: Path) -> None:
-    with pytest.raises(InvalidData, match="line 4: the id 7 was used on line 1 already"):
+    with pytest.raises(InvalidData, match="line 4: the id 7 is already used on line 1"):
         prompts_of(tmp_path, b'{"id": 7, "prompt": "a"}\n\n{"id": "7", "prompt": "b"}\n{"id": 7, "prompt": "c"}\n')
 
 
 def test_a_file_without_prompts_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidData, match="holds no prompts"):
+    with pytest.raises(InvalidData, match="contains no prompts"):
         prompts_of(tmp_path, b"\n\n")
 
 

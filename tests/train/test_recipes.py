@@ -12,6 +12,7 @@ from paceline.drafters.block import Block as BlockDrafter
 from paceline.drafters.early_exit import EarlyExit as ExitDrafter
 from paceline.drafters.medusa import Medusa as MedusaDrafter
 from paceline.engine.engine import Engine
+from paceline.models.config import NormConfig
 from paceline.models.heads import BlockConfig, ExitConfig, MedusaConfig
 from paceline.sampling.parameters import Sampling
 from paceline.testing import run
@@ -26,7 +27,7 @@ from tests.support.dense_block import Dense
 from tests.support.train_toys import TARGET, documents, selection, written
 
 EVERY = torch.arange(37)
-LAYER = replace(one_layer(TARGET.config, 48, 2), qk_norm=True)
+LAYER = replace(one_layer(TARGET.config, 48, 2), norms=NormConfig(heads="shared"))
 
 
 def medusa() -> tuple[Recipe, type[Drafter]]:
@@ -34,7 +35,7 @@ def medusa() -> tuple[Recipe, type[Drafter]]:
 
 
 def early_exit() -> tuple[Recipe, type[Drafter]]:
-    return EarlyExitRecipe(ExitConfig(32, 3, 16), TARGET, EVERY, 3, TARGET.config.norm_eps), ExitDrafter
+    return EarlyExitRecipe(ExitConfig(32, 3, 16), TARGET, EVERY, 3, TARGET.config.norms.eps), ExitDrafter
 
 
 def block() -> tuple[Recipe, type[Drafter]]:

@@ -98,6 +98,7 @@ def test_a_killed_run_goes_on_and_ends_the_same(llm: LLM, order: TrainJob, tmp_p
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
+@pytest.mark.slow
 def test_a_target_in_codes_of_its_own_is_trained_for(order: TrainJob) -> None:
     config = replace(TINY, layers=4)
     target = Decoder(config, Quantised(random_tensors(config, 0), "int8"), torch.float32, torch.device("cpu"))

@@ -120,13 +120,13 @@ def test_few_prompts_make_a_drafter_that_is_not_measured(prompts: Path) -> None:
     result = train(prompts)
     assert result.exit_code == 0, result.output
     assert "not measured" in result.stderr.splitlines()[-1]
-    assert "Not measured" in (prompts.parent / "head" / "README.md").read_text()
+    assert "was not measured" in (prompts.parent / "head" / "README.md").read_text()
 
 
 def test_nothing_but_held_out_prompts_is_one_line(prompts: Path) -> None:
     rows = [line for line in prompts.read_text().splitlines() if is_held(json.loads(line)["prompt"])]
     prompts.write_text(rows[0] + "\n")
-    assert "nothing is left to train on. Give more prompts" in failure(train(prompts, "--quiet"))
+    assert "there is nothing to train on. Give more prompts" in failure(train(prompts, "--quiet"))
 
 
 def test_what_onednn_keeps_of_shapes_is_bounded_unless_the_user_says_otherwise(

@@ -4,56 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.util import find_spec
-from inspect import Signature
 from pathlib import Path
 from typing import Any
 
 from paceline.checkpoints.adapters import Adapter
 from paceline.checkpoints.checkpoint import eos_token_ids
+from paceline.checkpoints.load_options import LoadOptions
 from paceline.checkpoints.loader import Loaded, load_model
 from paceline.errors import InvalidOption
+from paceline.files.progress import progress_bar
 from paceline.models.decoder import Decoder
 from paceline.models.runner_choice import runner_of, suggest_codes, warn_of
 from paceline.text.tokenizer import Tokenizer
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "fast": {"quantize": "int4"},
-    "low-memory": {"quantize": "int4", "drafter": "suffix"},
-    "exact": {"quantize": "none", "exact": True},
-}
-"""Name -> what `load` takes instead of its defaults."""
 
-
-def with_preset(name: str, given: Mapping[str, Any], of: Signature) -> dict[str, Any]:
-    """Return the arguments of `load`, with a preset's where the default of its signature was left. Raises
-    `InvalidOption`."""
-    if name not in PRESETS:
-        raise InvalidOption(f"preset {name!r} is unknown", f"Choose from {', '.join(PRESETS)}")
-    defaults = {key: option.default for key, option in of.parameters.items()}
-    preset = {key: value for key, value in PRESETS[name].items() if given[key] == defaults[key]}
-    return {**given, **preset, "preset": None}
-
-
-def load_target(given: Mapping[str, Any], adapters: Mapping[str, Adapter]) -> Loaded:
-    """Load the target that all arguments of `paceline.load` describe, with `adapters` beside it; raises as `load`."""
-    model, tokenizer, quantize = given["model"], given["tokenizer"], given["quantize"]
+def load_target(options: LoadOptions, adapters: Mapping[str, Adapter]) -> Loaded:
+    """Load the target that `options` describes, with `adapters` for requests that name one; raises as `load` does."""
+    model = options.model
     if isinstance(model, (str, Path)):
-        if tokenizer is not None:
+        if options.tokenizer is not None:
             raise InvalidOption(f"{model} brings its own tokenizer", "Give tokenizer=... with a model object only")
-        loaded = load_model(model, adapters=adapters, **{name: given[name] for name in _NAMED_ONLY})
-        _advise(loaded, floats_chosen=(quantize, given["dtype"]) != ("auto", "auto"))
+        loaded = load_model(
+            model,
+            adapter=options.adapter,
+            adapters=adapters,
+            dtype=options.dtype,
+            device=options.device,
+            device_map=options.device_map,
+            quantize=options.quantize,
+            revision=options.revision,
+            token=options.token,
+            allow_pickle=options.allow_pickle,
+            progress=options.progress,
+            exact=options.exact,
+            tensor_parallel=options.tensor_parallel,
+        )
+        _advise(loaded, floats_chosen=(options.quantize, options.dtype) != ("auto", "auto"))
         return loaded
-    placed = [given[name] for name in ("dtype", "device", "revision", "device_map", "tensor_parallel")]
-    adapted = given["adapter"] is not None or bool(adapters)
-    _check_held(placed != ["auto", "auto", None, None, False], quantize not in ("auto", "none"), adapted)
-    return _wrap(model, tokenizer)
-
-
-_NAMED_ONLY = (
-    *("adapter", "device", "device_map", "dtype", "exact", "quantize", "revision", "tensor_parallel"),
-    *("allow_pickle", "progress", "token"),
-)
-"""Arguments that are of no use to a model object, or are refused."""
+    placed = (options.dtype, options.device, options.revision, options.device_map, options.tensor_parallel)
+    adapted = options.adapter is not None or bool(adapters)
+    _check_held(placed != ("auto", "auto", None, None, False), options.quantize not in ("auto", "none"), adapted)
+    return _wrap(model, options.tokenizer, options.progress)
 
 
 def _advise(loaded: Loaded, floats_chosen: bool) -> None:
@@ -74,7 +65,7 @@ def _check_held(moved: bool, quantized: bool, adapted: bool) -> None:
         raise InvalidOption("an adapter cannot be added to a model object", "Give a PeftModel with its adapters")
 
 
-def _wrap(model: Any, tokenizer: Any) -> Loaded:
+def _wrap(model: Any, tokenizer: Any, progress: bool) -> Loaded:
     """Wrap a model object of transformers, or of PEFT around one, and its tokenizer; see `paceline.load`."""
     wrappable, wrapper = False, None
     if type(model).__module__.startswith("peft."):
@@ -102,4 +93,6 @@ def _wrap(model: Any, tokenizer: Any) -> Loaded:
     tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.from_transformers(tokenizer)
     generation = {key: value for key, value in model.generation_config.to_dict().items() if value is not None}
     eos = eos_token_ids(model.config.to_dict(), generation, tokenizer)
-    return Loaded(CausalLM(model, wrapper), tokenizer, eos, generation, Path(model.name_or_path))
+    with progress_bar(f"checking how {type(model).__name__} verifies drafts", progress):
+        target = CausalLM(model, wrapper)
+    return Loaded(target, tokenizer, eos, generation, Path(model.name_or_path))

@@ -1,4 +1,4 @@
-"""`paceline demo`: the same answer with and without speculation, timed."""
+"""`paceline demo`: the same answer with and without speculation, with the time of both."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 from paceline.cli.options import LoadOptions, SamplingOptions
 from paceline.cli.prompts import single_prompt
-from paceline.cli.show import decode_speed, figures_table, has_colour, percent, speed, stream_reply
+from paceline.cli.show import decode_speed, has_colour, percent, print_figures, speed, stream_reply
 
 if TYPE_CHECKING:
     from paceline.engine.results import Completion
@@ -23,7 +23,7 @@ Correct the grammar of this text.
 My sister and me goes to the market every Saturday. The market are in the old square beside the church, and it open \
 at seven. We buys bread, cheese and apples there. The man who sell the cheese know us well, and he always give us a \
 piece to try. Then we walk home along the river and eats the apples on the bridge."""
-"""A text to edit: much of the answer stands in the prompt, which is where drafts from the text itself gain most."""
+"""A text to correct. Most of the answer is in the prompt, so drafts from the text itself gain most."""
 
 _WARM_UP = "Name three colours."
 
@@ -37,10 +37,10 @@ def demo(
     load: LoadOptions,
     sampling: SamplingOptions,
 ) -> None:
-    """Answer a prompt with and without speculation, timed.
+    """Answer a prompt with and without speculation, and compare the speed.
 
-    The answers have 192 tokens at most, unless -n sets another length. Exit code 1: the two texts differ although this
-    machine guarantees that they are identical bit for bit.
+    The answers have at most 192 tokens, unless -n sets another length. The exit code is 1 if the two texts differ
+    although this machine guarantees that they are identical bit for bit.
     """
     from rich.console import Console
     from rich.text import Text
@@ -55,17 +55,17 @@ def demo(
 
     plain = LLM(fast.model, None)
     parameters = sampling.resolve(fast, max_new_tokens=192)
-    # The first passes of a process are slower: memory is touched, kernels are chosen. Neither answer pays for it.
+    # The first passes of a process are slower, since memory is allocated and kernels are chosen. Warm up before timing.
     with Console(stderr=True).status("warming up"):
         for llm in (fast, plain):
             llm.generate(_WARM_UP, replace(parameters, max_new_tokens=8))
-    legend = "a terminal with colours shows accepted draft tokens in green"
+    legend = Text("a terminal with colours shows accepted draft tokens in green")
     if has_colour(sys.stdout):
-        green = typer.style("green", fg="green")
-        legend = f"{green}: drafted tokens that the model accepted; it added the others itself"
-    typer.echo("\n" + typer.style(f"With speculation, by {fast.drafter}", bold=True) + f" ({legend})")
+        legend = Text.assemble(("green", "green"), ": drafted tokens that the model accepted")
+    title = Text.assemble("\n", (f"With speculation, by {fast.drafter}", "bold"), " (", legend, ")")
+    console.print(title, soft_wrap=not console.is_terminal)
     drafted = stream_reply(fast, question, parameters, sys.stdout)
-    # The seed drawn for the first answer gives the second the same noise, hence the same text.
+    # With the seed of the first answer, the second one gets the same noise, and so the same text.
     typer.echo("\n" + typer.style("Without", bold=True))
     undrafted = stream_reply(plain, question, replace(parameters, seed=drafted.stats.seed), sys.stdout)
     _report(undrafted, drafted)
@@ -75,19 +75,20 @@ def _report(plain: Completion, fast: Completion) -> None:
     from rich.console import Console
 
     console = Console()
-    console.print()
+    typer.echo()
     columns = ("", "tok/s", "decode tok/s", "speedup", "tokens/round", "acceptance")
     rows = [_row("plain", plain.stats, plain.stats), _row(fast.stats.drafter or "plain", fast.stats, plain.stats)]
-    console.print(figures_table(columns, rows))
+    print_figures(columns, rows)
     differs = _first_difference(plain.token_ids, fast.token_ids)
     if differs is None:
         console.print(f"texts identical: [green]yes[/green], all {len(fast.token_ids)} tokens")
         return
-    console.print(f"texts identical: [red]NO[/red], they differ from token {differs} on")
+    console.print(f"texts identical: [red]NO[/red], they differ at token {differs}")
     if fast.stats.guarantee == "bits":
         raise typer.Exit(1)
     console.print(
-        "This machine guarantees equal texts only up to rounding; see what multiplies its matrices: `paceline info`."
+        "This machine guarantees equal texts only up to rounding. `paceline info` shows how it computes matrix "
+        "products."
     )
 
 

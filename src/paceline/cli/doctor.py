@@ -1,4 +1,4 @@
-"""`paceline doctor`: the gain from speculation on this machine, and what limits it."""
+"""`paceline doctor`: how much speculation gains on this machine, and what limits it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from paceline.cli.options import (
     parse_draft_vocab,
     progress_wanted,
 )
-from paceline.cli.show import facts_table, figures_table
+from paceline.cli.show import facts_table, print_figures
+from paceline.cli.wrapping import say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -65,9 +66,9 @@ def doctor(
         typer.echo(json.dumps(result))
         return
     for line in result["settings"]:
-        typer.echo(line)
+        say(line, err=False)
     for line in result["warnings"]:
-        typer.echo(f"warning: {line}")
+        say(f"warning: {line}", err=False)
     if details:
         _show_details(result)
     else:
@@ -82,7 +83,7 @@ def _show_details(result: Mapping[str, Any]) -> None:
     console.print()
     console.print(_machine(result["machine"]))
     for part in result["drafters"]:
-        console.print(_forecasts(part))
+        _show_forecasts(part)
     console.print(Text("Limits", style="bold"))
     for line in [*result["limits"], *(line for part in result["drafters"] for line in part["reasons"])]:
         console.print(Text(f"  {line}"))
@@ -92,7 +93,7 @@ def _machine(m: Mapping[str, Any]) -> Table:
     rows = [
         ("pass, by rows", ", ".join(f"{rows}: {ms:.1f} ms" for rows, ms in m["pass_ms"].items())),
         ("prefill", f"{m['prefill_tokens_per_second']:.0f} tokens per second"),
-        ("round besides its pass", f"{m['host_ms']:.2f} ms"),
+        ("round without its pass", f"{m['host_ms']:.2f} ms"),
         ("memory", f"{m['read_gb_per_second']:.1f} GB/s read"),
     ]
     if m["floor_ms"]:
@@ -112,11 +113,12 @@ _FORECAST = {
 """Columns of a forecast: heading -> cell."""
 
 
-def _forecasts(part: Mapping[str, Any]) -> Table:
+def _show_forecasts(part: Mapping[str, Any]) -> None:
     costs = ", ".join(f"{size}: {ms:.2f}" for size, ms in part["draft_ms"].items())
     title = f"{part['drafter']}: {part['ratio']:.2f} times plain decoding (milliseconds of a draft by size: {costs})"
     rows = [
         (kind, "none" if k["draft"] == "0" else k["draft"], *(cell.format(**k) for cell in _FORECAST.values()))
         for kind, k in part["kinds"].items()
     ]
-    return figures_table(("text", "draft", *_FORECAST), rows, title=title, caption=f"Acceptance: {part['acceptance']}.")
+    caption = f"Acceptance: {part['acceptance']}."
+    print_figures(("text", "draft", *_FORECAST), rows, title=title, caption=caption)

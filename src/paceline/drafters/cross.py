@@ -25,7 +25,7 @@ from paceline.verify.tree import from_paths, paths_of
 
 SHARED = 0.85
 """From this share of the target's tokens on, drafting the shared ones accepts as much as drafting text when greedy, and
-more when not (LOG.md)."""
+more when not (docs/notes/drafters.md#drafting-across-tokenizers)."""
 
 _LIKELIEST = Sampler()
 R = TypeVar("R", bound=TokenReader)
@@ -133,7 +133,8 @@ class TextDrafter(_Foreign[Retokenizer]):
     """Drafts text, which is then encoded in target tokens (as SLEM does, arXiv 2502.05202).
 
     The draft model reads and writes its own tokens: the likeliest ones, at any temperature, since no noise can be
-    shared between two vocabularies and an independent draw would match the target's less often (LOG.md).
+    shared between two vocabularies and an independent draw would match the target's less often
+    (docs/notes/drafters.md#drafting-across-tokenizers).
     """
 
     def __init__(self, vocab_map: VocabMap) -> None:

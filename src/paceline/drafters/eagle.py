@@ -48,7 +48,7 @@ class Eagle(StateDrafter[_EagleSlot], Growing):
         """`tensors`: under the names of `models/heads.py`. Raises `CorruptModel`."""
         self.taps: tuple[Tap, ...] = config.taps
         # On two cores a level took 3 ms beside a pass of 41, and a tree of 7 rows 4 more: short chains were the fastest
-        # (benchmarks/results/2026-11-21-learned.md).
+        # (docs/notes/drafters.md#cost-of-drafting-with-a-head).
         self.draft = DraftBudget(24, 6, 4) if free_rows(target.device) > 24 else DraftBudget.chain(3)
         self._net, self._device = EagleNetwork(config, tensors, target), target.device
         super().__init__(self._net.new_cache(), _EagleSlot)

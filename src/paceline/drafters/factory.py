@@ -32,6 +32,7 @@ from torch import Tensor
 
 from paceline.checkpoints.head_files import open_head
 from paceline.checkpoints.head_fit import fits, host_of, shipped, sizes_of, vocabulary_of
+from paceline.checkpoints.load_options import LoadOptions
 from paceline.checkpoints.loader import Loaded, load_model
 from paceline.checkpoints.lora import split_adapter
 from paceline.drafters.base import Drafter
@@ -66,7 +67,7 @@ _LOOKUPS: dict[str, Callable[[], Drafter]] = {
 
 AUTO = "suffix"
 """The drafter that "auto" begins with: it has no weights to fetch, and costs nothing while it has nothing to propose.
-Learned drafters gain more on some texts and lose on others (benchmarks/results/2026-11-22-never-slower.md)."""
+Learned drafters gain more on some texts and lose on others (benchmarks/results/2026-11-25-never-slower-zen4.md)."""
 
 FOUND = "found"
 """The name that stands for the best drafter on this disk, see `drafter_for`."""
@@ -193,19 +194,34 @@ def open_drafters(
     return found
 
 
-def load_drafters(given: Mapping[str, Any], more: Sequence[str], target: Loaded) -> Drafter | dict[str, Drafter] | None:
-    """`open_drafters`, by all arguments of `paceline.load`."""
-    common = {name: given[name] for name in ("token", "allow_pickle")} | {"revision": given["draft_revision"]}
-    places = {"device": given["device"], "device_map": given["draft_device_map"], "dtype": given["dtype"]}
+def load_drafters(options: LoadOptions, more: Sequence[str], target: Loaded) -> Drafter | dict[str, Drafter] | None:
+    """Load the drafter or drafters that `options` names, and those that `more` names: see `open_drafters`."""
+    read = partial(
+        load_model,
+        dtype=options.dtype,
+        device=options.device,
+        device_map=options.draft_device_map,
+        revision=options.draft_revision,
+        token=options.token,
+        allow_pickle=options.allow_pickle,
+        progress=options.progress,
+    )
+    head = partial(
+        open_head,
+        revision=options.draft_revision,
+        token=options.token,
+        allow_pickle=options.allow_pickle,
+        quiet=not options.progress,
+    )
     opened = partial(
         open_drafter,
         target=target,
-        quantize=given["draft_quantize"],
-        read=partial(load_model, progress=given["progress"], **places, **common),
-        head=partial(open_head, quiet=not given["progress"], **common),
-        draft_vocab=given["draft_vocab"],
+        quantize=options.draft_quantize,
+        read=read,
+        head=head,
+        draft_vocab=options.draft_vocab,
     )
-    return open_drafters(given["drafter"], more, target, opened)
+    return open_drafters(options.drafter, more, target, opened)
 
 
 def spec_name(spec: str) -> str:

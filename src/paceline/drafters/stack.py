@@ -13,7 +13,8 @@ from paceline.protocols import KVCache, Saved, common_most
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 
 SURE = 0.5
-"""Probability from which a lookup's first token is worth more than a learned drafter's, which takes time (LOG.md)."""
+"""Probability from which a lookup's first token is worth more than a learned drafter's, which takes time
+(docs/notes/drafters.md#cascades)."""
 
 
 @dataclass(frozen=True, slots=True)

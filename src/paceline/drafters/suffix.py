@@ -15,7 +15,8 @@ from paceline.errors import InvalidOption
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 from paceline.verify.tree import MIN_ROWS
 
-# Measured by replaying 438 recorded answers (LOG.md); the estimate of speed is flat around all of them.
+# Tuned by replaying 438 recorded answers (docs/notes/drafters.md#lookup-drafters-tuned-offline). The estimated speed is
+# flat around all of them.
 _DOUBT = 2.0
 """Evidence (match length times mean count) at which a context is right half of the time."""
 _RECENT = 0.5

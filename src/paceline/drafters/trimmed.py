@@ -28,7 +28,8 @@ _LARGE = 1 << 16
 """Vocabulary beyond which "auto" trims."""
 _LOWEST = 3 << 14
 """Tokens of the lowest ids that "auto" takes: merges come in the order of their frequency. In Qwen2.5-Coder 1.5B's
-answers 3 % of the tokens lie beyond, 6 % beyond 32k and 11 % beyond 16k (LOG.md)."""
+answers 3 % of the tokens lie beyond, 6 % beyond 32k and 11 % beyond 16k
+(docs/notes/drafters.md#trimmed-output-heads)."""
 _FREQUENT = 1 << 15
 """Tokens that are taken where answers say which ones are frequent."""
 _LIMIT = 16 * MIB

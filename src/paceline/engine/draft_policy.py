@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from paceline.drafters.base import Drafter
+from paceline.drafters.base import Ask, Drafter
 from paceline.engine.draft_length import Controller
 from paceline.errors import InvalidOption
-from paceline.types import DraftBudget
+from paceline.types import Draft, DraftBudget
+from paceline.verify.tree import check
+
+_LOG = logging.getLogger("paceline")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,7 @@ class DraftPolicy:
         self.name, self.drafter = name, drafter
         self.draft = draft or drafter.draft
         self.controllers = () if draft else self._fresh()
+        self._has_failed = False
 
     def forget(self) -> None:
         """Let the controllers begin anew, as if nothing had been drafted yet."""
@@ -44,6 +49,34 @@ class DraftPolicy:
 
     def _fresh(self) -> tuple[Controller, ...]:
         return tuple(Controller(*part) for part in self.drafter.parts)
+
+    def propose(self, asks: Sequence[Ask], vocab_size: int) -> list[Draft]:
+        """Return a draft for each ask. Raises `InvalidOption` for an invalid draft, which names the drafter: it may be
+        the user's own."""
+        failures = sum(ask.sampler.draft_failures for ask in asks)
+        drafts = self.drafter.propose(asks)
+        if not self._has_failed and sum(ask.sampler.draft_failures for ask in asks) > failures:
+            self._has_failed = True
+            _LOG.warning(
+                "Drafter %s failed on a token and proposed nothing for it: its logits are not finite, or a logits "
+                "processor raised an error. Replies stay correct, but may be slower. Statistics count these failures "
+                "as draft_failures; the debug log shows each. Further ones are not reported here.",
+                self.name,
+            )
+        if len(drafts) != len(asks):
+            raise InvalidOption(
+                f"{type(self.drafter).__name__} made {len(drafts)} drafts for {len(asks)} requests",
+                "propose returns one Draft per ask, an empty Draft() where there is nothing to say",
+            )
+        for draft, ask in zip(drafts, asks, strict=True):
+            check(draft)
+            most = ask.budget.nodes
+            if len(draft.tokens) > most or any(not 0 <= t < vocab_size for t in draft.tokens):
+                raise InvalidOption(
+                    f"{type(self.drafter).__name__} drafted {len(draft.tokens)} tokens {draft.tokens}",
+                    f"At most {most} were asked for, with ids below {vocab_size}",
+                )
+        return drafts
 
 
 def shown_name(name: str) -> str:

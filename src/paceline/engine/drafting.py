@@ -10,10 +10,8 @@ from paceline.engine.draft_length import Controller, DraftPlan, Outcome, Standin
 from paceline.engine.draft_policy import DraftPolicy
 from paceline.engine.request import Request
 from paceline.engine.stats import Timer
-from paceline.errors import InvalidOption
 from paceline.protocols import KVCache
 from paceline.types import Draft, DraftBudget, Tap, Verdict
-from paceline.verify.tree import check
 
 _NOTHING = DraftBudget.chain(0)
 _MAX_FORCED = 32
@@ -147,30 +145,11 @@ def propose(plan: RoundPlan, vocab_size: int, timer: Timer) -> Drafted:
     for one in plan.policies:
         began = timer()
         if one.asks:
-            made = one.policy.drafter.propose([*one.asks.values()])
-            _check(made, one, vocab_size)
+            made = one.policy.propose([*one.asks.values()], vocab_size)
             for place, draft in zip(one.asks, made, strict=True):
                 drafts[place] = draft
         seconds.append(timer() - began)
     return Drafted(drafts, seconds)
-
-
-def _check(drafts: Sequence[Draft], plan: PolicyPlan, vocab_size: int) -> None:
-    """Raise `InvalidOption` for an invalid draft. It names the drafter, which may be the user's own."""
-    name, asks = type(plan.policy.drafter).__name__, plan.asks.values()
-    if len(drafts) != len(asks):
-        raise InvalidOption(
-            f"{name} made {len(drafts)} drafts for {len(asks)} requests",
-            "propose returns one Draft per ask, an empty Draft() where there is nothing to say",
-        )
-    for draft, ask in zip(drafts, asks, strict=True):
-        check(draft)
-        most = ask.budget.nodes
-        if len(draft.tokens) > most or any(not 0 <= t < vocab_size for t in draft.tokens):
-            raise InvalidOption(
-                f"{name} drafted {len(draft.tokens)} tokens {draft.tokens}",
-                f"At most {most} were asked for, with ids below {vocab_size}",
-            )
 
 
 # Learn

@@ -302,6 +302,7 @@ class Engine:
     def _commit(request: Request, draft: Draft, verdict: Trimmed, states: Mapping[Tap, Tensor]) -> None:
         """Advance a request by its verdict, and its drafter with it. `states` [T, H]: taps of the request's rows."""
         request.stats.count(draft, verdict)
+        request.stats.draft_failures = request.sampler.draft_failures
         if verdict.error:
             request.fail(verdict.error)
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle
 
@@ -13,7 +13,7 @@ from paceline.cache.attention import BLOCK
 from paceline.errors import InvalidOption
 from paceline.protocols import Adaptable, Divisible, KVCache, Target
 from paceline.types import Draft, DraftBudget, Guarantee, Rows, Want
-from paceline.verify.tree import PREFILL_ROWS, beside, pack
+from paceline.verify.tree import PREFILL_ROWS, pack, with_siblings
 
 _PREFIX, _ROWS, _LONGEST = 61, 5, 32
 """Tokens before the compared rows; compared rows; rows of the longest pass, rounded up."""
@@ -25,7 +25,7 @@ def guarantee(target: Target) -> Guarantee:
 
     Then text with speculation is plain decoding's bit for bit; otherwise up to rounding: a token may differ where two
     candidates are within an ulp or so. Costs a dozen small passes of the target's `excerpt`, if it has one, for plain
-    rows and for each adapter's.
+    rows and for each adapter's; three passes where rows differ.
     """
     target = target.excerpt() if isinstance(target, Divisible) else target
     count = 1 + _adapters(target)
@@ -53,31 +53,46 @@ def _same_bits(target: Target, adapter: int, neighbour: int) -> bool:
     before = min(_PREFIX, target.context_length - _LONGEST)
     tokens = _tokens(target, before + _ROWS)
     cache, path = target.new_cache(), tokens[before:]
-    slot, plain = cache.acquire(0, adapter), []
+    slot = cache.acquire(0, adapter)
     _feed(target, cache, slot, tokens[:before], (PREFILL_ROWS,), prompt=True)
-    other = cache.fork(slot)
-    for token in (*path, path[0]):
-        rows, logits = _verify(target, cache, [other], [token], [Draft()])
-        plain.append(logits[0, 0])
-        cache.commit(rows, [()])
-    alone, chain = torch.stack(plain), Draft.chain(path[1:])
-    ways = [(chain, [*range(_ROWS)]), (Draft.chain(path[1:] + path * 5), [*range(_ROWS)])]
+    chain, numbers = Draft.chain(path[1:]), [*range(1, _ROWS)]
+    ways = [(Draft.chain(path[1:] + path * 5), numbers), (chain, numbers)]
     if cache.fit(slot, DraftBudget(nodes=8, depth=4, branch=2)).branch > 1:
-        tree, below = beside(path[1:], path[0])
-        ways.append((tree, [0, *below]))
+        ways.append(with_siblings(path[1:], path[0]))
+    other = cache.fork(slot)
+    singles, alone = _singly(target, cache, other, (*path, path[0])), list[Tensor]()
+    # The longest pass first, row by row: where rows do change each other's bits, its first row shows it at once.
     for draft, numbers in ways:
         same = cache.fork(slot)
-        rows, logits = _verify(target, cache, [same], path[:1], [draft])
-        cache.commit(rows, [numbers[1:]])
-        _, after = _verify(target, cache, [same], path[:1], [Draft()])
-        if not torch.equal(torch.cat([logits[0, numbers], after[0, :1]]), alone):
-            return False
+        for i, row in enumerate(_together(target, cache, same, path[0], draft, numbers)):
+            if i == len(alone):
+                alone.append(next(singles))
+            if not torch.equal(row, alone[i]):
+                return False
         cache.release(same)
     # A longer text and one with another adapter in the same pass.
     third = cache.acquire(0, neighbour)
     _feed(target, cache, third, tokens[:before], (PREFILL_ROWS,), prompt=True)
     _, logits = _verify(target, cache, [other, third, slot], path[:1] * 3, [Draft(), Draft(), chain])
-    return torch.equal(logits[2, :_ROWS], alone[:_ROWS])
+    return torch.equal(logits[2, :_ROWS], torch.stack(alone[:_ROWS]))
+
+
+def _singly(target: Target, cache: KVCache, slot: int, tokens: Sequence[int]) -> Iterator[Tensor]:
+    """Feed tokens one by one, and yield the logits of each."""
+    for token in tokens:
+        rows, logits = _verify(target, cache, [slot], [token], [Draft()])
+        yield logits[0, 0]
+        cache.commit(rows, [()])
+
+
+def _together(
+    target: Target, cache: KVCache, slot: int, token: int, draft: Draft, path: Sequence[int]
+) -> Iterator[Tensor]:
+    """Yield the logits of a token and a draft's path from one pass, then, with these committed, of the token again."""
+    rows, logits = _verify(target, cache, [slot], [token], [draft])
+    yield from logits[0, [0, *path]]
+    cache.commit(rows, [path])
+    yield _verify(target, cache, [slot], [token], [Draft()])[1][0, 0]
 
 
 def seamless(target: Target, guarantee: Guarantee) -> bool:

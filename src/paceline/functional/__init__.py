@@ -1,19 +1,20 @@
-"""Speculative decoding for an engine of your own: batched functions on plain tensors, no model, cache or state.
+"""Speculative decoding for your own engine: batched functions on plain tensors, without a model, a cache or state.
 
     tree = grow(step, root_logits, TreeConfig(branch=4, depth=5, max_nodes=24))
     accepted = verify_greedy(tree, target_logits)
     tokens, lengths = append(tokens, lengths, accepted)
 
-Rows are as everywhere in Paceline (`types.py`): row 0 carries the pending token, node i is row i + 1, and parents are
-row numbers. There is one `lengths` [B], everywhere: how many tokens of a request have their keys in the cache, which
-is where the pending token stands. So request b's text is `tokens[b, : lengths[b] + 1]`, and its last is pending.
+Rows are numbered as everywhere in Paceline (`types.py`): row 0 is the pending token, node i is row i + 1, and parents
+are row numbers. `lengths` [B] always has the same meaning: the number of tokens of a request that have keys in the
+cache, which equals the position of the pending token. So the text of request b is `tokens[b, : lengths[b] + 1]`, and
+its last token is the pending one.
 
     B  requests     N  nodes, padded     T  N + 1 rows     D  depth     V  vocabulary     H  hidden size
 
-Padding is -1 and lies at the end. Shapes depend on the configuration alone. Trees grow and are walked on the host, by
-the code of Paceline's own engine: `grow` and `sample` wait for the device once per level, the `verify_` functions once,
-and once more per visited row where they draw. Logits may have any float dtype; less than float32 is widened first.
-docs/how-to/own-engine.md shows a whole loop.
+Padding is -1, and comes last. Shapes depend only on the configuration. Trees are built and walked on the host, by the
+same code as in Paceline's engine: `grow` and `sample` wait for the device once per level, and the `verify_` functions
+wait once, plus once for each visited row if they draw random numbers. Logits may have any float dtype. Half precision
+is first converted to float32. docs/how-to/own-engine.md shows a whole loop.
 """
 
 from paceline.functional.candidates import (

@@ -21,9 +21,15 @@ from paceline.verify.tree import check, depths, paths_of
 class TreeConfig:
     """Size of each request's tree.
 
-    branch: children per expanded node, and nodes that `grow` expands per level (>= 1). depth: levels (>= 1).
-    max_nodes: the most nodes of a tree (1 to 512). confidence: expand only nodes whose path has at least this
-    probability in the draft (0 to 1), one number or a tensor [B]. Raises `InvalidOption`.
+    Attributes:
+        branch: Children of an expanded node, and number of nodes that `grow` expands per level, >= 1.
+        depth: Levels, >= 1.
+        max_nodes: Maximum number of nodes, 1 to 512.
+        confidence: Expand a node only if the drafter gives its path at least this probability. A number from 0 to 1, or
+            a tensor [B] of them.
+
+    Raises:
+        InvalidOption: If a value is out of range.
     """
 
     branch: int
@@ -34,7 +40,7 @@ class TreeConfig:
     def __post_init__(self) -> None:
         for name in ("branch", "depth", "max_nodes"):
             value = getattr(self, name)
-            require(type(value) is int and value >= 1, f"{name} must be >= 1, got {value!r}", "Give a whole number")
+            require(type(value) is int and value >= 1, f"{name} must be an int >= 1, got {value!r}", "Increase it")
         require(self.max_nodes <= 512, f"max_nodes must be <= 512, got {self.max_nodes}", "Draft smaller trees")
         self.floors(len(self.confidence) if isinstance(self.confidence, Tensor) and self.confidence.ndim else 1)
 
@@ -43,14 +49,23 @@ class TreeConfig:
         return DraftBudget(self.max_nodes, self.depth, self.branch)
 
     def floors(self, batch: int) -> list[float]:
-        """Return each request's least log-probability of a path that grows on: finite, to leave out the impossible."""
+        """Return the minimum log-probability of paths that are expanded, for each request.
+
+        It is finite even without a confidence, so that impossible paths are never expanded.
+        """
         confidence = 0.0 if self.confidence is None else self.confidence
         values = per_request("confidence", confidence, batch, lambda c: 0.0 <= c <= 1.0, "0 to 1")
         return [math.log(c) if c else -sys.float_info.max for c in values]
 
 
 class TopK(NamedTuple):
-    """The k best of each row, best first. `nan`: bool [...], whether the row held NaN."""
+    """The k highest values of each row, highest first.
+
+    Attributes:
+        values: [..., k].
+        indices: int64 [..., k].
+        nan: bool [...], True if the row contains NaN.
+    """
 
     values: Tensor
     indices: Tensor
@@ -59,15 +74,19 @@ class TopK(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CandidateTree:
-    """One tree of candidates per request. Parents come before their children and siblings differ.
+    """One tree of candidates for each request. Parents come before their children, and siblings differ.
 
-    drafts: each request's tree on the host, for verification.
-    tokens: int64 [B, N]. parents: int64 [B, N], the row that a node continues (0: the pending token).
-    depths: int64 [B, N], 1 for a child of the pending token, 0 for padding.
-    log_probs: float [B, N], the draft's log-probability of each node given its path. scores: their sums along the
-    path. Both are -inf for padding. counts: int64 [B], the nodes of each request.
-    broken: bool [B], whether the draft's logits held NaN or +inf where this tree grew.
-    max_depth, max_branch: bounds on any node's depth and number of children.
+    Attributes:
+        drafts: Each request's tree on the host, for verification.
+        tokens: int64 [B, N].
+        parents: Row that each node continues, int64 [B, N]. Row 0 is the pending token.
+        depths: int64 [B, N], 1 for a child of the pending token, 0 for padding.
+        log_probs: The drafter's log-probability of each node given its path, float [B, N], -inf for padding.
+        scores: Sums of `log_probs` along each path, float [B, N], -inf for padding.
+        counts: Number of nodes of each request, int64 [B].
+        broken: bool [B], True if logits from which the tree was built contain NaN or +inf.
+        max_depth: Upper bound of all depths.
+        max_branch: Upper bound of the number of children of a node.
     """
 
     drafts: tuple[Draft, ...]
@@ -83,10 +102,15 @@ class CandidateTree:
 
     @staticmethod
     def of(tokens: Tensor, parents: Tensor, log_probs: Tensor | None = None) -> CandidateTree:
-        """Return trees with the given `tokens` and `parents`, int64 [B, N].
+        """Build trees from tensors.
 
-        Siblings count as drawn in their order. `log_probs` [B, N] are 0 (certain) unless given. Raises
-        `InvalidOption` where this is no tree.
+        Args:
+            tokens: int64 [B, N]. Siblings count as drawn in this order.
+            parents: int64 [B, N].
+            log_probs: float [B, N]. By default 0, which means certain.
+
+        Raises:
+            InvalidOption: If these are not trees.
         """
         expect("tokens", tokens, "int64", "B", "N")
         expect("parents", parents, "int64", *tokens.shape)
@@ -95,7 +119,7 @@ class CandidateTree:
         counts = (tokens >= 0).sum(1)
         leading = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
         fits = bool(((tokens >= 0) == leading).all() & ((parents >= 0) == leading).all())
-        require(fits, "padding stands before a node or in half of one", "Pad tokens and parents alike, at the end")
+        require(fits, "padding must come after all nodes, in the same places of tokens and parents", "Pad both with -1")
         lines = zip(tokens.tolist(), parents.tolist(), counts.tolist(), strict=True)
         drafts = [Draft(tuple(ids[:n]), tuple(above[:n])) for ids, above, n in lines]
         for draft in drafts:
@@ -115,7 +139,7 @@ def pack_trees(
     max_depth: int,
     max_branch: int,
 ) -> CandidateTree:
-    """Return the trees of a batch, padded to `width` nodes, on the device of `like` and with scores in its dtype."""
+    """Pack the trees of a batch, padded to `width` nodes, on the device of `like` and with scores in its dtype."""
     scores = []
     for draft, steps in zip(drafts, log_probs, strict=True):
         sums = [0.0]
@@ -143,22 +167,30 @@ def padded(
     padding: float = NONE,
     dtype: torch.dtype = torch.int64,
 ) -> Tensor:
-    """Return ragged rows as a tensor [B, width]."""
+    """Return ragged rows as a padded tensor [B, width]."""
     full = [[*row, *[padding] * (width - len(row))] for row in rows]
     return torch.tensor(full, dtype=dtype, device=device).view(len(rows), width)
 
 
 def topk(logits: Tensor, k: int) -> TopK:
-    """Return the `k` highest of each row of `logits` [..., V], as `torch.topk`, but with NaN last, after -inf.
+    """Return the k highest values of each row. Unlike `torch.topk`, NaN is the lowest value, below -inf.
 
-    `values` keep the dtype of `logits`. Raises `InvalidOption` unless 1 <= k <= V.
+    Args:
+        logits: [..., V], any float dtype.
+        k: 1 to V.
+
+    Returns:
+        Values, in the dtype of `logits`, and their indices.
+
+    Raises:
+        InvalidOption: If k is out of range.
     """
     expect("logits", logits, "float", *logits.shape)
     width = logits.shape[-1] if logits.ndim else 0
     require(type(k) is int and 1 <= k <= width, f"k must be 1 to {width} (the vocabulary), got {k!r}", "Lower k")
     nan = logits.isnan()
-    # A float's bits, read as a signed integer, order the positive floats upwards and the negative ones downwards. So
-    # -inf stays apart from NaN and from the lowest finite number, which masks are often made of.
+    # The bits of floats, read as signed integers, ascend for positive floats and descend for negative floats. Ordering
+    # by them keeps -inf distinct from NaN, and from the lowest finite number, which is often used for masks.
     wide = widen(logits) + 0.0  # -0.0 becomes 0.0
     bits = wide.view(torch.int64 if wide.dtype == torch.float64 else torch.int32)
     limits = torch.iinfo(bits.dtype)
@@ -168,21 +200,26 @@ def topk(logits: Tensor, k: int) -> TopK:
 
 
 def positions(tree: CandidateTree, lengths: Tensor) -> Tensor:
-    """Return the position of every row in the text, int64 [B, T]. Padding rows share the pending token's."""
+    """Return the position of every row in the text, int64 [B, T]. Padding rows have the pending token's position."""
     expect("lengths", lengths, "int64", len(tree.counts))
     return torch.cat([lengths[:, None], lengths[:, None] + tree.depths], 1)
 
 
 def inputs(tree: CandidateTree, pending: Tensor) -> Tensor:
-    """Return the target's input ids, int64 [B, T]: `pending` [B], then the nodes. Padding rows repeat `pending`."""
+    """Return the target's input ids, int64 [B, T]: the pending token, then the nodes.
+
+    Args:
+        tree: Trees of N nodes.
+        pending: Pending tokens, int64 [B]. Padding rows repeat them.
+    """
     expect("pending", pending, "int64", len(tree.counts))
     return torch.cat([pending[:, None], torch.where(tree.tokens < 0, pending[:, None], tree.tokens)], 1)
 
 
 def paths(tree: CandidateTree) -> Tensor:
-    """Return the rows from the first node down to each row itself, then -1: int64 [B, T, D].
+    """Return the path to each row, int64 [B, T, D]: the rows below row 0 that lead to it, ending with the row itself.
 
-    All -1 for row 0 and padding.
+    Paths are padded with -1. Row 0 and padding rows have only -1.
     """
     rows = tree.tokens.shape[1] + 1
     batch = []
@@ -193,23 +230,37 @@ def paths(tree: CandidateTree) -> Tensor:
 
 
 def mask(tree: CandidateTree) -> Tensor:
-    """Return the tree's attention mask, bool [B, T, T]: each row sees row 0, its ancestors and itself; a padding row
-    only itself."""
+    """Return the attention mask of the tree, bool [B, T, T].
+
+    Each row sees row 0, its ancestors and itself. A padding row sees only itself.
+    """
     width = tree.tokens.shape[1]
     rows = [(NONE, *d.parents, *[NONE] * (width - len(d.parents))) for d in tree.drafts]
     return torch.stack([ancestors(parents) for parents in rows]).to(tree.tokens.device)
 
 
 def attention_bias(tree: CandidateTree, lengths: Tensor, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the bias to add to attention scores, [B, 1, T, columns]: 0 where a row may look, -inf elsewhere.
+    """Return the bias to add to attention scores: 0 for visible columns, -inf for hidden ones.
 
-    For a cache whose first `lengths[b]` columns hold the committed text and where row r is written to column
-    `lengths[b] + r`, so `columns` must be at least the longest length and T.
+    The first `lengths[b]` columns of the cache must contain the committed text, and row r must be in column
+    `lengths[b] + r`.
+
+    Args:
+        tree: Trees of N nodes.
+        lengths: Committed tokens of each request, int64 [B].
+        columns: Width of the cache, at least the largest length + T.
+        dtype: Type of the result.
+
+    Returns:
+        [B, 1, T, columns].
+
+    Raises:
+        InvalidOption: If a shape or `columns` is not valid.
     """
     expect("lengths", lengths, "int64", len(tree.counts))
     tree_mask = mask(tree)
     rows = tree_mask.shape[1]
-    require(columns >= rows, f"{columns} columns have no room for {rows} rows", "Give the width of the cache")
+    require(columns >= rows, f"columns must be >= {rows} for this tree, got {columns}", "Give the width of the cache")
     row = torch.arange(columns, device=lengths.device) - lengths[:, None]
     inside = ((row >= 0) & (row < rows))[:, None]
     seen = tree_mask.gather(2, row.clamp(0, rows - 1)[:, None].expand(-1, rows, -1)) & inside | (row < 0)[:, None]
@@ -223,15 +274,24 @@ def require(valid: bool, cause: str, fix: str) -> None:
 
 
 def expect(name: str, x: Tensor, kind: Literal["float", "int64"] | None, *shape: int | str) -> None:
-    """Raise `InvalidOption` unless `x` has numbers of this kind and this shape. A letter stands for any size."""
+    """Raise `InvalidOption` unless `x` has numbers of this kind and this shape. A letter in the shape allows any
+    size."""
     sizes = [size if isinstance(size, int) else got for size, got in zip(shape, x.shape, strict=False)]
     typed = {"float": x.is_floating_point(), "int64": x.dtype == torch.int64, None: True}[kind]
     wanted = f"{kind or ''} [{', '.join(map(str, shape))}]".strip()
-    require(typed and len(shape) == x.ndim and sizes == [*x.shape], f"{name}: {x.dtype} {[*x.shape]}", f"Give {wanted}")
+    require(
+        typed and len(shape) == x.ndim and sizes == [*x.shape],
+        f"{name} must be {wanted}, got {x.dtype} {[*x.shape]}",
+        "Pass a tensor of this type and shape",
+    )
 
 
 def per_request(name: str, value: float | Tensor, batch: int, valid: Callable[[float], bool], fix: str) -> list[float]:
-    """Return an option that is one number or a tensor [B] as `batch` numbers. Raises `InvalidOption`."""
+    """Return an option, which is one number or a tensor [B], as one number per request.
+
+    Raises:
+        InvalidOption: If the shape does not fit or a number is not `valid`. `fix` describes valid numbers.
+    """
     values: list[float] = []
     if isinstance(value, Tensor):
         values = value.tolist() if value.shape == (batch,) else []
@@ -246,10 +306,10 @@ def per_request(name: str, value: float | Tensor, batch: int, valid: Callable[[f
 
 
 def temperatures(temperature: float | Tensor, batch: int) -> list[float]:
-    """Return the temperature of each request; 0 is greedy. Raises `InvalidOption`."""
+    """Return the temperature of each request, where 0 means greedy. Raise `InvalidOption` if one is out of range."""
     return per_request("temperature", temperature, batch, lambda t: t == 0 or 1e-3 <= t <= 1e3, "0 or 0.001 to 1000")
 
 
 def widen(logits: Tensor) -> Tensor:
-    """Return `logits` in at least float32: half precisions tie too often and round sums away."""
+    """Convert logits to at least float32. In half precision, ties are too common and sums too inexact."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""Candidate trees from a drafter's logits or hidden states: `drafters/growth.py` on plain tensors."""
+"""Building candidate trees from a drafter's logits or hidden states: `drafters/growth.py` for plain tensors."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ from paceline.verify.tree import depths, from_paths, places, shape
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """The W nodes per request that a drafter is to continue. All stand at position `lengths + depth`.
+    """The next W nodes of each request for the drafter to continue. Their position is `lengths + depth`.
 
-    tokens: int64 [B, W]. live: bool [B, W]; nodes that are not live are token 0, and their logits are ignored.
-    parents: int64 [B, W], each node's parent as an index into the last call's nodes (0 in the first call).
-    visible: bool [B, W, F], which of the F nodes of all calls so far (this one's last) each node sees: its ancestors
-    and itself, for a drafter that attends to what it was fed, besides the text and the pending token.
-    states: [B, W, H], the hidden state of each node's parent; None where the drafter gives logits.
+    Attributes:
+        tokens: int64 [B, W].
+        live: bool [B, W]. Nodes that are not live have token 0, and their logits are ignored.
+        depth: Depth of these nodes.
+        parents: Parent of each node as an index into the nodes of the previous call, int64 [B, W]. 0 in the first call.
+        visible: bool [B, W, F], for a drafter with attention: which of the F nodes of all calls so far, ending with
+            this call, each node sees. These are its ancestors and itself. It also sees the text and the pending token.
+        states: Hidden state of each node's parent, [B, W, H]. None if the drafter returns logits.
     """
 
     tokens: Tensor
@@ -40,21 +43,31 @@ class Level:
 
 
 Step = Callable[[Level], Tensor]
-"""The drafter: logits [B, W, V] of what follows each node; or, with a head, each node's own hidden state [B, W, H]."""
+"""The drafter: returns logits [B, W, V] of the token after each node or, if there is a head, the nodes' hidden states
+[B, W, H]."""
 
 Head = Callable[[Tensor], Tensor]
-"""Hidden states [B, W, H] to logits [B, W, V]."""
+"""Hidden states [B, W, H] -> logits [B, W, V]."""
 
 
 def grow(step: Step, root: Tensor, config: TreeConfig, head: Head | None = None) -> CandidateTree:
-    """Return the likeliest candidates: of each level the best `branch` nodes get their `branch` likeliest children,
-    and of all that grew the best `max_nodes` are kept (EAGLE-2, arXiv 2406.16858).
+    """Grow trees of the most likely candidates (EAGLE-2, arXiv 2406.16858), for `verify_greedy` and `verify_sampling`.
 
-    root: the drafter's logits [B, V] after the pending token; with `head`, the hidden state [B, H] behind them. With
-    a head, `step` gets the state of each node's parent, as EAGLE heads need it and early exits can ignore.
-    A node whose path is less likely than `config.confidence` is left out. Tokens with a logit of NaN or infinity are
-    never proposed; NaN and +inf are reported in `broken`. Made for `verify_greedy` and `verify_sampling`. Raises
-    `InvalidOption`.
+    On each level, the `branch` best nodes get their `branch` most likely children. Finally the `max_nodes` best nodes
+    of all levels are kept, without nodes of paths that are less likely than `config.confidence`. Tokens with a logit of
+    NaN or infinity are never proposed.
+
+    Args:
+        step: The drafter. With a head, it receives the state of each node's parent, which EAGLE heads need.
+        root: The drafter's logits [B, V] after the pending token or, with a head, the hidden state [B, H] for them.
+        config: Size of the trees.
+        head: Function from hidden states to logits. None if the drafter returns logits.
+
+    Returns:
+        Trees. `broken` reports NaN and +inf in the logits.
+
+    Raises:
+        InvalidOption: If a shape is not valid.
     """
     expect("root", root, "float", "B", "H" if head else "V")
     width = min(config.max_nodes, config.branch + (config.depth - 1) * config.branch**2)
@@ -70,12 +83,26 @@ def sample(
     temperature: float | Tensor = 1.0,
     generator: torch.Generator | None = None,
 ) -> tuple[CandidateTree, Tensor]:
-    """Return candidates drawn from the drafter, for `verify_rejection`, and the true q, float [B, T, V].
+    """Draw candidates from the drafter, for `verify_rejection`.
 
     Siblings are drawn without replacement (Gumbel top-k, as in arXiv 2402.14160) from q[b, r], the softmax of the
-    logits after row r at `temperature` (a number, or [B]). The tree's shape is fixed beforehand by `config`, and every
-    drawn node is kept, because choosing by what was drawn would bend q; a node below `confidence` stays but gets no
-    children. At temperature 0 a request gets the tree of `grow`, and rows of q that are 0. Otherwise as `grow`.
+    logits after row r at the temperature. `config` fixes the shape of the tree in advance, and every drawn node is
+    kept, because selecting nodes by their tokens would distort q. A node below `confidence` is kept, but gets no
+    children. At temperature 0, a request gets the tree of `grow`, and its rows of q are 0.
+
+    Args:
+        step: See `grow`.
+        root: See `grow`.
+        config: Size of the trees.
+        head: See `grow`.
+        temperature: A number or a tensor [B].
+        generator: Source of the seed of all draws.
+
+    Returns:
+        Trees, and q, float [B, T, V].
+
+    Raises:
+        InvalidOption: If a shape or temperature is not valid.
     """
     expect("root", root, "float", "B", "H" if head else "V")
     heat = temperatures(temperature, len(root))
@@ -91,26 +118,40 @@ def sample(
 
 
 def from_heads(logits: Tensor, config: TreeConfig) -> CandidateTree:
-    """`grow` for heads that all guess at once, independently of each other (Medusa, arXiv 2401.10774).
+    """Grow trees from heads that guess independently of each other (Medusa, arXiv 2401.10774).
 
-    logits: [B, K, V], head d for the token at depth d + 1. Raises `InvalidOption`, also where config.depth > K.
+    Args:
+        logits: [B, K, V]. Head d guesses the token at depth d + 1.
+        config: Size of the trees.
+
+    Raises:
+        InvalidOption: If a shape is not valid or config.depth > K.
     """
     _check_heads(logits, config.depth)
     return grow(lambda level: logits[:, level.depth, None].expand(-1, level.tokens.shape[1], -1), logits[:, 0], config)
 
 
 def from_choices(logits: Tensor, choices: Sequence[Sequence[int]]) -> CandidateTree:
-    """Return trees of one fixed shape, as in Medusa (arXiv 2401.10774): the choice (0, 2) is the best token of head 0
-    and then the third of head 1. Prefixes count as chosen.
+    """Build trees of one fixed shape from independent heads, as in Medusa (arXiv 2401.10774).
 
-    logits: [B, K, V], head d for the token at depth d + 1. A request lacks the nodes whose path holds a token of NaN
-    or infinite logit. Raises `InvalidOption`.
+    Nodes are omitted if their path contains a token with a logit of NaN or infinity.
+
+    Args:
+        logits: [B, K, V]. Head d guesses the token at depth d + 1.
+        choices: Paths of ranks. The choice (0, 2) means the best token of head 0, then the third best of head 1.
+            Prefixes of choices are included.
+
+    Raises:
+        InvalidOption: If a choice has no token, or exceeds the heads or the vocabulary.
     """
     whole = all(type(rank) is int and rank >= 0 for choice in choices for rank in choice)
-    require(whole and any(choices), f"choices={choices!r} name no tokens", "Give tuples of ranks, 0 for the best")
+    require(
+        whole and any(choices), f"choices must be tuples of ranks >= 0, got {choices!r}", "Use 0 for the best token"
+    )
     branch, depth = 1 + max(max(choice) for choice in choices if choice), max(map(len, choices))
     _check_heads(logits, depth)
-    require(branch <= logits.shape[-1], f"a choice has rank {branch - 1}", f"Give ranks below {logits.shape[-1]}")
+    vocab = logits.shape[-1]
+    require(branch <= vocab, f"ranks must be < {vocab} (the vocabulary), got {branch - 1}", "Correct the choices")
     nodes = len(from_paths(choices).tokens)
     tree = fixed(DraftBudget(nodes, depth, branch), tuple(tuple(choice) for choice in choices if choice), False)
     rows, bad = _clean(logits[:, :depth])
@@ -125,12 +166,13 @@ def from_choices(logits: Tensor, choices: Sequence[Sequence[int]]) -> CandidateT
 
 
 def cartesian(*widths: int) -> list[tuple[int, ...]]:
-    """Return the choices of a full tree: every combination of the `widths[d]` best of head d."""
+    """Return the choices of a full tree: all combinations of the `widths[d]` best tokens of head d."""
     return list(product(*map(range, widths)))
 
 
 class _LevelGrowth:
-    """The growing trees of a batch: `grow_trees` sees single requests, the caller's drafter whole padded levels."""
+    """The growing trees of a batch. `grow_trees` works on single requests, but the caller's drafter on padded
+    levels."""
 
     def __init__(
         self, step: Step, root: Tensor, head: Head | None, config: TreeConfig, samplers: Sequence[Sampler]
@@ -141,19 +183,24 @@ class _LevelGrowth:
         self._growths = [Growth.begin(ask, ask.budget, least=0.0) for ask in asks]
         self._broken = [False] * len(root)
         self._depth = 0
-        # The last level: the drafter's answer [B, W, ...], what its nodes see [B, W, F], and each node's place in W.
+        # The last level: the drafter's result [B, W, ...], visibility [B, W, F], and the index of each node in W.
         self._out = root[:, None]
         self._visible = torch.zeros(len(root), 1, 0, dtype=torch.bool, device=root.device)
         self._places: list[dict[int, int]] = [{} for _ in asks]
 
     def trees(self, width: int) -> CandidateTree:
         """Grow the trees and return them, padded to `width` nodes."""
-        grow_trees(self._growths, self._roots, self._level, lambda growth, *row: growth.ask.rank(*row))
+        grow_trees(
+            self._growths,
+            lambda growths: self._read(growths, self._out),
+            self._level,
+            lambda growth, *row: growth.ask.rank(*row),
+        )
         drafts, log_probs = [], []
         for growth, floor in zip(self._growths, self._floors, strict=True):
             nodes, scores = growth.nodes, _path_scores(growth.nodes)
             if isinstance(nodes, Chosen):
-                # The best nodes are kept, so the budget leaves out those below the floor.
+                # Only the best nodes are kept, so a smaller budget omits exactly the nodes below the floor.
                 likely = sum(score >= floor for score in scores)
                 nodes.budget = replace(nodes.budget, nodes=min(nodes.budget.nodes, likely))
             above = [0.0 if parent == ROOT else scores[parent] for parent in nodes.parents]
@@ -161,9 +208,6 @@ class _LevelGrowth:
             log_probs.append([scores[node] - above[node] for node in nodes.others(())])
         like = widen(self._out[:0])
         return pack_trees(drafts, log_probs, width, like, self._broken, self._config.depth, self._config.branch)
-
-    def _roots(self, growths: Sequence[Growth]) -> list[Tensor]:
-        return self._read(growths, self._out)
 
     def _level(self, growths: Sequence[Growth]) -> list[Tensor]:
         self._depth += 1
@@ -175,7 +219,7 @@ class _LevelGrowth:
         return self._read(growths, self._step(self._pack(growths)))
 
     def _pack(self, growths: Sequence[Growth]) -> Level:
-        """Return the chosen nodes of these trees, padded to a width that depends on the configuration alone."""
+        """Pack the chosen nodes of these trees, padded to a width that depends only on the configuration."""
         batch, device = len(self._growths), self._out.device
         drawn = sum(len(place) == self._depth for place in shape(self._config.budget))
         width = max(drawn if growth.ask.draws else self._config.branch for growth in self._growths)
@@ -194,11 +238,11 @@ class _LevelGrowth:
         return Level(torch.tensor(tokens, device=device), live_mask, self._depth, above, self._visible, states)
 
     def _read(self, growths: Sequence[Growth], out: Tensor) -> list[Tensor]:
-        """Return the logits [len(chosen), V] of each tree from the drafter's answer [B, W, ...]."""
+        """Return the logits [len(chosen), V] of each tree from the drafter's result [B, W, ...]."""
         logits = self._head(out) if self._head else out
         expect("the drafter's logits", logits, "float", *self._visible.shape[:2], "V")
         branch, vocab = self._config.branch, logits.shape[-1]
-        require(branch <= vocab, f"branch must be <= {vocab} (the draft's vocabulary), got {branch}", "Lower it")
+        require(branch <= vocab, f"branch must be <= {vocab} (the draft vocabulary), got {branch}", "Lower it")
         self._out = out
         rows, bad = _clean(logits)
         for growth in growths:
@@ -207,7 +251,7 @@ class _LevelGrowth:
 
 
 def _path_scores(nodes: Nodes) -> Sequence[float]:
-    """Return the draft's log-probability of the path to each node."""
+    """Return the drafter's log-probability of the path to each node."""
     if isinstance(nodes, Chosen):
         return nodes.scores
     scores: list[float] = []
@@ -218,7 +262,7 @@ def _path_scores(nodes: Nodes) -> Sequence[float]:
 
 
 def _clean(logits: Tensor) -> tuple[Tensor, list[list[bool]]]:
-    """Return logits [B, W, V] on the host, NaN and +inf replaced by -inf, and which rows held these."""
+    """Move logits [B, W, V] to the host and replace NaN and +inf by -inf. Also return which rows contained them."""
     wide = widen(logits).cpu()
     bad = wide.isnan() | (wide == torch.inf)
     return wide.masked_fill(bad, -torch.inf), bad.any(-1).tolist()
@@ -226,4 +270,4 @@ def _clean(logits: Tensor) -> tuple[Tensor, list[list[bool]]]:
 
 def _check_heads(logits: Tensor, depth: int) -> None:
     expect("the heads' logits", logits, "float", "B", "K", "V")
-    require(depth <= logits.shape[1], f"{logits.shape[1]} heads do not reach depth {depth}", "Lower the depth")
+    require(depth <= logits.shape[1], f"depth must be <= {logits.shape[1]} (the heads), got {depth}", "Lower the depth")

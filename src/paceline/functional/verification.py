@@ -1,4 +1,4 @@
-"""Verification and commit of a whole batch: the rules of `verify/` on plain tensors."""
+"""Verification and commit of a whole batch: the rules of `verify/` for plain tensors."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ from paceline.verify.rules import walk
 class Accepted:
     """Result of one round for each request.
 
-    tokens: int64 [B, D + 1], the accepted candidates and then the target's own token (correction or bonus), padded
-    with -1. The last is the next pending token. counts: int64 [B], how many.
-    path: int64 [B, D], the rows whose keys stay besides row 0, padded with -1: one fewer than tokens.
-    broken: bool [B], whether a visited row of the target's logits had no finite maximum. Such a request ends before
-    that row's token: what was accepted above stands, and if that is nothing, nothing changes.
+    Attributes:
+        tokens: The accepted candidates, then the target's own token (correction or bonus), int64 [B, D + 1], padded
+            with -1. The last one is the next pending token.
+        counts: Number of tokens of each request, int64 [B].
+        path: The rows that stay in the cache in addition to row 0, int64 [B, D], padded with -1. There is one row less
+            than tokens.
+        broken: bool [B], True if a visited row of the target's logits has no finite maximum. The round ends above this
+            row: tokens accepted before it are valid, and if there are none, the request does not change.
     """
 
     tokens: Tensor
@@ -33,7 +36,7 @@ class Accepted:
     broken: Tensor
 
     def cut(self, limit: Tensor) -> Accepted:
-        """Return the first `limit` [B] tokens at most, for an end of text or a length; 0 leaves a request as it was."""
+        """Keep at most `limit` [B] tokens of each request, for a stop condition. 0 leaves the request unchanged."""
         expect("limit", limit, None, *self.counts.shape)
         counts = self.counts.minimum(limit).clamp(min=0)
         column = torch.arange(self.tokens.shape[1], device=counts.device)
@@ -46,9 +49,14 @@ class Accepted:
 
 
 def verify_greedy(tree: CandidateTree, logits: Tensor) -> Accepted:
-    """Accept the target's likeliest tokens, ties to the lowest id: the text of plain greedy decoding.
+    """Accept the target's most likely tokens, ties to the lowest id. The text equals plain greedy decoding.
 
-    logits: [B, T, V], the target's, row by row. Raises `InvalidOption`.
+    Args:
+        tree: Candidates.
+        logits: The target's logits of every row, [B, T, V].
+
+    Raises:
+        InvalidOption: If a shape or token is not valid.
     """
     return verify_sampling(tree, logits, temperature=0.0)
 
@@ -61,13 +69,21 @@ def verify_sampling(
     noise: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Accepted:
-    """At each visited row the target draws its own token, argmax(logits / temperature + noise), and the walk goes on
-    where a candidate carries it (the rule `match`): the distribution is the target's, whatever was drafted.
+    """Draw the target's token at each visited row, and continue if a candidate has this token (the rule `match`).
 
-    logits: [B, T, V]; cut tokens (top-k, top-p) by setting them to -inf. temperature: a number or [B], 0 for greedy.
-    noise: standard Gumbel [B, D + 1, V], [:, d] for the token d + 1 after the pending one; with noise that belongs to
-    the place in the text (`paceline.sampling.noise`) the text is that of plain decoding with it. Without: drawn with
-    `generator`. Raises `InvalidOption`.
+    The token is argmax(logits / temperature + noise). So the text has the target's distribution, whatever was drafted.
+
+    Args:
+        tree: Candidates.
+        logits: The target's logits of every row, [B, T, V]. To exclude tokens (top-k, top-p), set them to -inf.
+        temperature: A number or a tensor [B]. 0 means greedy.
+        noise: Standard Gumbel noise [B, D + 1, V]. `noise[:, d]` belongs to the token d + 1 places after the pending
+            one. If the noise depends only on the place in the text (`paceline.sampling.noise`), the text equals plain
+            decoding with the same noise.
+        generator: Source of the noise if `noise` is None.
+
+    Raises:
+        InvalidOption: If a shape, token or temperature is not valid, or both noise and generator are given.
     """
     logits, heat = _checked(tree, logits, temperature)
     _check_noise(noise, (len(logits), tree.max_depth + 1, logits.shape[2]), generator)
@@ -94,16 +110,23 @@ def verify_rejection(
     uniforms: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Accepted:
-    """Accept a candidate x with probability min(1, p(x) / q(x)), else try its next sibling against what is left of p
-    and of q (`verify.rejection.rejection_walk`). The distribution is the target's, exactly, and more is accepted than
-    by `verify_sampling` for most drafts.
+    """Accept a candidate x with probability min(1, p(x) / q(x)), or else try its next sibling against the residual.
 
-    tree: siblings in the order in which they were drawn from q without replacement, as `sample` makes them. q:
-    [B, T, V], the probabilities that row r's children were drawn from. A child whose q is 0, or all children of a row
-    of q that is not finite, count as chosen instead: all of q lies on them, and p(x) accepts.
-    logits: [B, T, V]. temperature: the target's, a number or [B], 0 for greedy. uniforms: [B, D + 1, S + 1] in [0, 1)
-    for S = tree.max_branch, one for each sibling and the last for the target's own token; they must not be those that
-    drew the candidates. Without: drawn with `generator`. Raises `InvalidOption`.
+    See `verify.rejection.rejection_walk`. The text has exactly the target's distribution. For most drafters, more
+    tokens are accepted than by `verify_sampling`.
+
+    Args:
+        tree: Candidates. Siblings are in the order in which they were drawn from q without replacement, as in `sample`.
+        logits: The target's logits of every row, [B, T, V].
+        q: Distribution from which the children of each row were drawn, [B, T, V]. A child with q = 0, or any child of a
+            row where q is not finite, counts as chosen instead of drawn: it is accepted with probability p(x).
+        temperature: Temperature of the target, a number or a tensor [B]. 0 means greedy.
+        uniforms: Numbers in [0, 1), [B, D + 1, S + 1] with S = tree.max_branch: one for each sibling, and the last one
+            for the target's own token. They must be independent of the draws of the candidates.
+        generator: Source of the numbers if `uniforms` is None.
+
+    Raises:
+        InvalidOption: If a shape, token or temperature is not valid, or both uniforms and generator are given.
     """
     logits, heat = _checked(tree, logits, temperature)
     expect("q", q, None, *logits.shape)
@@ -127,12 +150,20 @@ def verify_rejection(
 
 
 def append(tokens: Tensor, lengths: Tensor, accepted: Accepted) -> tuple[Tensor, Tensor]:
-    """Return the token cache and the lengths after a round.
+    """Append the accepted tokens to the texts.
 
-    tokens: int64 [B, L], the text of request b in `tokens[b, : lengths[b] + 1]`, the pending token last; the rest is
-    overwritten. lengths: int64 [B].
-    Returns new tokens [B, L'], padded with -1, and new lengths [B]. L' is L, or more if the longest text needs it,
-    which takes a wait for the device.
+    Args:
+        tokens: int64 [B, L]. The text of request b is `tokens[b, : lengths[b] + 1]`, ending with the pending token. All
+            other columns are overwritten.
+        lengths: int64 [B].
+        accepted: Result of the round.
+
+    Returns:
+        New tokens [B, L'], padded with -1, and new lengths [B]. L' exceeds L if the longest text needs it. Finding out
+        waits for the device.
+
+    Raises:
+        InvalidOption: If a shape is not valid.
     """
     expect("lengths", lengths, "int64", *accepted.counts.shape)
     expect("the token cache", tokens, "int64", len(lengths), "L")
@@ -147,11 +178,21 @@ def append(tokens: Tensor, lengths: Tensor, accepted: Accepted) -> tuple[Tensor,
 
 
 def gather_kv_(cache: Tensor, lengths: Tensor, accepted: Accepted) -> Tensor:
-    """Move the accepted rows' keys or values of one layer next to the committed text, in place, and return the cache.
+    """Move the keys or values of the accepted rows next to the committed text, in place.
 
-    cache: [B, heads, L, D], where row r of request b was written to column `lengths[b] + r` (row 0 is in place
-    already). lengths: int64 [B], those before `append`. Only the columns of the deepest path are copied; columns
-    behind the new length are left, and overwritten by the next round.
+    Only the columns of the longest path are copied. Columns after the new length keep their contents until the next
+    round overwrites them.
+
+    Args:
+        cache: Keys or values of one layer, [B, heads, L, D]. Row r of request b is in column `lengths[b] + r`.
+        lengths: Lengths before `append`, int64 [B].
+        accepted: Result of the round.
+
+    Returns:
+        The cache.
+
+    Raises:
+        InvalidOption: If a shape is not valid.
     """
     expect("lengths", lengths, "int64", *accepted.counts.shape)
     expect("keys or values", cache, None, len(lengths), "heads", "L", "D")
@@ -167,14 +208,14 @@ def gather_kv_(cache: Tensor, lengths: Tensor, accepted: Accepted) -> Tensor:
 
 
 class _GivenChance:
-    """The target's distributions in one round of one request, and its draws (`verify.rejection.Chance`)."""
+    """The target's distributions in a round of one request, and its random draws (`verify.rejection.Chance`)."""
 
     def __init__(self, logits: Tensor, temperature: float, uniforms: list[list[float]]) -> None:
         self._logits, self._temperature, self._uniforms = logits, temperature, uniforms
         self._depth = self._tried = 0
 
     def shaped(self, row: int, path: Sequence[int]) -> Tensor:
-        """Return p [V]: NaN for a row without a finite maximum, where nothing is accepted and the walk ends."""
+        """Return p [V]. It is NaN for a row without a finite maximum: there the walk ends without accepting."""
         self._depth, self._tried = len(path), 0
         return (self._logits[row] / self._temperature).softmax(-1).cpu()
 
@@ -187,22 +228,22 @@ class _GivenChance:
 
 
 def draw(p: Tensor, uniform: float) -> int:
-    """Return the token at `uniform` of the sum of p [V], which need not be 1."""
+    """Draw a token by inverting the cumulative sum of p [V]. p need not be normalised."""
     edges = p.cumsum(-1)
     token = int(torch.searchsorted(edges, uniform * edges[-1], right=True))
-    # A uniform so near 1 that the product rounds to the sum itself.
+    # If `uniform` is almost 1, the product may round to the whole sum.
     return token if token < len(p) else int(p.argmax())
 
 
 def _best(logits: Tensor) -> list[list[int]]:
-    """Return the likeliest token after each row [B][T], `NONE` where no maximum is finite: a walk ends there."""
+    """Return the most likely token after each row, [B][T], or `NONE` (which ends a walk) without a finite maximum."""
     best = logits.max(-1)
     tokens: list[list[int]] = best.indices.where(best.values.isfinite(), NONE).tolist()
     return tokens
 
 
 def _accepted(tree: CandidateTree, verdicts: Sequence[Verdict]) -> Accepted:
-    """Return what these walks accepted, without the `NONE` that ends one at a broken row."""
+    """Pack the results of walks, without the `NONE` at which a walk ended at a broken row."""
     device, depth = tree.tokens.device, tree.max_depth
     broken = [verdict.tokens[-1] == NONE for verdict in verdicts]
     counts = [len(verdict.tokens) - end for verdict, end in zip(verdicts, broken, strict=True)]
@@ -220,7 +261,7 @@ def _checked(tree: CandidateTree, logits: Tensor, temperature: float | Tensor) -
     largest = max((token for draft in tree.drafts for token in draft.tokens), default=0)
     require(
         largest < logits.shape[2],
-        f"the tree holds token {largest}, and the logits are of {logits.shape[2]} tokens",
+        f"the tree contains token {largest}, but the target has {logits.shape[2]} tokens",
         "Draft from the target's vocabulary",
     )
     return widen(logits), temperatures(temperature, batch)
@@ -228,5 +269,5 @@ def _checked(tree: CandidateTree, logits: Tensor, temperature: float | Tensor) -
 
 def _check_noise(given: Tensor | None, shape: tuple[int, ...], generator: torch.Generator | None) -> None:
     if given is not None:
-        require(generator is None, "both numbers and a generator are given", "Give one of them")
+        require(generator is None, "noise or uniforms were given together with a generator", "Give only one of them")
         expect("the given noise", given, None, *shape)

@@ -1,4 +1,4 @@
-"""Activations of gated feed-forward networks, by their names in configs: what becomes of gate and up projection."""
+"""Activations of feed-forward networks, by their names in model configs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Activation = Callable[[Tensor], Tensor]
 Gate = Callable[[Tensor, Tensor], Tensor]
 
 LIMIT, SLOPE = 7.0, 1.702
-"""Bound of both projections of gpt-oss, and the slope of its sigmoid."""
+"""Clamping bound and sigmoid slope of gpt-oss's activation."""
 
 
 def _clamped(gate: Tensor, up: Tensor) -> Tensor:
-    """gpt-oss's SwiGLU, of clamped projections (OpenAI's reference implementation, `gpt_oss/torch/model.py`)."""
+    """SwiGLU with clamped inputs, as in gpt-oss (OpenAI's reference implementation, `gpt_oss/torch/model.py`)."""
     gate = gate.clamp(max=LIMIT)
     return (up.clamp(-LIMIT, LIMIT) + 1) * (gate * (SLOPE * gate).sigmoid())
 
@@ -26,16 +26,20 @@ ACTIVATIONS: dict[str, Gate] = {
     "gelu_pytorch_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
     "clamped_swiglu": _clamped,
 }
+"""Activations that combine the gate projection and the up projection."""
 
 
 def _gelu(x: Tensor, approximate: str) -> Tensor:
-    """In float64 on the CPU: torch computes the last elements of a tensor or of a thread's part of it, those that fill
-    no vector, by another function, so that a row's bits would depend on the number of rows."""
+    """GELU that gives each row the same bits in every pass.
+
+    torch vectorises the CPU version, and computes the elements that do not fill a vector with another function. Which
+    elements these are depends on the number of rows. In float64 the difference disappears when the result is rounded.
+    """
     return F.gelu(x.double() if x.device.type == "cpu" else x, approximate=approximate).to(x.dtype)
 
 
 UNGATED: dict[str, Activation] = {
-    "squared_relu": lambda up: F.relu(up).square(),
+    "relu2": lambda up: F.relu(up).square(),
     "gelu": lambda up: _gelu(up, "none"),
     **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), lambda up: _gelu(up, "tanh")),
 }

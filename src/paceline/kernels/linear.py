@@ -1,4 +1,4 @@
-"""Matrix products. The only module that chooses between kernels."""
+"""Matrix products. This is the only module that chooses between kernels."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Linear(Protocol):
 
     @abstractmethod
     def weight(self) -> Tensor:
-        """W [out, in] as it was given; dequantised to float32 if it was codes."""
+        """Return W [out, in] as it was given, or dequantised to float32 if it was given as codes."""
         ...
 
 
@@ -48,8 +48,10 @@ _MAKE: ContextVar[Make | None] = ContextVar("make", default=None)
 
 @contextmanager
 def products(make: Make) -> Iterator[None]:
-    """Context in which models get their products from `make` instead of the fastest ones; products of codes, which are
-    exact, stay as they are."""
+    """Build the products of models inside this context with `make` instead of choosing the fastest kernel.
+
+    Products of quantised weights are exact, and are built as usual.
+    """
     token = _MAKE.set(make)
     try:
         yield
@@ -58,9 +60,16 @@ def products(make: Make) -> Iterator[None]:
 
 
 def linear(weight: Tensor | Codes | Stored, bias: Tensor | None = None) -> Linear:
-    """The fastest product for the weight's dtype and device. It may hold a copy in another layout.
+    """Choose the fastest product for the weight's dtype and device.
 
-    With codes, activations are rounded to 8 bits, each row by itself; the result has the activations' dtype.
+    Quantised weights round the activations to 8 bits, with scales per row.
+
+    Args:
+        weight: W [out, in]. The product may copy it into another layout.
+        bias: b [out], or None.
+
+    Returns:
+        A product whose results have the dtype of the activations.
     """
     if isinstance(weight, Stored):
         return NativeLinear(weight, bias)
@@ -75,14 +84,20 @@ def linear(weight: Tensor | Codes | Stored, bias: Tensor | None = None) -> Linea
 
 
 def gated(weight: Tensor | Codes | Stored, bias: Tensor | None, activation: str) -> Gated | NativeGated:
-    """x -> `ACTIVATIONS[activation]`(x G^T, x U^T) for gate G above up U in `weight` [2 * out, in]."""
+    """Build x -> `ACTIVATIONS[activation]`(x G^T, x U^T).
+
+    Args:
+        weight: [2 * out, in], the gate projection G followed by the up projection U.
+        bias: [2 * out], or None.
+        activation: A name in `ACTIVATIONS`.
+    """
     if isinstance(weight, Stored) or (_native(weight) and not _MAKE.get()):
         return NativeGated(weight, bias, activation)
     return Gated(linear(weight, bias), activation)
 
 
 class Gated:
-    """`gated` by any product `both`."""
+    """A gated product on top of any `Linear` that computes gate and up together."""
 
     def __init__(self, both: Linear, activation: str) -> None:
         self.both, self._act = both, ACTIVATIONS[activation]
@@ -104,7 +119,8 @@ class _Plain(Linear):
 
 
 class _Packed(Linear):
-    """oneDNN's blocked weights: half the time of F.linear at T = 2..8 on AVX512-BF16 (LOG.md)."""
+    """A product with oneDNN's blocked weights. It takes half the time of F.linear for 2 to 8 rows on AVX512-BF16
+    (docs/notes/kernels.md#packed-weights)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = torch.ops.mkldnn._reorder_linear_weight(weight), bias
@@ -124,10 +140,10 @@ class _Packed(Linear):
 
 
 class _Coded(Linear):
-    """Codes on any device, a group at a time.
+    """A product with quantised weights on any device, one group at a time.
 
-    A group's sum is one of integers below 2^24, exact in float32 in any order, and the groups are added in order: so a
-    row has the same bits whatever the other rows. Slow: where codes must be fast, there are kernels.
+    The sum of a group consists of integers below 2^24, so it is exact in float32 in any order. The groups are added in
+    order. A row therefore has the same bits whatever the other rows are. This path is slow; the CPU kernels are fast.
     """
 
     def __init__(self, codes: Codes, bias: Tensor | None) -> None:
@@ -153,7 +169,7 @@ class _Coded(Linear):
 
 
 class FixedTile(Linear):
-    """Products on CUDA whose rows do not depend on each other, for the exact mode (`cuda.kernels.fixed_product`)."""
+    """A CUDA product for exact mode, where rows do not depend on each other (`cuda.kernels.fixed_product`)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = weight.contiguous(), bias
@@ -179,36 +195,43 @@ class FixedTile(Linear):
 
 
 def _native(weight: Tensor | Codes) -> bool:
-    """Return whether the kernels of `kernels/cpu/` are available and run this."""
+    """Return True if the kernels of `kernels/cpu/` are available and support this weight."""
     values = weight.codes if isinstance(weight, Codes) else weight
     if values.device.type != "cpu":
         return False
-    # The library comes last: the first request for it compiles it.
+    # Ask for the library last: the first call may compile it.
     return (isinstance(weight, Codes) or weight.dtype in FLOAT_KINDS) and library() is not None
 
 
 def takes_stored(dtype: torch.dtype, coded: bool, device: torch.device) -> bool:
-    """Return whether matrices are taken as `Stored`: codes, or floats in this dtype."""
+    """Return True if `linear` accepts weights as `Stored`.
+
+    Args:
+        dtype: Float type of the model.
+        coded: True if the weights are quantised.
+        device: Device of the model.
+    """
     runs = coded or (dtype in FLOAT_KINDS and not _MAKE.get())
     return runs and device.type == "cpu" and library() is not None
 
 
 def free_rows(device: torch.device) -> int:
-    """Rows of a pass that is bound by reading weights: the draft size that learned drafters begin with.
+    """Return the number of rows up to which a pass is limited by reading the weights.
 
-    A pass of the demo model in bfloat16 takes 11.5 ms for 1 row, 14.3 for 8 and 19.2 for 16 (LOG.md).
+    Learned drafters begin with drafts of this size. A pass of the demo model in bfloat16 takes 11.5 ms for 1 row, 14.3
+    ms for 8 rows and 19.2 ms for 16 rows (docs/notes/kernels.md#the-time-budget-of-a-pass).
     """
     return 8 if device.type == "cpu" else 128
 
 
 def fast_bfloat16() -> bool:
-    """Return whether bfloat16 products are fast on this CPU."""
+    """Return True if bfloat16 products are fast on this CPU."""
     return library() is not None or packs_bfloat16()
 
 
 @cache
 def packs_bfloat16() -> bool:
-    """Whether this CPU and torch have oneDNN's packed bfloat16 product. Tried once on a small one."""
+    """Return True if this CPU and this torch have oneDNN's packed bfloat16 product, found out by trying a small one."""
     if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         return False
     try:

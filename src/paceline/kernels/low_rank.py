@@ -1,7 +1,8 @@
-"""Low-rank changes to products (LoRA, Hu et al., arXiv 2106.09685), beside the weights instead of merged into them.
+"""Low-rank adapters of products (LoRA, Hu et al., arXiv 2106.09685), kept apart from the weights instead of merged.
 
-A pass may hold rows of several adapters: the base product is computed for all of them at once, and each slot's adapter
-adds B (A x) to its own rows. So no row depends on the adapters beside it, and one without is as if there were none.
+A pass may hold rows of several adapters. The base product is computed for all rows at once, and each slot's adapter
+adds B (A x) to the rows of that slot. So no row depends on the adapter of another row, and a row without an adapter has
+the same bits as in a model without adapters.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ _ADAPTERS: ContextVar[Sequence[int]] = ContextVar("adapters", default=())
 
 @contextmanager
 def adapted_pass(adapters: Sequence[int]) -> Iterator[None]:
-    """Context of a pass whose slots have these adapters, numbered from 1 on; 0: none. For layers that torch runs."""
+    """Select the adapter of each slot for the torch layers that run inside this context.
+
+    Args:
+        adapters: Adapter number for each slot of the pass, starting at 1; 0 selects no adapter.
+    """
     token = _ADAPTERS.set(adapters if any(adapters) else ())
     try:
         yield
@@ -36,33 +41,45 @@ def adapted_pass(adapters: Sequence[int]) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """An adapter of a model: `name`, and the factors A [r, in] and B [out, r] of each module that it changes, B with
-    the adapter's scale."""
+    """A LoRA adapter of a model.
+
+    Attributes:
+        name: Name of the adapter.
+        factors: A [r, in] and B [out, r] for each module that the adapter changes. B includes the adapter's scale.
+    """
 
     name: str
     factors: Mapping[str, tuple[Tensor, Tensor]]
 
     def check(self, module: str, shape: tuple[int, ...]) -> None:
-        """Raise `AdapterMismatch` unless this is a change of weights [out, in] of this shape."""
+        """Raise `AdapterMismatch` unless the factors of `module` fit weights of this shape [out, in]."""
         a, b = self.factors[module]
         if (b.shape[0], a.shape[1]) != shape:
             raise AdapterMismatch(
-                f"the adapter {self.name} changes {module} from {a.shape[1]} to {b.shape[0]} elements, "
-                f"and this model's is from {shape[-1]} to {shape[0]}",
-                "It was trained for another model; load it with that",
+                f"the adapter {self.name} maps {a.shape[1]} to {b.shape[0]} elements in {module}, "
+                f"but this model maps {shape[-1]} to {shape[0]} there",
+                "Load the adapter with the model that it was trained for",
             )
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """An adapter's change to one product: a [r, in], b [out, r]."""
+    """The factors of an adapter for one product: a [r, in], b [out, r]."""
 
     a: Tensor
     b: Tensor
 
     @staticmethod
     def stacked(parts: Sequence[tuple[Tensor, Tensor] | None], outputs: Sequence[int]) -> LowRank | None:
-        """The change to a product of several projections, of so many outputs each; None if none is changed."""
+        """Combine the factors of several projections that are computed as one product.
+
+        Args:
+            parts: (A, B) of each projection, or None for a projection that the adapter does not change.
+            outputs: Number of outputs of each projection.
+
+        Returns:
+            The combined factors, or None if the adapter changes none of the projections.
+        """
         held = [part for part in parts if part]
         if not held:
             return None
@@ -76,12 +93,12 @@ class LowRank:
         return LowRank(a, b)
 
     def ordered(self, order: Tensor) -> LowRank:
-        """The change to a product whose outputs are these."""
+        """Return the factors for a product whose outputs are in this order."""
         return LowRank(self.a, self.b[order])
 
 
 class Adapted(Linear):
-    """A product with the changes of adapters, in the model's dtype; None for those that leave it as it is."""
+    """A product with adapters, in the model's dtype. `changes` holds None for an adapter that does not change it."""
 
     def __init__(self, base: Linear, changes: Sequence[LowRank | None], dtype: torch.dtype) -> None:
         self.base, self.changes, self.dtype = base, changes, dtype
@@ -102,42 +119,42 @@ class Adapted(Linear):
         return y
 
     def weight(self) -> Tensor:
-        """See `Linear.weight`: the base's."""
+        """Return the weight without adapters."""
         return self.base.weight()
 
     def _changed(self, y: Tensor, x: Tensor) -> Tensor:
-        """y [B, T, out], in place, with what each slot's adapter adds for x [B, T, in]."""
+        """Add each slot's adapter for x [B, T, in] to y [B, T, out], in place."""
         for slot, (down, up) in self._changed_slots():
             y[slot] = up.onto(down(x[slot]), y[slot])
         return y
 
     def _changed_slots(self) -> Iterator[tuple[int, tuple[Linear, Linear]]]:
-        """The slots whose adapter changes this product, and its factors as products."""
-        if not self._products:  # made when torch first runs them: the kernels have a copy of their own
-            self._products = [self._product(change) if change else None for change in self.changes]
+        """Yield the slots whose adapter changes this product, each with the products of A and B."""
+        if not self._products:  # built on first use: where the CPU kernels run, they keep their own copy instead
+            self._products = [
+                (linear(change.a.to(self.dtype)), linear(change.b.to(self.dtype))) if change else None
+                for change in self.changes
+            ]
             self.changes = ()
         for slot, number in enumerate(_ADAPTERS.get()):
             if number and (change := self._products[number - 1]):
                 yield slot, change
 
-    def _product(self, change: LowRank) -> tuple[Linear, Linear]:
-        return linear(change.a.to(self.dtype)), linear(change.b.to(self.dtype))
-
 
 def adapted(product: Linear, changes: Sequence[LowRank | None], dtype: torch.dtype) -> Linear:
-    """The product with these changes, if there are any."""
+    """Wrap a product in `Adapted` if any adapter changes it; otherwise return it as it is."""
     return Adapted(product, changes, dtype) if any(changes) else product
 
 
 def adapt_gated(product: Gated | NativeGated, changes: Sequence[LowRank | None], dtype: torch.dtype) -> None:
-    """Add changes to gate and up, stacked, to their product."""
+    """Add adapters of the stacked gate and up projections to their product."""
     if isinstance(product, NativeGated):
         changes = [change and change.ordered(product.order) for change in changes]
     product.both = adapted(product.both, changes, dtype)
 
 
 def base_of(product: object) -> object:
-    """The product without adapters."""
+    """Return the product without adapters."""
     return product.base if isinstance(product, Adapted) else product
 
 
@@ -152,7 +169,12 @@ _BLOCK = np.dtype([("b", np.uintp), ("first", np.int32), ("count", np.int32)], a
 
 
 class NativeChanges:
-    """A product's changes as the CPU kernels read them. `rank`: the largest."""
+    """The adapters of a product in the layout of the CPU kernels.
+
+    Attributes:
+        c: One `LowRank` structure for each adapter.
+        rank: The largest rank of all adapters.
+    """
 
     def __init__(self, product: Adapted) -> None:
         self._held: list[object] = []
@@ -161,7 +183,7 @@ class NativeChanges:
             if change:
                 self._fill(own, change, product.dtype)
         self.rank = max(own.rank for own in self.c)
-        product.changes = ()  # torch does not run what the kernels do
+        product.changes = ()  # the kernels run this product, so torch needs no copy of the factors
 
     def _fill(self, own: CLowRank, change: LowRank, dtype: torch.dtype) -> None:
         (rank, width), out = change.a.shape, len(change.b)
@@ -169,7 +191,7 @@ class NativeChanges:
         b = F.pad(change.b.to(dtype), (0, 0, 0, -out % LANES)).view(-1, LANES, rank)
         table = np.zeros(len(b), _BLOCK)
         self._held += [a, table]
-        # Of stacked projections each block has columns of its own; the zeros beside them are left out.
+        # In stacked projections, each block uses only the columns of its own projection. All other columns are zero.
         used = (b != 0).any(1).numpy()
         first = used.argmax(1)
         end = np.where(used.any(1), rank - used[:, ::-1].argmax(1), 0)

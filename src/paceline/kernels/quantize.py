@@ -1,8 +1,8 @@
 """Quantised weights: small integers with a scale per group, and activations rounded to match.
 
-The groups are those of GGUF's 4- and 8-bit types, so that a product needs one kernel per number of bits: with
-activations rounded to 8 bits in the same groups, a group's sum is one of integers, which does not depend on the order
-of addition.
+The groups have the size of the groups in GGUF's 4- and 8-bit types, so that one kernel serves each number of bits.
+Activations are rounded to 8 bits in the same groups. A group's sum then consists of integers, so it does not depend on
+the order of addition.
 """
 
 from __future__ import annotations
@@ -17,28 +17,35 @@ from torch import Tensor
 from paceline.errors import InvalidOption
 
 Precision = Literal["auto", "none", "int8", "int4"]
-"""Requested quantisation. auto: a GGUF's own codes where this machine has kernels for them, else floats."""
+"""Requested quantisation. `auto` keeps the codes of a GGUF file if this machine has kernels for them, else uses
+floats."""
 
 Mode = Literal["int8", "int4"]
-"""How matrices are held that have no codes of their own."""
+"""Quantisation of matrices whose file holds floats."""
 
 GROUP = 32
+"""Weights that share a scale."""
+
 CENTRE = {4: 0, 8: 128}
-"""Bits -> the code that means the floor (zero, if there is none)."""
+"""Number of bits -> the code that stands for the floor, or for zero if there is no floor."""
 
 _PIECE = 1 << 18
-"""Weights quantised at a time: few enough for the processor's cache, which makes it a third faster."""
+"""Weights quantised at a time. This many fit into the processor's cache, which saves a third of the time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Codes:
-    """A weight matrix [out, in] in groups of `GROUP` along its rows: w = scale * (code - centre) + floor.
+    """A quantised weight matrix [out, in]: w = scale * (code - centre) + floor, in groups of `GROUP` along each row.
 
-    `codes`: uint8 [out, in padded to a multiple of GROUP]; bits 4: 0 to 15, centre 0; bits 8: 0 to 255, centre 128.
-    The padding means nothing. `scale`: float16 [out, groups]. `floor`: float16 [out, groups], or None (never with 4
-    bits). `width`: in.
+    GGUF's Q4_1 has this form with 4 bits, Q4_0 with 4 bits and floor = -8 scale, Q8_0 with 8 bits and no floor.
 
-    GGUF's Q4_1 is 4 bits as they are, Q4_0 has floor = -8 scale, Q8_0 is 8 bits without a floor.
+    Attributes:
+        codes: uint8 [out, `width` padded to a multiple of GROUP]. With 4 bits: 0 to 15, centre 0. With 8 bits: 0 to
+            255, centre 128. The padding has no meaning.
+        scale: float16 [out, groups].
+        floor: float16 [out, groups]. May be None with 8 bits.
+        bits: 4 or 8.
+        width: Number of inputs.
     """
 
     codes: Tensor
@@ -52,12 +59,12 @@ class Codes:
         return self.codes.shape[0], self.width
 
     def __getitem__(self, rows: Tensor | slice) -> Codes:
-        """These output rows, in this order."""
+        """Return these output rows, in this order."""
         floor = None if self.floor is None else self.floor[rows]
         return replace(self, codes=self.codes[rows], scale=self.scale[rows], floor=floor)
 
     def columns(self, first: int, end: int) -> Codes:
-        """These columns, of whole groups."""
+        """Return the columns `first` to `end` - 1, which must be whole groups."""
         groups = slice(first // GROUP, -(-end // GROUP))
         floor = None if self.floor is None else self.floor[:, groups]
         codes = self.codes[:, groups.start * GROUP : groups.stop * GROUP]
@@ -68,26 +75,29 @@ class Codes:
         return replace(self, codes=self.codes.to(device), scale=self.scale.to(device), floor=floor)
 
     def steps(self, groups: int | slice = slice(None)) -> Tensor:
-        """code - centre of these groups, float32 [out, groups, GROUP]; of one group [out, GROUP]."""
+        """Return code - centre of these groups, float32 [out, groups, GROUP], or [out, GROUP] of a single group."""
         chosen: Tensor = self.codes.unflatten(1, (-1, GROUP))[:, groups]
         return chosen.float() - CENTRE[self.bits]
 
     def dequantised(self) -> Tensor:
-        """The weights [out, in], float32."""
+        """Return the weights [out, in] in float32."""
         weight = self.steps() * self.scale.float()[..., None]
         if self.floor is not None:
             weight += self.floor.float()[..., None]
         return weight.flatten(1)[:, : self.width]
 
     def raised(self) -> Codes:
-        """The same weights, to the bit, as 8-bit codes."""
+        """Return the same weights, bit for bit, as 8-bit codes."""
         if self.bits == 8:
             return self
         return replace(self, codes=self.codes + CENTRE[8], bits=8)
 
 
 def stack(parts: Sequence[Codes]) -> Codes:
-    """Stack matrices of one width: in 8 bits if they differ in bits, with a floor if one has it. Exact."""
+    """Stack matrices of the same width along the outputs, without rounding.
+
+    The result has 8 bits if the parts differ in bits, and a floor if any part has one.
+    """
     if len(parts) == 1:
         return parts[0]
     if len({part.bits for part in parts}) > 1:
@@ -100,16 +110,21 @@ def stack(parts: Sequence[Codes]) -> Codes:
 
 
 def check_precision(precision: str, name: str = "quantize") -> None:
-    """Raise `InvalidOption` for an unknown one."""
+    """Raise `InvalidOption` if `precision` is not a `Precision`. `name` is the option that the message mentions."""
     if precision not in get_args(Precision):
         raise InvalidOption(f"{name} must be auto, none, int8 or int4, got {precision!r}", "Choose one of these")
 
 
 def quantize(weight: Tensor, bits: int) -> Codes:
-    """The nearest codes of a matrix [out, in] of any float dtype.
+    """Quantise a matrix to the nearest codes.
 
-    8 bits: the largest of a group is 127 steps, no floor. 4 bits: from about the least to about the largest of a group.
-    Scale and floor are rounded to float16 before the codes are chosen.
+    With 8 bits, the largest magnitude of a group becomes 127 steps, and there is no floor. With 4 bits, the codes span
+    about the range from the group's smallest to its largest weight. Scale and floor are rounded to float16 before the
+    codes are chosen.
+
+    Args:
+        weight: [out, in], any float dtype.
+        bits: 4 or 8.
     """
     rows = max(1, _PIECE // max(1, weight.shape[1]))
     return stack([_quantize(piece, bits) for piece in weight.split(rows)])
@@ -117,7 +132,7 @@ def quantize(weight: Tensor, bits: int) -> Codes:
 
 def _quantize(weight: Tensor, bits: int) -> Codes:
     width = weight.shape[1]
-    # The last column once more, so that the padding changes no group's range.
+    # Pad with copies of the last column, so that the padding does not change a group's range.
     filled = torch.cat([weight, weight[:, -1:].expand(-1, -width % GROUP)], 1).float()
     groups = filled.unflatten(1, (-1, GROUP))
     codes, scale, floor = _four_bits(groups) if bits == 4 else _eight_bits(groups)
@@ -125,7 +140,7 @@ def _quantize(weight: Tensor, bits: int) -> Codes:
 
 
 Fit = tuple[Tensor, Tensor, Tensor | None]
-"""Codes as floats [out, groups, GROUP]; scale and floor, float16 [out, groups, 1]."""
+"""Codes as floats [out, groups, GROUP], scale and floor as float16 [out, groups, 1]."""
 
 
 def _eight_bits(groups: Tensor) -> Fit:
@@ -134,11 +149,13 @@ def _eight_bits(groups: Tensor) -> Fit:
 
 
 _FITS = 4
-"""Rounds of fitting. Four lower the squared error by 14 %, twice as much as a search of the range would."""
+"""Rounds of fitting. Four rounds lower the squared error by 14 %, twice as much as searching for the best range
+does."""
 
 
 def _four_bits(groups: Tensor) -> Fit:
-    """Codes from the least to the largest weight; then in turns the line that fits them, and the codes nearest it."""
+    """Start with codes from the smallest to the largest weight, then alternate: fit a line, choose the nearest
+    codes."""
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     scale, floor = (high - low) / 15, low
     for _ in range(_FITS):
@@ -148,13 +165,13 @@ def _four_bits(groups: Tensor) -> Fit:
 
 
 def _nearest(values: Tensor, scale: Tensor, least: int, most: int) -> Tensor:
-    """Whole steps of this scale within these bounds; 0 where the scale is 0."""
+    """Round values to whole steps of `scale` within the bounds. Where the scale is 0, the result is 0."""
     step = scale.float()
     return (values / step.masked_fill(step == 0, torch.inf)).round_().clamp_(least, most)
 
 
 def _line(codes: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and floor of least squared error for these codes."""
+    """Return the scale and floor with the least squared error for these codes."""
     middle, mean = codes.mean(-1, keepdim=True), groups.mean(-1, keepdim=True)
     off = codes - middle
     scale = (off * groups).sum(-1, keepdim=True) / off.square().sum(-1, keepdim=True).clamp_(min=1e-9)
@@ -162,27 +179,35 @@ def _line(codes: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Rounded(NamedTuple):
-    """Activations in whole steps: `steps` float32 of -127 to 127 [..., groups, GROUP], `scale` float32 [..., groups].
+    """Activations rounded to 8 bits.
 
-    Both depend on that row alone: with a scale per tensor, one drafted row would change all the others.
+    Every row has its own scales. With one scale per tensor, a drafted row would change all other rows.
+
+    Attributes:
+        steps: Whole numbers from -127 to 127, float32 [..., groups, GROUP].
+        scale: float32 [..., groups].
     """
 
     steps: Tensor
     scale: Tensor
 
     def values(self, width: int) -> Tensor:
-        """The rounded activations, float32 [..., width]."""
+        """Return the rounded activations, float32 [..., width]."""
         return (self.steps * self.scale[..., None]).flatten(-2)[..., :width]
 
 
 def round_activations(x: Tensor) -> Rounded:
-    """Round rows [..., in] of any float dtype to 8 bits, each group by itself: its largest is 127 steps, ties to even.
+    """Round rows to 8 bits: the largest magnitude of each group becomes 127 steps, and ties round to even.
 
-    Groups of zeros stay zeros; non-finite values stay non-finite in `scale`.
+    Groups of zeros stay zero. A non-finite value makes the scale of its group non-finite.
+
+    Args:
+        x: [..., in], any float dtype.
     """
     groups = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
-    # The bound keeps the inverse finite. Anything smaller is negligible beside any weight that float16 scales reach.
+    # The bound keeps the inverse finite. Smaller values have no effect, since float16 scales keep weights far below
+    # 1e30.
     largest = groups.abs().amax(-1).clamp(min=1e-30)
-    # As in the kernels: `127 / largest` would be 127 times a rounded inverse.
+    # Divide as the kernels do: torch computes `127 / largest` as 127 times a rounded inverse.
     inverse = torch.full_like(largest, 127).div_(largest)
     return Rounded((groups * inverse[..., None]).round_(), largest / 127)

@@ -1,4 +1,4 @@
-"""Weight matrices that still lie where they were read or mapped, row by row, in ggml's types."""
+"""Weight matrices left where they were read or mapped, described row by row with ggml's types."""
 
 from __future__ import annotations
 
@@ -14,21 +14,27 @@ import torch
 from torch import Tensor
 
 FLOATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
-"""Float types, and ggml's numbers of them."""
+"""Float types -> ggml's type numbers."""
 
 Form = int | torch.dtype
-"""Codes of 4 or 8 bits, or a float type."""
+"""Target format of a matrix: codes of 4 or 8 bits, or a float type."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stored:
-    """A matrix [out, in] as rows in memory, which can be stacked and reordered without touching them.
+    """A matrix [out, in] as rows in memory. Stacking and reordering change only the list of row addresses.
 
-    `rows`: addresses, int64 [out]. `types`: ggml's numbers, int32 [out]; `kinds`: those that may be among them. `held`:
-    the tensors that the addresses point into; `mapped`: whether they are pages of a file, which can be read again.
-    `form`: what rows of floats are to become; `fewer`: and codes of more bits than those.
+    The arrays are NumPy's, since torch wakes all its threads for a few thousand numbers.
 
-    Arrays of NumPy's, since torch wakes all threads for a few thousand numbers.
+    Attributes:
+        rows: Address of each row, int64 [out].
+        types: ggml type number of each row, int32 [out].
+        kinds: The ggml type numbers that `types` may contain.
+        width: Number of inputs.
+        held: The tensors that the addresses point into.
+        mapped: True if `held` are pages of a mapped file, which the system can read again.
+        form: Format to which rows of floats are converted; None keeps them.
+        fewer: True if codes with more bits than `form` are converted too.
     """
 
     rows: Any
@@ -42,21 +48,37 @@ class Stored:
 
     @classmethod
     def of(cls, data: Tensor, kind: int, width: int, mapped: bool = False) -> Stored:
-        """`data`: bytes [out, those of a row] in this type, contiguous, on the CPU."""
+        """Describe a matrix of one ggml type.
+
+        Args:
+            data: uint8 [out, bytes per row], contiguous, on the CPU.
+            kind: ggml type number of the rows.
+            width: Number of inputs.
+            mapped: True if `data` is a mapped file.
+
+        Raises:
+            ValueError: If `data` does not have this form.
+        """
         if not (data.dtype == torch.uint8 and data.is_contiguous() and data.ndim == 2):
-            raise ValueError("rows must be contiguous bytes")
+            raise ValueError(
+                f"rows must be a contiguous uint8 matrix, got {data.dtype} of shape {tuple(data.shape)}; "
+                "call contiguous() and view(torch.uint8) first"
+            )
         rows = np.arange(len(data), dtype=np.int64) * data.shape[1] + data.data_ptr()
         return cls(rows, np.full(len(data), kind, np.int32), (kind,), width, (data,), mapped)
 
     @classmethod
     def floats(cls, weight: Tensor, form: Form | None, mapped: bool = False) -> Stored:
-        """A matrix [out, in] of one of `FLOATS`."""
+        """Describe a matrix [out, in] of one of the float types in `FLOATS`."""
         data = weight.detach().contiguous().view(torch.uint8)
         return replace(cls.of(data, FLOATS[weight.dtype], weight.shape[1], mapped), form=form)
 
     @classmethod
     def stack(cls, parts: Sequence[Stored]) -> Stored:
-        """Matrices of one width above each other, whatever their types. Floats of different forms become 8 bits."""
+        """Stack matrices of the same width along the outputs, whatever their types.
+
+        If the parts differ in `form`, all floats are converted to 8 bits.
+        """
         if len(parts) == 1:
             return parts[0]
         rows, types = (np.concatenate(x) for x in zip(*((part.rows, part.types) for part in parts), strict=True))
@@ -75,17 +97,18 @@ class Stored:
         return set(self.kinds) <= {*FLOATS.values()}
 
     def __getitem__(self, rows: Tensor | slice) -> Stored:
-        """These rows, in this order."""
+        """Return these rows, in this order."""
         which = rows.numpy() if isinstance(rows, Tensor) else rows
         return replace(self, rows=self.rows[which], types=self.types[which])
 
     def columns(self, first: int, end: int) -> Stored:
-        """These columns of rows of one type; both are borders of its blocks."""
+        """Return the columns `first` to `end` - 1 of a matrix of one type. Both must be block boundaries of the
+        type."""
         size = self.held[0].shape[1]
         return replace(self, rows=self.rows + first * size // self.width, width=end - first)
 
     def release(self) -> None:
-        """Give mapped pages back to the system, which reads them again if they are needed."""
+        """Return mapped pages to the system. It reads them again if they are needed."""
         for data in self.held if self.mapped else ():
             _release(data.data_ptr(), data.nbytes)
 
@@ -96,7 +119,7 @@ def _madvise() -> Any:
 
 
 def _release(start: int, size: int) -> None:
-    """Of whole pages alone: those at the ends belong to neighbours too."""
+    """Release only whole pages, since the first and the last page may hold a neighbour's data."""
     first, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
     if first < end and (advise := _madvise()):
         advise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)

@@ -1,5 +1,5 @@
-"""How many threads are worth having. Torch's default is one for each physical core that the process may run on; a
-container may have less processor time than that."""
+"""The number of threads to use. torch starts one thread per physical core by default, but a container may be granted
+less processor time than that."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import torch
 
 
 def cores() -> int:
-    """Return the logical cores that this process may run on, or its quota if that is less."""
+    """Return the number of logical cores that this process may run on, or its CPU quota if that is lower."""
     found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(found, cpu_quota() or found)
 
 
 @cache
 def limit_threads() -> None:
-    """Lower torch's threads to the quota, unless OMP_NUM_THREADS names a number. Once per process: what is set later
-    stays.
+    """Lower torch's number of threads to the CPU quota, unless OMP_NUM_THREADS is set.
 
-    With more threads than a quota allows, the system stops all of them for the rest of each period.
+    With more threads than the quota allows, the system stops all of them for the rest of each period. This runs once
+    per process, so that a later `torch.set_num_threads` stays in effect.
     """
     quota = None if "OMP_NUM_THREADS" in os.environ else cpu_quota()
     if quota and quota < torch.get_num_threads():
@@ -31,8 +31,10 @@ def limit_threads() -> None:
 
 
 def cpu_quota(root: Path = Path("/")) -> int | None:
-    """Return the cores' worth of time that Linux's control groups grant this process, rounded up (`docker --cpus`,
-    Kubernetes' limits, systemd's CPUQuota); None if there is no limit."""
+    """Return the CPU quota of this process in cores, rounded up; None if there is no limit.
+
+    The quota comes from Linux control groups (`docker --cpus`, Kubernetes limits, systemd's CPUQuota).
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -42,8 +44,10 @@ def cpu_quota(root: Path = Path("/")) -> int | None:
 
 
 def _folders(mounts: Path, lines: list[str]) -> Iterator[Path]:
-    """The process's groups that may limit time, and those around them. In a container its own group is the mount, and
-    the path may be one of the host's."""
+    """Yield the folders of the process's control groups and of their parents.
+
+    Inside a container, the container's own group is mounted as the root, but the listed path may be the host's path.
+    """
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
@@ -54,7 +58,7 @@ def _folders(mounts: Path, lines: list[str]) -> Iterator[Path]:
 
 
 def _share(folder: Path) -> float | None:
-    """The limit of one group, in cores: `cpu.max` of version 2, two files of version 1."""
+    """Return the limit of one group in cores: from `cpu.max` (version 2) or from two files (version 1)."""
     try:
         if (limit := folder / "cpu.max").exists():
             quota, period = limit.read_text().split()

@@ -6,8 +6,10 @@ import inspect
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from functools import lru_cache
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,16 +25,20 @@ from paceline.errors import CorruptModel, InvalidOption, UnsupportedModel, is_ou
 from paceline.models.refusals import refuse_other_kinds
 from paceline.models.transformers_cache import SlotCache
 from paceline.models.transformers_check import verification_error
+from paceline.models.transformers_excerpt import first_layers
 from paceline.protocols import KVCache
 from paceline.types import Forward, Rows, Tap, Want
 from paceline.verify.tree import MIN_ROWS
+
+_LOG = getLogger("paceline")
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 """Names of the context length in configs."""
 
 
-_CHECKED: WeakKeyDictionary[PreTrainedModel, dict[Any, bool]] = WeakKeyDictionary()
-"""Models that were checked, by dtype, device and attention, and whether they verify trees."""
+_CHECKED: WeakKeyDictionary[PreTrainedModel, dict[Any, tuple[bool, bool]]] = WeakKeyDictionary()
+"""Models that were checked, by dtype, device and attention: whether they verify trees, and whether their first layers
+run as a model."""
 
 
 class CausalLM:
@@ -65,22 +71,43 @@ class CausalLM:
         key = (self.dtype, self.device, self._config._attn_implementation)
         known = _CHECKED.setdefault(model, {})
         if key not in known:
-            known[key] = self._check_trees()
-        self.trees = known[key]
+            known[key] = self._check()
+        self.trees, self._divisible = known[key]
         # Without trees, the padding rows of a pass come after its chain.
         self.context_length = _context_length(self._config) - (0 if self.trees else MIN_ROWS)
 
-    def _check_trees(self) -> bool:
-        """Whether the model verifies trees. Raises `UnsupportedModel` if it does not even verify chains."""
-        self.trees = self._positions and self._windows is not None
-        if self.trees and verification_error(self, True, self._plain) is None:
-            return True
-        self.trees = False
-        if reason := verification_error(self, False, self._plain):
-            raise UnsupportedModel(
-                f"{type(self.model).__name__} cannot verify a draft: {reason}", "Use it without Paceline"
-            )
-        return False
+    def _check(self) -> tuple[bool, bool]:
+        """Return whether the model verifies trees, and whether its first layers show it, which are tried first. Raises
+        `UnsupportedModel` if it does not even verify chains."""
+        reason = None
+        for trees in (True, False) if self._positions and self._windows is not None else (False,):
+            self.trees = trees
+            for one in dict.fromkeys((self._first_layers(), self)):
+                reason = verification_error(one, trees, one._plain)
+                if reason is None:
+                    return trees, one is not self
+        raise UnsupportedModel(
+            f"{type(self.model).__name__} cannot verify a draft: {reason}", "Use it without Paceline"
+        )
+
+    def _first_layers(self) -> CausalLM:
+        """Return the target of the first layers; this one if they cannot be told from the rest, and on a GPU."""
+        if self.device.type != "cpu":
+            return self
+        try:
+            model = first_layers(self.model)
+        except Exception:  # of a config that takes no other number of layers, for example
+            _LOG.debug("all layers of %s are checked, not only the first", type(self.model).__name__, exc_info=True)
+            return self
+        if model is self.model:
+            return self
+        short = copy(self)
+        short.model = model
+        return short
+
+    def excerpt(self) -> CausalLM:
+        """See `protocols.Divisible`. Passes with adapters run through their wrapper, which holds the whole model."""
+        return self._first_layers() if self._divisible and not self.adapters else self
 
     def new_cache(self) -> SlotCache:
         return SlotCache(self.trees)
@@ -143,10 +170,9 @@ class CausalLM:
         return products if bias is None else products.add_(bias.detach()[tokens])
 
     @torch.inference_mode()
-    def _plain(self, tokens: list[int]) -> Tensor:
-        """Logits [T, V] of a whole text in one pass, by the model alone."""
-        ids = torch.tensor([tokens], device=self.device)
-        return self.model(input_ids=ids, use_cache=False, return_dict=True).logits[0]  # type: ignore[no-any-return]
+    def _plain(self, texts: Tensor) -> Tensor:
+        """Logits [B, T, V] of whole texts [B, T] in one pass, by the model alone."""
+        return self.model(input_ids=texts, use_cache=False, return_dict=True).logits  # type: ignore[no-any-return]
 
     def _masks(self, rows: Rows, windows: Mapping[str, int | None]) -> Tensor | dict[str, Tensor]:
         """4D masks as transformers makes them: [B, 1, T, columns], one per kind of layer where kinds differ."""

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from paceline.protocols import TargetWithHead
 from paceline.types import Draft, Want
-from paceline.verify.tree import beside, pack, pack_prefix
+from paceline.verify.tree import pack, with_siblings
 
 _FINE, _COARSE = 1e-2, 0.1
 """Relative error of a row's logits that rounding explains: in a model of 32 bits (with TF32 products), and of 16."""
 
-_PREFIX, _DEPTH = 23, 4
+_LENGTHS, _DEPTH = (8, 13), 4
+"""Tokens of the two texts, and of the path that a draft adds to each. A pass over few rows takes as long as reading the
+weights, so there are few passes, not few rows."""
 
-Plain = Callable[[list[int]], Tensor]
-"""From a whole text to its logits [T, V], by the model alone."""
+Plain = Callable[[Tensor], Tensor]
+"""From whole texts [B, T] to their logits [B, T, V], by the model alone."""
 
 
 def verification_error(target: TargetWithHead, trees: bool, plain: Plain) -> str | None:
     """Why the target's passes are not the model's own; None if they are.
 
-    Two slots of unequal length are fed in chunks, verify a draft together (`trees`: a tree whose accepted path has a
-    wrong sibling at every level; else a chain), commit it and go on. Every row must have the logits of its path fed
-    plainly, up to an error much smaller than what ignoring the mask would cause.
+    Two slots of unequal length are fed together, verify a draft (`trees`: a tree whose accepted path has a wrong
+    sibling at every level; else a chain), commit it and go on: three passes, compared with a plain one. Every row must
+    have the logits of its path fed plainly, up to an error much smaller than what ignoring the mask would cause.
     """
     try:
         return _verification_error(target, trees, plain)
@@ -34,44 +37,63 @@ def verification_error(target: TargetWithHead, trees: bool, plain: Plain) -> str
 
 
 def _verification_error(target: TargetWithHead, trees: bool, plain: Plain) -> str | None:
-    ids = [(i * 7919 + 11) % min(target.vocab_size, 30000) for i in range(2 * _PREFIX)]
-    texts = [ids[: _PREFIX - 6], ids[_PREFIX:]]
+    ids = [(i * 7919 + 11) % min(target.vocab_size, 30000) for i in range(sum(_LENGTHS))]
+    texts = [ids[: _LENGTHS[0]], ids[_LENGTHS[0] :]]
     path = ids[3 : 3 + _DEPTH]
     # A draft, and the rows of its accepted path.
-    draft, path_rows = beside(path, ids[-1]) if trees else (Draft.chain(path), list(range(1, _DEPTH + 1)))
+    draft, path_rows = with_siblings(path, ids[-1]) if trees else (Draft.chain(path), list(range(1, _DEPTH + 1)))
     cache = target.new_cache()
-    slots = []
-    for text in texts:
-        slots.append(cache.acquire())
-        for chunk in (text[:9], text[9:-1]):
-            rows = pack_prefix(chunk, slots[-1], cache.lengths[slots[-1]], target.device)
-            target.forward(rows, cache, Want("none"))
-            cache.commit(rows, [range(1, len(chunk))])
-    last, lengths = [text[-1] for text in texts], [len(text) - 1 for text in texts]
-    rows = pack(last, [draft] * 2, slots, lengths, target.device)
-    logits = target.forward(rows, cache, Want()).logits
-    cache.commit(rows, [path_rows[:-1]] * 2)
-    texts = [text + path for text in texts]
-    rows = pack(path[-1:] * 2, [Draft()] * 2, slots, [len(text) - 1 for text in texts], target.device)
-    after = target.forward(rows, cache, Want()).logits
+    slots = [cache.acquire() for _ in texts]
+
+    def fed(last: Sequence[int], drafts: Sequence[Draft], paths: Sequence[Sequence[int]], want: Want) -> Tensor:
+        rows = pack(last, drafts, slots, [cache.lengths[slot] for slot in slots], target.device)
+        logits = target.forward(rows, cache, want).logits
+        cache.commit(rows, paths)
+        return logits
+
+    prompts = [text[:-1] for text in texts]
+    chains = [Draft.chain(prompt[1:]) for prompt in prompts]
+    fed([prompt[0] for prompt in prompts], chains, [range(1, len(prompt)) for prompt in prompts], Want("none"))
+    logits = fed([text[-1] for text in texts], [draft] * 2, [path_rows[:-1]] * 2, Want())
+    after = fed(path[-1:] * 2, [Draft()] * 2, [()] * 2, Want())
+    # Rows that see siblings, or in a chain the other text, have these logits.
+    wrong = [(text, draft.tokens) for text in texts] if trees else [(_swapped(texts, i), path) for i in range(2)]
+    plain_logits = _plain_logits(plain, [*((text, path) for text in texts), *wrong], target.device)
+    numbers = [0, *path_rows]
     allowed = _COARSE if target.dtype.itemsize < 4 else _FINE
-    for i, text in enumerate(texts):
-        right = plain(text)[-len(path) - 1 :]
-        misled = plain([*text[: -len(path)], *draft.tokens])[[-len(draft.tokens) - 1 + row for row in (0, *path_rows)]]
-        if reason := _differ(logits[i, [0, *path_rows]], right, allowed, misled if trees else None):
+    for i in range(2):
+        right, misled = plain_logits[i], plain_logits[2 + i][numbers]
+        if reason := _differ(logits[i, numbers], right, allowed, misled):
             return reason
-        if reason := _differ(after[i, :1], right[-1:], allowed, None):
+        if reason := _differ(after[i, :1], right[-1:], allowed, misled[-1:]):
             return f"after a commit, {reason}"
     return None
 
 
-def _differ(ours: Tensor, right: Tensor, allowed: float, misled: Tensor | None) -> str | None:
-    """Why logits [R, V] are not the right ones. `misled`: those of a model where siblings see each other."""
+def _swapped(texts: Sequence[Sequence[int]], i: int) -> list[int]:
+    """Return text `i` with the other of two texts before its last token."""
+    return [*texts[1 - i][:-1], texts[i][-1]]
+
+
+def _plain_logits(
+    plain: Plain, continued: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device
+) -> list[Tensor]:
+    """Return for each (text, tokens after it) the logits of the text's last token and those after it."""
+    wholes = [[*text, *more] for text, more in continued]
+    longest = max(map(len, wholes))
+    # Later tokens change no row of a causal model.
+    padded = [whole + whole[-1:] * (longest - len(whole)) for whole in wholes]
+    logits = plain(torch.tensor(padded, device=device))
+    return [one[len(text) - 1 : len(whole)] for one, (text, _), whole in zip(logits, continued, wholes, strict=True)]
+
+
+def _differ(ours: Tensor, right: Tensor, allowed: float, misled: Tensor) -> str | None:
+    """Why logits [R, V] are not the right ones. `misled`: those of rows that see other tokens than they should."""
     error = _error(ours, right)
     if not error < allowed:
         return f"its logits differ from its plain forward's by {error:.1g}"
-    if misled is not None and error > 0 and not error < _error(misled, right) / 2:
-        return "its attention does not follow the mask of a tree"
+    if error > 0 and not error < _error(misled, right) / 2:
+        return "its attention does not follow the mask of a pass"
     return None
 
 

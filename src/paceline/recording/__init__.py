@@ -1,1 +1,1 @@
-"""Recordings: replies as token ids with their seeds and sampling parameters, the text under every drafter."""
+"""Recordings of replies (token ids, seeds, sampling parameters), used to measure any drafter later."""

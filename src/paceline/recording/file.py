@@ -1,4 +1,4 @@
-"""Recordings as files: appended to reply by reply, read row by row."""
+"""Recording files: each reply is appended when it ends, and rows are read one at a time."""
 
 from __future__ import annotations
 
@@ -22,40 +22,50 @@ from paceline.sampling.parameters import Sampling
 
 _LOG = logging.getLogger("paceline")
 _LARGEST = 1 << 32
-"""Bytes of a recording that is read at most."""
+"""Maximum size of a recording in bytes."""
 _ANOTHER = "Record into another file"
 
 
 def header_of(model: Loaded) -> RecordingHeader:
-    """Return the header of recordings of this model."""
+    """Return the header for recordings of this model."""
     try:
         own = version("paceline")
     except PackageNotFoundError:
         own = "unknown"
     target = model.target
-    # Targets without ends run through transformers: their tokenizer must do.
+    # A model that runs through transformers does not expose its embedding, so only its tokenizer identifies it.
     of_model = fingerprint(model) if isinstance(target, TargetWithHead) else f"{model.tokenizer.digest}:0"
     return RecordingHeader(str(model.path), of_model, target.vocab_size, target.context_length, model.quantize, own)
 
 
 class ReplyRecorder(Closable):
-    """Appends every reply to a file when it has ended, by EOS, a stop condition or its length.
+    """Appends every reply to a file when the reply ends by EOS, a stop condition or its length.
 
-    Each row is written at once, so a killed process leaves a readable file. The file holds what users wrote and got:
-    a new one can be read by its owner alone. Replies of other rules than `match`, and of processors of your own, are
-    left out, since their drafts could not be repeated. `count`, `skipped`: replies recorded, and left out. `error`: why
-    recording stopped; a full disk must not end a reply.
+    Each row is written at once, so a killed process leaves a readable file. The file contains what users wrote and
+    read, so only its owner may read a new file. Replies with a rule other than `match`, and replies with custom logits
+    processors, are skipped, since their drafts could not be repeated.
+
+    Attributes:
+        count: Number of recorded replies.
+        skipped: Number of skipped replies.
+        error: The error that stopped recording, or None. A full disk does not end replies.
     """
 
     def __init__(self, path: Path, model: Loaded) -> None:
-        """Raises `InvalidData` for a file that is no recording, or one of another model, or for a model with adapters
-        beside it, and `OSError`."""
+        """Open a recording to append to, or begin a new one.
+
+        Raises:
+            InvalidData: If the file is not a recording of this model, or if the model has adapters.
+            OSError: If the file cannot be opened.
+        """
         self.path, self.count, self.skipped = path, 0, 0
         self.error: OSError | None = None
         self._journal: Journal | None = None
         self._last = 0.0
         if model.adapters:
-            raise InvalidData("a recording is of one model, without adapters beside it", "Leave out one of them")
+            raise InvalidData(
+                "a model with adapters cannot be recorded", "Leave out the adapters, or merge one, or do not record"
+            )
         header = header_of(model)
         known = _begun(path)
         if known and (known.quantize != header.quantize or not same_target(known.fingerprint, header.fingerprint)):
@@ -65,7 +75,7 @@ class ReplyRecorder(Closable):
             self._journal.append(header.as_dict())
 
     def watch(self, request: Request, sampling: Sampling, sample: int) -> None:
-        """Record a request's reply when it ends."""
+        """Record the reply of this request when it ends. `sample` is its number among the replies to a prompt."""
         self._last = max(time.time(), self._last + 1e-6)
         request.on_finish = partial(self._record, sampling, sample, self._last)
 
@@ -82,7 +92,7 @@ class ReplyRecorder(Closable):
                 self.count += 1
             except OSError as error:
                 self.error = error
-                _LOG.warning("%s: recording stopped: %s", self.path, error.strerror or error)
+                _LOG.warning("recording into %s stopped: %s", self.path, error.strerror or error)
 
     def close(self) -> None:
         journal, self._journal = self._journal, None
@@ -90,13 +100,15 @@ class ReplyRecorder(Closable):
             journal.close()
 
     def check(self) -> None:
-        """Raise `CannotWrite` if recording stopped."""
+        """Raise `CannotWrite` if recording has stopped."""
         if self.error is not None:
-            raise CannotWrite(f"{self.path} could not be written ({self.error})", "Make room") from self.error
+            raise CannotWrite(
+                f"{self.path} could not be written ({self.error})", "Free disk space, then record again"
+            ) from self.error
 
 
 def _begun(path: Path) -> RecordingHeader | None:
-    """Return the header of a file that exists; None where there is none yet, or a kill tore it."""
+    """Return the header of a recording. Return None if the file does not exist, or if a kill cut off its header."""
     if not path.exists() or not path.stat().st_size:
         return None
     with path.open("rb") as file:
@@ -110,27 +122,36 @@ def _begun(path: Path) -> RecordingHeader | None:
 
 
 class Recording(Sequence[RecordedReply]):
-    """The replies of a recording in the order in which they began, read from disk at each access.
+    """The replies of a recording, in the order of their beginning.
 
-    Every row is checked when the file is opened; a last line that a kill tore is left out. `tokens`: those of all
-    replies.
+    Rows are read from disk at each access. A last line that a kill cut off is ignored.
+
+    Attributes:
+        tokens: Number of tokens in all replies.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises `InvalidData` that names file and line, and `OSError`."""
+        """Open a recording and check every row.
+
+        Raises:
+            InvalidData: If a row is not valid. The message names file and line.
+            OSError: If the file cannot be read.
+        """
         if path.stat().st_size > _LARGEST:
-            raise InvalidData(f"{path} has more than {_LARGEST >> 30} GiB", "Keep fewer replies: one per line")
+            raise InvalidData(
+                f"{path} is larger than {_LARGEST >> 30} GiB", "Remove replies from the file; each line holds one"
+            )
         self.path, self.tokens = path, 0
         self._header: RecordingHeader | None = None
         self._began = array("d")
         self._lines = JsonlFile(path, self._visit)
         if len(self._lines) == 0:
-            raise InvalidData(f"{path} is empty", "Record replies: paceline record")
+            raise InvalidData(f"{path} is empty", "Record replies with paceline record")
         self._order = sorted(range(len(self._began)), key=self._began.__getitem__)
 
     @property
     def header(self) -> RecordingHeader:
-        """About the model."""
+        """The header, which describes the model."""
         assert self._header
         return self._header
 
@@ -138,7 +159,7 @@ class Recording(Sequence[RecordedReply]):
         if self._header is None:
             self._header = parse_header(line)
             return
-        if line.endswith(b"\n"):  # else a kill tore it
+        if line.endswith(b"\n"):  # otherwise a kill cut it off
             row = parse_reply(line, self._header)
             self._began.append(row.started)
             self.tokens += len(row.reply)

@@ -1,4 +1,4 @@
-"""Hidden states on disk: of texts as they are written, or as they are fed again."""
+"""Hidden states on disk, stored while a text is written or when it is fed again."""
 
 from __future__ import annotations
 
@@ -19,28 +19,32 @@ from paceline.files.jsonl import replace_with
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 
 _HEADER = 1024
-"""Upper bound of a file's header, in bytes."""
+"""Upper bound of the size of a file's header, in bytes."""
 
 
-def states_beside(recording: Path) -> Path:
-    """Return the folder of the hidden states of a recording's texts."""
+def states_folder(recording: Path) -> Path:
+    """Return the folder with the hidden states of a recording's texts."""
     return recording.with_name(recording.name + ".states")
 
 
 class StateFiles:
-    """The target's hidden states at `taps` over texts, one file each, in a folder of at most `limit` bytes.
+    """A folder with the target's hidden states for texts, one file for each text.
 
-    `count`, `refused`: texts stored, and left out for want of room, by this object.
+    Attributes:
+        taps: Taps that are stored, including "final".
+        count: Number of texts that this object has stored.
+        refused: Number of texts that it has not stored for lack of room.
     """
 
     def __init__(self, folder: Path, taps: Sequence[Tap], limit: int) -> None:
+        """Use `folder`, which is created when it is needed, for at most `limit` bytes."""
         self.taps: tuple[Tap, ...] = tuple(dict.fromkeys([*taps, "final"]))
         self.count = self.refused = 0
         self._folder, self._limit = folder, limit
 
     @cached_property
     def _room(self) -> int:
-        """Bytes left. Makes the folder, its owner's alone: texts can be reconstructed from their states."""
+        """Free bytes. Creates the folder so that only its owner can read it: states reveal their texts."""
         self._folder.mkdir(0o700, parents=True, exist_ok=True)
         return self._limit - sum(file.stat().st_size for file in self._folder.iterdir())
 
@@ -49,11 +53,19 @@ class StateFiles:
         return self._folder / f"{digest.hexdigest()}.safetensors"
 
     def __contains__(self, token_ids: Sequence[int]) -> bool:
-        """Whether there is a file of this text, whole or not."""
+        """Return True if there is a file for this text. The file may be damaged."""
         return self._path(token_ids).exists()
 
     def write(self, token_ids: Sequence[int], states: Mapping[Tap, Tensor]) -> bool:
-        """Store the states [T, H] of a text of T tokens; False where there is no room or the disk is full."""
+        """Store the states of a text.
+
+        Args:
+            token_ids: The T tokens of the text.
+            states: Tap -> [T, H].
+
+        Returns:
+            False if there is no room or the disk is full.
+        """
         tensors = {str(tap): states[tap].contiguous() for tap in self.taps}
         if stored := self._store(self._path(token_ids), tensors):
             self.count += 1
@@ -73,7 +85,7 @@ class StateFiles:
         return True
 
     def read(self, token_ids: Sequence[int]) -> dict[Tap, Tensor] | None:
-        """Return the states of a text; None where they are not stored or cannot be read."""
+        """Return the states of a text, tap -> [T, H], or None if they are not stored or cannot be read."""
         try:
             tensors = load_file(self._path(token_ids))
         except (OSError, SafetensorError):
@@ -85,7 +97,7 @@ class StateFiles:
 
 @dataclass(slots=True)
 class _TextStates:
-    """The text of a request so far, and the states of all its tokens but the last, in parts."""
+    """The text of a request so far, and the states of all its tokens except the last, in parts."""
 
     token_ids: list[int]
     parts: list[list[Tensor]] = field(default_factory=list)
@@ -93,9 +105,9 @@ class _TextStates:
 
 
 class StateKeeper(Drafter):
-    """Stores the states that the target has while it writes, so that no text is fed to it again. It drafts nothing.
+    """A drafter that drafts nothing, but stores the target's hidden states while it writes.
 
-    A text is stored without its last token, which no pass has seen.
+    So no text needs to be fed to the target again. A text is stored without its last token, which no pass has seen.
     """
 
     draft = DraftBudget.chain(0)
@@ -123,7 +135,7 @@ class StateKeeper(Drafter):
         self._texts[slot].token_ids += verdict.tokens
 
     def _add(self, text: _TextStates, taps: Mapping[Tap, Tensor], count: int) -> None:
-        # Copies: a view would hold the states of the whole pass.
+        # Copy the states: a view would keep the states of the whole pass in memory.
         text.parts.append([taps[tap][:count].clone() for tap in self.taps])
         text.count += count
 

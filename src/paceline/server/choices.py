@@ -1,4 +1,4 @@
-"""Replies as clients see them: tokens with their log-probabilities and origins, choices that grow."""
+"""Choices: the replies of OpenAI's chat completions and completions, as they grow."""
 
 from __future__ import annotations
 
@@ -7,79 +7,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
-from paceline.engine.detokenizer import Chunk, Logprobs
-from paceline.server.errors import ApiError
+from paceline.server.api import Encoder, Event
+from paceline.server.token_texts import TokenTexts, logprobs_of
 from paceline.server.usage import Usage
-from paceline.server.worker import ReplyRound
-from paceline.server.writers import Event, Writer
-from paceline.text.tokenizer import Tokenizer
-
-FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
-"""The engine's finish reasons -> OpenAI's."""
-_MIN_LOGPROB = -9999.0
-"""OpenAI's value for a log-probability of minus infinity, which JSON cannot express."""
-
-
-class TokenTexts:
-    """Tokens of a model as text and bytes, in the shapes of OpenAI's API."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    @cached_property
-    def _names(self) -> dict[int, str]:
-        return {index: name for name, index in self._tokenizer.vocabulary.items()}
-
-    def bytes(self, token: int) -> bytes:
-        """Return a token's bytes: a special token's name; nothing for an unused row of the vocabulary."""
-        found = self._tokenizer.token_bytes.get(token)
-        return self._names.get(token, "").encode(errors="replace") if found is None else found
-
-    def text(self, token: int) -> str:
-        """Return a token's bytes as text."""
-        return self.bytes(token).decode(errors="replace")
-
-    def chat_logprobs(self, chunk: Chunk) -> dict[str, Any]:
-        """Return one token's log-probabilities in the shape of chats."""
-        logprobs = _logprobs(chunk)
-        top = [self._entry(token, logprob) for token, logprob in logprobs.top]
-        return {**self._entry(chunk.token_id, logprobs.chosen), "top_logprobs": top}
-
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        return {"token": self.text(token), "logprob": max(logprob, _MIN_LOGPROB), "bytes": list(self.bytes(token))}
-
-    def text_logprobs(self, chunks: Sequence[Chunk], offset: int) -> dict[str, Any]:
-        """Return log-probabilities in the shape of completions, null for a prompt's first token.
-
-        `offset`: characters of the text before them.
-        """
-        offsets = []
-        for chunk in chunks:
-            offsets.append(offset)
-            offset += len(chunk.text)
-        return {
-            "tokens": [self.text(chunk.token_id) for chunk in chunks],
-            "token_logprobs": [chunk.logprobs and max(chunk.logprobs.chosen, _MIN_LOGPROB) for chunk in chunks],
-            "top_logprobs": [self._top(chunk) for chunk in chunks],
-            "text_offset": offsets,
-        }
-
-    def _top(self, chunk: Chunk) -> dict[str, float] | None:
-        """The likeliest tokens and the chosen one."""
-        if not chunk.logprobs or not chunk.logprobs.top:
-            return None
-        found: dict[str, float] = {}
-        for token, logprob in (*chunk.logprobs.top, (chunk.token_id, chunk.logprobs.chosen)):
-            found.setdefault(self.text(token), max(logprob, _MIN_LOGPROB))
-        return found
-
-
-def _logprobs(chunk: Chunk) -> Logprobs:
-    assert chunk.logprobs is not None
-    return chunk.logprobs
+from paceline.server.worker import FINISH_REASONS, ReplyRound
 
 
 @dataclass(slots=True, kw_only=True)
@@ -139,7 +72,7 @@ class Choice(ABC):
                 "text": chunk.text,
                 "id": chunk.token_id,
                 "origin": chunk.origin,
-                "p": round(math.exp(_logprobs(chunk).chosen), 6),
+                "p": round(math.exp(logprobs_of(chunk).chosen), 6),
                 "drafter": round_.drafter if chunk.drafted else None,
             }
             for chunk in round_.chunks
@@ -152,7 +85,7 @@ class Choice(ABC):
         return {"trace": self.traced} if self.trace else {}
 
 
-class ChoicesWriter(Writer):
+class ChoicesEncoder(Encoder):
     """The choices of a chat completion or a completion. `document`, `event`: object types of the answer, whole or in
     pieces. `usage`: whether a stream ends with the usage.
     """
@@ -196,7 +129,3 @@ class ChoicesWriter(Writer):
     def _counts(self, usage: Usage) -> dict[str, Any]:
         reasoning = sum(choice.reasoning_tokens for choice in self._choices)
         return {"usage": usage.openai(reasoning), "metrics": usage.vllm()}
-
-    def failed(self, error: ApiError) -> Event:
-        """Return OpenAI's error."""
-        return error.body

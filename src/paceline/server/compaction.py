@@ -6,20 +6,16 @@ import time
 import uuid
 from typing import Any
 
-from paceline.server import chat
-from paceline.server.bodies import validated
+from paceline.server.api import Api, Encoder, Event
 from paceline.server.errors import ApiError, bad_request
-from paceline.server.items import chat_body, listed
-from paceline.server.limits import Settings
-from paceline.server.models import LoadedModel
+from paceline.server.prepare import Prepared
 from paceline.server.replies import ChatReply
-from paceline.server.responses import conversation, usage_of
-from paceline.server.schema import ChatRequest
-from paceline.server.schema_responses import CompactRequest, Item, MessageItem, packed
-from paceline.server.stored import ResponseStore
+from paceline.server.request import ChatPrompt, GenerateRequest, reasoning_values
+from paceline.server.response_items import Item, MessageItem, chat_messages_of, listed, packed
+from paceline.server.responses import Responses, ResponsesRequest, usage_of
+from paceline.server.schema import given
 from paceline.server.usage import Usage
 from paceline.server.worker import ReplyRound
-from paceline.server.writers import Event, PreparedRequest, Writer
 
 _ASK = """Another assistant will continue this conversation and sees nothing of it but your summary. Write that summary:
 what the user asked for, in the user's words; what has been done; what was found, with the names of files, commands and
@@ -28,32 +24,46 @@ _SHARE = 4
 """A summary may take this part of the context."""
 
 
-def prepare(store: ResponseStore, model: LoadedModel, settings: Settings, body: CompactRequest) -> PreparedRequest:
-    """Prepare the summary of a conversation. The oldest messages are left out if it does not fit.
-
-    Raises `PacelineError` and `ApiError`.
-    """
-    before, new = conversation(store, settings, body)
-    items = [*before, *new]
-    asked = chat_body(body, [*items, MessageItem(role="user", content=_ASK)])
-    kept = {"model", "messages", "seed", "timeout", "speculation"}
-    plain = {name: value for name, value in asked.items() if name in kept}
-    room = model.llm.model.target.context_length // _SHARE
-    request = validated({**plain, "max_tokens": room, "reasoning": "off"}, ChatRequest)
-    prepared = chat.prepare(model, settings, request, truncate=True)
-    last = next((item for item in reversed(items) if isinstance(item, MessageItem) and item.role == "user"), None)
-    return PreparedRequest(prepared.jobs, lambda answer_id: CompactionWriter(answer_id, prepared.reply(), last))
+class CompactRequest(ResponsesRequest):
+    """Body of /v1/responses/compact: the conversation that is to be summarised."""
 
 
-class CompactionWriter(Writer):
+class Compaction(Api[CompactRequest]):
+    """Summaries of conversations."""
+
+    path = "/v1/responses/compact"
+    body = CompactRequest
+    id_prefix = "resp_"
+    about = "Summarise a conversation in an item with which it goes on."
+    media_type = ""
+
+    def __init__(self, responses: Responses) -> None:
+        self._responses = responses
+
+    def decode(self, body: CompactRequest) -> GenerateRequest:
+        """Return the request of a summary. The oldest messages are left out if the conversation does not fit."""
+        items = [*self._responses.conversation(body), MessageItem(role="user", content=_ASK)]
+        messages = chat_messages_of(items, body.instructions)
+        return GenerateRequest(
+            prompt=ChatPrompt(messages=messages, values=reasoning_values("none"), truncated=True),
+            sampling=given(seed=body.seed),
+            share=_SHARE,
+            speculation=body.speculation,
+        )
+
+    def encoder(self, body: CompactRequest, prepared: Prepared) -> Encoder:
+        """Return the encoder of the summary."""
+        items = reversed(self._responses.conversation(body))
+        last = next((item for item in items if isinstance(item, MessageItem) and item.role == "user"), None)
+        [reply] = prepared.replies
+        return CompactionEncoder(prepared.id, reply, last)
+
+
+class CompactionEncoder(Encoder):
     """The user's last message, and the summary as an item that only this server reads."""
 
     def __init__(self, answer_id: str, reply: ChatReply, last: Item | None) -> None:
         self._id, self._reply, self._last = answer_id, reply, last
-
-    def begin(self, usage: Usage) -> list[Event]:
-        """Return nothing: the answer is no stream."""
-        return []
 
     def add(self, round_: ReplyRound) -> list[Event]:
         """Add a round."""

@@ -176,7 +176,10 @@ _OFF = "settings of samplers that are off"
 _MORE = "the answer has no such part"
 _MACHINES = "for servers of several machines"
 _MEDIA = "this server reads text only"
-_BUDGET = "the model reasons as long as it does"
+
+BUDGETS = "thinking_token_budget thinking_budget thinking_budget_tokens reasoning_budget reasoning_budget_tokens"
+"""Names under which servers limit the reasoning of chats."""
+RAW = ignored(BUDGETS, "a prompt without a chat has no reasoning to limit")
 
 
 @accepts(
@@ -200,8 +203,7 @@ _BUDGET = "the model reasons as long as it does"
     ignored("priority", "clients take turns"),
     ignored("samplers", "samplers are applied in one order"),
     ignored(
-        "mirostat_tau mirostat_eta dynatemp_exponent xtc_threshold dry_base dry_allowed_length dry_penalty_last_n "
-        "dry_sequence_breakers adaptive_decay",
+        "mirostat_tau mirostat_eta dynatemp_exponent adaptive_decay",
         _OFF,
     ),
     ignored("guided_decoding_backend guided_whitespace_pattern", "grammars are compiled in one way, JSON on one line"),
@@ -210,9 +212,8 @@ _BUDGET = "the model reasons as long as it does"
         "internal to llama.cpp's server",
     ),
     ignored(
-        "thinking_token_budget thinking_budget thinking_budget_tokens reasoning_budget reasoning_budget_tokens "
-        "reasoning_budget_start_tag reasoning_budget_end_tag reasoning_budget_end_tags reasoning_budget_message",
-        _BUDGET,
+        "reasoning_budget_start_tag reasoning_budget_end_tag reasoning_budget_end_tags",
+        "the chat template tells how reasoning ends",
     ),
     ignored(
         "bootstrap_host bootstrap_port bootstrap_room data_parallel_rank disagg_prefill_dp_rank routed_dp_rank "
@@ -227,8 +228,8 @@ _BUDGET = "the model reasons as long as it does"
     ignored("vllm_xargs custom_params return_token_offsets", "for extensions and endpoints that are not here"),
     ignored("options", "Ollama's, which reads it at /api/chat and ignores it elsewhere too"),
     ignored("provider route transforms usage", "OpenRouter's, about the providers behind it"),
-    only((0,), "mirostat dynatemp_range xtc_probability dry_multiplier", "this sampler is not implemented"),
-    only((-1, 0), "top_n_sigma", "this sampler is not implemented"),
+    only(("",), "reasoning_budget_message", "reasoning ends without a message"),
+    only((0,), "mirostat dynatemp_range", "this sampler is not implemented"),
     only((-1,), "adaptive_target", "this sampler is not implemented"),
     only((1,), "tfs_z", "this sampler is not implemented"),
     only((0, 1), "min_keep", "truncation keeps one token or more, and no other number"),

@@ -6,26 +6,75 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
 
 from paceline.engine.detokenizer import Chunk, Detokenizer
 from paceline.engine.prompt_logprobs import PromptLogprobs
-from paceline.errors import InvalidPrompt
 from paceline.llm import LLM
-from paceline.server import options
-from paceline.server.choices import Choice, ChoicesWriter
-from paceline.server.errors import bad_request
-from paceline.server.infill import infill_prompt, infill_tokens
-from paceline.server.limits import Settings
-from paceline.server.models import LoadedModel
-from paceline.server.schema_completions import CompletionRequest
+from paceline.server.api import Api, Event
+from paceline.server.choices import Choice, ChoicesEncoder
+from paceline.server.compat import RAW, accepts, only
+from paceline.server.errors import WrongParameter
+from paceline.server.prepare import Prepared
+from paceline.server.request import GenerateRequest, TextPrompt
+from paceline.server.schema import RequestBody, Text, TokenIds
 from paceline.server.usage import Usage
 from paceline.server.worker import ReplyRound
-from paceline.server.writers import Event, PreparedRequest
 from paceline.text.sandbox import ABANDONED, Unfinished
 
 _DEFAULT_LENGTH = 16
 """Default maximum tokens, as in OpenAI's API."""
+
+
+@accepts(
+    RAW,
+    only((True,), "add_special_tokens", "send token ids for a prompt without BOS"),
+    only((), "prompt_embeds", "a prompt is text or token ids"),
+)
+class CompletionRequest(RequestBody):
+    """Body of /v1/completions."""
+
+    prompt: (
+        Text
+        | TokenIds
+        | Annotated[list[Text], Field(min_length=1, max_length=1024, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=1024, fail_fast=True)]
+    )
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1, le=1024)] | None = None
+    suffix: Annotated[Text | None, Field(description="Text after the gap that the reply fills.")] = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Every prompt."""
+        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if one else [*self.prompt]  # type: ignore[list-item]
+
+    @property
+    def samples(self) -> int:
+        """Replies to generate for each prompt."""
+        return self.best_of or self.n or 1
+
+    @property
+    def ranked(self) -> bool:
+        """Whether only the likeliest replies are returned."""
+        return self.samples > (self.n or 1)
+
+    @model_validator(mode="after")
+    def _check_completion(self) -> CompletionRequest:
+        if self.samples < (self.n or 1):
+            raise WrongParameter(f"best_of must be >= n, got {self.best_of} with n={self.n}", "best_of")
+        if self.ranked and (self.stream or self.echo):
+            raise WrongParameter(
+                "best_of beyond n cannot be combined with stream or echo: the best is known at the end", "best_of"
+            )
+        if self.suffix and self.echo and self.logprobs is not None:
+            raise WrongParameter("suffix cannot be combined with echo and logprobs", "suffix")
+        return self
+
 
 ScoredPrompt = Callable[[], list[Chunk]]
 """Returns a prompt's tokens with their log-probabilities, which are known once the reply has begun."""
@@ -75,61 +124,7 @@ class TextChoice(Choice):
         return "length" if self.prompt_only else Choice._finish(self, reason)
 
 
-def prepare(model: LoadedModel, settings: Settings, body: CompletionRequest) -> PreparedRequest:
-    """Prepare every reply's tokens, sampling and speculation. Raises `PacelineError` and `ApiError`."""
-    llm = model.llm
-    prompt: Any = body.prompt
-    given: list[str | list[int]] = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
-    params = [f"prompt.{i}" if len(given) > 1 else "prompt" for i in range(len(given))]
-    for prompt, param in zip(given, params, strict=True):
-        if isinstance(prompt, str):
-            options.check_length(llm, settings, prompt + (body.suffix or ""), param)
-    prompts = [_tokens(llm, body, prompt, param) for prompt, param in zip(given, params, strict=True)]
-    for tokens in prompts:
-        options.check_length(llm, settings, tokens, "prompt")
-    grammar = options.grammar(model.grammar_trials, body)
-    length = options.length(llm, body, _DEFAULT_LENGTH)
-    # A round generates at least one token; it is not shown if none was requested.
-    logprobs = 0 if body.ranked and body.logprobs is None else body.logprobs
-    sampling = options.sampling(llm, body, max(1, length), logprobs, grammar)
-    if body.suffix and not body.ignore_eos:
-        sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *infill_tokens(llm).ends))
-    jobs = [replace(job, prompt_only=length == 0) for job in options.jobs(llm, settings, body, prompts, sampling)]
-    n = body.samples
-    decode = llm.tokenizer.decode
-    echoes = ["" if not body.echo else prompt if isinstance(prompt, str) else decode(prompt) for prompt in given]
-    scored: list[ScoredPrompt | None] = [None] * len(prompts)
-    if body.echo and body.logprobs is not None:
-        for i, tokens in enumerate(prompts):
-            scores = PromptLogprobs(body.logprobs)
-            jobs[i * n] = replace(jobs[i * n], scores=scores)  # one reply's scores serve all samples of its prompt
-            pieces = _pieces(llm, given[i], tokens)
-            echoes[i] = "".join(pieces)
-            scored[i] = partial(_scored_chunks, tokens, pieces, scores)
-
-    def choice(index: int) -> TextChoice:
-        return TextChoice(
-            index=index,
-            token_texts=model.token_texts,
-            logprobs=body.logprobs is not None,
-            trace=bool(body.trace),
-            echo=echoes[index // n],
-            scored=scored[index // n],
-            prompt_only=length == 0,
-        )
-
-    def writer(answer_id: str) -> ChoicesWriter:
-        head = {"id": answer_id, "model": model.name}
-        usage = bool(body.stream_options and body.stream_options.include_usage)
-        kinds, choices = ("text_completion", "text_completion"), [choice(i) for i in range(len(jobs))]
-        if body.ranked:
-            return BestOfWriter(head, kinds, choices, n, body.n or 1)
-        return ChoicesWriter(head, kinds, choices, usage)
-
-    return PreparedRequest(jobs, writer)
-
-
-class BestOfWriter(ChoicesWriter):
+class BestOfEncoder(ChoicesEncoder):
     """Completions of which the likeliest are returned, those with the highest mean log-probability per token."""
 
     def __init__(
@@ -158,16 +153,63 @@ class BestOfWriter(ChoicesWriter):
         return {**whole, "choices": choices}
 
 
-def _tokens(llm: LLM, body: CompletionRequest, prompt: Any, param: str) -> list[int]:
-    """Return a prompt's token ids. Raises `ApiError` 400."""
-    if not body.suffix:
-        return options.token_ids(llm, prompt, param)
-    if not isinstance(prompt, str):
-        raise bad_request(f"{param} must be text, not token ids, beside suffix", param)
-    try:
-        return infill_prompt(llm, prompt, body.suffix)
-    except InvalidPrompt as error:
-        raise bad_request(str(error), "suffix") from error
+class Completions(Api[CompletionRequest]):
+    """OpenAI's completions."""
+
+    path = "/v1/completions"
+    body = CompletionRequest
+    id_prefix = "cmpl-"
+    about = "Continue a text."
+
+    def decode(self, body: CompletionRequest) -> GenerateRequest:
+        """Return the request of one or several texts."""
+        logprobs = 0 if (body.ranked or body.trace) and body.logprobs is None else body.logprobs
+        return GenerateRequest(
+            prompt=TextPrompt(texts=body.prompts, after=body.suffix or None, ends=not body.ignore_eos),
+            sampling=body.sampling,
+            constraints=body.constraints(),
+            max_tokens=_DEFAULT_LENGTH if body.length is None else body.length,
+            samples=body.samples,
+            logprobs=logprobs,
+            speculation=body.speculation,
+        )
+
+    def encoder(self, body: CompletionRequest, prepared: Prepared) -> ChoicesEncoder:
+        """Return the encoder of the choices, with the prompts if they are to be echoed."""
+        echoes = _echoes(body, prepared) if body.echo else [("", None)] * len(body.prompts)
+        n = body.samples
+        choices = [
+            TextChoice(
+                index=index,
+                token_texts=prepared.model.token_texts,
+                logprobs=body.logprobs is not None,
+                trace=bool(body.trace),
+                echo=echoes[index // n][0],
+                scored=echoes[index // n][1],
+                prompt_only=job.prompt_only,
+            )
+            for index, job in enumerate(prepared.jobs)
+        ]
+        head, kinds = {"id": prepared.id, "model": prepared.model.name}, ("text_completion", "text_completion")
+        if body.ranked:
+            return BestOfEncoder(head, kinds, choices, n, body.n or 1)
+        usage = bool(body.stream_options and body.stream_options.include_usage)
+        return ChoicesEncoder(head, kinds, choices, usage)
+
+
+def _echoes(body: CompletionRequest, prepared: Prepared) -> list[tuple[str, ScoredPrompt | None]]:
+    """Return each prompt as text, with its log-probabilities if they were requested: then a job collects them."""
+    llm, n = prepared.model.llm, body.samples
+    found: list[tuple[str, ScoredPrompt | None]] = []
+    for i, prompt in enumerate(body.prompts):
+        if body.logprobs is None:
+            found.append((prompt if isinstance(prompt, str) else llm.tokenizer.decode(prompt), None))
+            continue
+        scores, job = PromptLogprobs(body.logprobs), prepared.jobs[i * n]
+        prepared.jobs[i * n] = replace(job, scores=scores)  # one reply's scores serve all samples of its prompt
+        pieces = _pieces(llm, prompt, job.tokens)
+        found.append(("".join(pieces), partial(_scored_chunks, job.tokens, pieces, scores)))
+    return found
 
 
 def _scored_chunks(tokens: Sequence[int], pieces: Sequence[str], scores: PromptLogprobs) -> list[Chunk]:

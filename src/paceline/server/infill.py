@@ -1,77 +1,145 @@
-"""Filling in the middle: prompts of models that have the tokens for it."""
+"""/infill: the gap between two texts, in the shape of llama.cpp's API."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any
 
-from paceline.errors import InvalidPrompt
-from paceline.llm import LLM
-from paceline.text.template_text import TemplateText
+from pydantic import Field
 
-_MARKERS = (
-    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, Qwen3-Coder, CodeGemma
-    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder 2, Granite
-    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
-    ("<\uff5cfim▁begin\uff5c>", "<\uff5cfim▁hole\uff5c>", "<\uff5cfim▁end\uff5c>"),  # DeepSeek-Coder
-    ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
-)
-_FILES = ("<|file_sep|>", "<file_sep>")
-_ENDS = ("<|endoftext|>", "<|fim_pad|>", "<fim_pad>", "<|repo_name|>", "▁<EOT>", *_FILES)
-"""Tokens that end what is filled in; a chat model's EOS is another."""
+from paceline.server.api import Api, Encoder, Event
+from paceline.server.compat import RAW, Strict, accepts, ignored
+from paceline.server.errors import bad_request
+from paceline.server.prepare import Prepared
+from paceline.server.request import GenerateRequest, TextPrompt
+from paceline.server.schema import RequestBody, Text
+from paceline.server.usage import Usage
+from paceline.server.worker import ReplyRound
 
 
-@dataclass(frozen=True, slots=True)
-class InfillTokens:
-    """Ids of the tokens before the text, before what follows the gap, and before what fills it. `file`: before a file's
-    name, None for models without such a token. `ends`: end what is filled in."""
+@accepts(RAW, ignored("time", "files stay in their order"))
+class InfillFile(Strict):
+    """Another file, which the model sees before the text."""
 
-    prefix: int
-    suffix: int
-    middle: int
-    file: int | None
-    ends: tuple[int, ...]
-
-    @staticmethod
-    def of(llm: LLM) -> InfillTokens | None:
-        """Return a model's tokens, None if it has none."""
-        token_id = llm.tokenizer.token_id
-        for names in _MARKERS:
-            prefix, suffix, middle = map(token_id, names)
-            if prefix is not None and suffix is not None and middle is not None:
-                file = next((found for name in _FILES if (found := token_id(name)) is not None), None)
-                ends = tuple(found for name in _ENDS if (found := token_id(name)) is not None)
-                return InfillTokens(prefix, suffix, middle, file, ends)
-        return None
+    filename: Annotated[str, Field(max_length=1000)] = ""
+    text: Text
 
 
-def fills_gaps(has: Callable[[str], bool]) -> bool:
-    """Return whether a vocabulary `has` the tokens for filling gaps."""
-    return any(all(map(has, names)) for names in _MARKERS)
+@accepts(ignored("samplers t_max_prompt_ms t_max_predict_ms", "editors send it with every request"))
+class InfillRequest(RequestBody):
+    """Body of /infill. `prompt`: the beginning of the current line, after `input_prefix`."""
+
+    input_prefix: Text
+    input_suffix: Text
+    input_extra: Annotated[list[InfillFile], Field(max_length=1000, fail_fast=True)] | None = None
+    prompt: Text | None = None
+    n_indent: (
+        Annotated[int, Field(ge=0, le=1000, description="The text ends at a line that begins with fewer blanks.")]
+        | None
+    ) = None
+    response_fields: (
+        Annotated[
+            list[Annotated[str, Field(max_length=100)]],
+            Field(max_length=100, description="What is sent of the answer, such as content or timings/prompt_n."),
+        ]
+        | None
+    ) = None
 
 
-def infill_tokens(llm: LLM) -> InfillTokens:
-    """Return a model's tokens. Raises `InvalidPrompt`."""
-    found = InfillTokens.of(llm)
-    if found is None:
-        raise InvalidPrompt(
-            "this model cannot fill in the middle: its vocabulary has no tokens for that",
-            "Leave out suffix, or serve a model such as Qwen2.5-Coder",
+class InfillEncoder(Encoder):
+    """The text of the gap. `empty`: no token was requested, only that the prompt be read. `indent`: the text ends
+    before a line that begins with fewer blanks. `fields`: what of the answer is sent, all of it if there are none."""
+
+    def __init__(self, model: str, empty: bool, indent: int = 0, fields: Sequence[str] | None = None) -> None:
+        self._model, self._empty, self._indent, self._fields = model, empty, indent, fields
+        self._outdented = re.compile(rf"\n[ \t]{{0,{indent - 1}}}(?=[^ \t])") if indent else None
+        self._text = ""
+        self._finish, self._stop = "", ""
+
+    def add(self, round_: ReplyRound) -> list[Event]:
+        """Add a round."""
+        last = round_.chunks[-1]
+        self._finish, self._stop = last.finish_reason or "", last.stop or ""
+        if self._empty or self.over or not round_.text:
+            return []
+        known = len(self._text)
+        self._text += round_.text
+        if self._outdented and (found := self._outdented.search(self._text, max(0, known - self._indent))):
+            self._text, self.over = self._text[: found.end()], True
+        return [{"content": self._text[known:], "stop": False}]
+
+    def heartbeat(self) -> Event:
+        """Return an event without text."""
+        return {"content": "", "stop": False}
+
+    def end(self, usage: Usage) -> list[Event]:
+        """Return the event with the counts."""
+        return [self._chosen({"content": "", **self._about(usage)})]
+
+    def document(self, usage: Usage) -> dict[str, Any]:
+        """Return the whole text."""
+        return self._chosen({"content": self._text, **self._about(usage)})
+
+    def _about(self, usage: Usage) -> dict[str, Any]:
+        kind = "word" if self._stop else {"length": "limit"}.get(self._finish, "eos")
+        timings = {
+            **_timings("prompt", usage.prompt, usage.first - usage.queued),
+            **_timings("predicted", usage.written, usage.total - usage.first),
+        }
+        return {
+            "stop": True,
+            "stop_type": "limit" if self._empty or self.over else kind,
+            "stopping_word": self._stop,
+            "model": self._model,
+            "tokens_predicted": usage.written,
+            "tokens_evaluated": usage.prompt,
+            "tokens_cached": usage.cached,
+            "truncated": False,
+            "timings": timings,
+            "speculation": usage.speculation(),
+        }
+
+    def _chosen(self, answer: dict[str, Any]) -> dict[str, Any]:
+        if not self._fields:
+            return answer
+        flat = answer | {f"timings/{name}": value for name, value in answer["timings"].items()}
+        return {name: flat[name] for name in self._fields if name in flat}
+
+
+class Infill(Api[InfillRequest]):
+    """llama.cpp's filling of gaps."""
+
+    path = "/infill"
+    body = InfillRequest
+    about = "Fill the gap between two texts (llama.cpp's API)."
+
+    def decode(self, body: InfillRequest) -> GenerateRequest:
+        """Return the request of a gap."""
+        if body.n not in (None, 1):
+            raise bad_request(f"n must be 1, got {body.n}", "n")
+        return GenerateRequest(
+            prompt=TextPrompt(
+                texts=[body.input_prefix + (body.prompt or "")],
+                after=body.input_suffix,
+                files=[(file.filename, file.text) for file in body.input_extra or ()],
+                param="input_prefix",
+            ),
+            sampling=body.sampling,
+            constraints=body.constraints(),
+            max_tokens=-1 if body.length is None else body.length,
+            logprobs=0 if body.trace else None,
+            speculation=body.speculation,
         )
-    return found
+
+    def encoder(self, body: InfillRequest, prepared: Prepared) -> InfillEncoder:
+        """Return the encoder of the text."""
+        empty = prepared.jobs[0].prompt_only
+        return InfillEncoder(prepared.model.name, empty, body.n_indent or 0, body.response_fields)
 
 
-def infill_prompt(llm: LLM, before: str, after: str, files: Sequence[tuple[str, str]] = ()) -> list[int]:
-    """Return the token ids of a prompt for the text between `before` and `after`. `files`: names and contents of other
-    files, where the model has a token for them. Control tokens that the texts spell out stay text. Raises
-    `InvalidPrompt`."""
-    tokens = infill_tokens(llm)
-
-    def encoded(text: str) -> list[int]:
-        return llm.tokenizer.encode(TemplateText(text), special=False)
-
-    prompt = [] if llm.tokenizer.bos_token_id is None else llm.tokenizer.encode("", special=True)
-    if tokens.file is not None:
-        for name, content in files:
-            prompt += [tokens.file, *encoded(f"{name}\n{content}\n")]
-    return [*prompt, tokens.prefix, *encoded(before), tokens.suffix, *encoded(after), tokens.middle]
+def _timings(name: str, count: int, seconds: float) -> dict[str, Any]:
+    """Return llama.cpp's figures for `count` tokens."""
+    ms = 1000 * max(0.0, seconds)
+    figures = {"ms": ms, "per_token_ms": ms / max(1, count), "per_second": 1000 * count / ms if ms else 0.0}
+    return {f"{name}_n": count, **{f"{name}_{key}": round(value, 3) for key, value in figures.items()}}

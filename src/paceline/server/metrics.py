@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from paceline.server.choices import FINISH_REASONS
-from paceline.server.worker import Load, ReplyRound
+from paceline.server.worker import FINISH_REASONS, Load, ReplyRound
 
 _LABEL = "model_name"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)

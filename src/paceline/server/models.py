@@ -16,10 +16,10 @@ from typing import TypeVar
 
 from paceline.errors import InvalidOption, OutOfMemory, UnsupportedModel
 from paceline.models.held import held_bytes
-from paceline.server.choices import TokenTexts
 from paceline.server.errors import LOG, ApiError
+from paceline.server.grammars import GrammarTrials
 from paceline.server.metrics import Metrics
-from paceline.server.options import GrammarTrials
+from paceline.server.token_texts import TokenTexts
 from paceline.server.worker import Busy, Load, ServerStopping, Worker, trim_memory
 
 T = TypeVar("T")

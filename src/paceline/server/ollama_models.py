@@ -11,19 +11,22 @@ from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import Request
+from pydantic import Field, model_validator
 from starlette.responses import Response, StreamingResponse
 
+from paceline.chat import thinking
+from paceline.checkpoints.model_facts import ModelFacts, facts_of
 from paceline.sampling.parameters import Sampling, recommended
-from paceline.server import thinking
-from paceline.server.errors import ApiError, api_error
-from paceline.server.infill import InfillTokens
-from paceline.server.model_files import ModelFacts, facts_of
-from paceline.server.models import LoadedModel, Models, ModelSource
-from paceline.server.schema_ollama import NamedModelRequest, PullRequest
-from paceline.server.writers import dumps
+from paceline.server.api import dumps
+from paceline.server.compat import Naming, accepts, ignored
+from paceline.server.errors import ApiError, WrongParameter, api_error
+from paceline.server.models import LoadedModel, ModelSource
+from paceline.server.schema import ModelName
+from paceline.server.serving import Service
+from paceline.text.infill import InfillTokens
 
 VERSION = "0.13.0"
 """Version of Ollama whose API this is. Clients compare it with the oldest that they work with (Copilot: 0.6.4)."""
@@ -32,11 +35,37 @@ _NEVER = 1e10
 """Seconds after which a model that stays is said to be unloaded; Ollama says some hundred years too."""
 
 
+@accepts(ignored("verbose options system template", "models are described as they are"))
+class NamedModelRequest(Naming):
+    """Body of /api/show and of the endpoints that change what is stored."""
+
+    model: ModelName | None = None
+    name: Annotated[ModelName | None, Field(description="The older name of `model`.")] = None
+
+    @property
+    def named(self) -> str:
+        """The model's name."""
+        return self.model or self.name or ""
+
+    @model_validator(mode="after")
+    def _has_name(self) -> NamedModelRequest:
+        if not self.named:
+            raise WrongParameter("model must not be empty", "model")
+        return self
+
+
+@accepts(ignored("insecure username password", "models are fetched from the hub"))
+class PullRequest(NamedModelRequest):
+    """Body of /api/pull."""
+
+    stream: bool | None = True
+
+
 class OllamaModels:
     """The models of a server as Ollama lists them."""
 
-    def __init__(self, models: Models) -> None:
-        self._models = models
+    def __init__(self, service: Service) -> None:
+        self._service, self._models = service, service.loader
         self._began = datetime.now(timezone.utc)
         self._pulling: asyncio.Future[ModelSource | Exception] | None = None
 
@@ -44,14 +73,13 @@ class OllamaModels:
         """Return the version of Ollama whose API this is."""
         return {"version": VERSION}
 
-    def tags(self) -> Callable[[], dict[str, Any]]:
-        """Return what lists the models, each under its first name; it reads files."""
-        return partial(
-            self._listed, [(one, _facts(one, self._models.get(one.names[0])), {}) for one in self._models.sources]
-        )
+    async def tags(self, request: Request) -> Response:
+        """List the models, each under its first name (Ollama's API)."""
+        models = [(one, _facts(one, self._models.get(one.names[0])), {}) for one in self._models.sources]
+        return await self._service.document(request, partial(self._listed, models))  # it reads files
 
-    def ps(self) -> Callable[[], dict[str, Any]]:
-        """Return what lists the models that are in memory; it reads files."""
+    async def ps(self, request: Request) -> Response:
+        """List the models that are in memory (Ollama's API)."""
         found = []
         for source in self._models.sources:
             if model := self._models.get(source.names[0]):
@@ -59,7 +87,7 @@ class OllamaModels:
                 context = model.llm.model.target.context_length
                 more = {"size_vram": 0, "context_length": context, "expires_at": until.isoformat()}
                 found.append((source, _facts(source, model), more))
-        return partial(self._listed, found)
+        return await self._service.document(request, partial(self._listed, found))
 
     def _listed(self, models: Sequence[tuple[ModelSource, Callable[[], ModelFacts], dict[str, Any]]]) -> dict[str, Any]:
         return {"models": [{**self._about(source, facts()), **more} for source, facts, more in models]}
@@ -76,11 +104,18 @@ class OllamaModels:
             "details": _details(facts),
         }
 
-    def show(self, name: str) -> Callable[[], dict[str, Any]]:
-        """Return what describes a model, loaded or not; it reads files. Raises `ApiError` 404."""
-        source, model = self._models.source(name), self._models.get(name)
-        shown = self._models.adapter(name) or source.names[0]
-        return partial(self._shown, shown, _facts(source, model), model.llm.sampling() if model else None)
+    async def show(self, request: Request) -> Response:
+        """Describe a model, loaded or not (Ollama's API). Raises `ApiError` 404."""
+        async with self._service.bodies.read(request, NamedModelRequest) as (body, _):
+            source, model = self._models.source(body.named), self._models.get(body.named)
+            shown = self._models.adapter(body.named) or source.names[0]
+            work = partial(self._shown, shown, _facts(source, model), model.llm.sampling() if model else None)
+            del model
+            self._service.limit.acquire()
+            try:
+                return await self._service.document(request, work)
+            finally:
+                self._service.limit.release()
 
     def _shown(self, name: str, read: Callable[[], ModelFacts], sampling: Sampling | None) -> dict[str, Any]:
         facts = read()
@@ -112,7 +147,13 @@ class OllamaModels:
             "modified_at": self._began.isoformat(),
         }
 
-    async def pull(self, body: PullRequest) -> Response:
+    async def pull(self, request: Request) -> Response:
+        """Fetch a model (Ollama's API)."""
+        async with self._service.bodies.read(request, PullRequest) as (body, _):
+            self._check_pull(body)
+            return await self._pull(body)
+
+    async def _pull(self, body: PullRequest) -> Response:
         """Fetch a model unless it is served, and serve it. One at a time; a client that leaves does not stop it."""
         lines = self._pull_lines(body.named)
         if body.stream is not False:
@@ -123,7 +164,7 @@ class OllamaModels:
                 return Response(dumps(last), 500, media_type="application/json")
         return Response(dumps(last), media_type="application/json")
 
-    def check_pull(self, body: NamedModelRequest) -> None:
+    def _check_pull(self, body: NamedModelRequest) -> None:
         """Raise `ApiError` 403 for a model that is not served and may not be fetched."""
         if self._models.pull is None and not self._serves(body.named):
             raise ApiError(
@@ -205,7 +246,7 @@ def _facts(source: ModelSource, model: LoadedModel | None) -> Callable[[], Model
         context_length=target.context_length,
         vocab_size=target.vocab_size,
         template=llm.tokenizer.chat_template or "",
-        infill=InfillTokens.of(llm) is not None,
+        infill=InfillTokens.of(llm.tokenizer) is not None,
     )
 
 

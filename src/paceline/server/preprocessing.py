@@ -19,13 +19,14 @@ from paceline.server.limits import authorization
 from paceline.text.sandbox import ABANDONED
 
 T = TypeVar("T")
-PoolName = Literal["parse", "short", "long", "grammar", "tokens"]
-"""Kind of work: parse a large body; prepare a request with little text, with much, with a grammar; /tokenize."""
+PoolName = Literal["parse", "short", "long", "grammar", "tokens", "documents"]
+"""Kind of work: parse a large body; prepare a request with little text, with much, or with a grammar; tokenise without
+generating; write what the server knows already, such as its models."""
 
 LONG = 1 << 16
 """Bytes from which a body is long: it takes milliseconds to parse and more to tokenise."""
 
-_THREADS: dict[PoolName, int] = {"parse": 1, "short": 2, "long": 1, "grammar": 2, "tokens": 1}
+_THREADS: dict[PoolName, int] = {"parse": 1, "short": 2, "long": 1, "grammar": 2, "tokens": 1, "documents": 1}
 
 
 def client_of(request: Request) -> str:

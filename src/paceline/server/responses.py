@@ -6,81 +6,276 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from pydantic import TypeAdapter
+from pydantic import BeforeValidator, Field, TypeAdapter
 
-from paceline.server import chat
-from paceline.server.bodies import validated
-from paceline.server.calls import Call
-from paceline.server.choices import TokenTexts
+from paceline.sampling.json_schema import guide
+from paceline.server.api import Api, Encoder, Event, dumps
+from paceline.server.compat import OtherServers, Strict, accepts, ignored, only
 from paceline.server.custom_tools import CustomTool, text_of
-from paceline.server.errors import LOG, REQUEST_ID, ApiError, ContextExceeded
-from paceline.server.items import chat_body
-from paceline.server.limits import Settings
-from paceline.server.models import LoadedModel
-from paceline.server.replies import Arguments, ChatReply, Part, Reasoning, ReplyText
-from paceline.server.schema import ChatRequest
-from paceline.server.schema_responses import FunctionTool, Item, MessageItem, ResponsesRequest
+from paceline.server.errors import LOG, REQUEST_ID, ApiError, ContextExceeded, bad_request
+from paceline.server.grammars import ANY_OBJECT
+from paceline.server.prepare import Prepared
+from paceline.server.replies import BlockBegun, BlockEnded, BlockEvent, ChatReply, ReplyBlock
+from paceline.server.request import ChatPrompt, GenerateRequest, ToolUse, reasoning_values, refuse_media
+from paceline.server.response_items import (
+    AllowedFunctions,
+    CalledTool,
+    FunctionTool,
+    Item,
+    Items,
+    MessageItem,
+    NamedFunction,
+    Namespace,
+    Tools,
+    chat_messages_of,
+)
+from paceline.server.schema import (
+    WITHOUT_EMPTY,
+    Budget,
+    Effort,
+    JsonSchema,
+    Penalty,
+    PlainFormat,
+    Samplers,
+    Schema,
+    Stop,
+    Stops,
+    Text,
+    ThinkingBudgets,
+    schema_format,
+)
 from paceline.server.stored import ResponseStore, StoredResponse, memory
+from paceline.server.token_texts import TokenTexts
 from paceline.server.usage import Usage
 from paceline.server.worker import ReplyRound
-from paceline.server.writers import Event, PreparedRequest, Writer, dumps
 
 _CONVERSATION = 4
 """Size of a stored conversation in memory, for each byte that a body may have."""
 _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 
+ResponseId = Annotated[str, Field(min_length=1, max_length=200)]
 
-def prepare(store: ResponseStore, model: LoadedModel, settings: Settings, body: ResponsesRequest) -> PreparedRequest:
-    """Prepare the reply's tokens, sampling and speculation. Raises `PacelineError` and `ApiError`."""
-    items, new = conversation(store, settings, body)
-    request = validated(chat_body(body, [*items, *new]), ChatRequest)
-    try:
-        prepared = chat.prepare(model, settings, request, truncate=body.truncation == "auto")
-    except ContextExceeded as error:
+
+class SchemaText(JsonSchema):
+    type: Literal["json_schema"]
+    schema_: Annotated[Schema, Field(alias="schema")]
+
+
+def _flat_format(form: Any) -> Any:
+    """Return a text format in the shape of this API: the schema of a chat's `response_format` lies one level deeper."""
+    form = schema_format(form)
+    inner = form.get("json_schema") if isinstance(form, dict) and form.get("type") == "json_schema" else None
+    if not isinstance(inner, dict):
+        return form
+    return {**inner, **{key: value for key, value in form.items() if key != "json_schema"}}
+
+
+class TextOptions(Strict):
+    format: Annotated[
+        Annotated[PlainFormat | SchemaText, Field(discriminator="type")] | None, BeforeValidator(_flat_format)
+    ] = None
+    verbosity: Annotated[Literal["medium"], Field(description="The only value that changes nothing.")] | None = None
+
+
+@accepts(ignored("summary generate_summary", "the reasoning itself is returned"))
+class ResponseReasoning(Strict):
+    effort: Effort | None = None
+    max_tokens: Annotated[Budget | None, Field(description="OpenRouter's.")] = None
+
+
+@accepts(ignored("include_obfuscation", "streams are not padded"))
+class ResponseStreamOptions(Strict):
+    pass
+
+
+@accepts(
+    ignored(
+        "client_metadata max_tool_calls prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier "
+        "service_tier user enable_response_messages",
+        "it has no effect on a local server",
+    ),
+    only((False,), "background", "a response is written while its client waits"),
+    only((), "conversation prompt previous_input_messages", "send the whole conversation, or `previous_response_id`"),
+    only((), "access_programs background_options context_management image moderation", "OpenAI's servers run it"),
+)
+class ResponsesRequest(ThinkingBudgets, Samplers, OtherServers):
+    """Body of /v1/responses."""
+
+    input: Text | Items = Field(default_factory=list)
+    instructions: Text | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Penalty | None = None
+    stop: Annotated[Stop | Stops | None, WITHOUT_EMPTY] = None
+    tools: Tools | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"]
+        | Annotated[NamedFunction | AllowedFunctions, Field(discriminator="type")]
+        | None
+    ) = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ResponseReasoning | None = None
+    previous_response_id: ResponseId | None = None
+    store: bool | None = None
+    truncation: (
+        Annotated[Literal["auto", "disabled"], Field(description="auto: leave out the oldest items that do not fit.")]
+        | None
+    ) = None
+    include: Annotated[list[Annotated[str, Field(max_length=100)]], Field(max_length=32)] | None = None
+    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
+    stream_options: ResponseStreamOptions | None = None
+    chat_template_kwargs: Annotated[Schema, Field(max_length=64)] | None = None
+
+    @property
+    def callable_tools(self) -> list[FunctionTool | CustomTool]:
+        """The tools that the model may call, those of namespaces under the names that it sees."""
+        found = [tool for tool in self.tools or () if isinstance(tool, CalledTool)]
+        for space in self._namespaces:
+            found += [tool.model_copy(update={"name": name}) for name, tool in space.functions.items()]
+        return found
+
+    @property
+    def tool_use(self) -> ToolUse:
+        """The functions and which of them may be called. Raises `ApiError` 400 for a choice that contradicts them."""
+        offered = [tool.offered for tool in self.callable_tools]
+        for i, function in enumerate(offered):
+            if len(function.name) > 128:  # a namespace has its own name
+                param = f"tools.{i}.function.name"
+                raise bad_request(f"{param}: String should match pattern '^[a-zA-Z0-9_.-]{{1,128}}$'", param)
+        choice = self.tool_choice or "auto"
+        mode, names = "required", None
+        if isinstance(choice, str):
+            mode = choice
+        elif isinstance(choice, NamedFunction):
+            names = [choice.name]
+        else:
+            mode, names = choice.mode, [tool.name for tool in choice.tools]
+        return ToolUse.chosen(offered, mode, names, single=self.parallel_tool_calls is False)
+
+    @property
+    def custom(self) -> frozenset[str]:
+        """Names of the custom tools, as the model sees them."""
+        return frozenset(tool.name for tool in self.callable_tools if isinstance(tool, CustomTool))
+
+    @property
+    def origins(self) -> dict[str, dict[str, str]]:
+        """Name and namespace of the functions in namespaces, by the names that the model sees."""
+        return {
+            name: {"name": tool.name, "namespace": space.name}
+            for space in self._namespaces
+            for name, tool in space.functions.items()
+        }
+
+    @property
+    def _namespaces(self) -> list[Namespace]:
+        return [tool for tool in self.tools or () if isinstance(tool, Namespace)]
+
+    @property
+    def items(self) -> list[Item]:
+        """The input; a text is the user's message."""
+        return self.input if isinstance(self.input, list) else [MessageItem(role="user", content=self.input)]
+
+    @property
+    def with_logprobs(self) -> bool:
+        """True if the text has log-probabilities."""
+        return self.top_logprobs is not None or "message.output_text.logprobs" in (self.include or ())
+
+    @property
+    def format(self) -> PlainFormat | SchemaText:
+        """The form of the text."""
+        return (self.text.format if self.text else None) or PlainFormat(type="text")
+
+    @property
+    def constrained(self) -> bool:
+        """Whether a grammar must be compiled for the reply."""
+        return self.format.type != "text" or self.tool_choice not in (None, "none", "auto")
+
+
+class Responses(Api[ResponsesRequest]):
+    """OpenAI's responses."""
+
+    path = "/v1/responses"
+    body = ResponsesRequest
+    id_prefix = "resp_"
+    about = "Generate the next items of a conversation."
+
+    def __init__(self, store: ResponseStore, max_body: int) -> None:
+        """`store`: the responses that requests may continue. `max_body`: bytes that a body may have."""
+        self._store, self._limit = store, _CONVERSATION * max_body
+
+    def decode(self, body: ResponsesRequest) -> GenerateRequest:
+        """Return the request of a conversation."""
+        prompt = ChatPrompt(
+            messages=chat_messages_of(self.conversation(body), body.instructions),
+            tools=body.tool_use,
+            values={
+                **reasoning_values(body.reasoning.effort if body.reasoning else None),
+                **(body.chat_template_kwargs or {}),
+            },
+            truncated=body.truncation == "auto",
+        )
+        form = body.format
+        promise = isinstance(form, SchemaText) and bool(form.strict)
+        schema = form.schema_ if isinstance(form, SchemaText) else ANY_OBJECT
+        return GenerateRequest(
+            prompt=prompt,
+            sampling=body.sampling,
+            constraints={} if form.type == "text" else {"response_format": ("json_schema", guide(schema, not promise))},
+            max_tokens=-1 if body.max_output_tokens is None else body.max_output_tokens,
+            logprobs=(body.top_logprobs or 0) if body.with_logprobs else None,
+            thinking_budget=body.budget(reasoning=body.reasoning.max_tokens if body.reasoning else None),
+            speculation=body.speculation,
+        )
+
+    def conversation(self, body: ResponsesRequest) -> list[Item]:
+        """Return the stored items that a request continues, and its own. Raises `ApiError` 400, also for a new part
+        that is not text."""
+        last = body.input[-1] if body.input else None
+        if isinstance(last, MessageItem) and not isinstance(last.content, str):
+            kinds = ["" if part.textual else part.type for part in last.content]
+            refuse_media(f"input.{len(body.input) - 1}.content", kinds, ("",), "a new part must be 'input_text'")
+        items: list[Item] = []
+        for before in self._store.conversation(body.previous_response_id, self._limit):
+            items += [*before.input, *_ITEMS.validate_python(before.document["output"])]
+        return [*items, *body.items]
+
+    def encoder(self, body: ResponsesRequest, prepared: Prepared) -> ResponsesEncoder:
+        """Return the encoder of the response."""
+        document = _document(body, prepared)
+        kept = None
+        if body.store is not False:
+            size = memory(body.model_dump_json()) + memory(dumps(document).decode())
+            kept = _Kept(self._store, body.items, size, len(_ITEMS.dump_json(body.items)))
+        texts = prepared.model.token_texts if body.with_logprobs else None
+        [reply] = prepared.replies
+        return ResponsesEncoder(document, reply, body.origins, body.custom, texts, kept)
+
+    def overflown(self, body: ResponsesRequest, prepared: Prepared, error: ContextExceeded) -> Encoder:
+        """Return a stream whose response fails: as in OpenAI's API, and where Codex looks for this error."""
         if not body.stream:
-            raise
-        return _overflown(model, body, error)
-    head, origins, custom = _head(body, prepared.sampling), body.origins, body.custom
-    logprobs = model.token_texts if request.logprobs else None
-    kept = store if body.store is not False else None
-    size = memory(body.model_dump_json()) + memory(dumps(head).decode()) if kept else 0
-    length = len(_ITEMS.dump_json(list(new))) if kept else 0
-
-    def writer(answer_id: str) -> ResponsesWriter:
-        document = {"id": answer_id, "created_at": int(time.time()), "model": model.name, **head}
-        return ResponsesWriter(document, prepared.reply(), origins, custom, logprobs, kept, new, size, length)
-
-    return PreparedRequest(prepared.jobs, writer)
+            raise error
+        LOG.info("%s refused: %s", REQUEST_ID.get(), error.message)
+        return FailingEncoder(_document(body, prepared), error)
 
 
-def conversation(
-    store: ResponseStore, settings: Settings, body: ResponsesRequest
-) -> tuple[Sequence[Item], Sequence[Item]]:
-    """Return the stored items that a request continues, and its own. Raises `ApiError`."""
-    new: Sequence[Item] = body.input if isinstance(body.input, list) else [MessageItem(role="user", content=body.input)]
-    items: list[Item] = []
-    for before in store.conversation(body.previous_response_id, _CONVERSATION * settings.max_body):
-        items += [*before.input, *_ITEMS.validate_python(before.document["output"])]
-    return items, new
-
-
-def _overflown(model: LoadedModel, body: ResponsesRequest, error: ContextExceeded) -> PreparedRequest:
-    """Return a stream whose response fails: as in OpenAI's API, and where Codex looks for this error."""
-    LOG.info("%s refused: %s", REQUEST_ID.get(), error.message)
-    head = _head(body, model.llm.sampling())
-
-    def writer(answer_id: str) -> FailingWriter:
-        return FailingWriter({"id": answer_id, "created_at": int(time.time()), "model": model.name, **head}, error)
-
-    return PreparedRequest([], writer)
-
-
-def _head(body: ResponsesRequest, sampling: Any) -> dict[str, Any]:
-    """Return what a response repeats of its request."""
+def _document(body: ResponsesRequest, prepared: Prepared) -> dict[str, Any]:
+    """Return a response without output, with what it repeats of its request."""
     dumped = body.model_dump(include={"tools", "text", "tool_choice"}, exclude_none=True, by_alias=True)
+    sampling = prepared.sampling
     return {
+        "id": prepared.id,
+        "created_at": int(time.time()),
+        "model": prepared.model.name,
         "object": "response",
         "status": "in_progress",
         "background": False,
@@ -110,7 +305,7 @@ def _shown(tool: FunctionTool | CustomTool) -> dict[str, Any]:
     return {"parameters": None, "strict": None, **tool.model_dump()}
 
 
-class ResponsesWriter(Writer):
+class ResponsesEncoder(Encoder):
     """A response: items of reasoning, text and calls, each with the events of its beginning, growth and end."""
 
     def __init__(
@@ -120,22 +315,22 @@ class ResponsesWriter(Writer):
         origins: Mapping[str, dict[str, str]],
         custom: frozenset[str],
         token_texts: TokenTexts | None,
-        store: ResponseStore | None,
-        new: Sequence[Item],
-        size: int,
-        length: int,
+        kept: _Kept | None,
     ) -> None:
-        """`origins`: names and namespaces of functions in namespaces. `custom`: names of custom tools, whose calls are
-        text. `token_texts`: None without log-probabilities.
-        `store`: where the response is kept with its `new` items; None if it is not kept. `size`: bytes of memory of the
-        items and the document; `length`: characters of the items."""
-        self._document, self._reply, self._origins, self._token_texts = document, reply, origins, token_texts
-        self._custom, self._arguments = custom, ""
-        self._store, self._new, self._size, self._length = store, new, size, length
+        """Make an encoder.
+
+        Args:
+            document: The response without output.
+            reply: The reply.
+            origins: Names and namespaces of the functions in namespaces, by the names that the model sees.
+            custom: Names of custom tools, whose calls are text.
+            token_texts: The texts of tokens; None without log-probabilities.
+            kept: The place of the response in the store; None if it is not kept.
+        """
+        self._document, self._reply, self._origins, self._custom = document, reply, origins, custom
+        self._token_texts, self._kept = token_texts, kept
         self._sequence = -1
         self._output: list[dict[str, Any]] = []
-        self._open = False
-        """Whether the last item may grow."""
 
     def begin(self, usage: Usage) -> list[Event]:
         """Return the events of a response without output."""
@@ -143,15 +338,12 @@ class ResponsesWriter(Writer):
 
     def add(self, round_: ReplyRound) -> list[Event]:
         """Add a round."""
-        events: list[Event] = []
-        for part in self._reply.add(round_):
-            events += self._grow(part, round_)
-        return [*events, *(self._close() if self._reply.finish_reason else [])]
+        return [event for block_event in self._reply.add(round_) for event in self._events(block_event, round_)]
 
     def heartbeat(self) -> Event:
         """Return an empty delta of the last item. Before there is one, the response is in progress once more: an event
         that every client knows, but which some take for the whole output so far. What may be long is left out."""
-        if not self._open:
+        if not self._reply.open:
             short = {**self._document, "instructions": None, "tools": []}
             return self._event("response.in_progress", response={**short, "output": self._output})
         kind = self._output[-1]["type"]
@@ -173,9 +365,8 @@ class ResponsesWriter(Writer):
             "metrics": usage.vllm(),
         }
         self._document |= {**ended, "output": self._output}
-        if self._store is not None:
-            size, previous = self._size + memory(dumps(ended).decode()), self._document["previous_response_id"]
-            self._store.put(StoredResponse(self._document, self._new, previous, size, self._length))
+        if self._kept:
+            self._kept.put(self._document, memory(dumps(ended).decode()))
         return [self._event("response.incomplete" if cut else "response.completed", response=self._document)]
 
     def document(self, usage: Usage) -> dict[str, Any]:
@@ -197,98 +388,100 @@ class ResponsesWriter(Writer):
         item_id, index = self._output[-1]["id"], len(self._output) - 1
         return self._event(kind, item_id=item_id, output_index=index, **more)
 
-    def _grow(self, part: Part, round_: ReplyRound) -> list[Event]:
-        match part:
-            case Reasoning():
-                events = [] if self._in("reasoning") else self._begin(_reasoning())
-                self._content["text"] += part.text
-                self._count(part.text)
-                return [*events, self._of_item("response.reasoning_text.delta", content_index=0, delta=part.text)]
-            case ReplyText():
-                events = [] if self._in("message") else self._begin(_message())
-                return [*events, self._text(part, round_)]
-            case Call():
-                made = _custom_call(part) if part.name in self._custom else _call(part)
-                events = self._begin(made | self._origins.get(part.name, {}))
-                text, self._arguments = part.arguments, ""
-            case Arguments():
-                events, text = [], part.text
-        self._arguments += text
-        self._count(text)
-        if self._output[-1]["type"] == "custom_tool_call":
-            return events  # its text is known once its JSON is complete
-        self._output[-1]["arguments"] = self._arguments
-        delta = [self._of_item("response.function_call_arguments.delta", delta=text)] if text else []
-        return [*events, *delta]
-
-    def _text(self, part: ReplyText, round_: ReplyRound) -> Event:
+    def _events(self, event: BlockEvent, round_: ReplyRound) -> list[Event]:
+        """Return the events of a block's beginning, growth or end. Each block is an item."""
+        if isinstance(event, BlockEnded):
+            return self._ended(event.block)
+        begun = self._begun(event.block) if isinstance(event, BlockBegun) else []
+        self._count(event.text)
+        if event.block.kind == "call":
+            return [*begun, *self._called(event.block, event.text)]
+        content = self._output[-1]["content"][0]
+        content["text"] += event.text
+        if event.block.kind == "reasoning":
+            return [*begun, self._of_item("response.reasoning_text.delta", content_index=0, delta=event.text)]
         logprobs = [self._token_texts.chat_logprobs(chunk) for chunk in round_.chunks] if self._token_texts else []
-        self._content["text"] += part.text
-        self._content["logprobs"] += logprobs
-        self._count(part.text)
         if logprobs:
+            content["logprobs"] += logprobs
             self._count(logprobs)
-        return self._of_item("response.output_text.delta", content_index=0, delta=part.text, logprobs=logprobs)
+        more: dict[str, Any] = {"content_index": 0, "delta": event.text, "logprobs": logprobs}
+        return [*begun, self._of_item("response.output_text.delta", **more)]
+
+    def _called(self, block: ReplyBlock, text: str) -> list[Event]:
+        """Return the event of more arguments; none for a custom tool, whose text is known once its JSON is complete."""
+        item = self._output[-1]
+        if item["type"] == "custom_tool_call":
+            return []
+        item["arguments"] = block.text
+        return [self._of_item("response.function_call_arguments.delta", delta=text)] if text else []
 
     def _count(self, more: Any) -> None:
         """Count more of the output, so that the whole need not be measured at the end."""
-        if self._store is not None:
-            text = dumps(more).decode()
-            self._size += memory(text)
-            self._length += len(text)
+        if self._kept:
+            self._kept.count(dumps(more).decode())
 
-    def _in(self, kind: str) -> bool:
-        return self._open and self._output[-1]["type"] == kind
-
-    @property
-    def _content(self) -> dict[str, Any]:
-        """The content of the last item, which has one part."""
-        content: dict[str, Any] = self._output[-1]["content"][0]
-        return content
-
-    def _begin(self, item: dict[str, Any]) -> list[Event]:
-        """End the last item, and add one."""
-        events = self._close()
+    def _begun(self, block: ReplyBlock) -> list[Event]:
+        """Add the item of a block."""
+        item = _item(block, block.name in self._custom) | self._origins.get(block.name, {})
         self._output.append(item)
         self._count(item)
-        self._open = True
         first = {**item, "content": []} if "content" in item else dict(item)
-        added = [self._event("response.output_item.added", output_index=len(self._output) - 1, item=first)]
+        added = [self._event("response.output_item.added", output_index=block.index, item=first)]
         if "content" in item:
-            added.append(self._of_item("response.content_part.added", content_index=0, part=deepcopy(self._content)))
-        return [*events, *added]
+            part = deepcopy(item["content"][0])
+            added.append(self._of_item("response.content_part.added", content_index=0, part=part))
+        return added
 
-    def _close(self) -> list[Event]:
-        """End the last item."""
-        if not self._open:
-            return []
-        self._open, item = False, self._output[-1]
+    def _ended(self, block: ReplyBlock) -> list[Event]:
+        """Complete the item of a block."""
+        item = self._output[-1]
         item["status"] = "incomplete" if self._reply.finish_reason == "length" else "completed"
         if item["type"] == "function_call":
             arguments = {"name": item["name"], "arguments": item["arguments"]}
             events = [self._of_item("response.function_call_arguments.done", **arguments)]
         elif item["type"] == "custom_tool_call":
-            item["input"] = text_of(self._arguments)
+            item["input"] = text_of(block.text)
             events = [
                 self._of_item("response.custom_tool_call_input.delta", delta=item["input"]),
                 self._of_item("response.custom_tool_call_input.done", input=item["input"]),
             ]
         else:
-            part = self._content
-            kind = "reasoning_text" if item["type"] == "reasoning" else "output_text"
+            part = item["content"][0]
+            kind = "reasoning_text" if block.kind == "reasoning" else "output_text"
             whole = {name: part[name] for name in ("text", "logprobs") if name in part}
             events = [
                 self._of_item(f"response.{kind}.done", content_index=0, **whole),
                 self._of_item("response.content_part.done", content_index=0, part=part),
             ]
-        return [*events, self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)]
+        return [*events, self._event("response.output_item.done", output_index=block.index, item=item)]
 
 
-class FailingWriter(ResponsesWriter):
+@dataclass(slots=True)
+class _Kept:
+    """The place of a growing response in the store. `items`: its input. `size`: bytes of memory so far. `length`:
+    characters of its items so far."""
+
+    store: ResponseStore
+    items: Sequence[Item]
+    size: int
+    length: int
+
+    def count(self, text: str) -> None:
+        """Count more of the output, as JSON."""
+        self.size += memory(text)
+        self.length += len(text)
+
+    def put(self, document: dict[str, Any], more: int) -> None:
+        """Store the whole response. `more`: bytes of memory that are not counted yet."""
+        previous = document["previous_response_id"]
+        self.store.put(StoredResponse(document, self.items, previous, self.size + more, self.length))
+
+
+class FailingEncoder(ResponsesEncoder):
     """A response that fails before it has any output."""
 
     def __init__(self, document: dict[str, Any], error: ApiError) -> None:
-        super().__init__(document, ChatReply(), {}, frozenset(), None, None, (), 0, 0)
+        super().__init__(document, ChatReply(), {}, frozenset(), None, None)
         self._error = error
 
     def end(self, usage: Usage) -> list[Event]:
@@ -296,24 +489,18 @@ class FailingWriter(ResponsesWriter):
         raise self._error
 
 
-def _reasoning() -> dict[str, Any]:
-    content = [{"type": "reasoning_text", "text": ""}]
-    return {"id": _id("rs"), "type": "reasoning", "status": "in_progress", "summary": [], "content": content}
-
-
-def _message() -> dict[str, Any]:
-    content = [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]
-    return {"id": _id("msg"), "type": "message", "status": "in_progress", "role": "assistant", "content": content}
-
-
-def _call(call: Call) -> dict[str, Any]:
-    about = {"call_id": call.id, "name": call.name, "arguments": ""}
-    return {"id": _id("fc"), "type": "function_call", "status": "in_progress", **about}
-
-
-def _custom_call(call: Call) -> dict[str, Any]:
-    about = {"call_id": call.id, "name": call.name, "input": ""}
-    return {"id": _id("ctc"), "type": "custom_tool_call", "status": "in_progress", **about}
+def _item(block: ReplyBlock, custom: bool) -> dict[str, Any]:
+    """Return the item of a block without its text. `custom`: it calls a custom tool."""
+    if block.kind == "reasoning":
+        content: list[Any] = [{"type": "reasoning_text", "text": ""}]
+        return {"id": _id("rs"), "type": "reasoning", "status": "in_progress", "summary": [], "content": content}
+    if block.kind == "text":
+        content = [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]
+        about: dict[str, Any] = {"role": "assistant", "content": content}
+        return {"id": _id("msg"), "type": "message", "status": "in_progress", **about}
+    kind, prefix, text = ("custom_tool_call", "ctc", "input") if custom else ("function_call", "fc", "arguments")
+    about = {"call_id": block.id, "name": block.name, text: ""}
+    return {"id": _id(prefix), "type": kind, "status": "in_progress", **about}
 
 
 def _id(prefix: str) -> str:

@@ -1,15 +1,17 @@
-"""Request bodies: every parameter with its type and range. Unknown parameters are rejected, not ignored."""
+"""Types and parameters that the bodies of several APIs share. Unknown parameters are rejected, not ignored."""
 
 from __future__ import annotations
 
 import json
-from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from paceline.server.compat import Ignored, Lenient, OtherServers, Strict, accepts, ignored, left_out, only
-from paceline.server.custom_tools import chat_call, chat_tool
+from paceline.sampling.json_schema import guide
+from paceline.server import grammars
+from paceline.server.compat import BUDGETS, Ignored, Lenient, OtherServers, Strict, accepts, ignored, only
+from paceline.server.errors import WrongParameter
+from paceline.server.grammars import ANY_OBJECT, Constraint
 from paceline.text.past_calls import as_object
 
 MAX_STOPS, MAX_BIASES, MAX_TOOLS = 16, 4096, 512
@@ -57,17 +59,22 @@ def _as_biases(value: Any) -> Any:
 
 
 def _alias_value(body: Any, *names: str) -> Any:
-    """Return the value of a parameter that has several names. Raises `ValueError` if they differ."""
+    """Return the value of a parameter that has several names. Raises `WrongParameter` if they differ."""
     given = {name: value for name in names if (value := getattr(body, name, None)) is not None}
     if len(set(given.values())) > 1:
-        raise ValueError(f"{' and '.join(given)} must not differ. Send one of them")
+        raise WrongParameter(f"{' and '.join(given)} must not differ. Send one of them", next(iter(given)))
     return next(iter(given.values()), None)
 
 
 Length = Annotated[int, Field(ge=-1, le=2**31, description="-1: as many as fit.")]
 Penalty = Annotated[float, Field(ge=0.01, le=1000)]
 
-_LENGTHS = ("max_tokens", "max_completion_tokens", "n_predict")
+_SAME_NAMES = (
+    *("temperature", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "no_repeat_ngram_size", "seed", "stop", "stop_token_ids", "ignore_eos"),
+)
+"""Parameters that have the same name in `Sampling`."""
+LENGTHS = ("max_tokens", "max_completion_tokens", "n_predict")
 """Names of the maximum reply length."""
 
 
@@ -112,6 +119,21 @@ def schema_format(form: Any) -> Any:
 ResponseFormat = Annotated[
     Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")], BeforeValidator(schema_format)
 ]
+
+
+def format_constraint(form: PlainFormat | SchemaFormat | None) -> Constraint | None:
+    """Return the constraint of a response format. Its schema is a guide unless it is strict."""
+    if form is None or form.type == "text":
+        return None
+    asked = form.json_schema if isinstance(form, SchemaFormat) else JsonSchema()
+    return "json_schema", guide(ANY_OBJECT if asked.schema_ is None else asked.schema_, lenient=not asked.strict)
+
+
+def given(**values: Any) -> dict[str, Any]:
+    """Return the values that are not None."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
 Choices = Annotated[list[Annotated[str, Field(min_length=1, max_length=10_000)]], Field(min_length=1, max_length=1000)]
 GrammarText = Annotated[str, Field(min_length=1, max_length=100_000)]
 
@@ -133,17 +155,22 @@ class StructuredOutputs(Strict):
     json_object: bool | None = None
 
 
+Budget = Annotated[int, Field(ge=-1, lt=2**31, description="Maximum tokens of reasoning. -1: no limit.")]
+
+
 class ReasoningOptions(Lenient):
     """OpenRouter's `reasoning`. Its other keys have no effect."""
 
     effort: Effort | None = None
     enabled: bool | None = None
+    max_tokens: Budget | None = None
 
 
 class ThinkingOptions(Lenient):
-    """Anthropic's `thinking`, which DeepSeek, GLM and others take too. A budget has no effect."""
+    """Anthropic's `thinking`, which DeepSeek, GLM and others take too."""
 
     type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: Budget | None = None
 
 
 @accepts(
@@ -174,12 +201,72 @@ class Generating(Strict):
     timeout: Annotated[float, Field(gt=0, le=86400, description="Seconds.")] | None = None
 
     @property
-    @abstractmethod
     def constrained(self) -> bool:
-        """Whether a grammar must be compiled for the reply."""
+        """True if a grammar must be compiled for the reply."""
+        return False
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Fields of `Sampling` that the request sets."""
+        same, top_k = {name: getattr(self, name, None) for name in _SAME_NAMES}, getattr(self, "top_k", None)
+        return given(**same, top_k=None if top_k is None else max(0, top_k))
 
 
-class RequestBody(OtherServers, Generating):
+class Samplers(Generating):
+    """Samplers of llama.cpp, under its names."""
+
+    dry_multiplier: Annotated[float, Field(ge=0, le=1000, description="0: DRY is off.")] | None = None
+    dry_base: Annotated[float, Field(ge=0, le=1000, description="Below 1: 1.75, as in llama.cpp.")] | None = None
+    dry_allowed_length: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    dry_penalty_last_n: Annotated[int, Field(ge=-1, lt=2**31, description="-1: the whole text.")] | None = None
+    dry_sequence_breakers: (
+        Annotated[list[Annotated[str, Field(min_length=1, max_length=40)]], Field(max_length=64, fail_fast=True)] | None
+    ) = None
+    top_n_sigma: Annotated[float, Field(ge=-1, le=1000, description="0 and -1: off.")] | None = None
+    xtc_probability: Annotated[float, Field(ge=0, le=1)] | None = None
+    xtc_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Fields of `Sampling` that the request sets. Numbers out of range stand for llama.cpp's defaults."""
+        found = given(**{name: getattr(self, name) for name in _SAMPLERS})
+        if found.get("dry_base", 1) < 1:
+            del found["dry_base"]
+        if "top_n_sigma" in found:
+            found["top_n_sigma"] = max(0.0, found["top_n_sigma"])
+        return {**super().sampling, **found}
+
+
+_SAMPLERS = tuple(Samplers.__annotations__)
+
+
+class ThinkingBudgets(Strict):
+    """Names of the maximum tokens of reasoning."""
+
+    thinking_budget: Annotated[
+        Budget | None, Field(description="Maximum tokens of reasoning, whose end is then forced.")
+    ] = None
+    thinking_budget_tokens: Annotated[Budget | None, Field(description="llama.cpp's `thinking_budget`.")] = None
+    thinking_token_budget: Annotated[Budget | None, Field(description="vLLM's `thinking_budget`.")] = None
+    reasoning_budget: Annotated[Budget | None, Field(description="The same as `thinking_budget`.")] = None
+    reasoning_budget_tokens: Annotated[Budget | None, Field(description="llama.cpp's `thinking_budget`.")] = None
+
+    def budget(self, **others: int | None) -> int | None:
+        """Return the maximum tokens of reasoning; None for no limit. Raises `WrongParameter` if several limits differ.
+
+        `others`: limits in other parameters, by their names.
+        """
+        named: int | None = _alias_value(self, *BUDGETS.split())
+        limits = {**others, **given(thinking_budget=named)}
+        found = {limit: name for name, limit in limits.items() if limit is not None}
+        if len(found) > 1:
+            raise WrongParameter(
+                "reasoning must not have several budgets that differ. Send one of them", next(iter(found.values()))
+            )
+        return next((limit for limit in found if limit >= 0), None)
+
+
+class RequestBody(Samplers, OtherServers):
     """Parameters of both chats and completions."""
 
     max_tokens: Length | None = None
@@ -237,7 +324,7 @@ class RequestBody(OtherServers, Generating):
     @property
     def length(self) -> int | None:
         """Maximum tokens of the reply; -1: as many as fit."""
-        length: int | None = _alias_value(self, *_LENGTHS)
+        length: int | None = _alias_value(self, *LENGTHS)
         return length
 
     @property
@@ -246,11 +333,48 @@ class RequestBody(OtherServers, Generating):
         penalty: float | None = _alias_value(self, "repetition_penalty", "repeat_penalty")
         return penalty
 
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Fields of `Sampling` that the request sets."""
+        own = given(
+            repetition_penalty=self.penalty,
+            min_new_tokens=self.min_tokens,
+            logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()} or None,
+        )
+        return {**super().sampling, **own}
+
+    def constraints(self) -> dict[str, Constraint]:
+        """Return the request's constraints by parameter.
+
+        Raises `ApiError` 400 for a malformed schema or grammar, and `Busy` if a grammar cannot be read now.
+        """
+        own = self.structured_outputs or StructuredOutputs()
+        return given(
+            response_format=format_constraint(self.response_format),
+            guided_json=grammars.of_schema("guided_json", self.guided_json),
+            json_schema=grammars.of_schema("json_schema", self.json_schema),
+            guided_regex=grammars.of_regex(self.guided_regex),
+            regex=grammars.of_regex(self.regex),
+            guided_grammar=grammars.of_grammar("guided_grammar", self.guided_grammar),
+            grammar=grammars.of_grammar("grammar", self.grammar),
+            ebnf=grammars.of_grammar("ebnf", self.ebnf),
+            guided_choice=grammars.of_texts(self.guided_choice),
+            **{
+                "structured_outputs.json": grammars.of_schema("structured_outputs.json", own.json_),
+                "structured_outputs.json_object": ("json_schema", ANY_OBJECT) if own.json_object else None,
+                "structured_outputs.regex": grammars.of_regex(own.regex),
+                "structured_outputs.grammar": grammars.of_grammar("structured_outputs.grammar", own.grammar),
+                "structured_outputs.choice": grammars.of_texts(own.choice),
+            },
+        )
+
     @model_validator(mode="after")
     def _check_combination(self) -> RequestBody:
         _, penalty = self.length, self.penalty
         if self.repeat_last_n not in (None, -1) and penalty not in (None, 1):
-            raise ValueError("repeat_last_n must be -1 with a penalty, which applies to the whole text")
+            raise WrongParameter(
+                "repeat_last_n must be -1 with a penalty, which applies to the whole text", "repeat_last_n"
+            )
         return self
 
 
@@ -268,291 +392,3 @@ Arguments = Annotated[Schema, BeforeValidator(as_object)]
 """A past call's arguments as an object, however they were sent."""
 CalledName = Annotated[str, Field(max_length=500)]
 """Name in a past call, which a model may have made up."""
-
-_SWITCHES = ("enable_thinking", "thinking")
-"""Variables by which chat templates switch reasoning on and off."""
-
-
-class TextPart(Lenient):
-    type: str
-    text: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _text_only(cls, part: Any) -> Any:
-        if isinstance(part, dict) and part.get("type") == "refusal":  # an assistant's, sent back
-            return {"type": "text", "text": part.get("refusal")}
-        if isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] != "text":
-            raise ValueError(f"type must be 'text', got {part['type']!r:.60}")
-        return part
-
-    @model_validator(mode="after")
-    def _has_text(self) -> TextPart:
-        if self.text is None:
-            raise ValueError("a text part must have a text")
-        return self
-
-
-class ContentPart(Lenient):
-    """A part of a message's content. If it is not text, such as an image, `text` is a note."""
-
-    type: Annotated[str, Field(max_length=100)]
-    text: Text
-
-    @model_validator(mode="before")
-    @classmethod
-    def _as_text(cls, part: Any) -> Any:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind == "refusal":  # an assistant's, sent back
-            return {"type": "text", "text": part.get("refusal")}
-        return part if not isinstance(kind, str) or kind == "text" else {"type": kind, "text": left_out(kind)}
-
-
-class CalledFunction(Lenient):
-    name: CalledName
-    arguments: ArgumentsText = ""
-
-
-class ToolCall(Lenient):
-    """A function call in an assistant's message. One of a custom tool counts as a function of one text, `input`."""
-
-    _custom = model_validator(mode="before")(chat_call)
-
-    id: Annotated[str, Field(max_length=200)] | None = None
-    type: str | None = "function"
-    function: CalledFunction
-
-
-@accepts(only((), "audio", "this server reads text only"))
-class Message(Lenient):
-    """A message of a chat."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Text | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
-    name: Annotated[str, Field(max_length=200)] | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
-    tool_call_id: Annotated[str, Field(max_length=200)] | None = None
-    reasoning_content: Text | None = None
-    refusal: Text | None = None
-    function_call: CalledFunction | None = None
-
-    @property
-    def calls(self) -> list[ToolCall]:
-        """The message's function calls, sent as `tool_calls` or as the legacy `function_call`."""
-        legacy = [ToolCall(function=self.function_call)] if self.function_call else []
-        return [*(self.tool_calls or ()), *legacy]
-
-    @model_validator(mode="after")
-    def _has_content(self) -> Message:
-        if self.calls and self.role != "assistant":
-            raise ValueError("tool_calls and function_call require the role 'assistant'")
-        if self.content is None and self.role not in ("assistant", "tool", "function"):
-            raise ValueError("content must not be null, except in messages of the assistant and of tools")
-        return self
-
-
-class Function(Lenient):
-    name: Name
-    description: Text | None = None
-    parameters: Schema | None = None
-    strict: Annotated[
-        bool | None,
-        Field(description="Arguments always follow the schema if tool_choice is required or names a function."),
-    ] = None
-
-
-class Tool(Lenient):
-    """A function, or a custom tool as the function by which the model sees it."""
-
-    type: Literal["function", "custom"]
-    function: Function
-
-    _custom = model_validator(mode="before")(chat_tool)
-
-    @property
-    def shown(self) -> dict[str, Any]:
-        """The tool as chat templates know it."""
-        return {"type": "function", "function": self.function.model_dump(exclude_none=True)}
-
-
-class FunctionName(Strict):
-    name: Name
-
-
-class NamedTool(Strict):
-    type: Literal["function"]
-    function: FunctionName
-
-    _custom = model_validator(mode="before")(chat_call)
-
-
-class Allowed(Strict):
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
-
-
-class AllowedTools(Strict):
-    """Some of the tools may be called; the prompt shows all of them."""
-
-    type: Literal["allowed_tools"]
-    allowed_tools: Allowed
-
-
-class PredictedContent(Strict):
-    """OpenAI's predicted outputs."""
-
-    type: Literal["content"]
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=10_000)]
-
-    @property
-    def text(self) -> str:
-        """The whole text."""
-        return self.content if isinstance(self.content, str) else "".join(part.text or "" for part in self.content)
-
-
-Messages = Annotated[list[Message], Field(min_length=1, max_length=10_000, fail_fast=True)]
-Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
-
-
-@accepts(
-    ignored(
-        "metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options",
-        "it has no effect on a local server",
-    ),
-    only((1,), "best_of", "only /v1/completions has it"),
-    only((False,), "echo", "`continue_final_message` continues a message"),
-    only((False,), "add_special_tokens", "the chat template has the special tokens"),
-    only((True,), "include_reasoning", "reasoning is returned apart from the text"),
-    only((True,), "parse_tool_calls", "calls are parsed where tools are sent"),
-    only(([],), "documents", "put documents into a message"),
-    only(("",), "chat_template", "the model's own template is used"),
-    only((), "input_ids", "/v1/completions takes token ids"),
-    only((), "task", "put the task into a message"),
-    only(("medium",), "verbosity", "put it into a message"),
-    only((), "audio", "this server writes text only"),
-    only((), "web_search_options moderation", "this server writes text only"),
-)
-class ChatRequest(RequestBody):
-    """Body of /v1/chat/completions."""
-
-    messages: Messages
-    max_completion_tokens: Length | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    prediction: PredictedContent | None = None
-    tools: Tools | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
-    parallel_tool_calls: bool | None = None
-    chat_template_kwargs: Annotated[Schema, Field(max_length=64)] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: Annotated[
-        bool | None, Field(description="The reply continues the last message, which must be the assistant's.")
-    ] = None
-    functions: Annotated[list[Function], Field(max_length=MAX_TOOLS, description="OpenAI's legacy `tools`.")] | None = (
-        None
-    )
-    function_call: Literal["none", "auto"] | FunctionName | None = None
-
-    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
-    reasoning: (
-        Annotated[Literal["off", "auto"], Field(description="off: the model does not reason.")]
-        | ReasoningOptions
-        | None
-    ) = None
-    reasoning_effort: (
-        Annotated[Effort, Field(description="none: as `reasoning` off; others are passed to the chat template.")] | None
-    ) = None
-    reasoning_format: (
-        Annotated[Literal["none", "auto", "deepseek"], Field(description="none: reasoning is not split off.")] | None
-    ) = None
-
-    # Names that other servers use
-    enable_thinking: bool | None = None
-    think: bool | Effort | None = None
-    thinking: bool | ThinkingOptions | None = None
-
-    @property
-    def constrained(self) -> bool:
-        """Whether a grammar must be compiled for the reply."""
-        return self.choice not in ("none", "auto") or super().constrained
-
-    @property
-    def template_values(self) -> dict[str, Any]:
-        """Variables of the chat template."""
-        effort = next(iter(self._efforts), None)
-        # Templates of Qwen, GLM and others know the one, those of DeepSeek, Kimi and Granite the other.
-        values: dict[str, Any] = {} if effort is None else dict.fromkeys(_SWITCHES, effort != "none")
-        if effort not in (None, "none", "on"):
-            values["reasoning_effort"] = {"minimal": "low", "xhigh": "high", "max": "high"}.get(str(effort), effort)
-        return {**values, **(self.chat_template_kwargs or {})}
-
-    @property
-    def _efforts(self) -> dict[str, str]:
-        """The efforts that the request asks for, with the parameters that do: "none", a level, or "on" for any."""
-        reasoning, thinking = self.reasoning, self.thinking
-        given: dict[str, Any] = {
-            "reasoning": "none" if reasoning == "off" else None,
-            "reasoning_effort": self.reasoning_effort,
-            "enable_thinking": self.enable_thinking,
-            "think": self.think,
-            "thinking": thinking.type != "disabled" if isinstance(thinking, ThinkingOptions) else thinking,
-        }
-        if isinstance(reasoning, ReasoningOptions):
-            given["reasoning"] = reasoning.effort or reasoning.enabled
-        named = {True: "on", False: "none"}
-        found = {named.get(value, value): name for name, value in given.items() if value is not None}
-        levels = {effort: name for effort, name in found.items() if effort != "on"}
-        return found if "none" in found else levels or found
-
-    @property
-    def offered(self) -> list[Tool]:
-        """The tools, sent as `tools` or as the legacy `functions`."""
-        legacy = [Tool(type="function", function=function) for function in self.functions or ()]
-        return [*(self.tools or ()), *legacy]
-
-    @property
-    def custom(self) -> frozenset[str]:
-        """Names of the custom tools."""
-        return frozenset(tool.function.name for tool in self.tools or () if tool.type == "custom")
-
-    @property
-    def choice(self) -> Literal["none", "auto", "required"] | NamedTool | AllowedTools:
-        """The tool choice, sent as `tool_choice` or as the legacy `function_call`."""
-        if isinstance(self.function_call, FunctionName):
-            return NamedTool(type="function", function=self.function_call)
-        return self.tool_choice or self.function_call or "auto"
-
-    @model_validator(mode="after")
-    def _check_chat(self) -> ChatRequest:
-        if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs requires logprobs=true")
-        if self.length == 0:
-            name = next(name for name in _LENGTHS if getattr(self, name) == 0)
-            raise ValueError(f"{name} must be >= 1, or -1 for as many as fit, got 0")
-        if self.tools and (self.functions or self.function_call):
-            raise ValueError(
-                "functions and function_call are the legacy names of tools and tool_choice. Send only tools"
-            )
-        if len(self._efforts) > 1:
-            raise ValueError(f"{' and '.join(self._efforts.values())} must not differ. Send one of them")
-        if self.add_generation_prompt and self.continue_final_message:
-            raise ValueError("continue_final_message and add_generation_prompt exclude each other. Send one of them")
-        if self.continue_final_message and (self.messages[-1].role != "assistant" or self.messages[-1].calls):
-            raise ValueError("continue_final_message requires the last message to be the assistant's, without calls")
-        self._check_choice()
-        return self
-
-    def _check_choice(self) -> None:
-        offered = [tool.function.name for tool in self.offered]
-        where = "functions" if self.functions else "tools"
-        param = "function_call" if self.function_call else "tool_choice"
-        if len(set(offered)) != len(offered):
-            raise ValueError(f"{where} must not have the same name twice")
-        named = [self.choice] if isinstance(self.choice, NamedTool) else []
-        if isinstance(self.choice, AllowedTools):
-            named = self.choice.allowed_tools.tools
-        for name in (tool.function.name for tool in named):
-            if name not in offered:
-                raise ValueError(f"{param} names {name!r}, which is not in {where}")
-        if self.choice == "required" and not offered:
-            raise ValueError("tool_choice 'required' requires tools")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, RootModel
 
 
 class PlainAnswer(BaseModel):
@@ -50,6 +50,50 @@ class TokenizerInfo(BaseModel):
     model_max_length: int
     vocab_size: int
     chat_template: str | None
+
+
+class GenerationSettings(PlainAnswer):
+    """Default parameters of a model, under llama.cpp's names, and its context length."""
+
+    params: dict[str, Any]
+    n_ctx: int
+
+
+class Modalities(PlainAnswer):
+    """What a model takes besides text."""
+
+    vision: bool
+    audio: bool
+
+
+class Properties(PlainAnswer):
+    """A model and its default parameters, as llama.cpp's server describes them."""
+
+    default_generation_settings: GenerationSettings
+    total_slots: int
+    model_alias: str
+    model_path: str
+    modalities: Modalities
+    endpoint_slots: bool
+    endpoint_props: bool
+    endpoint_metrics: bool
+    chat_template: str
+    bos_token: str
+    eos_token: str
+    build_info: str
+
+
+class Slot(PlainAnswer):
+    """A place for a running reply."""
+
+    id: int
+    n_ctx: int
+    speculative: bool
+    is_processing: bool
+
+
+class Slots(RootModel[list[Slot]]):
+    """The slots of a model, none if it is not loaded."""
 
 
 class RenderedPrompt(PlainAnswer):
@@ -154,3 +198,42 @@ class DeletedResponse(PlainAnswer):
     id: str
     object: Literal["response.deleted"]
     deleted: bool
+
+
+class ErrorDetail(BaseModel):
+    """OpenAI's error."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """Body of an error response."""
+
+    error: ErrorDetail
+
+
+class AnthropicErrorDetail(BaseModel):
+    """Anthropic's error, with OpenAI's parameter and code. `details`: by which its client goes on without a feature."""
+
+    type: str
+    message: str
+    param: str | None
+    code: str | None
+    details: dict[str, Any] | None = None
+
+
+class AnthropicErrorBody(BaseModel):
+    """Body of an error response of Anthropic's endpoints."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+    request_id: str
+
+
+class OllamaErrorBody(BaseModel):
+    """Body of an error response of Ollama's endpoints."""
+
+    error: str

@@ -1,15 +1,19 @@
-"""Responses that later requests may continue, kept in memory up to a limit."""
+"""/v1/responses/...: responses that later requests may continue, kept in memory up to a limit."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from threading import RLock
 from typing import Any
 
+from fastapi import Request
+from starlette.responses import Response
+
+from paceline.server.api import dumps_long
 from paceline.server.errors import ApiError
-from paceline.server.schema_responses import Item
+from paceline.server.response_items import Item, listed
 
 _MAX_COUNT, _MAX_BYTES = 4096, 64 * 2**20
 
@@ -110,3 +114,36 @@ class ResponseStore:
                 )
             name = found[-1].previous
         return found[::-1]
+
+
+Document = Callable[[Request, Callable[[], Any]], Awaitable[Response]]
+
+
+class ResponseRoutes:
+    """Stored responses, and what they answered."""
+
+    def __init__(self, store: ResponseStore, document: Document) -> None:
+        """`document`: answers a request with what a function returns."""
+        self._store, self._document = store, document
+
+    async def response(self, request: Request, response_id: str) -> Response:
+        """Return a stored response."""
+        document = self._store.get(response_id).document
+        return await self._document(request, lambda: document)
+
+    async def delete_response(self, response_id: str) -> dict[str, Any]:
+        """Forget a stored response."""
+        self._store.delete(response_id)
+        return {"id": response_id, "object": "response.deleted", "deleted": True}
+
+    async def input_items(self, request: Request, response_id: str) -> Response:
+        """List the items of a stored response's request, the latest first."""
+        items = self._store.get(response_id).input
+
+        def listing() -> bytes:
+            ids = [f"{response_id}_{i}" for i in range(len(items))][::-1]
+            ends = {"first_id": ids[0], "last_id": ids[-1]} if ids else {"first_id": None, "last_id": None}
+            data = ({"id": name, **listed(item)} for name, item in zip(ids, reversed(items), strict=True))
+            return dumps_long({"object": "list", "has_more": False, **ends}, "data", data)
+
+        return await self._document(request, listing)

@@ -29,6 +29,8 @@ from paceline.sampling.parameters import Sampling
 
 _log = logging.getLogger("paceline.serve")
 
+FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
+"""The engine's finish reasons -> OpenAI's."""
 _FAILURES = 3
 """Replies in a row that end with an internal error before the worker counts as failing."""
 _IDLE_TRIM = 1.0
@@ -131,12 +133,28 @@ class ReplyRound:
 
 
 class ReplyHandle:
-    """A submitted job. For the event loop that submitted it."""
+    """A submitted job, and its reply as far as its rounds have been read. For the event loop that submitted it.
 
-    def __init__(self, task: Task, outputs: asyncio.Queue[ReplyRound], index: int) -> None:
-        self._task, self._outputs, self._index = task, outputs, index
-        self._drafted, self._last = 0, time.perf_counter()
+    first: Seconds from submission to the first token that was read.
+    tokens: Tokens that were read.
+    finish_reason: The engine's.
+    outcome: The finish reason at the end, "error", or "abort" if the client left.
+    """
+
+    def __init__(self, job: ReplyJob, task: Task, outputs: asyncio.Queue[ReplyRound], index: int) -> None:
+        self.job, self._task, self._outputs, self._index = job, task, outputs, index
+        self._submitted = self._last = time.perf_counter()
+        self._drafted = 0
         self._no_stats = Stats(0, "rounding")
+        self.first: float | None = None
+        self.tokens = 0
+        self.finish_reason: str | None = None
+        self.outcome: str | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since submission."""
+        return time.perf_counter() - self._submitted
 
     @property
     def stats(self) -> Stats:
@@ -247,7 +265,7 @@ class Worker:
         task = Task(begin, len(job.tokens), job.group, job.client)
         if job.timeout is not None:
             task.deadline = time.monotonic() + job.timeout
-        reply = ReplyHandle(task, outputs, index)
+        reply = ReplyHandle(job, task, outputs, index)
         self._replies[task] = reply
         with self._changed:
             self._inbox.append(task)

@@ -1,1 +1,1 @@
-"""Training of a drafter for a target: prompts, the target's own answers, documents, the loop and its recipes."""
+"""Training of drafters: prompts, the target's own answers, documents, recipes and the training loop."""

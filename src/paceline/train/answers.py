@@ -1,4 +1,4 @@
-"""The target's answers as JSONL rows, and the plan that says which answers to write."""
+"""The target's answers as JSONL rows, and the plan of the answers to write."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ from paceline.text.prompt_rows import parse_id, parse_object
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The target's answer to the prompt `id`, a row of an answers file.
+    """The target's answer to a prompt: a row of an answers file.
 
-    `ended`: whether it ended with EOS; None where unknown. `token_ids`: the tokens as generated, EOS included; None
-    where only the text is known, which is then tokenized again.
+    Attributes:
+        id: Id of the prompt.
+        temperature: Sampling temperature.
+        answer: Text of the answer.
+        ended: True if the answer ended with EOS, None if this is unknown.
+        token_ids: The generated tokens, including EOS. None if only the text is known; it is then tokenized again.
     """
 
     id: str | int
@@ -27,15 +31,19 @@ class Answer:
     token_ids: tuple[int, ...] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the row; unknown fields are left out."""
+        """Return the row as a dictionary, without unknown fields."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """Plan of the answers to write: one per prompt and temperature, of at most `answer_tokens` tokens, EOS included.
+    """Plan of the answers to write: one for each prompt and temperature.
 
-    `width`: batch size, which changes no answer.
+    Attributes:
+        temperatures: Sampling temperatures, all different.
+        answer_tokens: Maximum length of an answer in tokens, including EOS.
+        seed: The seeds of all answers are derived from it.
+        width: Batch size. It does not change the answers.
     """
 
     temperatures: tuple[float, ...] = (0.0, 0.8)
@@ -46,10 +54,11 @@ class AnswerPlan:
     def __post_init__(self) -> None:
         if not self.temperatures or len(set(self.temperatures)) < len(self.temperatures):
             raise InvalidOption(
-                f"temperatures must be one or more different numbers, got {list(self.temperatures)}", "Give each once"
+                f"temperatures must be one or more different numbers, got {list(self.temperatures)}",
+                "Give at least one, and each only once",
             )
         if self.answer_tokens < 1:
-            raise InvalidOption(f"answer_tokens must be >= 1, got {self.answer_tokens}", "Give 192, for example")
+            raise InvalidOption(f"answer_tokens must be >= 1, got {self.answer_tokens}", "Use 192, for example")
         for temperature in self.temperatures:
             self.sampling(0, temperature)
 
@@ -58,19 +67,23 @@ class AnswerPlan:
         return {"temperatures": self.temperatures, "answer tokens": self.answer_tokens, "seed": self.seed}
 
     def sampling(self, prompt_id: str | int, temperature: float) -> Sampling:
-        """Return the sampling parameters of an answer, which depend on nothing else in the file."""
+        """Return the sampling parameters of an answer. They do not depend on any other answer."""
         seed = derive_seed(self.seed, prompt_id)
         return Sampling(max_new_tokens=self.answer_tokens, temperature=temperature, seed=seed)
 
 
 def derive_seed(seed: int, name: str | int) -> int:
-    """Return the seed of the item called `name`, 0 <= seed < 2**63."""
+    """Derive a seed for the item `name`, 0 <= seed < 2**63."""
     digest = hashlib.blake2b(json.dumps([seed, name]).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def parse_answer(line: bytes) -> Answer:
-    """Parse a row {"id", "temperature", "answer", "ended"?, "token_ids"?}. Raises `ValueError`."""
+    """Parse a row {"id", "temperature", "answer", "ended"?, "token_ids"?}.
+
+    Raises:
+        ValueError: If the line is not such a row.
+    """
     row = parse_object(line)
     for name, (kind, what) in _FIELDS.items():
         value = row.get(name)
@@ -78,7 +91,7 @@ def parse_answer(line: bytes) -> Answer:
             raise ValueError(f"{name!r} must be {what}, got {'nothing' if value is None else f'{value!r:.40}'}")
     ids = row.get("token_ids")
     if ids is not None and any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
-        raise ValueError("'token_ids' must hold whole numbers >= 0")
+        raise ValueError("'token_ids' must contain only integers >= 0")
     return Answer(
         parse_id(row["id"], 0),
         float(row["temperature"]),

@@ -1,8 +1,8 @@
 """Recipe of a block drafter (DFlash, arXiv 2602.06036): one pass guesses a whole block.
 
-Blocks begin at places spread over the answer, all in one pass: a block sees the target's states before its place, and
-itself in both directions. Entry 0 is the real token there, the others are masks; entry k guesses the token k places
-ahead.
+In training, blocks begin at many places of the answer and share one pass. A block sees the target's states before its
+place, and attends to itself in both directions. Entry 0 is the real token at its place, and all other entries are
+masks. Entry k guesses the token k places ahead.
 """
 
 from __future__ import annotations
@@ -22,17 +22,26 @@ from paceline.types import Tap
 
 
 def default_taps(layers: int, count: int = 3) -> tuple[Tap, ...]:
-    """Return the outputs of layers spread between the second and the last but two, as published block drafters use."""
+    """Return taps spread from the output of the second layer to the third last layer, like published block drafters."""
     ids = [round(1 + i * (layers - 4) / max(1, count - 1)) for i in range(count)] if layers > 4 else range(layers)
     return tuple(dict.fromkeys(min(i + 1, layers - 1) for i in ids))
 
 
 class _BlockAttention(DraftAttention):
-    """Attention of blocks over the context before each and over the block itself."""
+    """Attention of each block over the context before it and over itself."""
 
     def forward(self, x: Tensor, rope: Factors, context: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
-        """Attend from x [B, N * S, H], N blocks of S entries. mask [B, 1, N, 1, T]: 0 where a block sees the context,
-        else -inf."""
+        """Attend from N blocks of S entries.
+
+        Args:
+            x: [B, N * S, H].
+            rope: Rotary factors of the entries.
+            context: Keys and values of the context, [B, kv_heads, T, D] each.
+            mask: [B, 1, N, 1, T], 0 where a block sees the context, else -inf.
+
+        Returns:
+            [B, N * S, H].
+        """
         b, blocks, t = len(x), mask.shape[2], mask.shape[-1]
         q = self.queries(x, rope).unflatten(2, (blocks, -1))  # [B, heads, N, S, D]
         k, v = (part.unflatten(2, (blocks, -1)) for part in self.keys(x, rope))  # [B, kv, N, S, D]
@@ -48,7 +57,7 @@ class _BlockAttention(DraftAttention):
 class _BlockLayer(nn.Module):
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
-        self.input_layernorm, self.post_attention_layernorm = Norm(c.hidden, c.norm_eps), Norm(c.hidden, c.norm_eps)
+        self.input_layernorm, self.post_attention_layernorm = Norm(c.hidden, c.norms.eps), Norm(c.hidden, c.norms.eps)
         self.self_attn, self.mlp = _BlockAttention(c, c.hidden), MLP(c)
 
 
@@ -60,13 +69,21 @@ class Network(nn.Module):
         c = config.layer
         self.config = config
         self.fc = nn.Linear(len(config.taps) * c.hidden, c.hidden, bias=False)
-        self.hidden_norm, self.norm = Norm(c.hidden, c.norm_eps), Norm(c.hidden, c.norm_eps)
+        self.hidden_norm, self.norm = Norm(c.hidden, c.norms.eps), Norm(c.hidden, c.norms.eps)
         self.layers = nn.ModuleList(_BlockLayer(c) for _ in range(c.layers))
         self._rotary = Rotary(c.rope, c.head_dim, torch.float32, torch.device("cpu"))
 
     def forward(self, batch: DocumentBatch, pending: Tensor, x: Tensor) -> Tensor:
-        """Return the normed states [B, N, S, H] of the embedded blocks x [B, N, S, H] that begin at `pending` [B,
-        N]."""
+        """Run the network over blocks.
+
+        Args:
+            batch: The documents.
+            pending: Place at which each block begins, [B, N].
+            x: Embedded blocks, [B, N, S, H].
+
+        Returns:
+            Normed states [B, N, S, H].
+        """
         size = x.shape[2]
         taps = torch.cat([batch.states[tap].float() for tap in self.config.taps], -1)
         context = self.hidden_norm(self.fc(taps))
@@ -86,7 +103,7 @@ class Network(nn.Module):
 
 
 class BlockRecipe(Recipe):
-    """Recipe of a block drafter, which ends in the target's own output head."""
+    """Recipe of a block drafter, which uses the target's output head."""
 
     config: BlockConfig
     module: Network
@@ -96,7 +113,7 @@ class BlockRecipe(Recipe):
         self.start_at_unit_logits(self.module.norm)
 
     def places(self, batch: DocumentBatch) -> DraftPlaces:
-        """In training one place per block size: neighbouring blocks teach much the same."""
+        """Return where drafts begin. Training skips most places, since overlapping blocks teach almost the same."""
         places, size = super().places(batch), self.config.size
         if not self.module.training:
             return places
@@ -109,7 +126,7 @@ class BlockRecipe(Recipe):
             tally.add(F.linear(states[:, :, step + 1][real], rows))
 
     def _embedded(self, batch: DocumentBatch, pending: Tensor) -> Tensor:
-        """Return the blocks before the first layer: the pending token, then masks."""
+        """Return the embedded blocks: the pending token, then masks."""
         tokens = batch.tokens.gather(1, pending)[..., None]
         masks = torch.full((*pending.shape, self.config.size - 1), self.config.mask_token, device=tokens.device)
         return self.target.embed(torch.cat([tokens, masks], -1)).float().clone()

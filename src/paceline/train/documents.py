@@ -1,4 +1,4 @@
-"""Training documents: prompts as the target reads them, each with one of the target's own answers."""
+"""Training documents: a prompt as the target reads it, with one of the target's own answers."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from paceline.train.answers import Answer, parse_answer
 from paceline.train.prompts import Prompts
 
 MARGIN = 8
-"""An answer that does not say whether it ended counts as ended if it is more than this many tokens shorter than the
-limit: text that is tokenized again can have a few tokens less than were generated."""
+"""Tolerance in tokens. An answer without the field "ended" counts as ended if it is shorter than the limit by more than
+this. Text that is tokenized again can have a few tokens less than were generated."""
 
 SHORTEST = 16
-"""Lower bound of `max_length`, in tokens."""
+"""Smallest allowed `max_length`, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Token ids of the prompt, as from `LLM.prompt_ids`, and of the answer, EOS included if it ended."""
+    """Token ids of a prompt, as from `LLM.prompt_ids`, and of its answer, including EOS if the answer ended."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
@@ -38,11 +38,14 @@ class Document:
 
 
 class Documents(Dataset[Document]):
-    """All answers of a file, each with its prompt and tokenized at each access, split and shuffled.
+    """All answers of a file with their prompts, split and shuffled.
 
-    `train`, `held`: answers to prompts that are trained on and to those that are held out (`prompts.is_held`), each
-    shuffled by `seed`. `digest`: the same for the same documents in the same order, to name caches by. Keeps a few
-    numbers per answer in memory, and what `Prompts` keeps.
+    Documents are read and tokenized at each access. Only a few numbers for each answer stay in memory.
+
+    Attributes:
+        train: Documents to train on, shuffled by `seed`.
+        held: Documents of held-out prompts (`prompts.is_held`), shuffled by `seed`.
+        digest: Name for caches. It is the same for the same documents in the same order.
     """
 
     def __init__(
@@ -56,14 +59,27 @@ class Documents(Dataset[Document]):
         seed: int = 0,
         limit: int | None = None,
     ) -> None:
-        """`answer_tokens`: length limit of the answers, for those that do not say whether they ended. `max_length`:
-        tokens of a document at most (see `cut`). `limit`: documents to train on at most, the first in their order.
+        """Open an answers file and check every line.
 
-        Raises `InvalidData` naming file and line, `InvalidOption`, `OSError`. Every line is checked once, here; a
-        prompt that the chat template refuses raises `InvalidPrompt` when its document is accessed.
+        A prompt that the chat template refuses raises `InvalidPrompt` later, when its document is accessed.
+
+        Args:
+            llm: The target.
+            prompts: The prompts that the answers belong to.
+            answers: JSONL file of answers.
+            answer_tokens: Length limit of the answers when they were generated. It tells if an answer without the
+                field "ended" ended.
+            max_length: Maximum length of a document in tokens (see `cut`).
+            seed: Seed of the order.
+            limit: Maximum number of documents to train on.
+
+        Raises:
+            InvalidData: If a line is not a valid answer. The message names file and line.
+            InvalidOption: If `max_length` is too small.
+            OSError: If the file cannot be read.
         """
         if max_length < SHORTEST:
-            raise InvalidOption(f"max_length must be >= {SHORTEST}, got {max_length}", "Allow longer documents")
+            raise InvalidOption(f"max_length must be >= {SHORTEST}, got {max_length}", "Increase it")
         self._llm, self._prompts = llm, prompts
         self._answer_tokens, self._max_length = answer_tokens, max_length
         self._prompt_rows = array("q")
@@ -71,7 +87,8 @@ class Documents(Dataset[Document]):
         self._answers = JsonlFile(answers, self._visit)
         if not self._prompt_rows:
             raise InvalidData(
-                f"{answers} holds no answers", "Give another file, or leave out --answers to let the target write them"
+                f"{answers} contains no answers",
+                "Give another file, or leave out --answers to let the target write the answers",
             )
         prompt_rows = torch.frombuffer(self._prompt_rows, dtype=torch.int64)
         held = torch.from_numpy(prompts.held.copy())[prompt_rows]
@@ -97,7 +114,7 @@ class Documents(Dataset[Document]):
         return cut(Document(tuple(prompt), self._ids(parse_answer(self._answers[row]))), self._max_length)
 
     def _ids(self, answer: Answer) -> tuple[int, ...]:
-        """Return the answer's tokens as generated, else those of its text."""
+        """Return the answer's tokens as generated, or tokenize its text if they are unknown."""
         if answer.token_ids is not None:
             return answer.token_ids
         ids = self._llm.tokenizer.encode(answer.answer, special=False)
@@ -106,7 +123,7 @@ class Documents(Dataset[Document]):
 
     @property
     def _eos(self) -> tuple[int, ...]:
-        """The token that ends an answer: of several, the tokenizer's own."""
+        """The token that ends an answer. If the model has several, prefer the tokenizer's own."""
         preferred, all_eos = self._llm.tokenizer.eos_token_id, self._llm.model.eos
         return (preferred,) if preferred in all_eos else all_eos[:1]
 
@@ -119,12 +136,12 @@ def _shuffled(part: Tensor, seed: int) -> list[int]:
 
 
 def cut(document: Document, length: int) -> Document:
-    """Return the document cut to at most `length` tokens.
+    """Cut a document to at most `length` tokens.
 
-    The answer loses its end first: what remains is exactly what the target generated. A prompt is cut only if it takes
-    more than three quarters of `length`, and then in its middle: models attend strongly to its first tokens (BOS,
-    system message), so that without them all later hidden states would be atypical, and its last ones are what is
-    answered.
+    The answer is cut first, at its end, so the target has generated exactly the tokens that remain. A prompt is cut
+    only if it takes more than three quarters of `length`, and then in its middle. Its first tokens (BOS, system
+    message) stay because models attend strongly to them: without them, all later hidden states would be atypical. Its
+    last tokens stay because the answer refers to them.
     """
     prompt, answer = document.prompt, document.answer
     answer = answer[: max(length - len(prompt), length // 4)]

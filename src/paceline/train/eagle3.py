@@ -1,8 +1,8 @@
 """EAGLE-3's recipe (arXiv 2503.01840): the head is unrolled on its own outputs ("training-time test").
 
-Row t of the head pairs the target's states at t with the embedding of token t + 1, has rotary position t, and guesses
-token t + 2. Step 0 sees true states only. Step s continues its own draft after step s - 1: it sees the true rows up to
-where that draft began, then the draft's own rows, one per step, exactly as in decoding.
+Row t of the head combines the target's states at t with the embedding of token t + 1, has rotary position t, and
+guesses token t + 2. Step 0 sees only the target's states. Step s continues the draft of step s - 1: it sees the true
+rows up to the beginning of the draft, then the draft's own rows, one per step, exactly as in decoding.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.types import Tap
 
 
 def default_taps(layers: int) -> tuple[Tap, ...]:
-    """Return an early, a middle and a late layer, as every published head uses them."""
+    """Return an early, a middle and a late layer, like all published heads."""
     return (min(2, layers - 1), layers // 2, max(layers - 3, 0))
 
 
@@ -34,9 +34,18 @@ class _UnrolledAttention(DraftAttention):
     def forward(
         self, x: Tensor, rope: Factors, true: tuple[Tensor, Tensor], mask: Tensor, drafted: list[tuple[Tensor, Tensor]]
     ) -> Tensor:
-        """Attend from x [B, P, 2H], one row per draft. `true`: keys and values of the document, of which row p sees
-        those where mask [B, 1, 1, P, T] is 0 and not -inf. `drafted`: those of each draft's own rows so far,
-        [B, kv_heads, P, D] each."""
+        """Attend from one row for each of P drafts.
+
+        Args:
+            x: [B, P, 2H].
+            rope: Rotary factors of the rows.
+            true: Keys and values of the document, [B, kv_heads, T, D] each.
+            mask: [B, 1, 1, P, T], 0 where draft p sees the document's row t, else -inf.
+            drafted: Keys and values of the drafts' previous rows, [B, kv_heads, P, D] each.
+
+        Returns:
+            [B, P, H].
+        """
         b, p, _ = x.shape
         q = self.queries(x, rope).unflatten(1, (self.kv_heads, -1))  # [B, kv, group, P, D]
         t = true[0].shape[2]
@@ -52,13 +61,13 @@ class _UnrolledAttention(DraftAttention):
 
 
 class _DraftLayer(nn.Module):
-    """Llama layer whose attention sees [normed embedding | normed hidden state]."""
+    """A Llama layer. The input of its attention is [normed embedding | normed hidden state]."""
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
-        self.input_layernorm, self.hidden_norm = Norm(c.hidden, c.norm_eps), Norm(c.hidden, c.norm_eps)
+        self.input_layernorm, self.hidden_norm = Norm(c.hidden, c.norms.eps), Norm(c.hidden, c.norms.eps)
         self.self_attn = _UnrolledAttention(c, 2 * c.hidden)
-        self.post_attention_layernorm = Norm(c.hidden, c.norm_eps)
+        self.post_attention_layernorm = Norm(c.hidden, c.norms.eps)
         self.mlp = MLP(c)
 
     def join(self, embedded: Tensor, hidden: Tensor) -> Tensor:
@@ -73,25 +82,31 @@ class Head(nn.Module):
         c = config.layer
         self.config = config
         normed = config.taps if config.fc_norm else ()
-        self.fc_norm = nn.ModuleList(Norm(config.target_hidden, c.norm_eps) for _ in normed)
+        self.fc_norm = nn.ModuleList(Norm(config.target_hidden, c.norms.eps) for _ in normed)
         self.fc = nn.Linear(len(config.taps) * config.target_hidden, c.hidden, bias=False)
         self.layers = nn.ModuleList([_DraftLayer(c)])
-        self.norm = Norm(c.hidden, c.norm_eps)
+        self.norm = Norm(c.hidden, c.norms.eps)
         self.lm_head = nn.Linear(c.hidden, config.draft_vocab, bias=False)
         self._rotary = Rotary(c.rope, c.head_dim, torch.float32, torch.device("cpu"))
 
     def fuse(self, batch: DocumentBatch) -> Tensor:
-        """Return the fused taps [B, T, H] that every row begins from."""
+        """Return the fused taps [B, T, H], the head's input at every row."""
         parts = [batch.states[tap].float() for tap in self.config.taps]
         if self.config.fc_norm:
             parts = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
         return self.fc(torch.cat(parts, -1))  # type: ignore[no-any-return]
 
     def forward(self, embedded: Tensor, fused: Tensor, pending: Tensor, steps: int) -> list[Tensor]:
-        """Return the normed output [B, P, H] of each step of the drafts that begin after the tokens at `pending` [B,
-        P].
+        """Unroll drafts that begin after pending tokens.
 
-        `embedded`, `fused` [B, T, H]: embeddings and fused taps of the documents.
+        Args:
+            embedded: Embeddings of the documents, [B, T, H].
+            fused: Fused taps of the documents, [B, T, H].
+            pending: Places of the pending tokens, [B, P].
+            steps: Tokens of each draft.
+
+        Returns:
+            Normed output [B, P, H] of each step.
         """
         layer: _DraftLayer = self.layers[0]  # type: ignore[assignment]
         places = torch.arange(fused.shape[1], device=fused.device)
@@ -117,13 +132,13 @@ class Head(nn.Module):
 
 
 class Eagle3Recipe(Recipe):
-    """Recipe of an EAGLE-3 head, whose output head over the draft vocabulary is trained too."""
+    """Recipe of an EAGLE-3 head. Its output head over the draft vocabulary is trained too."""
 
     config: EagleConfig
     module: Head
 
     def __init__(self, config: EagleConfig, target: EmbeddingAndHead, vocabulary: Tensor, steps: int) -> None:
-        """`vocabulary` [draft_vocab]: ascending token ids of the target."""
+        """Build the network. `vocabulary` [draft_vocab] holds ascending token ids of the target."""
         super().__init__(config, Head(config), target, vocabulary, steps)
         self.start_at_unit_logits(self.module.norm)
         with torch.no_grad():
@@ -131,7 +146,7 @@ class Eagle3Recipe(Recipe):
 
     @torch.no_grad()
     def begin_from(self, head: HeadFile) -> None:
-        """Tokens that only the new vocabulary has begin at the target's rows."""
+        """See `Recipe.begin_from`. Tokens that the old vocabulary lacks begin with the target's output rows."""
         theirs = head.tensors.get("lm_head.weight")
         if isinstance(head.config, EagleConfig) and theirs is not None:
             d2t = head.tensors.get("d2t", torch.zeros(len(theirs), dtype=torch.int64))
@@ -144,7 +159,7 @@ class Eagle3Recipe(Recipe):
         super().begin_from(head)
 
     def draft(self, batch: DocumentBatch, places: DraftPlaces, tally: GuessTally) -> None:
-        embedded = self.target.embed(batch.tokens).float().clone()  # autograd refuses what inference mode made
+        embedded = self.target.embed(batch.tokens).float().clone()  # autograd refuses tensors made in inference mode
         outputs = self.module(embedded, self.module.fuse(batch), places.pending, self.steps)
         rows = tally.rows(self.module.lm_head.weight)
         for output, real in zip(outputs, places.real, strict=True):

@@ -1,4 +1,4 @@
-"""Training jobs, and the recipe for a target of each kind of drafter that can be trained."""
+"""Training jobs, and the config and recipe of each kind of drafter that can be trained."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.errors import InvalidOption, UnsupportedModel
 from paceline.llm import LLM
-from paceline.models.config import ModelConfig
+from paceline.models.config import ModelConfig, NormConfig, RopeConfig
 from paceline.models.decoder import Decoder
 from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, MedusaConfig, TrainableConfig
 from paceline.train.answers import AnswerPlan
@@ -25,18 +25,29 @@ from paceline.types import Tap
 
 @dataclass(frozen=True, slots=True)
 class TrainJob:
-    """Settings of a run: what to train, on what, and where to write it.
+    """Settings of a training run. None means the default of the drafter's kind unless stated otherwise.
 
-    `target`: the model's name as the user gave it. `prompts`: JSONL file; None lets the target write `own_prompts` of
-    its own. `answers`: the target's answers to these prompts; None lets it write them by `mix`. `documents`: use this
-    many at most. `cache`: GiB of hidden states to keep on disk between epochs. `start`: begin with the weights of this
-    trained drafter, of the same kind and shape. `bits`: of the matrices that are written, 16 or 4. `command`: for the
-    model card.
-
-    `vocabulary`: how many tokens the drafter knows, all for None. `steps`: length of the drafts that it is trained for.
-    `taps`: layers that it reads, and `ffn`: width of its feed-forward part (EAGLE-3, block). `layers`: of the target
-    before an early exit, of a block drafter, or of each Medusa head. `rank`: of the projection at an early exit. Of
-    these, None means the kind's default.
+    Attributes:
+        target: Name of the target as the user gave it.
+        kind: Kind of drafter, one of `KINDS`.
+        out: Folder to write the drafter to.
+        prompts: JSONL file of prompts. None lets the target write prompts.
+        answers: JSONL file of the target's answers to `prompts`. None lets the target write answers.
+        own_prompts: Number of prompts that the target writes.
+        documents: Maximum number of documents to train on. None uses all.
+        max_length: Maximum length of a document in tokens.
+        vocabulary: Number of tokens that the drafter knows. None means the whole vocabulary.
+        ffn: Width of the feed-forward network (EAGLE-3, block).
+        taps: Layers of the target that the drafter reads (EAGLE-3, block).
+        layers: Layers before an early exit, of a block drafter, or of each Medusa head.
+        rank: Rank of the projection at an early exit.
+        steps: Draft length that the drafter is trained for.
+        cache: Hidden states to keep on disk between epochs, in GiB.
+        start: Trained drafter of the same kind and shape to begin with. None begins with new weights.
+        bits: Bits of the matrices that are written, 16 or 4.
+        command: Command for the model card.
+        mix: Plan of the answers that the target writes.
+        plan: Settings of the training loop.
     """
 
     target: str
@@ -62,43 +73,39 @@ class TrainJob:
 
     @property
     def work(self) -> Path:
-        """Folder for answers, hidden states and checkpoints, beside `out`."""
+        """Folder for answers, hidden states and checkpoints, next to `out`."""
         return self.out.with_name(self.out.name + ".work")
-
-
-def _eagle3(c: ModelConfig, job: TrainJob, size: int) -> EagleConfig:
-    return EagleConfig(one_layer(c, job.ffn or c.ffn), job.taps or default_taps(c.layers), c.hidden, size, fc_norm=True)
-
-
-def _medusa(c: ModelConfig, job: TrainJob) -> MedusaConfig:
-    return MedusaConfig(c.hidden, c.vocab_size, job.steps, job.layers or 1, shared=True)
 
 
 def _early_exit(c: ModelConfig, job: TrainJob) -> ExitConfig:
     layers = job.layers or max(1, c.layers // 4)
     if not 0 < layers < c.layers:
-        raise InvalidOption(f"an early exit must be after 1 to {c.layers - 1} layers, got {layers}", "Correct --layers")
+        raise InvalidOption(
+            f"the layers before an early exit must be 1 to {c.layers - 1}, got {layers}", "Correct --layers"
+        )
     return ExitConfig(c.hidden, layers, min(job.rank, c.hidden))
 
 
 def _block(c: ModelConfig, job: TrainJob, mask: int) -> BlockConfig:
-    layer = replace(one_layer(c, job.ffn or c.ffn, job.layers or 2), family="qwen3", qk_norm=True)
+    norms = NormConfig(c.norms.eps, heads="shared")
+    layer = replace(one_layer(c, job.ffn or c.ffn, job.layers or 2), family="qwen3", norms=norms)
     return BlockConfig(layer, job.taps or spread_taps(c.layers), job.steps + 1, mask)
 
 
 def config_for(llm: LLM, job: TrainJob, size: int) -> TrainableConfig:
-    """Return the drafter's config for this target. `size`: of the draft vocabulary."""
+    """Return the drafter's config for this target. `size` is the size of the draft vocabulary."""
     c = native(llm).config
     if job.kind == "eagle3":
-        return _eagle3(c, job, size)
+        layer, taps = one_layer(c, job.ffn or c.ffn), job.taps or default_taps(c.layers)
+        return EagleConfig(layer, taps, c.hidden, size, fc_norm=True)
     if job.kind == "medusa":
-        return _medusa(c, job)
-    # The mask may be any token that never stands inside a block, such as the end of a sequence.
+        return MedusaConfig(c.hidden, c.vocab_size, job.steps, job.layers or 1, shared=True)
+    # The mask may be any token that never occurs inside a block, such as EOS.
     return _early_exit(c, job) if job.kind == "early-exit" else _block(c, job, llm.model.eos[0])
 
 
 def recipe_for(llm: LLM, job: TrainJob, vocabulary: Tensor) -> Recipe:
-    """Return the recipe for this target. `vocabulary`: the tokens to draft from, ascending."""
+    """Return the recipe for this target. `vocabulary` holds the token ids to draft from, ascending."""
     target, config = native(llm), config_for(llm, job, len(vocabulary))
     if isinstance(config, EagleConfig):
         return Eagle3Recipe(config, target, vocabulary, job.steps)
@@ -106,20 +113,21 @@ def recipe_for(llm: LLM, job: TrainJob, vocabulary: Tensor) -> Recipe:
         return MedusaRecipe(config, target, vocabulary)
     if isinstance(config, BlockConfig):
         return BlockRecipe(config, target, vocabulary)
-    return EarlyExitRecipe(config, target, vocabulary, job.steps, target.config.norm_eps)
+    return EarlyExitRecipe(config, target, vocabulary, job.steps, target.config.norms.eps)
 
 
 def check_taps(taps: Sequence[Tap], layers: int) -> None:
-    """Raise `InvalidOption` for a layer that the target does not have."""
+    """Raise `InvalidOption` if the target lacks one of these layers."""
     for tap in taps:
-        if tap == "final" or not 0 <= tap < layers:  # layouts have no number for the final state
+        if tap == "final" or not 0 <= tap < layers:  # drafter files have no number for the final state
             raise InvalidOption(
                 f"taps must be layers from 0 to {layers - 1} of this target, got {tap}", "Correct --taps"
             )
 
 
 def one_layer(c: ModelConfig, ffn: int, layers: int = 1) -> ModelConfig:
-    """Return the config of plain Llama layers with a target's own sizes."""
+    """Return the config of plain Llama layers with the target's sizes."""
+    latent = c.attention.latent
     return ModelConfig(
         family="llama",
         vocab_size=c.vocab_size,
@@ -127,23 +135,27 @@ def one_layer(c: ModelConfig, ffn: int, layers: int = 1) -> ModelConfig:
         layers=layers,
         heads=c.heads,
         kv_heads=c.kv_heads,
-        head_dim=c.latent.plain + c.latent.rotary if c.latent else c.head_dim,
+        head_dim=latent.plain + latent.rotary if latent else c.head_dim,
         ffn=ffn,
         context_length=c.context_length,
-        norm_eps=c.norm_eps,
-        rope=replace(c.plan[-1].rope or c.rope, kind="default", scaling=(), factors=(), long_factors=(), share=1.0),
+        norms=NormConfig(c.norms.eps),
+        rope=RopeConfig((c.plan[-1].rope or c.rope).theta),
     )
 
 
 def native(llm: LLM) -> Decoder:
-    """Return the target. Raises `UnsupportedModel` for one that does not run natively."""
+    """Return the target's decoder.
+
+    Raises:
+        UnsupportedModel: If the target does not run natively.
+    """
     if not isinstance(llm.model.target, Decoder):
         raise UnsupportedModel(
-            f"{llm.model.path} runs through transformers, which Paceline cannot read hidden states from",
+            f"{llm.model.path} runs through transformers, where Paceline cannot read hidden states",
             "Choose a model of a native family (see paceline info MODEL)",
         )
     return llm.model.target
 
 
 KINDS = ("eagle3", "medusa", "early-exit", "block")
-"""Names in --kind."""
+"""Values of --kind."""

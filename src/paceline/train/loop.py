@@ -24,11 +24,19 @@ _ENDS = ("lm_head.weight", "embed_tokens.weight")
 
 @dataclass(frozen=True, slots=True)
 class TrainPlan:
-    """Settings of a training run.
+    """Settings of the training loop.
 
-    `epochs`: passes over the documents, may be fractional. `batch`: documents per step. `rate`: learning rate (see
-    `Optimizer`), full after `warmup` and before `cooldown` (shares of the run). `clip`: norm of the gradient at most.
-    `every`: seconds between checkpoints. `evaluate`: seconds between evaluations on `held` held-out documents.
+    Attributes:
+        epochs: Passes over the documents. May be fractional.
+        batch: Documents per step.
+        rate: Learning rate (see `Optimizer`).
+        warmup: Share of the run before the full rate is reached.
+        cooldown: Share of the run, at its end, while the rate falls to 0.
+        clip: Maximum norm of the gradient.
+        seed: Seed of the order and of all random draws.
+        held: Number of held-out documents to evaluate on.
+        every: Seconds between checkpoints.
+        evaluate: Seconds between evaluations.
     """
 
     epochs: float = 1.0
@@ -45,12 +53,19 @@ class TrainPlan:
 
 @dataclass(slots=True)
 class Report:
-    """Progress of a run, as checkpoints store it beside the weights.
+    """Progress of a run. Checkpoints store it together with the weights.
 
-    `documents` of `total` seen; `tokens` drafted from, in `seconds` of training. `loss` per answer token and `accuracy`
-    per step are running means. `acceptance`: tokens per round of greedy chains on held-out documents, bonus token
-    included; None until measured, or where there are none. `held`: accuracy per step on them. `history`: one entry per
-    evaluation on them.
+    Attributes:
+        documents: Documents trained on so far.
+        total: Documents of the whole run, counted once per epoch.
+        tokens: Number of drafts trained, one for each pending token.
+        seconds: Seconds spent in training steps.
+        loss: Running mean of the loss per answer token.
+        accuracy: Running mean of the accuracy of each step.
+        acceptance: Tokens per round of greedy chains on held-out documents, including the bonus token. None if it was
+            not measured yet, or if there are no held-out documents.
+        held: Accuracy of each step on held-out documents.
+        history: One entry for each evaluation.
     """
 
     documents: int = 0
@@ -64,7 +79,7 @@ class Report:
     history: list[dict[str, Any]] = field(default_factory=list)
 
     def count(self, loss: float, counts: Tensor, documents: int) -> None:
-        """Add one step over this many documents. `counts`: see `Guesses.counts`."""
+        """Add one training step over this many documents. For `counts` see `Guesses.counts`."""
         accuracy = _shares(counts)
         keep = 0.98 if self.documents else 0.0
         self.loss = keep * self.loss + (1 - keep) * loss
@@ -74,14 +89,18 @@ class Report:
 
 
 class Optimizer:
-    """Muon and AdamW under one learning rate.
+    """Muon for matrices and AdamW for everything else, under one learning rate.
 
-    After 600 answers, heads gained 0.47 tokens per round with Muon, 0.37 with AdamW alone (LOG.md). It suits neither a
-    vocabulary's matrix, whose rows learn one by one, nor vectors.
+    After 600 answers, heads gained 0.47 tokens per round with Muon, and 0.37 with only AdamW
+    (docs/notes/training.md#optimisers). Muon does not suit vectors, nor embeddings and output heads, where every row
+    learns independently.
     """
 
     def __init__(self, module: nn.Module, rate: float) -> None:
-        """`rate`: of the matrices; embedding and output head learn at half of it, vectors at one and a half times."""
+        """Group the parameters of `module`.
+
+        Matrices learn at `rate`, embedding and output head at half of it, vectors at one and a half times.
+        """
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         ends = [p for name, p in trained.items() if name.endswith(_ENDS)]
         vectors = [p for p in trained.values() if p.ndim < 2]
@@ -94,7 +113,7 @@ class Optimizer:
         self._rates = [[group["lr"] for group in part.param_groups] for part in self._parts]
 
     def step(self, share: float) -> None:
-        """Update the parameters at this share of the full rates."""
+        """Update the parameters with this share of the full learning rates."""
         for part, rates in zip(self._parts, self._rates, strict=True):
             for group, rate in zip(part.param_groups, rates, strict=True):
                 group["lr"] = rate * share
@@ -116,7 +135,7 @@ class Optimizer:
 
 
 class Trainer:
-    """Trains `recipe` on `states` and evaluates on `held`; the checkpoint in `folder` lets a killed run continue."""
+    """Trains a recipe and evaluates it. A checkpoint lets an interrupted run continue."""
 
     def __init__(
         self,
@@ -128,8 +147,22 @@ class Trainer:
         identity: str,
         report: Callable[[Report], object] = lambda report: None,
     ) -> None:
-        """`identity`: names the data and the recipe; a checkpoint of another one, or of another plan, is refused.
-        Epochs may change: an interrupted run can be made longer or shorter, and its rate follows the new plan."""
+        """Prepare a run, or continue one from its checkpoint.
+
+        Args:
+            recipe: The drafter to train.
+            states: Documents to train on.
+            held: Held-out documents to evaluate on.
+            plan: Settings of the loop. The number of epochs may differ from the checkpoint's: then the run becomes
+                longer or shorter, and its learning rate follows the new plan.
+            folder: Folder of the checkpoint.
+            identity: Name of the data and the recipe.
+            report: Called after every step.
+
+        Raises:
+            InvalidOption: If the checkpoint has another identity or plan.
+            TrainingFailed: If the checkpoint cannot be read.
+        """
         self._recipe, self._states, self._held, self._plan = recipe, states, held, plan
         self._path = folder / CHECKPOINT
         self._identity = f"{identity} {replace(plan, epochs=0, every=0, evaluate=0, held=0)}"
@@ -143,12 +176,14 @@ class Trainer:
         self._progress.total = max(1, int(plan.epochs * len(states)))
 
     def run(self) -> Report:
-        """Train to the end of the plan; a run that any error or Ctrl-C ends continues from its last checkpoint.
+        """Train to the end of the plan. After an error or Ctrl-C, a new run continues from the last checkpoint.
 
-        Raises `TrainingFailed` where the loss is not finite, `OutOfMemory` where not even one document fits.
+        Raises:
+            TrainingFailed: If the loss is not finite.
+            OutOfMemory: If there is not enough memory for one document.
         """
         with memory_named(
-            f"{self._device} has not enough memory for a training step over one document",
+            f"{self._device} does not have enough memory for a training step over one document",
             "Train a smaller drafter (--vocabulary, --ffn, --steps) or use another --device; finished work is kept",
         ):
             self._train()
@@ -175,12 +210,12 @@ class Trainer:
         return replace(self._progress)
 
     def _remaining(self) -> Iterator[DocumentBatch]:
-        """Yield the batches that are still to be trained on, in the order of the plan."""
+        """Yield the remaining batches in the order of the plan."""
         seen, epoch = 0, 0
         while seen < self._progress.total:
             for shard in range(self._states.shards):
                 size = self._states.size(shard)
-                if seen + size <= self._progress.documents:  # trained on before: its states are not computed
+                if seen + size <= self._progress.documents:  # already trained on: do not compute its states
                     seen += size
                     continue
                 for batch in self._states.batches(shard, self._plan.batch, f"{self._plan.seed}/{epoch}"):
@@ -197,15 +232,18 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(self._recipe.module.parameters(), self._plan.clip)
         if not torch.isfinite(norm) or not loss == loss:
             raise TrainingFailed(
-                f"the loss became {loss}, its gradient {norm.item()}, after {self._progress.documents} documents",
+                f"the loss became {loss} and its gradient {norm.item()} after {self._progress.documents} documents",
                 f"Use a lower --rate, and continue from the last checkpoint in {self._path.parent}",
             )
         self._optimizer.step(self._schedule())
         self._progress.count(loss, counts, len(batch))
 
     def _accumulate(self, batch: DocumentBatch) -> tuple[float, Tensor]:
-        """Accumulate gradients of the mean loss of a batch, in as many parts as memory requires; return loss and
-        counts."""
+        """Accumulate the gradients of a batch's mean loss, in parts if memory requires it.
+
+        Returns:
+            Loss and counts (see `Guesses.counts`).
+        """
         while True:
             self._optimizer.zero_grad()
             try:
@@ -221,7 +259,8 @@ class Trainer:
         answers = max(1, int((batch.lengths - batch.prompts).sum()))
         total, counts = 0.0, torch.zeros(2, self._recipe.steps)
         for part in batch.split(self._micro):
-            # Random draws depend on the progress of the run, not on where it was resumed or how a batch was split.
+            # Random draws must depend on the progress of the run, but not on where it was resumed or how a batch was
+            # split.
             torch.manual_seed(self._plan.seed + self._progress.documents)
             guesses = self._guess(part)
             loss = guesses.loss / answers
@@ -235,7 +274,7 @@ class Trainer:
             return self._recipe.guess(batch)
 
     def _schedule(self) -> float:
-        """Return the share of the full rate: warm-up, constant, cool-down to 0."""
+        """Return the current share of the full rate: it rises, stays constant, then falls to 0."""
         done = self._progress.documents / self._progress.total
         up = (done + 1e-3) / self._plan.warmup if self._plan.warmup else 1.0
         down = (1 - done) / self._plan.cooldown if self._plan.cooldown else 1.0
@@ -285,7 +324,7 @@ class Trainer:
         try:
             kept = torch.load(self._path, map_location=self._device, weights_only=True)
             identity, progress = kept["identity"], Report(**kept["progress"])
-        except Exception as error:  # torch's unpickler raises whatever a damaged file leads it to
+        except Exception as error:  # for a damaged file, torch's unpickler raises errors of any type
             reason = (str(error).splitlines() or [""])[0]
             raise TrainingFailed(
                 f"the checkpoint {self._path} cannot be read ({type(error).__name__}: {reason:.60})",

@@ -1,4 +1,4 @@
-"""Muon, a matrix's momentum orthogonalised, by blocks of rows."""
+"""The Muon optimizer, which orthogonalises the momentum of matrices, in blocks of rows."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 BLOCK = 256
-"""Rows orthogonalised together. Orthogonalising a matrix of 1536 rows whole costs six times as much, which on a CPU is
-more than the gradients of a small batch."""
+"""Rows that are orthogonalised together. For a matrix of 1536 rows, one block of all rows costs six times as much. On a
+CPU that is more than the gradients of a small batch."""
 
 _STEP = (3.4445, -4.775, 2.0315)
-"""Coefficients of a Newton-Schulz step (Jordan et al. 2024): five bring singular values from .01 to about 1."""
+"""Coefficients of a Newton-Schulz step (Jordan et al. 2024). Five steps raise singular values of 0.01 to about 1."""
 
 
 def orthogonalise(matrix: Tensor) -> Tensor:
-    """Return about the nearest matrix [M, N], M <= N, with orthonormal rows, in bfloat16."""
+    """Approximate the nearest matrix [M, N], M <= N, with orthonormal rows, in bfloat16."""
     a, b, c = _STEP
     x: Tensor = (matrix / matrix.norm().clamp(min=1e-7)).bfloat16()
     for _ in range(5):
@@ -29,7 +29,7 @@ def orthogonalise(matrix: Tensor) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Muon (Jordan et al. 2024) with Nesterov's momentum over blocks of rows (arXiv 2510.16981).
 
-    Updates have the size of AdamW's (Moonlight, arXiv 2502.16982), so that one rate serves both.
+    Updates are scaled to the size of AdamW's updates (Moonlight, arXiv 2502.16982), so that both can use the same rate.
     """
 
     def __init__(self, matrices: Iterable[nn.Parameter], lr: float, momentum: float = 0.95) -> None:

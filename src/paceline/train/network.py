@@ -1,4 +1,4 @@
-"""Modules of drafters in training, with parameters named as in Llama's checkpoints."""
+"""Modules of drafters in training. Their parameters are named as in Llama checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Norm(nn.RMSNorm):
 
 
 class MLP(nn.Module):
-    """Gated feed-forward part of a layer."""
+    """Gated feed-forward network of a layer."""
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class MLP(nn.Module):
 
 
 class DraftAttention(nn.Module):
-    """Projections of grouped-query attention over rows of `width` numbers; subclasses say which rows see which."""
+    """Projections of grouped-query attention over rows of `width` numbers. Subclasses define which rows see which."""
 
     def __init__(self, c: ModelConfig, width: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class DraftAttention(nn.Module):
         self.v_proj = nn.Linear(width, c.kv_heads * c.head_dim, bias=False)
         self.o_proj = nn.Linear(c.heads * c.head_dim, c.hidden, bias=False)
         self.q_norm, self.k_norm = (
-            Norm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity() for _ in ("query", "key")
+            Norm(c.head_dim, c.norms.eps) if c.norms.heads else nn.Identity() for _ in ("query", "key")
         )
 
     def queries(self, x: Tensor, rope: Factors) -> Tensor:
@@ -61,6 +61,6 @@ class DraftAttention(nn.Module):
 
 
 def factors(rotary: Rotary, positions: Tensor) -> Factors:
-    """Return `rotary`'s factors for positions [B, T] on any device."""
+    """Return the rotary factors for positions [B, T], on the device of `positions`."""
     cos, sin = rotary(positions.cpu(), int(positions.max()) + 1, [0] * len(positions))
     return cos.to(positions.device), sin.to(positions.device)

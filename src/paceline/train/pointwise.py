@@ -1,4 +1,4 @@
-"""Recipes of drafters that work on single states of the target and end in its own output head: Medusa, early exit."""
+"""Recipes of drafters that read single states of the target and use its output head: Medusa and early exit."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from paceline.types import DraftBudget
 from paceline.verify.tree import Place
 
 _TREE = DraftBudget(64, 8, 10)
-"""Budget of the tree that is searched for; drafting uses its best places, as many as its own budget allows."""
+"""Budget of the tree to search for. Drafting later uses its best places, as many as the draft budget allows."""
 
 
 class _ResidualBlocks(nn.Module):
-    """Residual SiLU blocks. At zero they pass the state on, and with it the target's guess of the next token."""
+    """Residual SiLU blocks. With zero weights they pass the state on unchanged, so training starts from the target's
+    guess."""
 
     def __init__(self, hidden: int, layers: int) -> None:
         super().__init__()
@@ -40,16 +41,22 @@ class _ResidualBlocks(nn.Module):
 
 @dataclass(slots=True)
 class Accuracy:
-    """Acceptance by place of a tree. `tried`: how often a place was drafted and the one above it accepted; `accepted`:
-    how often it was then accepted too. Neither depends on what else was drafted."""
+    """Acceptance of each place in a tree. The counts do not depend on the other places that were drafted.
+
+    Attributes:
+        tried: How often a place was drafted and its parent was accepted.
+        accepted: How often the place was then accepted too.
+    """
 
     tried: Counter[Place] = field(default_factory=Counter)
     accepted: Counter[Place] = field(default_factory=Counter)
 
     def add(self, ranks: Sequence[int], widths: Sequence[int]) -> None:
-        """Count one path: at each depth the rank of the target's token, among `widths` candidates.
+        """Count one path. Depths below the first miss are not counted.
 
-        A rank beyond them is a miss, and nothing below a miss is counted.
+        Args:
+            ranks: Rank of the target's token at each depth.
+            widths: Number of candidates at each depth. A rank that is not lower is a miss.
         """
         place: Place = ()
         for rank, width in zip(ranks, widths, strict=True):
@@ -60,8 +67,11 @@ class Accuracy:
             self.accepted[place] += 1
 
     def chances(self, doubt: float = 20.0) -> Chance:
-        """Return the measured acceptance of each place, smoothed by `doubt` (> 0) rounds with the average of its
-        depth and rank. 0 for depths and ranks that were never tried."""
+        """Return the measured acceptance rate of each place.
+
+        It is smoothed with `doubt` > 0 rounds at the average rate of its depth and rank. The rate is 0 if that depth
+        and rank was never tried.
+        """
         tried, accepted = (_together(counts) for counts in (self.tried, self.accepted))
 
         def chance(place: Place) -> float:
@@ -81,10 +91,10 @@ def _together(counts: Mapping[Place, int]) -> Counter[tuple[int, int]]:
 
 
 class MedusaRecipe(Recipe):
-    """Recipe of Medusa heads (arXiv 2401.10774): each guesses one place further ahead from the same state.
+    """Recipe of Medusa heads (arXiv 2401.10774). Each head guesses one place further ahead from the same state.
 
-    Head s sees the "final" state of the token before the pending one, and guesses the token s + 1 places after the
-    pending one. The output head stays as it is ("Medusa-1").
+    Head s sees the "final" state of the token before the pending token, and guesses the token s + 1 places after the
+    pending token. The output head is not trained ("Medusa-1").
     """
 
     config: MedusaConfig
@@ -95,7 +105,7 @@ class MedusaRecipe(Recipe):
         super().__init__(config, nn.ModuleDict({"blocks": heads}), target, vocabulary, config.heads)
 
     def evaluated(self, guesses: Sequence[Guesses]) -> None:
-        """Put the tree that would have accepted the most of the held-out texts into the config."""
+        """Store in the config the tree that would have accepted the most tokens of the held-out texts."""
         accuracy = Accuracy()
         for part in guesses:
             assert part.ranks is not None
@@ -113,7 +123,7 @@ class MedusaRecipe(Recipe):
 
 
 class ExitProjection(nn.Module):
-    """Residual projection x + up(down(x)), then a norm; parameters named as in `models/heads.py`."""
+    """Residual projection x + up(down(x)), then a norm. Parameters are named as in `models/heads.py`."""
 
     def __init__(self, config: ExitConfig, eps: float) -> None:
         super().__init__()
@@ -132,12 +142,12 @@ class ExitProjection(nn.Module):
 
 
 class EarlyExitRecipe(Recipe):
-    """Recipe of an early exit: a projection between the target's layer E and its output head (the adapter of Kangaroo,
-    arXiv 2404.18911; the "tuned lens" of arXiv 2303.08112).
+    """Recipe of an early exit: a projection between the target's layer E and its output head.
 
-    Drafting runs the target's own first layers on every drafted token, so there is one step to learn: the whole
-    target's distribution after a token, from the residual stream that leaves layer E there. The later steps of a draft
-    are first steps of the places after it.
+    This is the adapter of Kangaroo (arXiv 2404.18911) and the "tuned lens" of arXiv 2303.08112. Drafting runs the
+    target's first layers on every drafted token, so there is only one step to learn: from the residual stream after
+    layer E, predict the whole target's distribution of the next token. A later step of a draft equals the first step at
+    a later place.
     """
 
     config: ExitConfig
@@ -147,7 +157,7 @@ class EarlyExitRecipe(Recipe):
     def __init__(
         self, config: ExitConfig, target: EmbeddingAndHead, vocabulary: Tensor, steps: int, eps: float
     ) -> None:
-        """`eps`: of the norm."""
+        """Build the projection. `eps` is the epsilon of its norm."""
         super().__init__(config, ExitProjection(config, eps), target, vocabulary, steps)
         self.start_at_unit_logits(self.module.norm)
 

@@ -1,7 +1,7 @@
-"""Recipes: what each kind of drafter supplies for its training. `loop.py` does the rest.
+"""Recipes: the part of training that differs between kinds of drafters. `loop.py` is the common part.
 
-The loss compares every guess with the target's distribution over the tokens that the drafter knows (`draft_loss`);
-later steps of a draft count less, since a draft is accepted up to its first wrong token.
+The loss compares every guess with the target's distribution over the tokens that the drafter knows (`draft_loss`).
+Later steps of a draft count less, since a draft is accepted only up to its first wrong token.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ UNKNOWN = 1 << 30
 """Rank of a token that is not in the drafter's vocabulary."""
 
 _LIKELY = 8
-"""Tokens that the target finds likeliest after each place, which a batch in training scores at all places."""
+"""Number of the target's most likely tokens at each place. A training batch scores these tokens at all places."""
 
 _OTHERS = 1024
-"""Other tokens, drawn at random, that a batch in training scores in place of all others."""
+"""Number of randomly drawn tokens that represent all other tokens in a training batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Guesses:
-    """Results of a module on a batch: S steps of the drafts that begin at P places of B documents.
+    """Guesses of a module on a batch: S steps of the drafts that begin at P places of B documents.
 
-    `loss`: summed over all guesses. `right` [S, B, P]: whether a step's best guess is the target's own choice. `real`
-    [S, B, P]: where there was something to guess; elsewhere `right` is False. `ranks` [S, B, P]: in evaluation, how
-    many tokens the step ranked above the target's choice; `UNKNOWN` where it does not know that token.
+    Attributes:
+        loss: Sum of the loss over all guesses.
+        right: bool [S, B, P], True if a step's best guess is the target's choice.
+        real: bool [S, B, P], True if there was a token to guess. Elsewhere `right` is False.
+        ranks: int64 [S, B, P], only in evaluation: number of tokens that the step ranked above the target's choice, or
+            `UNKNOWN` if the drafter does not know that token.
     """
 
     loss: Tensor
@@ -46,7 +49,7 @@ class Guesses:
 
     @property
     def counts(self) -> Tensor:
-        """Right guesses and all guesses of each step, [2, S]."""
+        """Number of right guesses and of all guesses of each step, [2, S]."""
         return torch.stack([self.right.flatten(1).sum(1), self.real.flatten(1).sum(1)]).cpu()
 
 
@@ -54,27 +57,29 @@ class Guesses:
 class DraftPlaces:
     """Places in the answers of a batch at which drafts begin.
 
-    A draft begins after each pending token: the last prompt token and every answer token but the last. Place p of
+    A draft begins after each pending token: the last prompt token, and every answer token except the last. Place p of
     document b has its pending token at `pending[b, p]`, and step s of its draft guesses the token at `pending + 1 + s`.
+
+    Attributes:
+        pending: Positions in the documents, int64 [B, P].
+        real: bool [S, B, P], True if step s of place p guesses a token of the document.
+        columns: Number of places between the document's first place and each place, int64 [P].
     """
 
     pending: Tensor
-    """int64 [B, P], positions within the documents"""
     real: Tensor
-    """bool [S, B, P]: whether step s of place p guesses a token of the document"""
     columns: Tensor
-    """int64 [P]: how many places after the document's first each one is"""
 
     def every(self, stride: int, first: int) -> DraftPlaces:
-        """Return one place in `stride`, from the place `first` on."""
+        """Return every `stride`-th place, starting with place `first`."""
         chosen = slice(first, None, stride)
         return DraftPlaces(self.pending[:, chosen], self.real[:, :, chosen], self.columns[chosen])
 
     @staticmethod
     def of(batch: DocumentBatch, steps: int) -> DraftPlaces:
         """Return all places of a batch, for drafts of `steps` tokens."""
-        first = (batch.prompts - 1).clamp(min=1)  # a draft needs the state of the token before its pending one
-        places = max(1, int((batch.lengths - 1 - first).max()))  # one that is not real where nothing is answered
+        first = (batch.prompts - 1).clamp(min=1)  # a draft needs the state before its pending token
+        places = max(1, int((batch.lengths - 1 - first).max()))  # without answers, one place that is not real
         device = batch.tokens.device
         pending = first[:, None] + torch.arange(places, device=device)
         reach = torch.arange(1, steps + 1, device=device)[:, None, None]
@@ -83,27 +88,33 @@ class DraftPlaces:
 
 
 def gather(states: Tensor, places: Tensor) -> Tensor:
-    """Return states [B, T, ...] at places [B, P], those past the end clamped to it: [B, P, ...]."""
+    """Return states [B, T, ...] at places [B, P] as [B, P, ...]. Places past the end return the last state."""
     rows = torch.arange(states.shape[0], device=states.device)[:, None]
     return states[rows, places.clamp(0, states.shape[1] - 1)]
 
 
 class Teacher:
-    """The target's output head, over the tokens that a drafter knows."""
+    """The target's output head over the tokens that a drafter knows."""
 
     def __init__(self, target: EmbeddingAndHead, vocabulary: Tensor) -> None:
-        """`vocabulary` [K]: ascending ids. `rows` float32 [K, H]: their rows of the target's head, on its device."""
+        """Copy the rows [K, H] of the target's head for the ascending token ids `vocabulary` [K]."""
         self._target = target
         self.rows = target.head()[vocabulary].float()
         self.vocabulary = vocabulary.to(self.rows.device)
 
     @torch.no_grad()
     def score(self, batch: DocumentBatch, places: DraftPlaces, *, exact: bool) -> tuple[Tensor, Tensor]:
-        """Return the target's view of the tokens after each pending one, in C columns counted from the document's first
-        place; a place's steps share columns with the places after it.
+        """Compute the target's logits and choices after each pending token.
 
-        First its logits over the tokens that the drafter knows, float32 [B, C, K]; then the token it would choose,
-        int64 [B, C]: `exact`: of all tokens; else of the known ones, which is cheaper.
+        Columns are counted from the document's first place. A step of a place shares its column with a later place.
+
+        Args:
+            batch: The documents.
+            places: The places at which drafts begin.
+            exact: True to choose among all tokens, False to choose among the known tokens, which is cheaper.
+
+        Returns:
+            Logits over the tokens that the drafter knows, float32 [B, C, K], and the chosen tokens, int64 [B, C].
         """
         steps, columns = len(places.real), places.columns
         reach = torch.arange(int(columns[-1]) + steps, device=columns.device)
@@ -111,19 +122,22 @@ class Teacher:
         scores = F.linear(states.float(), self.rows).float()
         if not exact:
             return scores, self.vocabulary[scores.argmax(-1)]
-        with torch.autocast(states.device.type, enabled=False):  # in the target's own precision
+        with torch.autocast(states.device.type, enabled=False):  # use the target's own precision
             return scores, torch.stack([self._target.logits(row).argmax(-1) for row in states])
 
     def rank(self, scores: Tensor, choice: Tensor) -> Tensor:
-        """Return how many tokens of scores [N, K] rank above the chosen id, int64 [N]; `UNKNOWN` for unknown ids."""
+        """Return how many tokens of scores [N, K] rank above the chosen id, int64 [N]. Unknown ids give `UNKNOWN`."""
         column = torch.searchsorted(self.vocabulary, choice).clamp(max=len(self.vocabulary) - 1)
         ranks = (scores > scores.gather(1, column[:, None])).sum(-1)
         return ranks.where(self.vocabulary[column] == choice, UNKNOWN)
 
 
 def simulate_rounds(guesses: Guesses) -> tuple[int, int]:
-    """Return (tokens, rounds) of greedy decoding with chains of these guesses: a round that accepts `a` of them commits
-    a + 1 tokens."""
+    """Simulate greedy decoding with chains of these guesses. A round that accepts n guesses commits n + 1 tokens.
+
+    Returns:
+        Number of tokens and number of rounds.
+    """
     accepted = guesses.right.long().cumprod(0).sum(0)
     tokens = rounds = 0
     for lengths, real in zip(accepted.tolist(), guesses.real[0].sum(1).tolist(), strict=True):
@@ -136,10 +150,13 @@ def simulate_rounds(guesses: Guesses) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Tokens of a draft vocabulary that stand for all of them in a batch (sampled softmax; Jean et al.,
-    arXiv 1412.2007): the likely ones, and some that were drawn from the others.
+    """Tokens that represent a whole draft vocabulary in a batch (sampled softmax; Jean et al., arXiv 1412.2007).
 
-    `ids` [C]: their places in the vocabulary. `shift` [C]: logarithm of how many tokens each stands for.
+    They are the likely tokens, and a random sample of all other tokens.
+
+    Attributes:
+        ids: Places of the tokens in the draft vocabulary, [C].
+        shift: Logarithm of the number of tokens that each token represents, [C].
     """
 
     ids: Tensor
@@ -147,7 +164,7 @@ class Columns:
 
     @staticmethod
     def of(scores: Tensor) -> Columns | None:
-        """Choose columns by the target's logits [..., K]; None where that would save less than half."""
+        """Choose tokens by the target's logits [..., K]. Return None if that would save less than half of the work."""
         size = scores.shape[-1]
         if size < 4 * _OTHERS:
             return None
@@ -164,11 +181,18 @@ class Columns:
 
 
 def draft_loss(wanted: Tensor, logits: Tensor, shift: Tensor | None = None) -> Tensor:
-    """Return the summed loss of guesses: -log of the chance that a sampled guess is accepted, and half the
-    cross-entropy, which also teaches where that chance is small (LK losses, arXiv 2602.23881).
+    """Compute the loss of guesses (LK losses, arXiv 2602.23881).
 
-    `wanted`, `logits` [N, C]: the target's and the drafter's logits of the columns; `wanted` holds `Columns.shift`
-    already, `logits` do not.
+    It is -log of the probability that a sampled guess is accepted, plus half the cross-entropy, which still teaches
+    where that probability is small.
+
+    Args:
+        wanted: The target's logits of the columns, including `shift`, [N, C].
+        logits: The drafter's logits of the columns, without `shift`, [N, C].
+        shift: See `Columns`.
+
+    Returns:
+        Sum over all guesses.
     """
     shift = logits.new_zeros(()) if shift is None else shift
     target, scores = wanted.softmax(-1), (logits + shift).log_softmax(-1)
@@ -182,8 +206,15 @@ class GuessTally:
     def __init__(
         self, teacher: Teacher, batch: DocumentBatch, places: DraftPlaces, decay: float, *, exact: bool
     ) -> None:
-        """`decay`: the weight of a step's loss relative to the step before. `exact`: see `Teacher.score`; not exact,
-        a part of the vocabulary may stand for it (`Columns`)."""
+        """Score a batch with the teacher.
+
+        Args:
+            teacher: The target's output head.
+            batch: The documents.
+            places: The places at which drafts begin.
+            decay: Weight of a step's loss relative to the previous step.
+            exact: See `Teacher.score`. If False, a part of the vocabulary may represent the whole (`Columns`).
+        """
         self._teacher, self._places, self._decay = teacher, places, decay
         self._scores, self._choice = teacher.score(batch, places, exact=exact)
         self._columns = None if exact else Columns.of(self._scores)
@@ -194,11 +225,11 @@ class GuessTally:
         self._ranks: list[Tensor] = []
 
     def rows(self, head: Tensor) -> Tensor:
-        """Return the rows of an output head [K, H] over the draft vocabulary that make the logits of `add` [C, H]."""
+        """Return the rows [C, H] of an output head [K, H] over the draft vocabulary that `add` needs logits of."""
         return head[self._columns.ids] if self._columns else head
 
     def add(self, logits: Tensor) -> None:
-        """Add the next step: `logits` [N, C] at its real places in order."""
+        """Add the next step with logits [N, C] at its real places, in order."""
         step = len(self._losses)
         real, columns = self._places.real[step], self._places.columns + step
         wanted = self._scores[:, columns][real]
@@ -213,8 +244,13 @@ class GuessTally:
             self._ranks[-1][real] = self._teacher.rank(logits, choice)
 
     def add_single_step(self, logits: Tensor) -> None:
-        """Add all steps of a drafter that has one: `logits` [N, C] after each pending token, at the real places of the
-        first step. The later steps of a draft are the first ones of the places after it."""
+        """Add all steps of a drafter that learns a single step.
+
+        A later step of a draft equals the first step at a later place.
+
+        Args:
+            logits: [N, C] at the real places of the first step, in order.
+        """
         self.add(logits)
         first = F.pad(self._right[0], (0, len(self._places.real) - 1))
         places = self._places.pending.shape[1]
@@ -222,30 +258,37 @@ class GuessTally:
             self._right.append(first[:, step : step + places] & self._places.real[step])
 
     def guesses(self) -> Guesses:
-        """Return what was added."""
+        """Return all guesses that were added."""
         ranks = torch.stack(self._ranks) if self._ranks else None
         return Guesses(torch.stack(self._losses).sum(), torch.stack(self._right), self._places.real, ranks)
 
 
 class Recipe(ABC):
-    """A drafter in training. `module` holds float32 parameters under the names of `models/heads.py`."""
+    """A drafter in training. The float32 parameters of `module` are named as in `models/heads.py`."""
 
     config: TrainableConfig
     module: nn.Module
     decay = 0.8
-    """Weight of a step's loss relative to the step before."""
+    """Weight of a step's loss relative to the previous step."""
 
     def __init__(
         self, config: TrainableConfig, module: nn.Module, target: EmbeddingAndHead, vocabulary: Tensor, steps: int
     ) -> None:
-        """`vocabulary` [K]: the ids, ascending, over which distributions are compared. `steps`: tokens of the drafts
-        that it is trained for."""
+        """Initialise a recipe.
+
+        Args:
+            config: Config of the drafter.
+            module: Network to train.
+            target: The target's embedding and output head.
+            vocabulary: Token ids over which distributions are compared, ascending, [K].
+            steps: Draft length to train for, in tokens.
+        """
         self.config, self.module, self.target = config, module, target
         self.taps, self.steps = taps_of(config), steps
         self.teacher = Teacher(target, vocabulary)
 
     def guess(self, batch: DocumentBatch) -> Guesses:
-        """Run the module over the answers of a batch; in `module.eval()` the target's choice is the exact one."""
+        """Run the module over the answers of a batch. In `eval` mode, the target's choices are exact."""
         places = self.places(batch)
         tally = GuessTally(self.teacher, batch, places, self.decay, exact=not self.module.training)
         self.draft(batch, places, tally)
@@ -260,20 +303,29 @@ class Recipe(ABC):
         """Run the module and add its logits at each step to `tally`."""
 
     def evaluated(self, guesses: Sequence[Guesses]) -> None:  # noqa: B027
-        """Take note of the guesses on held-out documents, in a recipe that can use them."""
+        """Use the guesses on held-out documents. The default does nothing."""
 
     @torch.no_grad()
     def start_at_unit_logits(self, norm: nn.RMSNorm) -> None:
-        """Scale the final norm so that logits begin with a standard deviation of 1: at the target's own scale, those of
-        an untrained head are confident nonsense, and much of the training would go into unlearning them."""
+        """Scale the final norm so that logits begin with a standard deviation of 1.
+
+        At the target's scale, an untrained head would make confident wrong guesses, and much of the training would be
+        spent on unlearning them.
+        """
         norm.weight.fill_(1 / (self.teacher.rows.std() * norm.weight.numel() ** 0.5))
 
     @torch.no_grad()
     def begin_from(self, head: HeadFile) -> None:
-        """Begin with the weights of a trained drafter. Raises `InvalidOption` for one of another kind or shape."""
+        """Begin with the weights of a trained drafter.
+
+        Raises:
+            InvalidOption: If it is of another kind or shape.
+        """
         ours, theirs = self.config, head.config
         if type(ours) is not type(theirs):
-            raise InvalidOption(f"{head.path} holds a drafter of another kind", "Name one of the kind to be trained")
+            raise InvalidOption(
+                f"{head.path} is a drafter of another kind", "Pass --from a drafter of the kind that you train"
+            )
         for name in (f.name for f in fields(ours) if f.name not in _MAY_DIFFER):
             if getattr(ours, name) != getattr(theirs, name):
                 raise _mismatch(head, f"{name} {getattr(theirs, name)!r}, not {getattr(ours, name)!r}")
@@ -285,16 +337,16 @@ class Recipe(ABC):
             parameter.copy_(given)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what is written, under the names of `models/heads.py`: weights in bfloat16."""
+        """Return the weights to write, in bfloat16, under the names of `models/heads.py`."""
         return {n: p.detach().to("cpu", torch.bfloat16) for n, p in self.module.named_parameters()}
 
 
 _MAY_DIFFER = ("layer", "draft_vocab", "paths")
-"""Fields of a config that tensors tell better, or that training decides."""
+"""Config fields that may differ: tensor shapes are compared instead, or training decides them."""
 
 
 def _mismatch(head: HeadFile, difference: str) -> InvalidOption:
     return InvalidOption(
         f"training cannot begin from {head.path}: it has {difference}",
-        "Repeat the options it was made with (see its README.md), or leave out --from",
+        "Repeat the options that it was trained with (see its README.md), or leave out --from",
     )

@@ -1,4 +1,4 @@
-"""From a training job to a drafter on disk: prompts, answers, documents, vocabulary, training, writing."""
+"""A whole training run: prompts, answers, documents, vocabulary, training, and writing the drafter to disk."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from paceline.train import loop
 from paceline.train.documents import Documents
 from paceline.train.kinds import KINDS, TrainJob, check_taps, config_for, native, recipe_for
 from paceline.train.prompts import Prompts
-from paceline.train.recipe import Recipe
 from paceline.train.self_prompts import write_prompts
 from paceline.train.states import States
 from paceline.train.writing import Progress, write_answers
@@ -32,15 +31,21 @@ from paceline.types import DraftBudget, Want
 from paceline.verify.tree import pack_prefix
 
 COUNTED = 20_000
-"""Documents that the draft vocabulary is chosen from, at most."""
+"""Maximum number of documents that are counted to choose the draft vocabulary."""
 
 GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Callbacks that follow a run. `stage`: a new stage begins, by its name. `states`: how many documents have their
-    hidden states stored, of how many."""
+    """Callbacks that follow a run.
+
+    Attributes:
+        stage: Called with the name of each stage when it begins.
+        writing: Called while the target writes prompts or answers.
+        states: Called with the number of documents that have stored hidden states, and the number of all documents.
+        training: Called after each training step.
+    """
 
     stage: Callable[[str], object] = lambda name: None
     writing: Callable[[Progress], object] = lambda progress: None
@@ -49,10 +54,21 @@ class Listener:
 
 
 def train(llm: LLM, job: TrainJob, listener: Listener | None = None) -> loop.Report:
-    """Train a drafter and write it to `job.out`, with a model card. After an interruption (Ctrl-C, a kill, a full disk)
-    the same call continues from finished answers, kept hidden states and the last checkpoint.
+    """Train a drafter and write it to `job.out`, with a model card.
 
-    Raises `PacelineError`.
+    After an interruption (Ctrl-C, a kill, a full disk), the same call continues from the finished answers, the stored
+    hidden states and the last checkpoint.
+
+    Args:
+        llm: The target.
+        job: Settings.
+        listener: Callbacks that follow the run.
+
+    Returns:
+        The final state of the training loop.
+
+    Raises:
+        PacelineError: If an option or a file is not valid, or training fails.
     """
     check(job)
     choose(torch.zeros(llm.model.target.vocab_size), job.vocabulary or llm.model.target.vocab_size, llm.model.eos)
@@ -77,7 +93,8 @@ def _train(llm: LLM, job: TrainJob, start: HeadFile | None, listener: Listener) 
     listener.stage("hidden states")
     states.prepare(listener.states)
     listener.stage(f"training {job.kind}")
-    begun = "" if start is None else f" from {_weights_digest(recipe)}"
+    weights = [float(parameter.detach().double().abs().sum()) for parameter in recipe.module.parameters()]
+    begun = "" if start is None else f" from {_digest(weights)}"
     identity = f"{job.kind} {documents.digest[:12]}-{name} {_stated(recipe.config)} {len(states)}{begun}"
     report = loop.Trainer(recipe, states, held, job.plan, job.work, identity, listener.training).run()
     extra = {
@@ -94,8 +111,10 @@ def _train(llm: LLM, job: TrainJob, start: HeadFile | None, listener: Listener) 
 
 
 def _target_digest(llm: LLM) -> str:
-    """Name the target by its predictions after a fixed row of tokens, which any other model, even a fine-tune of it,
-    would not share: hidden states that are kept belong to one model."""
+    """Identify the target by its predictions after a fixed row of tokens.
+
+    Stored hidden states belong to one model. Even a fine-tuned copy of it would predict different tokens.
+    """
     target = llm.model.target
     cache, tokens = target.new_cache(), list(range(min(32, target.vocab_size)))
     rows = pack_prefix(tokens, cache.acquire(len(tokens)), 0, target.device)
@@ -103,7 +122,7 @@ def _target_digest(llm: LLM) -> str:
 
 
 def _stated(value: object) -> str:
-    """Return a config as text, without fields that have their defaults: an update may add one, and refuse nothing."""
+    """Return a config as text without default values, so that checkpoints stay valid when an update adds a field."""
     if isinstance(value, tuple):
         return f"({', '.join(map(_stated, value))})"
     if not is_dataclass(value) or isinstance(value, type):
@@ -114,24 +133,19 @@ def _stated(value: object) -> str:
     return f"{type(value).__name__}({', '.join(shown)})"
 
 
-def _weights_digest(recipe: Recipe) -> str:
-    """Name the weights that training begins with."""
-    return _digest([float(parameter.detach().double().abs().sum()) for parameter in recipe.module.parameters()])
-
-
 def _digest(numbers: list[int] | list[float]) -> str:
     return hashlib.blake2b(repr(numbers).encode(), digest_size=4).hexdigest()
 
 
 def check(job: TrainJob) -> None:
-    """Raise `InvalidOption` for a job that can be refused before anything is loaded."""
+    """Raise `InvalidOption` for mistakes in a job that can be found before the target is loaded."""
     if job.kind not in KINDS:
         raise InvalidOption(f"no drafter of kind {job.kind!r} can be trained", f"Choose {', '.join(KINDS)}")
     if not job.out.name:
         raise InvalidOption(f"--out must name a new folder, got {job.out}", "Give a path that ends in a name")
     check_folder(job.out)
     if job.answers is not None and job.prompts is None:
-        raise InvalidOption("--answers needs --prompts", "Give the file of the prompts they answer too")
+        raise InvalidOption("--answers needs --prompts", "Also give the file of prompts that the answers belong to")
     if not (0 < job.plan.epochs < 1e6 and 0 < job.plan.rate < 1):
         raise InvalidOption(
             f"epochs must be > 0 and the rate between 0 and 1, got {job.plan.epochs:g} and {job.plan.rate:g}",
@@ -162,12 +176,15 @@ def _documents(llm: LLM, job: TrainJob, files: StateFiles, listener: Listener) -
         limit=job.documents,
     )
     if not len(documents.train):
-        raise InvalidData(f"{answers} answers held-out prompts only: nothing is left to train on", "Give more prompts")
+        raise InvalidData(
+            f"all answers in {answers} belong to held-out prompts, so there is nothing to train on", "Give more prompts"
+        )
     return documents
 
 
 def _vocabulary(llm: LLM, job: TrainJob, documents: Documents, listener: Listener) -> tuple[Tensor, float]:
-    """Return the tokens to draft from (all, unless a size was given), and their share of the answers' tokens."""
+    """Return the tokens to draft from (all tokens unless the job limits them) and their share of the answers'
+    tokens."""
     listener.stage("counting tokens")
     size = llm.model.target.vocab_size
     counted = range(min(COUNTED, len(documents.train)))
@@ -177,19 +194,24 @@ def _vocabulary(llm: LLM, job: TrainJob, documents: Documents, listener: Listene
 
 
 def model_card(job: TrainJob, report: loop.Report, trained: int, held: int, covered: float) -> str:
-    """Return a model card in Markdown: how the drafter was made, and how well it drafts.
+    """Return a model card in Markdown, with the training settings and the measured acceptance.
 
-    `trained`, `held`: documents; `covered`: share of the answers' tokens in the draft vocabulary.
+    Args:
+        job: Settings.
+        report: Final state of the training loop.
+        trained: Number of documents trained on.
+        held: Number of held-out documents.
+        covered: Share of the answers' tokens that the draft vocabulary contains.
     """
     hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU threads"
     if report.acceptance is None:
-        measured = "Not measured: none of so few prompts were held out."
+        measured = "Acceptance was not measured, since there were too few prompts to hold one out."
     else:
         steps = ", ".join(f"{share:.3f}" for share in report.held)
         measured = f"""\
-On {min(job.plan.held, held)} held-out answers a greedy chain of {len(report.held)} would give \
+On {min(job.plan.held, held)} held-out answers, greedy chains of {len(report.held)} tokens give \
 {report.acceptance:.2f} tokens per round,
-  bonus token included. Accuracy of each step, whether or not those before it were right: {steps}."""
+  including the bonus token. Accuracy of each step, whether or not the previous steps were right: {steps}."""
     return f"""\
 # {job.kind} drafter for {job.target}
 
@@ -198,10 +220,10 @@ Made by Paceline {version("paceline")} with torch {torch.__version__}:
     {job.command}
 
 - Data: {trained} of the target's own answers to {job.prompts.name if job.prompts else "prompts that it wrote itself"},
-  {job.plan.epochs:g} epochs, {report.tokens:,} places to draft from. {held} answers were held out (one prompt in 50).
+  {job.plan.epochs:g} epochs, {report.tokens:,} drafts. {held} answers were held out (one prompt in 50).
 - Seed {job.plan.seed}; {report.seconds / 60:.0f} minutes of training on {hardware}.
-- Draft vocabulary: {job.vocabulary or "all"} tokens, {100 * covered:.1f} % of those that the target wrote.
+- Draft vocabulary: {job.vocabulary or "all"} tokens, which cover {100 * covered:.1f} % of the tokens in the answers.
 - {measured}
 
-It drafts for this target only. A drafter never changes the text.
+This drafter works only with this target. A drafter never changes the text.
 """

@@ -1,8 +1,8 @@
 """Training prompts that the target writes itself, for users who have none.
 
-A chat model was trained on whole chats: given its template up to where the user's message begins, it writes what a user
-would say (Magpie: Xu et al., "Alignment data synthesis from scratch by prompting aligned LLMs with nothing",
-arXiv 2406.08464). Every other message begins with an opening from a list, for variety: on its own, a small model rarely
+A chat model was trained on whole chats. Given its chat template up to the beginning of the user's message, it writes a
+message of a user (Magpie: Xu et al., "Alignment data synthesis from scratch by prompting aligned LLMs with nothing",
+arXiv 2406.08464). For variety, every other message begins with an opening from a list. Without it, a small model rarely
 asks for a summary or a translation.
 """
 
@@ -22,10 +22,10 @@ from paceline.train.prompts import parse_prompt
 from paceline.train.writing import OnProgress, Progress, chunks_of
 
 SHORTEST, LONGEST = 4, 384
-"""Tokens of a prompt without its end. A longer one counts as unfinished."""
+"""Length of a usable prompt in tokens, without its end token. A longer prompt counts as unfinished."""
 
 GROUP = 4
-"""Texts per batch object, in multiples of its width; a kill loses no more than these."""
+"""Texts per batch object, in multiples of its width. A kill loses at most one batch."""
 
 TRIES = 50
 """Texts generated per usable prompt before giving up."""
@@ -52,7 +52,7 @@ OPENINGS = (
     "Rewrite this",
     "Extract from the following text",
 )
-"""First words of every other prompt, in turn."""
+"""First words of every other prompt, used in turn."""
 
 _PLACEHOLDER = "these are the words of the user"
 
@@ -66,16 +66,31 @@ def write_prompts(
     width: int = 24,
     on_progress: OnProgress = lambda progress: None,
 ) -> Progress:
-    """Let the target write `count` different prompts, as rows {"id", "prompt"} of `path`; return the final progress.
+    """Let the target write different prompts, as rows {"id", "prompt"} of a JSONL file.
 
-    Sampled at temperature 1, each text with its own seed, so that the file depends only on the model and `seed`: an
-    interrupted run continues where it stopped, and a larger `count` continues a smaller one. Texts that are empty, too
-    short, unfinished, or repeat an earlier one up to case and spacing are skipped and counted. Raises
-    `UnsupportedModel` for a model without a usable chat template, or with too few usable texts; `InvalidData` where the
-    file was made with other options; `OSError`.
+    Texts are sampled at temperature 1, each with its own seed, so the file depends only on the model and `seed`. An
+    interrupted run continues where it stopped, and a larger `count` continues a smaller one. Texts are skipped, and
+    counted as skipped, if they are empty, too short or unfinished, or if they differ from an earlier prompt only in
+    case and spacing.
+
+    Args:
+        llm: The target.
+        path: File to write or continue.
+        count: Number of prompts in the file.
+        seed: Seed of all texts.
+        width: Batch size. It does not change the prompts.
+        on_progress: Called after every token.
+
+    Returns:
+        The final progress.
+
+    Raises:
+        UnsupportedModel: If the model has no usable chat template, or writes too few usable texts.
+        InvalidData: If the file was made with other options.
+        OSError: If the file cannot be written.
     """
     if count < 1 or width < 1:
-        raise InvalidOption(f"count and width must be >= 1, got {count} and {width}")
+        raise InvalidOption(f"count and width must be >= 1, got {count} and {width}", "Use 5000 and 24, for example")
     turn = UserTurn.of(llm.tokenizer)
     model = {"model": llm.model.path.name, "tokenizer": llm.tokenizer.digest}
     check_settings(path, model | {"openings": list(OPENINGS), "seed": seed})
@@ -89,7 +104,13 @@ def write_prompts(
 
 @dataclass(frozen=True, slots=True)
 class UserTurn:
-    """The user's turn in a chat: the token ids before it, and the stop conditions that end it besides EOS."""
+    """The user's turn in a chat template.
+
+    Attributes:
+        before: Token ids before the user's message.
+        stop: Stop strings that end the message, in addition to EOS.
+        stop_token_ids: Stop tokens that end the message, in addition to EOS.
+    """
 
     before: tuple[int, ...]
     stop: tuple[str, ...] = ()
@@ -97,7 +118,11 @@ class UserTurn:
 
     @staticmethod
     def of(tokenizer: Tokenizer) -> UserTurn:
-        """Read the turn off the chat template. Raises `UnsupportedModel` where it cannot be told."""
+        """Find the user's turn in the chat template.
+
+        Raises:
+            UnsupportedModel: If the template does not show where a message begins and ends.
+        """
         try:
             chat = tokenizer.apply_chat_template([{"role": "user", "content": _PLACEHOLDER}])
         except InvalidPrompt as error:
@@ -105,9 +130,9 @@ class UserTurn:
         before, found, after = chat.partition(_PLACEHOLDER)
         ending = after.strip()
         if not found or not before or not ending:
-            raise UnsupportedModel("the chat template shows no beginning or no end of the user's message", _GIVE)
+            raise UnsupportedModel("the chat template does not mark where the user's message begins and ends", _GIVE)
         ids, first = tokenizer.encode(before, special=False), tokenizer.encode(ending, special=False)[0]
-        # An end that is one special token cannot be confused with text.
+        # A special token can end the message by its id, since it cannot be confused with text.
         special = first in tokenizer.special_ids
         return UserTurn(tuple(ids), () if special else (ending,), (first,) if special else ())
 
@@ -123,13 +148,19 @@ class UserTurn:
         )
 
 
-_GIVE = "Give prompts in a file, --prompts FILE"
+_GIVE = "Give prompts in a file with --prompts FILE"
 
 
 @dataclass(slots=True)
 class _PromptWriter:
-    """Generates prompts. Texts are numbered in the order in which they are generated; a number gives the text its seed
-    and the prompt its id. `known`: hashes of the prompts so far."""
+    """Generates prompts.
+
+    Texts are numbered in the order of generation. The number determines a text's seed and becomes the prompt's id.
+
+    Attributes:
+        known: Hashes of the prompts written so far.
+        next: Number of the next text.
+    """
 
     llm: LLM
     turn: UserTurn
@@ -141,7 +172,7 @@ class _PromptWriter:
     next: int = 0
 
     def recall(self, line: bytes, number: int) -> None:
-        """Note a prompt that is in the file already."""
+        """Record a prompt that is already in the file."""
         prompt = parse_prompt(line, number)
         if not isinstance(prompt.id, int) or not isinstance(prompt.prompt, str):
             raise ValueError("this prompt was not written by the model")
@@ -161,8 +192,8 @@ class _PromptWriter:
         self.next += tries
         if self.progress.skipped > TRIES * (self.progress.written + GROUP):
             raise UnsupportedModel(
-                f"only {self.progress.written} of the {self.progress.skipped + self.progress.written} prompts that the "
-                f"model wrote are usable",
+                f"the model wrote {self.progress.skipped + self.progress.written} prompts, "
+                f"but only {self.progress.written} of them are usable",
                 _GIVE,
             )
 
@@ -185,7 +216,7 @@ class _PromptWriter:
 
 
 def _is_complete(completion: Completion, special: frozenset[int]) -> bool:
-    """Whether this is one whole turn of a usable length."""
+    """Return True if this is one whole turn of a usable length."""
     tokens = completion.token_ids[:-1]
     ended = completion.finish_reason in ("eos", "stop") and bool(completion.text.strip())
     return ended and len(tokens) >= SHORTEST and special.isdisjoint(tokens)

@@ -1,4 +1,4 @@
-"""The target's hidden states over documents: from disk, or by a prefill pass."""
+"""The target's hidden states for documents, read from disk or computed by a prefill pass."""
 
 from __future__ import annotations
 
@@ -21,16 +21,21 @@ SHARD = 64
 """Documents that are computed and read together."""
 
 _TOGETHER = 8
-"""Documents after which `prepare` reports."""
+"""Number of documents after which `prepare` reports progress."""
 
 _PASS = 4096
-"""Tokens per target pass at most: more are no faster. Halved when memory runs out."""
+"""Maximum number of tokens per target pass. Larger passes are not faster. It is halved when memory runs out."""
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentStates:
-    """A document's tokens [T] and the target's hidden states at each: tap -> [T, H]. `prompt`: tokens before the
-    answer."""
+    """A document with the target's hidden states.
+
+    Attributes:
+        tokens: int64 [T].
+        states: Tap -> [T, H].
+        prompt: Number of tokens before the answer.
+    """
 
     tokens: Tensor
     states: Mapping[Tap, Tensor]
@@ -39,7 +44,14 @@ class DocumentStates:
 
 @dataclass(frozen=True, slots=True)
 class DocumentBatch:
-    """B documents, padded on the right. tokens int64 [B, T]; states: tap -> [B, T, H]; prompts, lengths int64 [B]."""
+    """B documents, padded on the right.
+
+    Attributes:
+        tokens: int64 [B, T].
+        states: Tap -> [B, T, H].
+        prompts: Number of tokens before each answer, int64 [B].
+        lengths: Number of tokens of each document, int64 [B].
+    """
 
     tokens: Tensor
     states: Mapping[Tap, Tensor]
@@ -75,14 +87,22 @@ class DocumentBatch:
 class States:
     """Documents in shards of `SHARD`, each with the target's hidden states at `taps` and "final".
 
-    `files`: where states are stored for the next epoch, and may be since the text was written; None stores nothing.
-    States that cannot be read (the run was killed, the disk was full) are computed again. A document is taken without
-    its last token, which no pass sees while a text is written.
+    States that are missing on disk (after a kill, or on a full disk) are computed again. A document's last token is
+    dropped, because no pass sees it while the target writes the text.
     """
 
     def __init__(
         self, target: Target, documents: Subset[Document], taps: Sequence[Tap], files: StateFiles | None = None
     ) -> None:
+        """Prepare to read states.
+
+        Args:
+            target: Model that computes the states.
+            documents: The documents.
+            taps: Taps to read, in addition to "final".
+            files: Storage for the next epochs. It may already hold states that were kept while the target wrote its
+                answers. None stores nothing.
+        """
         self._target, self._documents = target, documents
         self._taps: tuple[Tap, ...] = tuple(dict.fromkeys([*taps, "final"]))
         self._files = files
@@ -107,8 +127,11 @@ class States:
         return min(SHARD, len(self) - number * SHARD)
 
     def prepare(self, report: Callable[[int, int], object] = lambda done, total: None) -> None:
-        """Compute and store the states of all documents that have none, as far as there is room. `report`: called with
-        the documents done and all of them."""
+        """Compute and store missing states, as far as there is room on disk.
+
+        Args:
+            report: Called with the number of finished documents and the number of all documents.
+        """
         for start in range(0, len(self) if self._files else 0, _TOGETHER):
             end = min(start + _TOGETHER, len(self))
             texts = {i: _fed(self._documents[i]) for i in range(start, end)}
@@ -119,7 +142,7 @@ class States:
             report(end, len(self))
 
     def shard(self, number: int) -> list[DocumentStates]:
-        """Return the documents of shard `number` in their order: from `number * SHARD` on, at most `SHARD`."""
+        """Return the documents of shard `number` in order: at most `SHARD`, starting with document `number * SHARD`."""
         start = number * SHARD
         texts = [_fed(self._documents[i]) for i in range(start, start + self.size(number))]
         found = {i: states for i, text in enumerate(texts) if self._files and (states := self._files.read(text.fed))}
@@ -136,7 +159,7 @@ class States:
             yield DocumentBatch.of([documents[i] for i in group], self._target.device)
 
     def _compute(self, texts: Mapping[int, _FedText]) -> dict[int, dict[Tap, Tensor]]:
-        """Return the states of texts, by their keys, and store them."""
+        """Compute and store the states of texts. Return them under the same keys."""
         order = sorted(texts, key=lambda i: -len(texts[i].fed))
         computed: dict[int, dict[Tap, Tensor]] = {}
         while order:
@@ -157,7 +180,7 @@ class States:
         return computed
 
     def _pass(self, texts: Sequence[Sequence[int]]) -> list[dict[Tap, Tensor]]:
-        """Run the target over texts of similar length, in one pass."""
+        """Run the target over texts of similar length in one pass."""
         longest, device = max(map(len, texts)), self._target.device
         tokens = torch.zeros(len(texts), longest, dtype=torch.int64)
         for row, text in zip(tokens, texts, strict=True):
@@ -178,17 +201,23 @@ class States:
 
 @dataclass(frozen=True, slots=True)
 class _FedText:
-    """The tokens of a document that are used, of which `fed` are those with states; `prompt`: see `DocumentStates`."""
+    """The tokens of a document that are used.
+
+    Attributes:
+        tokens: Token ids.
+        prompt: Number of tokens before the answer.
+    """
 
     tokens: tuple[int, ...]
     prompt: int
 
     @property
     def fed(self) -> tuple[int, ...]:
+        """The tokens that have states."""
         return self.tokens[: max(1, len(self.tokens) - 1)]
 
     def with_states(self, states: Mapping[Tap, Tensor]) -> DocumentStates:
-        """Return the document, with a row of zeros for a token without states."""
+        """Return the document with its states. A token without states gets zeros."""
         missing = len(self.tokens) - len(self.fed)
         padded = {tap: F.pad(x, (0, 0, 0, missing)) for tap, x in states.items()}
         return DocumentStates(torch.tensor(self.tokens), padded, self.prompt)

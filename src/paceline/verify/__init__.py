@@ -1,1 +1,1 @@
-"""Draft trees, and the rules that accept their tokens."""
+"""Draft trees, and the rules for accepting their tokens."""

@@ -1,7 +1,7 @@
-"""Speculative sampling: accepts drafted tokens so that the text keeps the target's distribution.
+"""Speculative sampling: accept drafted tokens in a way that keeps the target's distribution.
 
-p is the distribution of the target, q that which the drafter drew a token from. The walks are pure: draws come from
-`Chance`, so that a test can enumerate every outcome.
+p is the target's distribution. The drafter draws tokens from the distribution q. The walks are pure functions:
+all random draws come from `Chance`, so a test can enumerate every outcome.
 """
 
 from __future__ import annotations
@@ -19,26 +19,32 @@ from paceline.sampling.noise import ACCEPT, Noise
 from paceline.types import Draft, Verdict
 
 _UNNORMALISED = 1e-4
-"""How far from 1 a distribution's sum may be: float32 sums of 262,144 columns are well within."""
+"""Tolerance for the sum of a distribution. The error of float32 sums over 262,144 columns is much smaller."""
 
 Shaped = Callable[[int, Sequence[int]], Tensor | None]
-"""(row, drafted tokens that lead to it) -> p [V], the target's distribution after processors, temperature and cuts.
-None: the row failed (`rules.deferred`), and the walk ends above it."""
+"""(row, drafted tokens that lead to it) -> p [V], the target's distribution after processors, temperature and
+truncation. It is None if the row failed (`rules.deferred`): then the walk ends above the row."""
 
 
 class Chance(Protocol):
     """The random draws of one round."""
 
     def accept(self, probability: float) -> bool:
-        """Return True with this probability: never at 0, always at 1."""
+        """Return True with this probability: never if it is 0, always if it is 1."""
 
     def token(self, p: Tensor) -> int:
-        """Return a draw from p [V]: once a round, for the token that the target adds."""
+        """Draw the token that the target adds from p [V]. This is called once per round."""
 
 
 @dataclass(slots=True)
 class RoundChance:
-    """The draws of the round whose first drafted token stands at `start`, from streams that no draft uses."""
+    """The random draws of a round, from streams that no draft uses.
+
+    Attributes:
+        noise: Noise of the request.
+        start: Position of the first drafted token.
+        asked: Number of `accept` calls so far.
+    """
 
     noise: Noise
     start: int
@@ -54,41 +60,62 @@ class RoundChance:
 
 
 def acceptance_step(p: Tensor, q: Tensor, token: int | Tensor, u: float | Tensor) -> Tensor:
-    """Decide with u whether to accept a token drawn from q where p is the target: with probability min(1, p / q).
+    """Accept a token drawn from q with probability min(1, p / q).
 
-    p, q [..., V]: distributions. token [...]: ids. u [...]: uniform in [0, 1), drawn for this step alone. Returns
-    bool [...]: u < p(token) / q(token), so never if p(token) is 0, always if the ratio is 1 or more. A token with
-    q(token) = 0 cannot have been drawn from q and is rejected. After a rejection draw from `residual(p, q)`. Raises
-    `InvalidOption` for an invalid distribution (NaN, negative, not normalised), token or u.
-    Source: Leviathan, Kalman, Matias, arXiv 2211.17192; Chen et al., arXiv 2302.01318.
+    A token with q(token) = 0 cannot have been drawn from q, and is rejected. After a rejection, draw from
+    `residual(p, q)`. Source: Leviathan, Kalman, Matias, arXiv 2211.17192; Chen et al., arXiv 2302.01318.
+
+    Args:
+        p: The target's distribution, [..., V].
+        q: The drafter's distribution, [..., V].
+        token: Drafted token ids, [...].
+        u: Uniform numbers in [0, 1), [...]. Draw new ones for every step.
+
+    Returns:
+        bool [...], True where u < p(token) / q(token).
+
+    Raises:
+        InvalidOption: If a distribution (NaN, negative, not normalised), a token or u is not valid.
     """
     _check_pair(p, q)
-    # Compared in float64 on the CPU (MPS has none): in float32 a u just below 1 would round to 1.
+    # Compare in float64 on the CPU (MPS lacks it). In float32, a u just below 1 would round to 1.
     token, u = torch.as_tensor(token, device=p.device), torch.as_tensor(u, dtype=torch.float64, device="cpu")
     if bool(((token < 0) | (token >= p.shape[-1])).any()):
-        raise InvalidOption(f"token {token.tolist()} is none of {p.shape[-1]}", "Give ids that index p and q")
+        raise InvalidOption(
+            f"token must be >= 0 and < {p.shape[-1]}, got {token.tolist()}", "Give ids that index p and q"
+        )
     if not bool(((u >= 0) & (u < 1)).all()):
-        raise InvalidOption(f"u={u.tolist()} is out of range", "Give uniform numbers, 0 <= u < 1")
+        raise InvalidOption(f"u must be >= 0 and < 1, got {u.tolist()}", "Draw it with torch.rand, for example")
     return (u < _acceptance(p, q, token).cpu().double()).to(p.device)
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
     """Return the distribution to draw from after a rejection: max(p - q, 0), normalised.
 
-    p, q [..., V]: distributions; returns one like p. If only rounding is left (p equals q: nothing is rejected), p
-    itself. Raises `InvalidOption` for an invalid distribution.
     Source: Leviathan, Kalman, Matias, arXiv 2211.17192.
+
+    Args:
+        p: The target's distribution, [..., V].
+        q: The drafter's distribution, [..., V].
+
+    Returns:
+        A distribution of the shape of p. It is p if p and q differ only by rounding errors, where nothing is rejected.
+
+    Raises:
+        InvalidOption: If p or q is not a distribution.
     """
     _check_pair(p, q)
     return _normalised(_excess(p, q), p)
 
 
 def rejection_walk(draft: Draft, shaped: Shaped, chance: Chance) -> Verdict:
-    """Try a row's children in their order; if all are rejected, draw the target's token from the residual.
+    """Try a row's children in order. If all are rejected, draw the target's token from the residual.
 
-    After each rejection p becomes the residual, and q loses the child's token: recursive rejection sampling (SpecInfer,
-    arXiv 2305.09781; without replacement: Jeon et al., arXiv 2402.14160, and Sequoia, arXiv 2402.12374). Raises
-    `InvalidOption` for an invalid q.
+    After each rejection, p becomes the residual, and q loses the child's token. This is recursive rejection sampling
+    (SpecInfer, arXiv 2305.09781; without replacement: Jeon et al., arXiv 2402.14160, and Sequoia, arXiv 2402.12374).
+
+    Raises:
+        InvalidOption: If a q of the draft is not a distribution.
     """
     walk = _Walk(draft, shaped, chance)
     while walk.step():
@@ -97,11 +124,14 @@ def rejection_walk(draft: Draft, shaped: Shaped, chance: Chance) -> Verdict:
 
 
 def block_walk(draft: Draft, shaped: Shaped, chance: Chance) -> Verdict:
-    """Accept the longest prefix of a chain, judged as a whole.
+    """Verify a chain as a whole and accept its longest possible prefix.
 
-    It keeps at least as many tokens on average as rejection, and no rule that keeps the distribution does better for
-    chains (Sun et al., arXiv 2403.10444). A tree is walked by rejection down to its first chain. Every row of the chain
-    is shaped. Raises `InvalidOption` for an invalid q.
+    It never accepts fewer tokens on average than rejection, and it is optimal for chains among the rules that keep the
+    distribution (Sun et al., arXiv 2403.10444). In a tree, rejection walks down to the first chain. Every row of the
+    chain is shaped.
+
+    Raises:
+        InvalidOption: If a q of the draft is not a distribution.
     """
     walk = _Walk(draft, shaped, chance)
     while (chain := walk.chain()) is None and walk.step():
@@ -112,7 +142,7 @@ def block_walk(draft: Draft, shaped: Shaped, chance: Chance) -> Verdict:
 
 
 class _Walk:
-    """A walk from the root down: the row reached, and `left`, the residual after rejected children."""
+    """A walk down a tree: the path so far, and the residual after the rejected children of its last row."""
 
     def __init__(self, draft: Draft, shaped: Shaped, chance: Chance) -> None:
         self._draft, self._shaped, self._chance = draft, shaped, chance
@@ -128,7 +158,7 @@ class _Walk:
         return self._path[-1] if self._path else 0
 
     def step(self) -> bool:
-        """Descend to the first accepted child, if there is one."""
+        """Try the children of the current row. Descend to the first accepted child, or return False."""
         p = self._shaped(self._row, self._tokens)
         if p is None:
             return False
@@ -145,7 +175,7 @@ class _Walk:
         return False
 
     def chain(self) -> list[int] | None:
-        """Return the rows below this one, or None if they are not a chain."""
+        """Return the rows below the current row, or None if they are not a chain."""
         rows: list[int] = []
         below = self._children[self._row]
         while len(below) == 1:
@@ -154,15 +184,15 @@ class _Walk:
         return None if below else rows
 
     def block(self, chain: Sequence[int]) -> None:
-        """Keep the longest accepted prefix of the chain below this row.
+        """Keep the longest accepted prefix of the chain below the current row.
 
-        `weight`, p_i in the paper, is the probability of keeping a prefix, given its tokens.
+        `weight` is the paper's p_i: the probability of keeping a prefix, given its tokens.
         """
         steps, weight = [], 1.0
         tokens = list(self._tokens)
         for parent, child in zip([self._row, *chain], chain, strict=False):
             p, token = self._shaped(parent, tokens), self._draft.tokens[child - 1]
-            if p is None:  # the chain ends here, as far as this round can tell
+            if p is None:  # this round treats a row that failed as the end of the chain
                 break
             q = _source(self._q(parent, p), token, p)
             steps.append((p, q, weight))
@@ -175,14 +205,16 @@ class _Walk:
         for kept in range(len(steps) - 1, -1, -1):
             p, q, weight = steps[kept]
             excess = _excess(p, q, weight)
-            if kept == 0 or self._chance.accept(_prefix_acceptance(float(excess.sum()), weight)):
+            left = float(excess.sum())
+            # The paper's h_i. A prefix with weight 1 is always accepted.
+            if kept == 0 or self._chance.accept(1.0 if weight >= 1.0 else left / (left + 1.0 - weight)):
                 self._descend(chain[:kept])
                 self._left = _normalised(excess, p)
                 return None
-        raise AssertionError("unreachable: the empty prefix always stands")
+        raise AssertionError("unreachable: the empty prefix is always accepted")
 
     def verdict(self) -> Verdict:
-        """End the round with the target's own token, or above a row that failed."""
+        """End the round with the target's token, or above a row that failed."""
         left = self._shaped(self._row, self._tokens) if self._left is None else self._left
         if left is None:
             return Verdict(tuple(self._path[:-1]), tuple(self._tokens))
@@ -194,13 +226,14 @@ class _Walk:
         self._tokens += [self._draft.tokens[row - 1] for row in rows]
 
     def _q(self, row: int, p: Tensor) -> Tensor | None:
-        """Return the distribution that the row's children were drawn from, or None if they were chosen."""
+        """Return the distribution that the row's children were drawn from, or None if they were not drawn."""
         q = self._draft.q.get(row)
         if q is None:
             return None
         if q.shape != p.shape:
             raise InvalidOption(
-                f"q of row {row} has shape {tuple(q.shape)}, p {tuple(p.shape)}", "Give one [V] per row"
+                f"q of row {row} has shape {tuple(q.shape)}, but p has shape {tuple(p.shape)}",
+                "Give one distribution [V] for each row, over the target's vocabulary",
             )
         q = q.to(p)
         _check("q", q)
@@ -208,8 +241,11 @@ class _Walk:
 
 
 def _source(q: Tensor | None, token: int, p: Tensor) -> Tensor:
-    """Return the distribution that a child came from. Without q, or where q rules the token out, the child was chosen,
-    not drawn: all mass lies on it. That keeps p however it was chosen, unless by this round's draws."""
+    """Return the distribution that a child was drawn from.
+
+    Without q, or if q of the token is 0, the child was chosen, not drawn. Then all mass is on the child. This keeps p
+    for any way of choosing that does not depend on the draws of this round.
+    """
     if q is not None and float(q[token]) > 0.0:
         return q
     point = torch.zeros_like(p)
@@ -218,15 +254,10 @@ def _source(q: Tensor | None, token: int, p: Tensor) -> Tensor:
 
 
 def _acceptance(p: Tensor, q: Tensor, token: int | Tensor, weight: float = 1.0) -> Tensor:
-    """Return min(1, weight * p / q) of the token, 0 where q is 0."""
+    """Return min(1, weight * p / q) of the token, or 0 where q is 0."""
     index = torch.as_tensor(token, device=p.device)[..., None]
     wanted, offered = (x.gather(-1, index)[..., 0] for x in (p, q))
     return torch.where(offered > 0, (weight * wanted / offered).clamp(max=1.0), 0.0)
-
-
-def _prefix_acceptance(excess: float, weight: float) -> float:
-    """Return h_i of the paper. A prefix of weight 1 whose continuations have all mass is always accepted."""
-    return 1.0 if weight >= 1.0 else excess / (excess + 1.0 - weight)
 
 
 def _excess(p: Tensor, q: Tensor, weight: float = 1.0) -> Tensor:
@@ -234,13 +265,13 @@ def _excess(p: Tensor, q: Tensor, weight: float = 1.0) -> Tensor:
 
 
 def _normalised(mass: Tensor, otherwise: Tensor) -> Tensor:
-    """Return `mass` [..., V] with sum 1; `otherwise` where only rounding is left."""
+    """Normalise `mass` [..., V] to sum 1. Return `otherwise` where `mass` is nothing but rounding errors."""
     total = mass.sum(-1, keepdim=True)
     return torch.where(total > torch.finfo(mass.dtype).eps, mass / total, otherwise)
 
 
 def _without(q: Tensor, token: int) -> Tensor:
-    """Return q without a token that was drawn from it; all zero if it was the last one."""
+    """Return q without a token that was drawn from it. If no other token is left, return zeros."""
     rest = q.clone()
     rest[token] = 0.0
     return _normalised(rest, torch.zeros_like(rest))
@@ -248,7 +279,10 @@ def _without(q: Tensor, token: int) -> Tensor:
 
 def _check_pair(p: Tensor, q: Tensor) -> None:
     if p.shape != q.shape:
-        raise InvalidOption(f"p has shape {tuple(p.shape)} and q {tuple(q.shape)}", "Give both over one vocabulary")
+        raise InvalidOption(
+            f"p has shape {tuple(p.shape)}, but q has shape {tuple(q.shape)}",
+            "Give distributions of the same shape, over the same vocabulary",
+        )
     _check("p", p)
     _check("q", q)
 
@@ -257,4 +291,4 @@ def _check(name: str, p: Tensor) -> None:
     # A NaN fails every comparison.
     sums = (p.sum(-1) - 1.0).abs() <= _UNNORMALISED
     if not p.is_floating_point() or not bool(sums.all()) or not bool((p >= 0).all()):
-        raise InvalidOption(f"{name} is not a distribution", "Give probabilities [..., V] that sum to 1")
+        raise InvalidOption(f"{name} is not a probability distribution", "Give probabilities [..., V] that sum to 1")

@@ -1,7 +1,8 @@
-"""Acceptance rules. Pure functions: no I/O, no state."""
+"""Acceptance rules, as pure functions."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,36 +19,42 @@ Rule = Callable[[Draft, Tensor, Sampler, Prefix], Verdict]
 """(draft, logits [T, V] of the pending token and the draft, sampler, prefix of row 0) -> verdict."""
 
 Choose = Callable[[int, Sequence[int]], int | None]
-"""(row, drafted tokens that lead to it) -> the target's next token; None where the row failed (`deferred`)."""
+"""(row, drafted tokens that lead to it) -> the target's next token, or None if the row failed (`deferred`)."""
 
 T = TypeVar("T")
 
+_LOG = logging.getLogger("paceline")
+
 
 def deferred(read: Callable[[int, Sequence[int]], T]) -> Callable[[int, Sequence[int]], T | None]:
-    """Return `read` (row, drafted tokens that lead to it), but with None for a drafted row that raises.
+    """Wrap a function of (row, drafted tokens that lead to it) so that it returns None for a drafted row that raises.
 
-    A walk ends above such a row, as if nothing had been drafted there. If the reply has ended by then (EOS, a stop
-    string), plain decoding never reads the row. If not, the next round begins with it and raises the error, as plain
-    decoding does. So a draft never decides whether a reply fails.
+    A walk ends above such a row, as if the row had not been drafted. If the reply ends there (EOS, a stop string),
+    plain decoding never reads the row. Otherwise the next round begins with this row and raises the error, as plain
+    decoding does. So it never depends on a draft if a reply fails.
     """
 
     def attempt(row: int, path: Sequence[int]) -> T | None:
         try:
             return read(row, path)
-        except Exception:
+        except Exception:  # processors may raise any error
             if not path:
                 raise
+            _LOG.debug("drafted row %d failed; the draft ends above it", row, exc_info=True)
             return None
 
     return attempt
 
 
 def match(draft: Draft, logits: Tensor, sampler: Sampler, prefix: Prefix) -> Verdict:
-    """Walk down the tree: at each visited row the target chooses as it would alone, and the child with that token is
-    next.
+    """Walk down the tree: at each visited row, choose the target's token and continue with the child that has it.
 
-    Only visited rows are shaped and checked. The tokens are those of plain decoding with the same `sampler`, whatever
-    was drafted. Raises `NonFiniteLogits`, and what a processor raises at row 0; see `deferred` for other rows.
+    Only visited rows are shaped and checked. Plain decoding with the same sampler gives the same tokens, whatever
+    was drafted.
+
+    Raises:
+        NonFiniteLogits: If the logits of row 0 have no finite maximum. A processor may raise its own errors at row 0.
+            For other rows see `deferred`.
     """
     if sampler.greedy and not sampler.processors and logits.device.type != "cpu":
         return walk(draft, deferred(_greedy(logits, len(prefix))))
@@ -55,11 +62,11 @@ def match(draft: Draft, logits: Tensor, sampler: Sampler, prefix: Prefix) -> Ver
 
 
 def _distributed(walk: Callable[[Draft, Shaped, Chance], Verdict]) -> Rule:
-    """Return the rule that keeps the target's distribution, not its text, by this walk.
+    """Make a rule from a walk that keeps the target's distribution, but not its text.
 
-    Draws come from the sampler's noise: the same seed and drafter give the same text, another drafter another one. A
-    drafter must not use that noise itself, except as `Sampler.rank` does. The rule raises `NonFiniteLogits`, and
-    `InvalidOption` for an invalid q.
+    Draws come from the sampler's noise. So the same seed and drafter give the same text, but another drafter gives
+    another text. A drafter must not use this noise, except as `Sampler.rank` does. The rule raises `NonFiniteLogits`,
+    and `InvalidOption` if a q of the draft is not a distribution.
     """
 
     def rule(draft: Draft, logits: Tensor, sampler: Sampler, prefix: Prefix) -> Verdict:
@@ -74,11 +81,15 @@ def _distributed(walk: Callable[[Draft, Shaped, Chance], Verdict]) -> Rule:
 def typical(
     draft: Draft, logits: Tensor, sampler: Sampler, prefix: Prefix, epsilon: float = 0.09, delta: float = 0.3
 ) -> Verdict:
-    """Keep the longest drafted path of plausible tokens: p > min(epsilon, delta * exp(-entropy)). Lossy.
+    """Accept the longest drafted path of plausible tokens. This rule is lossy: it changes the distribution.
 
-    p is the target's distribution (processors, temperature, cuts); of equally long paths the likelier one wins. The
-    likeliest token follows, so that a round always yields one. The defaults are the authors'. Source: typical
-    acceptance of Medusa, arXiv 2401.10774. Raises `NonFiniteLogits`.
+    A token is plausible if p > min(epsilon, delta * exp(-entropy)), where p is the target's distribution after
+    processors, temperature and truncation. Of equally long paths, the more likely one is accepted. The target's most
+    likely token follows, so a round always yields a token. The default values, and the rule (typical acceptance), are
+    from Medusa, arXiv 2401.10774.
+
+    Raises:
+        NonFiniteLogits: If the logits of row 0 have no finite maximum.
     """
     shaped = deferred(lambda row, path: sampler.distribution(prefix.after(path), logits[row]))
     kept = {0: _TypicalRow((), (), 0.0, shaped(0, ()))}
@@ -96,8 +107,14 @@ def typical(
 
 @dataclass(frozen=True, slots=True)
 class _TypicalRow:
-    """A row that `typical` may keep: its path, the path's log-probability, and the distribution after it (None if the
-    row failed)."""
+    """A row that `typical` may accept.
+
+    Attributes:
+        path: Rows on the path to this row, including it.
+        tokens: Tokens of the path.
+        score: Log-probability of the path.
+        p: The target's distribution after this row, or None if the row failed.
+    """
 
     path: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -116,18 +133,18 @@ RULES: dict[RuleName, Rule] = {
     "block": _distributed(block_walk),
     "typical": typical,
 }
-"""Acceptance rules. A greedy sampler has the rule match."""
+"""Acceptance rules by name. A greedy sampler uses `match`."""
 
 
 def text_guarantee(sampler: Sampler, guarantee: Guarantee) -> Guarantee:
-    """Return the guarantee of a reply's text. `guarantee`: the machine's (`self_check.guarantee`)."""
+    """Return the guarantee for a reply's text. `guarantee` is the machine's guarantee (`self_check.guarantee`)."""
     if sampler.draws:
         return "distribution"
     return "lossy" if sampler.rule == "typical" else guarantee
 
 
 def walk(draft: Draft, choose: Choose) -> Verdict:
-    """Follow the target's choices down the tree until one was not drafted, or until a row fails."""
+    """Follow the target's choices down the tree until a choice was not drafted or a row fails."""
     children = {edge: node + 1 for node, edge in enumerate(zip(draft.parents, draft.tokens, strict=True))}
     path: list[int] = []
     tokens: list[int] = []
@@ -144,9 +161,9 @@ def walk(draft: Draft, choose: Choose) -> Verdict:
 
 
 def _greedy(logits: Tensor, position: int) -> Choose:
-    """Return a greedy choice, ties to the lowest id: one reduction and one transfer for all rows."""
+    """Choose greedily, ties to the lowest id, with one reduction and one transfer for all rows."""
     best = logits.max(-1)
-    # One tensor, so that the device is synchronised once. Ids are below 2^24, which float32 holds.
+    # Values and ids share one tensor, so the device is synchronised once. float32 holds ids below 2^24 exactly.
     values, tokens = torch.stack([best.values, best.indices.to(logits.dtype)]).tolist()
 
     def choose(row: int, path: Sequence[int]) -> int:

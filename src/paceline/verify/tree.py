@@ -1,4 +1,4 @@
-"""Draft trees: from parents to depths, positions and ancestor masks, and from drafts to the rows of one pass."""
+"""Draft trees: depths and paths, fixed tree shapes, and packing drafts into the rows of one pass."""
 
 from __future__ import annotations
 
@@ -16,35 +16,36 @@ from paceline.errors import InvalidOption
 from paceline.types import Draft, DraftBudget, Resume, Rows
 
 PREFILL_ROWS = 256
-"""Prompt tokens per prefill pass: enough for efficient products, few enough to bound memory."""
+"""Prompt tokens per prefill pass. More would take more memory; fewer would make the matrix products less efficient."""
 
 MIN_ROWS = 4
-"""No pass of a target has fewer rows: a matrix product with one row may take another kernel, whose bits differ, and
-packed bfloat16 products are faster with four rows than with two (LOG.md)."""
+"""Minimum number of rows of a target's pass. A matrix product with one row may use another kernel, with different bits.
+Packed bfloat16 products are faster with four rows than with two (docs/notes/kernels.md#packed-weights)."""
 
 
 Place = tuple[int, ...]
-"""Place of a node in a fixed tree: the ranks on its path. (0, 1) is the second child of the first, () the root."""
+"""Place of a node in a fixed tree, given by the ranks on its path. (0, 1) is the second child of the first node, and ()
+is the root."""
 
 
 def depths(parents: Sequence[int]) -> list[int]:
-    """Return the depth of every row (row 0 is 0), from the parents of nodes 1..N."""
+    """Return the depth of every row, given the parents of nodes 1 to N. Row 0 has depth 0."""
     return layout.depths((NONE, *parents))
 
 
 def check(draft: Draft) -> None:
-    """Check that a draft is a tree. Raises `InvalidOption`."""
+    """Raise `InvalidOption` unless a draft is a tree with different siblings."""
     if len(draft.tokens) != len(draft.parents):
         raise InvalidOption(
             f"a draft has {len(draft.tokens)} tokens but {len(draft.parents)} parents",
-            "Give one parent per token",
+            "Give one parent for each token",
         )
     seen = set()
     for node, edge in enumerate(zip(draft.parents, draft.tokens, strict=True)):
         if not 0 <= edge[0] <= node:
             raise InvalidOption(
-                f"node {node} of a draft names row {edge[0]} as its parent",
-                "Parents are row numbers (0 is the pending token, node i is row i + 1) and come before their children",
+                f"the parent of a draft's node {node} must be a row from 0 to {node}, got {edge[0]}",
+                "Row 0 is the pending token, node i is row i + 1, and parents come before their children",
             )
         if edge in seen:
             raise InvalidOption(f"token {edge[1]} is drafted twice below row {edge[0]}", "Siblings must differ")
@@ -52,7 +53,7 @@ def check(draft: Draft) -> None:
 
 
 def paths_of(draft: Draft) -> dict[int, list[int]]:
-    """Return, for each row, the rows that lead to it from row 0, without row 0 and with the row itself."""
+    """Return the path to each row: the rows after row 0 that lead to it, including the row itself."""
     paths: dict[int, list[int]] = {0: []}
     for row, parent in enumerate(draft.parents, 1):
         paths[row] = [*paths[parent], row]
@@ -60,7 +61,7 @@ def paths_of(draft: Draft) -> dict[int, list[int]]:
 
 
 def from_paths(paths: Iterable[Sequence[int]]) -> Draft:
-    """Return the tree of these paths of token ids, shared prefixes once (as Medusa's trees are written)."""
+    """Build a tree from paths of token ids, as Medusa describes trees. Common prefixes become common nodes."""
     rows: dict[tuple[int, ...], int] = {(): 0}
     tokens: list[int] = []
     parents: list[int] = []
@@ -74,9 +75,16 @@ def from_paths(paths: Iterable[Sequence[int]]) -> Draft:
     return Draft(tuple(tokens), tuple(parents))
 
 
-def beside(path: Sequence[int], other: int) -> tuple[Draft, list[int]]:
-    """Return a tree that holds `path`, each token after a sibling `other`, and the path's rows. For self-checks: such a
-    path has gaps everywhere."""
+def with_siblings(path: Sequence[int], other: int) -> tuple[Draft, list[int]]:
+    """Build a tree for self-checks. No two rows of its path are adjacent.
+
+    Args:
+        path: Tokens of the path.
+        other: Token of an additional sibling before each token of the path.
+
+    Returns:
+        The tree, and the rows of the path.
+    """
     tokens = tuple(t for token in path for t in (other, token))
     rows = list(range(2, 2 * len(path) + 1, 2))
     return Draft(tokens, tuple(parent for parent in (0, *rows[:-1]) for _ in range(2))), rows
@@ -84,29 +92,30 @@ def beside(path: Sequence[int], other: int) -> tuple[Draft, list[int]]:
 
 @lru_cache(maxsize=64)
 def shape(budget: DraftBudget) -> Mapping[Place, int]:
-    """Return the number of children of each place in a fixed tree, for drawn siblings; places without any are left
-    out."""
+    """Return the number of children of each place in a fixed tree. Places without children are omitted."""
     return Counter(place[:-1] for place in places(budget))
 
 
 @lru_cache(maxsize=64)
 def places(budget: DraftBudget, order: tuple[Place, ...] = ()) -> tuple[Place, ...]:
-    """Return the places of a fixed tree: as many of `order` as the budget allows, each after the places above it.
+    """Return the places of a fixed tree within a budget. Parents come before their children.
 
-    `order`: the most useful first (`independent.best` finds it). Without one, the most probable places if a first
-    child is accepted with .7 and each further one with a quarter of the one before it.
+    Args:
+        budget: Limits of nodes, depth and branch.
+        order: Places, the most useful first (`independent.best` computes it). By default, the most probable places if a
+            first child is accepted with probability 0.7 and each further child with a quarter of its predecessor's.
     """
     kept: dict[Place, None] = {}
     for place in order or _usual(budget):
         if len(place) <= budget.depth and max(place) < budget.branch:
-            # Missing ancestors come with it, budget permitting.
+            # Add the missing ancestors too, if the budget permits.
             above = [place[:end] for end in range(1, len(place) + 1) if place[:end] not in kept]
             kept.update(dict.fromkeys(above[: budget.nodes - len(kept)]))
     return tuple(kept)
 
 
 def close(places: Iterable[Place]) -> tuple[Place, ...]:
-    """Return the same tree with siblings numbered from 0 without gaps."""
+    """Renumber siblings from 0 without gaps."""
     names: dict[Place, Place] = {(): ()}
     children: Counter[Place] = Counter()
     for place in places:
@@ -117,7 +126,7 @@ def close(places: Iterable[Place]) -> tuple[Place, ...]:
 
 
 def _usual(budget: DraftBudget) -> Iterator[Place]:
-    """Yield places by cost: a step to the next sibling costs as much as four steps down."""
+    """Yield places in order of cost. A step to the next sibling costs as much as four steps down."""
     heap: list[tuple[int, Place]] = [(1, (0,))] if budget.depth else []
     count = 0
     while heap and count < budget.nodes:
@@ -138,11 +147,19 @@ def pack(
     device: torch.device,
     starts: Sequence[int] | None = None,
 ) -> Rows:
-    """Return the rows of one pass: per slot the pending token and its draft, padded to the longest (and to `MIN_ROWS`).
+    """Pack drafts into the rows of one pass: for each slot the pending token, its draft, and padding.
 
-    `starts`: for each slot the rows that earlier passes have fed, which are left out. Without it a pass resumes where
-    drafting stopped (`Draft.carried`). A padding row is one more root: it repeats the pending token, sees the prefix
-    and itself, and is never read.
+    Slots are padded to the longest one, and to `MIN_ROWS` in total. A padding row is an additional root: it repeats the
+    pending token, sees the prefix and itself, and is never read.
+
+    Args:
+        last: Pending token of each slot.
+        drafts: Draft of each slot.
+        slots: Slots of the pass.
+        lengths: Committed tokens of each slot.
+        device: Device of the rows.
+        starts: Number of rows of each slot that earlier passes have fed, and that this pass omits. By default, the pass
+            resumes where drafting stopped (`Draft.carried`).
     """
     begins = starts or [0] * len(drafts)
     counts = tuple(1 + len(d.tokens) - start for d, start in zip(drafts, begins, strict=True))
@@ -169,7 +186,7 @@ def pack(
 def _resume(
     last: Sequence[int], drafts: Sequence[Draft], slots: Sequence[int], lengths: Sequence[int], device: torch.device
 ) -> Resume | None:
-    """Return the latest layer at which a pass can begin; drafts carried to another layer start over."""
+    """Return the last layer at which the pass can begin, or None. Drafts carried to another layer start over."""
     layer = max((draft.carried.layer for draft in drafts if draft.carried), default=0)
     if not layer:
         return None
@@ -185,12 +202,14 @@ def _resume(
 
 
 def chunk_end(done: int, limit: int = PREFILL_ROWS) -> int:
-    """Return where the chunk that follows the first `done` tokens of a prompt ends: after `limit` tokens, and no later
-    than the next multiple of `PREFILL_ROWS`. So where a prompt is cut does not depend on where feeding began, and its
-    states are kept at the cuts (`cache/state.py`)."""
+    """Return the end of the prompt chunk that follows the first `done` tokens.
+
+    A chunk has at most `limit` tokens and ends no later than the next multiple of `PREFILL_ROWS`. So the places of the
+    cuts, where states are kept (`cache/state.py`), do not depend on where feeding began.
+    """
     return min(done + limit, done - done % PREFILL_ROWS + PREFILL_ROWS)
 
 
 def pack_prefix(tokens: Sequence[int], slot: int, length: int, device: torch.device) -> Rows:
-    """Return the rows of a prefill chunk: `tokens` continue the slot's committed text."""
+    """Return the rows of a prefill chunk. `tokens` continue the slot's committed text of `length` tokens."""
     return replace(pack([tokens[0]], [Draft.chain(tuple(tokens[1:]))], [slot], [length], device), prefill=True)

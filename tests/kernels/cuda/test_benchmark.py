@@ -37,6 +37,7 @@ def test_every_part_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "| qwen2.5-7b, graphs, tau 3.0 |" in path.with_suffix(".md").read_text()
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_is_named_and_stops_nothing(tmp_path: Path) -> None:
     part = gpu.Run(gpu.options(["--tiny", "--out", str(tmp_path)]), CPU, torch.float32)
     part.part("a", "wrong", lambda: 1 / 0)

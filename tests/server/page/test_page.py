@@ -191,6 +191,62 @@ def test_a_setting_out_of_range_is_not_sent(tab: Tab, fake: Fake) -> None:
     expect(tab.page.locator("#prompt")).to_have_value("Hello")
 
 
+def test_sampling_is_the_models_unless_it_is_set(open_tab: Open, fake: Fake) -> None:
+    fake.loaded = set()
+    with serving(fake.app()) as url, open_tab(url) as tab:
+        temperature = tab.page.locator("[name=temperature]")
+        expect(temperature).to_have_attribute("placeholder", "auto")
+        tab.send()
+        expect(temperature).to_have_attribute("placeholder", "0.6")
+        expect(temperature).to_have_value("")
+        tab.send("Again", turns=2)
+        assert not fake.bodies[0].keys() & {"temperature", "top_p"}
+        assert not fake.bodies[1].keys() & {"temperature", "top_p"}
+        temperature.fill("0.3")
+        tab.send("Again", turns=3)
+        assert fake.bodies[2]["temperature"] == 0.3
+        tab.page.locator(".numbers").last.click()
+        expect(tab.page.locator(".acceptance").last).to_contain_text("temperature 0.3, top p 0.95")
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_a_reply_that_the_limit_cut_can_go_on(open_tab: Open, address: str, fake: Fake, marks: bool) -> None:
+    with open_tab(address, marks=marks) as tab:
+        tab.page.fill("[name=max_tokens]", "4")
+        text = tab.send()
+        cut = tab.page.locator(".cut")
+        expect(cut).to_contain_text("Cut at the limit of 4 tokens.")
+        cut.get_by_role("button", name="Raise the limit").click()
+        assert tab.focused("[name=max_tokens]")
+        cut.get_by_role("button", name="Continue").click()
+        expect(tab.page.locator("#send")).to_be_visible()
+        assert fake.bodies[1]["continue_final_message"] is True
+        begun = "".join(text for _, texts in SKY[:4] for text in texts)
+        assert fake.bodies[1]["messages"][-1] == {"role": "assistant", "content": begun}
+        expect(cut).to_have_count(1)
+        tab.page.fill("[name=max_tokens]", "99")
+        cut.get_by_role("button", name="Continue").click()
+        expect(cut).to_have_count(0)
+        expect(text).to_contain_text("red and orange.")
+        if marks:
+            assert text.evaluate("e => e.textContent") == TEXT
+        expect(tab.page.locator(".numbers")).to_contain_text(f"{TOKENS} tokens")
+
+
+def test_a_continuation_that_failed_can_be_tried_again(tab: Tab, fake: Fake) -> None:
+    tab.page.fill("[name=max_tokens]", "4")
+    text = tab.send()
+    fake.fail = (429, "The queue is full.")
+    tab.page.get_by_role("button", name="Continue").click()
+    expect(tab.page.locator(".turn [role=alert]")).to_contain_text("The queue is full.")
+    fake.fail = None
+    tab.page.fill("[name=max_tokens]", "99")
+    tab.page.get_by_role("button", name="Try again").click()
+    expect(text).to_contain_text("red and orange.")
+    assert text.evaluate("e => e.textContent") == TEXT
+    expect(tab.page.locator(".turn [role=alert]")).to_have_count(0)
+
+
 def test_conversation_goes_on_and_begins_anew(tab: Tab, fake: Fake) -> None:
     tab.send("One")
     tab.send("Two", turns=2)
@@ -271,17 +327,18 @@ def test_api_key_is_asked_for_and_kept_in_this_tab(open_tab: Open) -> None:
         expect(page.locator("#key-error")).to_be_hidden()
         page.keyboard.type("wrong")
         page.keyboard.press("Enter")
-        expect(page.locator("#key-error")).to_have_text("The API key is missing or wrong.")
+        expect(page.locator("#key-error")).to_contain_text("Enter a key that it was started with: --api-key")
         page.keyboard.type("secret")
         page.keyboard.press("Enter")
         expect(page.locator("#key-form")).to_be_hidden()
         tab.send()
         assert len(fake.bodies) == 1
-        kept = page.evaluate("() => [Object.values(sessionStorage), JSON.stringify(localStorage), document.cookie]")
+        kept = page.evaluate("() => [[sessionStorage['api-key']], JSON.stringify(localStorage), document.cookie]")
         assert kept == [["secret"], '{"marks":"on"}', ""]
         fake.key = "another"
         tab.send("Again", turns=2)
         expect(page.locator("#key-form")).to_be_visible()
+        expect(page.locator(".turn [role=alert]")).to_have_text("The server requires an API key. Enter it above.")
 
 
 def test_markup_in_a_reply_or_a_message_stays_text(tab: Tab, fake: Fake) -> None:

@@ -59,6 +59,19 @@ def test_stop_frees_the_slot_and_the_next_turn_goes_on(served: Serving, open_tab
 
 
 @pytest.mark.slow
+def test_a_reply_goes_on_after_its_limit(served: Serving, open_tab: Open) -> None:
+    with open_tab(f"{served.address}/") as tab:
+        tab.page.fill("[name=max_tokens]", "8")
+        begun = tab.send("hello").locator(".token").evaluate_all(SHOWN)
+        expect(tab.page.locator(".cut")).to_contain_text("Cut at the limit of 8 tokens.")
+        tab.page.get_by_role("button", name="Continue").click()
+        expect(tab.page.locator(".numbers")).not_to_contain_text("8 tokens")
+        expect(tab.page.locator("#send")).to_be_visible()
+        assert tab.page.locator(".text .token").evaluate_all(SHOWN).startswith(begun)
+        expect(tab.page.locator(".turn [role=alert]")).to_have_count(0)
+
+
+@pytest.mark.slow
 def test_the_servers_own_words_are_shown(served: Serving, open_tab: Open) -> None:
     with open_tab(f"{served.address}/") as tab:
         tab.send("hello " * 2000)

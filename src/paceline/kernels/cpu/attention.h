@@ -1,5 +1,5 @@
-// Attention of a pass's rows over the slots of a cache (cache/slab.py). A row's sums run over the columns it sees in the
-// order of their positions; columns that it does not see weigh 0, which changes no bit.
+// Attention of a pass's rows over the slots of a cache (cache/slab.py). A row's sums run over its visible columns in the
+// order of their positions. Hidden columns have weight 0, which does not change a bit.
 #pragma once
 
 #include <algorithm>
@@ -10,22 +10,22 @@
 
 namespace paceline {
 
-// A column of a slot, counted from its `length`, and what it gets.
+// A column of a slot, counted from its `length`, and the row or column that is written to it.
 struct Write {
     int32_t column, source;
 };
 
-// The rows of one slot, from row `first` of the pass on, and what they see in its memory [layers, kv_heads, capacity, D]:
-// the committed prefix, then `columns` written by this pass and earlier ones.
+// The rows of one slot, starting at row `first` of the pass. They see the committed prefix in the slot's memory
+// [layers, kv_heads, capacity, D], then `columns` columns that this pass and earlier passes have written.
 struct Slot {
     void *keys, *values;
     int64_t layer_stride, capacity, length;  // elements; positions; tokens
     int32_t first, rows, columns;
-    int32_t skipped;  // rows before `first`, which another piece of the slot has
+    int32_t skipped;  // rows of the slot before `first`, which belong to another piece
     int32_t store_count, copy_count;
-    const Write *stores, *copies;  // columns that get a row of the slot, after others have got copies of columns
+    const Write *stores, *copies;  // rows to store in columns; columns to copy to columns, which happens first
     const uint8_t* visible;        // [rows, columns]
-    const int32_t *depth, *below;  // of each row, and of each column's row: positions beyond `length`
+    const int32_t *depth, *below;  // positions beyond `length`, of each row and of each column's row
 };
 
 // The slots of a pass, in layers with one kind of attention.
@@ -33,7 +33,7 @@ struct View {
     int32_t window;  // 0: none
     const Slot* slots;
 
-    // Upper bound of the columns that a row of the slot sees.
+    // Upper bound of the number of columns that a row of the slot sees.
     int64_t max_columns(const Slot& slot) const {
         return (window ? std::min<int64_t>(slot.length, window + 1) : slot.length) + slot.columns;
     }
@@ -42,16 +42,16 @@ struct View {
 struct Heads {
     int32_t query, kv, size;
     float scale, softcap;  // 0: no cap
-    const float* sinks;    // of each query head, or null: the score of a column without a value
+    const float* sinks;    // for each query head, the score of a column without a value; or null
     int group() const { return query / kv; }
 };
 
 struct Rotation {
-    const float *cosines, *signed_sines;  // [rows, rotated]; null where positions are not encoded
+    const float *cosines, *signed_sines;  // [rows, rotated]; null without rotary embeddings
     int32_t rotated;
 };
 
-// "Rotate half": the first `rotated` dimensions of a head, halves against each other.
+// "Rotate half": rotates the first `rotated` dimensions of a head, pairing dimension i with i + rotated / 2.
 inline void rotate(float* head, const Rotation& turn, int64_t line) {
     if (!turn.cosines) return;
     const int n = turn.rotated, middle = n / 2;
@@ -63,7 +63,8 @@ inline void rotate(float* head, const Rotation& turn, int64_t line) {
     }
 }
 
-// Stores one key head of a slot's rows, `to` its keys or values: x [rows of all slots, D], `stride` elements apart.
+// Stores one key head x [rows of all slots, D] of a slot's rows in `to`, the slot's keys or values. Rows of x are `stride`
+// elements apart.
 template <class Number>
 void write_head(const Slot& slot, void* to, int layer, const Heads& h, int head, const Number* x, int64_t stride) {
     Number* strip = static_cast<Number*>(to) + layer * slot.layer_stride + head * slot.capacity * h.size;
@@ -76,8 +77,8 @@ void write_head(const Slot& slot, void* to, int layer, const Heads& h, int head,
     }
 }
 
-// Up to 16 queries of one slot that share a key head: query i is of row (first + i) / group. Columns are taken 16 at a
-// time, a lane each, for the scores and in pairs of neighbours for the mix; both begin at an even position.
+// Up to 16 queries of one slot that share a key head; query i belongs to row (first + i) / group. Scores are computed for
+// 16 columns at a time, one in each lane. Values are mixed in pairs of neighbouring columns. Both begin at an even position.
 template <class Element>
 class Attention {
    public:
@@ -87,16 +88,16 @@ class Attention {
 
     static constexpr int TILE = 16;
 
-    // Allocates for one pass, so that nothing is allocated while threads wait for each other.
+    // Allocates all memory for one pass, so that no thread allocates while others wait for it.
     void reserve(const View& view, const Heads& h, int slots) {
         int64_t columns = 0;
         for (const Slot* s = view.slots; s < view.slots + slots; s++) columns = std::max(columns, view.max_columns(*s));
-        const size_t size = (columns / 1024 + 1) * 1024 * TILE + LANES * TILE;  // a text grows token by token
+        const size_t size = (columns / 1024 + 1) * 1024 * TILE + LANES * TILE;  // rounded up, since a text grows token by token
         seen_.reserve(size), gathered_.reserve(LANES * h.size), queries_.reserve(h.size * TILE), turned_.reserve(h.size / 2), sums_.reserve(h.size / LANES * TILE);
         if (scores_.size() < size) scores_.resize(size), weights_.resize(size);
     }
 
-    // q [rows of the slot, `stride`], whose rows begin with the query heads; mixed [rows of the slot, query heads * D].
+    // q [rows of the slot, `stride`]: each row begins with the query heads. mixed [rows of the slot, query heads * D].
     void run(const View& view, int layer, const Heads& h, const Slot& slot, int kv_head, int first, int count,
              const Number* q, int64_t stride, float* mixed) {
         count_ = count;
@@ -122,20 +123,20 @@ class Attention {
 
    private:
     static constexpr float LOG2_E = 1.44269504f;
-    static constexpr int COLUMNS_AHEAD = 32;  // prefetched, beyond the last ones too
-    // Queries scored at a time; queries and vectors of values mixed at a time: as many sums as there are registers for.
+    static constexpr int COLUMNS_AHEAD = 32;  // distance of prefetches, which may go past the last column
+    // Queries scored at a time, and queries and vectors of values mixed at a time. The registers hold this many sums.
     static constexpr int SCORED = PARTS == 1 ? TILE : PARTS == 2 ? 4 : 2, MIXED = PARTS == 1 ? 6 : 4, MIXED_WIDTH = PARTS == 1 ? 4 : 1;
 
     int count_ = 0;
-    // Columns begin at line `line_` and number `columns_`, in blocks of 16, rows of which lie `width_` apart.
+    // `columns_` columns begin at line `line_`. They form blocks of 16. Rows of scores and weights are `width_` apart.
     int64_t line_, capacity_, columns_, blocks_, width_;
-    int64_t masked_;             // the first block that some row does not see all of
-    std::vector<uint8_t> seen_;  // [rows, columns from `masked_` on]
+    int64_t masked_;             // the first block with a column that is hidden from some row
+    std::vector<uint8_t> seen_;  // [rows, columns of block `masked_` and later]
     std::vector<float> scores_;  // [queries, width]
     std::vector<Operand> weights_;  // [queries, width]
     std::vector<Number> gathered_; // [16, D]
-    std::vector<Operand> queries_; // for every SCORED queries [D / 2, queries, 2]: pairs of dimensions
-    std::vector<Pairs> turned_;    // [D / 2]: a block's keys, a lane each; or its values [D / 16, 8], pairs of columns
+    std::vector<Operand> queries_; // [D / 2, queries, 2] for each SCORED queries: pairs of dimensions
+    std::vector<Pairs> turned_;    // a block's keys [D / 2], one in each lane; or its values [D / 16, 8] in pairs of columns
     std::vector<Floats> sums_;     // [queries, D / 16]
     const uint8_t* seen_by_[TILE];
     float* mixed_[TILE];
@@ -146,7 +147,7 @@ class Attention {
         const int from = first / h.group(), to = (first + count_ - 1) / h.group() + 1;
         const auto depths = std::minmax_element(slot.depth + from, slot.depth + to);
         const int64_t edge = slot.length - view.window + 1;  // plus its depth: the first position that a row sees
-        // Even; not beyond `length`, where a long pass may leave its own first rows out of sight: those are hidden.
+        // Even, and at most `length`: a long pass may push its own first rows out of the window, but they are masked instead.
         const int64_t begin = view.window ? std::clamp<int64_t>(edge + *depths.first, 0, slot.length) & ~int64_t(1) : 0;
         int last = 0;
         for (int row = from; row < to; row++)
@@ -160,7 +161,7 @@ class Attention {
         seen_.assign((to - from) * size, 0);
         for (int row = from; row < to; row++) {
             uint8_t* seen = seen_.data() + (row - from) * size;
-            const int32_t passed = slot.depth[row] - view.window;  // the last that is out of sight, beyond `length`
+            const int32_t passed = slot.depth[row] - view.window;  // the last position out of the window, beyond `length`
             int64_t at = skipped;
             if (view.window) at = std::min(before, std::max(at, before + passed + 1));
             std::memset(seen + at - skipped, 1, before - at);
@@ -169,18 +170,18 @@ class Attention {
         }
     }
 
-    // Index of a column's row in the slot's memory; the last column stands in for those beyond it.
+    // Index of a column's line in the slot's memory. Columns past the end read the last one.
     int64_t line(int64_t column) const {
         const int64_t at = line_ + std::min(column, columns_ - 1);
         return at < capacity_ ? at : at - capacity_;
     }
 
-    // Prefetches, but not into the first cache: a batch has too many texts for the processor's own prefetcher.
+    // Prefetches into the second cache. The hardware prefetcher cannot follow as many texts as a batch has.
     static void prefetch(const Number* from, int size) {
         for (int i = 0; i < size; i += 64 / sizeof(Number)) __builtin_prefetch(from + i, 0, 1);
     }
 
-    // The rows of a block, contiguous: in place, but copied at the end and where a ring wraps.
+    // The rows of a block, contiguous. They are read in place, or copied at the end and where a ring wraps around.
     const Number* together(const Number* rows, int64_t block, int size) {
         const int64_t at = block * LANES, first = line(at);
         if (line(at + LANES - 1) == first + LANES - 1) return rows + first * size;
@@ -189,7 +190,7 @@ class Attention {
         return gathered_.data();
     }
 
-    // Block by block. Where several groups of queries need a block, it is turned once for all of them.
+    // Computes all scores block by block. A block that several groups of queries need is transposed once for all of them.
     void score_all(const Number* keys, const Heads& h) {
         std::fill_n(top_, count_, all(-INFINITY));
         for (int64_t block = 0; block < blocks_; block++) {
@@ -205,13 +206,13 @@ class Attention {
         }
     }
 
-    // A block for `count` queries from `from` on.
+    // Scores one block for N queries, starting with query `from`.
     template <int N, bool TURNED>
     [[gnu::noinline, gnu::flatten]] void score(const Number* k, const Heads& h, int from, int count, int64_t block) {
         if constexpr (N > 1)
             if (count < N) return score<N - 1, TURNED>(k, h, from, count, block);
         Floats dots[N];
-#pragma GCC unroll 16  // early enough for registers
+#pragma GCC unroll 16  // so that the sums stay in registers
         for (int i = 0; i < N; i++) dots[i] = all(0.0f);
         const Operand* query = &queries_[from * h.size];
         for (int d = 0; d < h.size; d += 8) {
@@ -239,9 +240,9 @@ class Attention {
         return convert<Ints>(load<Lanes<uint8_t>>(seen_by_[query] + (block - masked_) * LANES)) != 0;
     }
 
-    // Softmax weights. They are summed as multiples of 2^-23, so that the total does not depend on where gaps lie.
+    // Computes softmax weights. Their sum adds multiples of 2^-23, which is exact, so hidden columns do not change it.
     [[gnu::noinline, gnu::flatten]] void softmax_weights(int query, float factor, float sink) {
-        constexpr int64_t EXACT = 64;  // blocks whose sums fit 32 bits
+        constexpr int64_t EXACT = 64;  // sums of this many blocks fit 32 bits
         const float top = std::max(largest(top_[query]) * factor, sink);
         const float* scores = &scores_[query * width_];
         Operand* weights = &weights_[query * width_];
@@ -269,8 +270,8 @@ class Attention {
         }
     }
 
-    // Like `mix` with fewer registers, block by block: the pairs of a block are made once for all groups of queries, whose
-    // sums lie in memory between blocks.
+    // Like `mix` with fewer registers, block by block. A block's pairs are built once for all groups of queries, and the
+    // sums stay in memory between blocks.
     [[gnu::flatten]] void mix_blocks(const Number* values, int size) {
         const int lines = size / LANES, parts = (count_ + MIXED - 1) / MIXED;
         sums_.assign(count_ * lines, Floats{}), turned_.resize(size / 2);
@@ -314,7 +315,7 @@ class Attention {
         }
     }
 
-    // 16 N values of two columns, side by side.
+    // Interleaves 16 N values of two columns.
     template <int N>
     [[gnu::always_inline]] void pairs_of(Pairs* pairs, const Number* values, int size, int64_t column) const {
         const Number *even = values + line(column) * size, *odd = values + line(column + 1) * size;

@@ -1,4 +1,4 @@
-"""The library of kernels for the best instruction set of this processor, from the wheel or compiled once."""
+"""Find or compile the kernel library for the best instruction set of this processor."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from paceline.kernels.cpu.toolchain import (
 _PACKAGED = Path(__file__).with_name("lib")
 
 SETS = sets_of(platform.machine())
-"""Instruction sets of this machine's architecture by name, the best last."""
+"""Instruction sets of this machine's architecture by name, best last."""
 
 
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels; None if they are not available (`obstacle` says why)."""
+    """Return the compiled kernels, or None if they are not available (`obstacle` gives the reason)."""
     return found if isinstance(found := _found(), ctypes.CDLL) else None
 
 
 def obstacle() -> InvalidOption | None:
-    """Why the kernels are not available, and what to do about it; None if they are."""
+    """Return the error that keeps the kernels from being used, or None if they are available."""
     return found if isinstance(found := _found(), InvalidOption) else None
 
 
 def kernel(name: str, *argtypes: type) -> Any:
-    """The C function `name` of the library, which must be available, for arguments of these ctypes types."""
+    """Return the C function `name` with these argument types. The library must be available."""
     function = getattr(library(), name)
     function.argtypes = argtypes
     return function
@@ -51,10 +51,10 @@ def kernel(name: str, *argtypes: type) -> Any:
 
 @cache
 def _found() -> ctypes.CDLL | InvalidOption:
-    """The library, or why there is none. Tried once: a compiler that fails takes its time."""
+    """Return the library, or the error if there is none. The result is cached, since a failing compiler is slow."""
     if os.environ.get("PACELINE_NATIVE") == "0":
         return InvalidOption("PACELINE_NATIVE is 0")
-    instruction_set()  # an option that is wrong is raised, unlike a compiler that is missing
+    instruction_set()  # raises for a wrong option, while a missing compiler is only reported
     try:
         return loaded(find())
     except InvalidOption as error:
@@ -62,16 +62,27 @@ def _found() -> ctypes.CDLL | InvalidOption:
 
 
 def loaded(path: Path) -> ctypes.CDLL:
-    """Load a library. Raises `InvalidOption` if the file is not one for this machine."""
+    """Load a library.
+
+    Raises:
+        InvalidOption: If the file is not a library for this machine.
+    """
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
-        raise InvalidOption(f"the CPU kernels cannot be loaded: {error}", f"Delete {path}") from error
+        raise InvalidOption(
+            f"the CPU kernels cannot be loaded: {error}", f"Delete {path}; it will be compiled again"
+        ) from error
 
 
 def find() -> Path:
-    """Path of the library for `instruction_set()`, or for a smaller set if the compiler is older than the processor.
-    Raises `InvalidOption` if there is none and none can be compiled."""
+    """Return the path of the library for `instruction_set()`.
+
+    If the compiler is too old for this processor, the path is for a smaller instruction set.
+
+    Raises:
+        InvalidOption: If there is no library and none can be compiled.
+    """
     first = instruction_set()
     try:
         return library_for(first)
@@ -84,20 +95,23 @@ def find() -> Path:
 
 
 def library_for(instructions: InstructionSet) -> Path:
-    """Path of the library for these instructions: the one that a wheel brought, else one that is `compiled`."""
+    """Return the path of the library for these instructions: from the wheel if it has one, else `compiled`."""
     packaged = _PACKAGED / packaged_name(instructions)
     return packaged if packaged.is_file() else compiled(instructions)
 
 
 def compiled(instructions: InstructionSet) -> Path:
-    """Path of the library for these instructions in the cache, where it is compiled if it is missing. Raises
-    `InvalidOption` if that fails."""
+    """Return the path of the library for these instructions in the cache. Compile it if it is missing.
+
+    Raises:
+        InvalidOption: If there is no compiler, it fails, or the library cannot be written.
+    """
     compiler, place = _compiler(), library_path(instructions)
     if place.is_file():
         return place
     if not compiler:
         raise InvalidOption(
-            "there is no C++ compiler on this machine to build the fast CPU kernels with",
+            "the fast CPU kernels need a C++ compiler, and none is installed",
             "Install g++ (Debian: apt install g++) or clang",
         )
     try:
@@ -109,35 +123,39 @@ def compiled(instructions: InstructionSet) -> Path:
     except OSError as error:
         raise InvalidOption(
             f"the CPU kernels cannot be stored in {place.parent} ({error.strerror or error})",
-            "Name a folder that can be written in PACELINE_CACHE",
+            "Set PACELINE_CACHE to a writable folder",
         ) from error
     return place
 
 
 def library_path(instructions: InstructionSet) -> Path:
-    """Path in the cache of the library for these instructions, whether it exists or not."""
-    # A home folder may be shared by several machines.
+    """Return the path in the cache of the library for these instructions. The file may not exist yet."""
+    # The name contains the machine and the compiler, because several machines may share a home folder.
     of = fingerprint(flags_of(instructions), _compiler(), platform.machine())
     return cache_folder() / f"native-{instructions.name}-{of}.so"
 
 
 def instruction_set() -> InstructionSet:
-    """The set that PACELINE_ISA names, else the best that this processor has. Raises `InvalidOption` if it has not."""
+    """Return the instruction set that PACELINE_ISA names, or else the best one that this processor has.
+
+    Raises:
+        InvalidOption: If PACELINE_ISA names an instruction set that does not exist or that this processor lacks.
+    """
     has = available()
     name = os.environ.get("PACELINE_ISA") or has[-1]
     if name not in has:
-        state = "this processor does not have it" if name in SETS else "there is no such instruction set"
-        raise InvalidOption(f"PACELINE_ISA is {name}, but {state}", f"Name one of {', '.join(has)}, or unset it")
+        state = "which this processor does not have" if name in SETS else "which is not an instruction set"
+        raise InvalidOption(f"PACELINE_ISA is {name}, {state}", f"Set it to one of {', '.join(has)}, or unset it")
     return SETS[name]
 
 
 def available() -> list[str]:
-    """Names of the instruction sets that this processor has, the best last."""
+    """Return the names of the instruction sets that this processor has, best last."""
     return [name for name, one in SETS.items() if one.needs <= processor_features()]
 
 
 def built_for(library: ctypes.CDLL) -> str:
-    """Instruction set that a library was compiled for: "AVX-512 BF16/VNNI", "AVX2", ..."""
+    """Return the instruction set that a library was compiled for, such as "AVX2" or "AVX-512 BF16/VNNI"."""
     name = library.paceline_built_for
     name.restype = ctypes.c_char_p
     return str(name().decode())
@@ -148,7 +166,8 @@ def _compiler() -> list[str]:
         return find_compiler()
     except ValueError as error:
         raise InvalidOption(
-            f"CXX cannot be read ({error})", "Give it as for a shell: a compiler and options"
+            f"the environment variable CXX cannot be parsed: {error}",
+            "Write a compiler and its options as in a shell, for example CXX='clang++ -v'",
         ) from error
 
 
@@ -164,7 +183,7 @@ def _compile(command: Sequence[str]) -> None:
 
 
 def _failure(command: Sequence[str]) -> str | None:
-    """The message of a compiler that fails; None if it succeeds."""
+    """Run a compiler. Return its message if it fails, None if it succeeds."""
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
@@ -174,8 +193,8 @@ def _failure(command: Sequence[str]) -> str | None:
 
 @cache
 def processor_features() -> frozenset[str]:
-    """Features of the processor that the operating system has switched on, named as by GCC's flags."""
-    # Linux first: the kernels can then be compiled while pip still installs torch (Makefile).
+    """Return the processor's features that the operating system has enabled, named like GCC's flags."""
+    # On Linux this works without torch, so the Makefile can compile the kernels while pip is still installing torch.
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         names = next((line.split(":")[1] for line in lines if line.startswith(("flags", "Features"))), "")
@@ -189,7 +208,10 @@ def processor_features() -> frozenset[str]:
 
 
 def _level() -> frozenset[str]:
-    """Features that are certain where neither the system nor torch lists them (macOS and Windows with torch 2.9)."""
+    """Return the features that are known for certain if neither the system nor torch lists them.
+
+    This is the case on macOS and Windows with torch 2.9.
+    """
     if sys.platform == "darwin" and platform.machine() == "arm64":
         names = {"dot": b"FEAT_DotProd", "i8mm": b"FEAT_I8MM"}
         return frozenset(name for name, feature in names.items() if _apple_has(feature))

@@ -1,7 +1,7 @@
 // Gated DeltaNet and Mamba-2 over the rows of a tree, row by row. See `models/recurrent.py`.
 //
-// A state is a matrix [keys, values] for each head. All sums run over the keys in their order and no product is fused
-// with a sum, so a row's bits depend on its ancestors alone, on any processor.
+// A state is a matrix [keys, values] for each head. All sums run over the keys in order, and no product is fused with a
+// sum. So the bits of a row depend only on its ancestors, on every processor.
 #pragma once
 
 #include <algorithm>
@@ -12,11 +12,15 @@
 
 namespace paceline {
 
-// `before`, `after` [heads, keys, values]: the states before the rows, and after the last one of a chain (null: a tree).
-// `parents` [rows]: the row that each goes on from, or -1. Of the first `start` rows the changes are known. `k` [rows,
-// key_heads, keys], `decay` [rows, heads] and `changes` [rows, heads, values] are of all rows; `q`, `v`, `beta` and `out`
-// of those from `start` on. Without `beta` (Mamba-2) a row's change is its value. `tiled`: a head's key is that of its
-// number modulo `key_heads`.
+// One call of the recurrence.
+//
+// before [heads, keys, values]: the state before all rows.
+// after  [heads, keys, values]: receives the state after the last row of a chain; null for a tree.
+// parents [rows]: the parent of each row, or -1.
+// k [rows, key_heads, keys], decay [rows, heads], changes [rows, heads, values]: of all rows. The changes of the first
+//     `start` rows are known.
+// q, v, beta, out: of the rows after the first `start`. Without `beta` (Mamba-2), a row's change is its value.
+// tiled: head h uses key head h modulo `key_heads`.
 struct Delta {
     int32_t heads, key_heads, keys, values, tiled, rows, start;
     const int32_t* parents;
@@ -69,7 +73,7 @@ struct Delta {
         }
     }
 
-    // One line of a state, in place if that is where it lay.
+    // Updates one line of a state, in place if `from` equals `to`.
     void write(const float* from, float* __restrict to, float keep, float key, const float* __restrict change) const {
         if (from != to) std::copy_n(from, values, to);
         for (int j = 0; j < values; j++) to[j] = to[j] * keep + key * change[j];

@@ -1,4 +1,4 @@
-"""Gated DeltaNet and Mamba-2 by the CPU kernels: `delta.h`."""
+"""Gated DeltaNet and Mamba-2 on the CPU kernels (`delta.h`)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _run() -> Any:
 
 
 def runs_delta(matrix: Tensor) -> bool:
-    """Return whether the kernels take such a state."""
+    """Return True if the kernels support a state of this dtype on this device."""
     return matrix.device.type == "cpu" and matrix.dtype == torch.float32 and library() is not None
 
 
@@ -46,10 +46,25 @@ def scan_delta(
     beta: Tensor | None,
     tiled: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Outputs and changes [T, heads, V] of the last T rows of a tree, and the matrix after the last row of a chain.
+    """Run the last T rows of a tree through the recurrence.
 
-    matrix [heads, K, V]; `parents` of all rows; `known`: decay, k and changes of the rows before the T. q, k [T,
-    key_heads, K], v [T, heads, V], decay and beta [T, heads]. Without `beta` the changes are the values.
+    Args:
+        matrix: State before all rows, [heads, K, V].
+        parents: Parent of every row of the tree, -1 for a root.
+        known: decay, k and changes of the rows before the last T; None if there are no such rows.
+        q: [T, key_heads, K].
+        k: [T, key_heads, K].
+        v: [T, heads, V].
+        decay: [T, heads].
+        beta: [T, heads], or None (Mamba-2): then the changes equal the values.
+        tiled: True if head h uses key head h modulo `key_heads`.
+
+    Returns:
+        Outputs [T, heads, V], changes [T, heads, V], and the state after the last row if the tree is a chain, else
+        None.
+
+    Raises:
+        OutOfMemory: If there is no memory for the states.
     """
     out, changes = torch.empty(v.shape, dtype=torch.float32), torch.empty(v.shape, dtype=torch.float32)
     start = len(parents) - len(v)
@@ -62,8 +77,18 @@ def scan_delta(
 
 
 def apply_delta(matrix: Tensor, decay: Tensor, k: Tensor, changes: Tensor, tiled: bool) -> Tensor:
-    """The matrix [heads, K, V] after a chain of rows whose changes are known: decay [n, heads], k [n, key_heads, K],
-    changes [n, heads, V]."""
+    """Advance the state by a chain of rows with known changes.
+
+    Args:
+        matrix: State before the rows, [heads, K, V].
+        decay: [n, heads].
+        k: [n, key_heads, K].
+        changes: [n, heads, V].
+        tiled: See `scan_delta`.
+
+    Returns:
+        The state after the rows, [heads, K, V].
+    """
     after, count = torch.empty(matrix.shape, dtype=torch.float32), len(decay)
     _call(matrix, range(-1, count - 1), count, k, (k, k, changes, decay, None), changes, changes, after, tiled)
     return after
@@ -91,4 +116,4 @@ def _call(
     delta.before, delta.changes, delta.out = matrix.data_ptr(), changes.data_ptr(), out.data_ptr()
     delta.after = None if after is None else after.data_ptr()
     if _run()(byref(delta), torch.get_num_threads()):
-        raise OutOfMemory(f"no memory for the states of {len(parents)} rows", SMALLER)
+        raise OutOfMemory(f"there is no memory for the states of {len(parents)} rows", SMALLER)

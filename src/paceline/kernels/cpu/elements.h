@@ -1,11 +1,12 @@
-// Number types of the stream, and of keys and values: how they are read, written and multiplied.
+// Number types of the residual stream and of keys and values: how to read, write and multiply them.
 #pragma once
 
 #include "functions.h"
 
 namespace paceline {
 
-// `Number`: as stored. `Operand`, `Pairs`: of products, see `dot2`. Weights of attention are rounded like its values.
+// `Number` is the stored type. `Operand` and `Pairs` are operands of products (see `dot2`). Attention weights are rounded
+// like attention values.
 struct BFloat16 {
     using Number = bf16;
     using Operand = paceline::Operand;
@@ -17,21 +18,21 @@ struct BFloat16 {
     static void operands(Operand* to, const Floats& v) { paceline::narrow(to, v); }
     static Floats power(const Floats& x) { return power_of_two(x); }
 
-    // 8 numbers of each of 16 rows, `stride` apart, as 4 pairs: a lane per row.
+    // Transposes 8 numbers of each of 16 rows, `stride` apart, into 4 pairs with one lane per row.
     [[gnu::always_inline]] static void transpose(Pairs* pairs, const Number* rows, int64_t stride) {
         Ints lines[4];
         paceline::transpose(lines, rows, 2 * stride);
         for (int i = 0; i < 4; i++) pairs[i] = Pairs(lines[i]);
     }
 
-    // 16 N numbers of two rows, those that stand above each other side by side.
+    // Interleaves 16 N numbers of two rows.
     template <int N>
     [[gnu::always_inline]] static void interleave(Pairs* pairs, const Number* even, const Number* odd) {
         paceline::interleave<N>(pairs, even, odd);
     }
 };
 
-// What numbers have in common that products take as floats.
+// Common code of number types that are widened to float for products.
 template <class Own>
 struct Widened {
     using Operand = float;

@@ -1,8 +1,8 @@
 // Sums over the processes of one machine that share a model, through memory that all of them map.
 //
-// Every process writes its numbers into a box of its own, and adds up all boxes in the order of the ranks, so that all
-// have the same bits. A box has room for two messages, used in turns: whoever writes its next but one has seen that all
-// others have written their next, and so have read this.
+// Every process writes its numbers into its own box, then adds all boxes in rank order, so all processes get the same bits.
+// A box holds two messages, which alternate. Before a process overwrites message n with message n + 2, it has seen that all
+// others have written message n + 1, so they have finished reading message n.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@
 
 namespace paceline {
 
-// A rank's view of the boxes. `memory` begins as zeros.
+// A rank's view of the boxes. `memory` must initially be zero.
 struct Exchange {
     static constexpr int64_t ROOM = 1 << 16;  // numbers of a message
 
@@ -34,13 +34,13 @@ struct Exchange {
 
     static int64_t bytes(int ranks) { return ranks * int64_t(sizeof(Box) + 2 * ROOM * sizeof(float)); }
 
-    // Lets the others notice when this process ends. All join before the first sum.
+    // Registers this process, so that the others notice when it ends. All ranks must join before the first sum.
     void join() const { box(rank).process.store(process()); }
 
-    // Tells the others, who may wait for this process, that it takes part in no more sums.
+    // Tells the other ranks, which may be waiting, that this process will not take part in further sums.
     void leave() const { box(rank).process.store(LEFT); }
 
-    // Adds what the other ranks have to x [n]; false if one has ended or left.
+    // Adds the other ranks' numbers to x [n]. Returns false if a rank has ended or left.
     bool sum(float* x, int64_t n) const {
         for (int64_t at = 0; at < n; at += ROOM)
             if (!message(x + at, std::min(ROOM, n - at))) return false;
@@ -69,14 +69,14 @@ struct Exchange {
         return true;
     }
 
-    // Spins for as long as an exchange takes between processes that run, then lets others run, then sleeps.
+    // Spins for the usual time of an exchange between running processes, then yields, then sleeps.
     static bool await(const Box& of, uint64_t count) {
         for (int64_t tries = 0; of.written.load(std::memory_order_acquire) < count; tries++) {
             if (tries < SPINS) continue;
             if (tries < SPINS + YIELDS)
                 std::this_thread::yield();
             else if (!rest(of, tries))
-                return of.written.load(std::memory_order_acquire) >= count;  // it may have written before it left
+                return of.written.load(std::memory_order_acquire) >= count;  // the rank may have written before it left
         }
         return true;
     }
@@ -86,7 +86,7 @@ struct Exchange {
 #if defined(__linux__)
     static int64_t process() { return getpid(); }
 
-    // False if the other process is no more, or has left.
+    // Pauses. Returns false if the other process has ended or left.
     static bool rest(const Box& of, int64_t tries) {
         const timespec pause{0, 20000};
         nanosleep(&pause, nullptr);

@@ -1,4 +1,4 @@
-// Which experts of a mixture each row chooses, and the rows of each expert.
+// Routing of rows to the experts of a mixture.
 #pragma once
 
 #include <algorithm>
@@ -9,9 +9,9 @@
 
 namespace paceline {
 
-// How rows choose `used` of `routed` experts: by softmax, or by sigmoid, where there may be groups that they choose among
-// (0: none), a bias of the scores that are compared, and factors of the results. `shared`: there is one more expert, after
-// the others, that all rows use.
+// How rows choose `used` of `routed` experts: by softmax or by sigmoid. With sigmoid, rows may first choose among groups of
+// experts (`groups` is 0 if there are none), `bias` may be added to the scores that are compared, and `scales` may multiply
+// the results. `shared`: one additional expert, numbered last, is used by all rows.
 struct Routing {
     int32_t routed, used, normalised, sigmoid, groups, groups_used, group_best, shared;
     const float *bias, *scales;  // [routed], or null
@@ -21,16 +21,16 @@ struct Routing {
     int width() const { return (routed + LANES - 1) / LANES * LANES; }
 };
 
-// Whether entry i is among the `most` highest of `count` numbers, of equal ones the first. No number is higher than one that
-// is not a number, so that there are always so many.
+// True if entry i is among the `most` highest of `count` numbers. Of equal numbers, the first one counts as higher. A NaN
+// counts as the highest, so exactly `most` entries are always chosen.
 inline bool among(const float* x, int count, int i, int most) {
     int better = 0;
     for (int j = 0; j < count; j++) better += (x[j] > x[i]) | ((x[j] == x[i]) & (j < i));
     return better < most;
 }
 
-// Closes the groups that a row does not use: all but those whose `group_best` highest scores sum to the most. `totals`: room
-// for a number of each group.
+// Excludes all groups except the `groups_used` ones with the largest sums of their `group_best` highest scores. `totals` has
+// room for one number per group.
 inline void limit(float* scores, float* totals, const Routing& r) {
     const int size = r.routed / std::max(1, r.groups);
     for (int group = 0; group < r.groups; group++) {
@@ -43,9 +43,9 @@ inline void limit(float* scores, float* totals, const Routing& r) {
         if (!among(totals, r.groups, group, r.groups_used)) std::fill_n(scores + group * size, size, -INFINITY);
 }
 
-// A row's choice: the experts of the highest scores, ascending, and their parts in the result, which sum to 1 if `normalised`,
-// before their factors. `scores` has room for three times the `width`. They are not rounded to the model's dtype, where
-// near-ties become ties.
+// Chooses a row's experts: those with the highest scores, in ascending order, and their weights in the result. If
+// `normalised`, the weights sum to 1 before the scales are applied. `scores` has room for three times the `width`. Scores are
+// not rounded to the model's dtype, which would turn near-ties into ties.
 inline void choose(float* scores, const Routing& r, int32_t* chosen, float* parts) {
     const int count = r.routed, width = r.width();
     for (int i = count; i < width; i++) scores[i] = -INFINITY;
@@ -78,10 +78,10 @@ inline void choose(float* scores, const Routing& r, int32_t* chosen, float* part
     if (r.shared) chosen[r.used] = count, parts[r.used] = 1.0f;
 }
 
-// Rows by expert. An entry is a row that has chosen an expert; those of one expert follow each other.
+// Rows grouped by expert. An entry is a pair of a row and an expert that it has chosen. Entries are sorted by expert.
 struct Routes {
-    std::vector<int32_t> active, first, rows;  // experts that some row has chosen; of each the first entry; of entries
-    std::vector<float> parts;                  // of entries
+    std::vector<int32_t> active, first, rows;  // chosen experts; first entry of each; row of each entry
+    std::vector<float> parts;                  // weight of each entry
 
     void reserve(int experts, size_t entries) {
         active.reserve(experts), first.reserve(experts + 1);
@@ -89,7 +89,7 @@ struct Routes {
     }
 
     int count() const { return int(active.size()); }
-    // The entries of an active expert.
+    // The entries of active expert i.
     Span of(int i) const { return {first[i], first[i + 1]}; }
 
     // `chosen`, `part` [count, used]. Without `chosen` there is one expert, for all rows.

@@ -1,17 +1,16 @@
-// Matrices of rows of floats, or of codes of other kinds, rounded to codes where the matrix has them: `quantize.py`
-// describes how.
+// Packing of rows of floats, and of codes that change their kind. `quantize.py` describes the rounding.
 #pragma once
 
 #include "pack.h"
 
 namespace paceline {
 
-// Types of a row's elements, by ggml's numbers.
+// ggml's numbers of float types.
 enum Type : int32_t { F32 = 0, F16 = 1, BF16 = 30 };
 
 inline bool is_float(int type) { return type == F32 || type == F16 || type == BF16; }
 
-// Up to 16 rows of `in` elements, the outputs of a block. Null: zeros.
+// Up to 16 rows of `in` elements, the outputs of a block. A null row is zero.
 struct BlockRows {
     const uint8_t* const* rows;
     const int32_t* types;
@@ -20,17 +19,18 @@ struct BlockRows {
     const uint8_t* row(int lane) const { return lane < count ? rows[lane] : nullptr; }
 };
 
-// To the nearest, ties to even.
+// Rounds to nearest, ties to even.
 inline half to_half(float x) {
     const uint32_t bits = read<uint32_t>(&x), size = bits & 0x7fffffff, sign = bits >> 16 & 0x8000;
     if (size > 0x7f800000) return half(sign | 0x7e00);
     if (size >= 0x477ff000) return half(sign | 0x7c00);
     if (size >= 0x38800000) return half(sign | (size - 0x38000000 + 0xfff + (size >> 13 & 1)) >> 13);
-    const float shifted = read<float>(&size) + 0.5f;  // its last bit is float16's
+    const float shifted = read<float>(&size) + 0.5f;  // rounds at the last bit of a float16
     return half(sign | (read<uint32_t>(&shifted) - 0x3f000000));
 }
 
-// Elements k.. of a row of floats; beyond its end the last one again, which changes no group's range.
+// Reads a group of floats starting at element k. Past the end of the row it repeats the last one, which does not change the
+// group's range.
 inline void read_group(float* to, int type, const uint8_t* row, int k, int in) {
     const int n = std::min(GROUP, in - k);
     if (type == F32) {
@@ -43,7 +43,7 @@ inline void read_group(float* to, int type, const uint8_t* row, int k, int in) {
     for (int i = n; i < GROUP; i++) to[i] = to[n - 1];
 }
 
-// A group of 16 rows of floats, a lane for each.
+// One group of 16 rows of floats, one row per lane.
 struct FloatGroup {
     alignas(64) float at[GROUP][LANES];
 
@@ -62,11 +62,11 @@ struct FloatGroup {
 };
 
 inline Floats nearest_code(const Floats& x, float least, float most) {
-    const Floats bounded = select(x > least, select(x < most, x, all(most)), all(least));  // a NaN is the least
+    const Floats bounded = select(x > least, select(x < most, x, all(most)), all(least));  // a NaN becomes `least`
     return bounded + 12582912.0f - 12582912.0f;
 }
 
-// The scale as it is stored, and by what to divide: infinity for 0.
+// Stores scales as float16 and returns them as stored.
 inline Floats stored_half(const Floats& x, uint8_t* to) {
     half own[LANES];
     for (int lane = 0; lane < LANES; lane++) own[lane] = to_half(x[lane]);
@@ -105,7 +105,7 @@ inline void pack_four(const FloatGroup& x, uint8_t* to) {
     mean = mean * (1.0f / GROUP);
     Floats scale = (high - low) / 15.0f, floor = low;
     for (int fit = 0; fit < FITS; fit++) {
-        // The line of least squared error for the codes nearest the last one.
+        // Choose the nearest codes, then fit the line with the least squared error to them.
         const Floats step = divisor(scale);
         Floats middle{}, products{}, squares{};
         for (int i = 0; i < GROUP; i++) middle += codes[i] = nearest_code((x[i] - floor) / step, 0, 15);
@@ -124,7 +124,7 @@ inline void pack_four(const FloatGroup& x, uint8_t* to) {
     store_codes(to, codes, GROUP / 2, 4);
 }
 
-// The value of IQ4_NL nearest to x, and its code.
+// The IQ4_NL value nearest to x, and its code.
 struct NonLinear {
     Floats value = all(NON_LINEAR[0] - 128.0f), code{};
 
@@ -141,7 +141,7 @@ inline void pack_non_linear(const FloatGroup& x, uint8_t* to) {
     constexpr int FITS = 2;
     Floats largest{}, codes[GROUP];
     for (int i = 0; i < GROUP; i++) largest = select(x[i] * x[i] > largest * largest, x[i], largest);
-    Floats scale = largest / -127.0f;  // the value furthest from 0
+    Floats scale = largest / -127.0f;  // -127 is the value furthest from 0
     for (int fit = 0; fit < FITS; fit++) {
         const Floats step = divisor(scale);
         Floats products{}, squares{};
@@ -156,7 +156,7 @@ inline void pack_non_linear(const FloatGroup& x, uint8_t* to) {
     store_codes(to, codes, GROUP / 2, 4);
 }
 
-// Pairs of neighbouring inputs, a lane per output; zeros beyond the end.
+// Packs pairs of neighbouring inputs with one lane per output, and zeros past the end.
 inline void pack_wide(const BlockRows& block, int k, uint8_t* to) {
     const int n = std::min(GROUP, block.in - k);
     for (int lane = 0; lane < LANES; lane++) {
@@ -173,7 +173,7 @@ inline void pack_wide(const BlockRows& block, int k, uint8_t* to) {
     }
 }
 
-// One element after the other, a lane per output; zeros beyond the end.
+// Packs single inputs with one lane per output, and zeros past the end.
 template <class Number, class Convert>
 inline void pack_single(const BlockRows& block, int k, uint8_t* to, Convert convert) {
     const int n = std::min(GROUP, block.in - k);
@@ -188,7 +188,7 @@ inline void pack_single(const BlockRows& block, int k, uint8_t* to, Convert conv
     }
 }
 
-// Bytes of a group of 16 rows that were floats; 0 for other kinds.
+// Bytes of one group of 16 rows, for the kinds that floats can be packed to; 0 for other kinds.
 inline int float_group_bytes(int kind) {
     switch (kind) {
         case FULL: return LANES * GROUP * 4;
@@ -200,7 +200,7 @@ inline int float_group_bytes(int kind) {
     return 0;
 }
 
-// Elements of a row of floats or codes, as floats. Of codes whole units.
+// Reads a row of floats or codes as floats. Codes are read in whole units.
 inline void read_row(float* to, int type, const uint8_t* row, int in) {
     const int kind = kind_of_type(type);
     for (int k = 0; !kind && k < in; k += GROUP) {
@@ -218,7 +218,7 @@ inline void read_row(float* to, int type, const uint8_t* row, int in) {
     });
 }
 
-// `decoded`: room for 16 rows, where there are codes.
+// Packs a block of rows of floats or codes. `decoded` has room for 16 rows, and is used for codes.
 inline void pack_float_block(int kind, BlockRows block, uint8_t* to, float* decoded) {
     const uint8_t* rows[LANES];
     int32_t types[LANES];

@@ -1,7 +1,8 @@
-// How the codes of a matrix lie in memory, a `Format` per kind: their bits, and their scales.
+// Layouts of quantised matrices in memory: a `Format` for each kind.
 //
-// A block of 16 outputs is a row of units: groups of 32 inputs, or 8 of them behind 16 halves that all their scales are
-// multiples of (and as many for floors). A group has its codes, in fours with a lane per output, then its scales.
+// A block of 16 outputs is a sequence of units. A unit is one group of 32 inputs; or a header of 16 halves (32 with floors),
+// followed by 8 groups with scales that are multiples of these halves. A group holds its codes in fours with one lane per
+// output, then its scales.
 #pragma once
 
 #include "simd.h"
@@ -10,23 +11,24 @@ namespace paceline {
 
 constexpr int GROUP = 32;  // elements of a row that share a scale
 
-// Bits of a weight: bfloat16, float16, float32; codes with a scale per group; codes with a scale and a floor; from 64 on GGUF's types, by
-// ggml's number.
+// Kinds of matrices: bfloat16, float16, float32; codes with a scale per group; codes with a scale and a floor. Kinds of 64 and
+// above are GGUF's types, 64 + ggml's number.
 enum Kind : int32_t {
     WIDE = 16, HALF = 17, FULL = 32, EIGHT = 8, EIGHT_AND_FLOOR = 9, FOUR_AND_FLOOR = 4, STACKED = 1,
     Q4_0 = 64 + 2, Q5_0 = 64 + 6, Q5_1 = 64 + 7, Q2_K = 64 + 10, Q3_K = 64 + 11, Q4_K = 64 + 12, Q5_K = 64 + 13,
     Q6_K = 64 + 14, IQ4_NL = 64 + 20, IQ4_XS = 64 + 23, MXFP4 = 64 + 39,
 };
 
-// Scales of a group: halves; halves, and halves for floors; exponents of 2; small integers times the unit's half; the
-// same, and small integers times another half for floors, which are subtracted.
+// Scales of a group. HALVES: float16. HALVES_AND_FLOORS: float16 scales and floors. POWERS: exponents of 2. SUPER: small
+// integers times the unit's half. SUPER_AND_FLOORS: in addition, floors are small integers times another half of the unit,
+// and are subtracted.
 enum Scales { HALVES, HALVES_AND_FLOORS, POWERS, SUPER, SUPER_AND_FLOORS };
 
-// Values of codes, OFFSET too high.
+// Values of codes, plus OFFSET.
 constexpr uint8_t NON_LINEAR[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 constexpr uint8_t FLOAT_4[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
-// w = scale * (value - OFFSET) + floor. `SPAN`: elements that share a small integer. `TABLE`: from code to value, or null.
+// w = scale * (value - OFFSET) + floor. SPAN: elements that share a small integer. TABLE: code -> value, or null.
 template <int BITS_, Scales SCALES_, int OFFSET_ = 0, int SPAN_ = GROUP, const uint8_t* TABLE_ = nullptr>
 struct Format {
     static constexpr int BITS = BITS_, OFFSET = OFFSET_, SPAN = SPAN_;
@@ -35,7 +37,7 @@ struct Format {
     static constexpr bool IN_UNITS = SCALES == SUPER || SCALES == SUPER_AND_FLOORS;
     static constexpr bool FLOORS = SCALES == HALVES_AND_FLOORS || SCALES == SUPER_AND_FLOORS;
     static constexpr int VALUE_BITS = OFFSET == 128 ? 8 : TABLE ? 5 : BITS;
-    static constexpr int LOW = BITS == 8 ? 8 : BITS >= 4 ? 4 : 2;  // the bits that lie together; then those above them
+    static constexpr int LOW = BITS == 8 ? 8 : BITS >= 4 ? 4 : 2;  // low bits of all codes come first, then the remaining high bits
     static constexpr int UNIT = IN_UNITS ? 256 : GROUP;            // elements
     static constexpr int HEADER = IN_UNITS ? LANES * 2 * (1 + FLOORS) : 0;  // bytes of a unit before its groups
     static constexpr int CODES = BITS * GROUP * LANES / 8;                  // bytes of a group's codes
@@ -44,7 +46,7 @@ struct Format {
 
     static size_t block_bytes(int in) { return size_t(in) / GROUP * BYTES + size_t(in) / UNIT * HEADER; }
 
-    // Part of 16 outputs' four codes `q`, as values.
+    // The values of the four codes `q` of 16 outputs, one register (`part`) of them.
     static BytePart four(const uint8_t* codes, int q, int part) {
         auto at = [&](int i) { return read<BytePart>(codes + 64 * i + part * REGISTER); };
         BytePart low = at(LOW == 8 ? q : LOW == 4 ? q % 4 : q / 4);
@@ -58,11 +60,11 @@ struct Format {
 
    private:
     static BytePart moved(BytePart x, int up) {
-        return (BytePart)(up > 0 ? (ShortPart)x << up : (ShortPart)x >> -up);  // what crosses bytes is masked
+        return (BytePart)(up > 0 ? (ShortPart)x << up : (ShortPart)x >> -up);  // bits that cross into another byte are masked off
     }
 };
 
-// Calls `use` with the format of a kind of codes.
+// Calls `use` with the format of a quantised kind.
 template <class Use>
 inline void with_format(int kind, const Use& use) {
     switch (kind) {
@@ -83,14 +85,14 @@ inline void with_format(int kind, const Use& use) {
     }
 }
 
-// 2^(exponent - 128), as MXFP4 has it for values twice too large.
+// 2^(exponent - 128). MXFP4's exponents are biased by 127, and the values in its table are doubled.
 inline float power(uint8_t exponent) {
     const uint32_t bits = exponent < 2 ? 0x200000u << exponent : uint32_t(exponent - 1) << 23;
     return read<float>(&bits);
 }
 
-// Scale and floor of a group; where it has two spans, those of the unit, and the spans' integers. A half times a small
-// integer is exact in float32.
+// Scale and floor of a group. For groups of two spans: scale and floor of the unit, and the integers of the spans. A half
+// times a small integer is exact in float32.
 template <class F>
 struct GroupScales {
     Floats scale, floor;

@@ -1,4 +1,5 @@
-// Functions of 16 numbers, in operations that round alike on every processor. A C library's may differ in the last bit.
+// Functions of 16 numbers, built from operations that round the same on every processor. The functions of C libraries may
+// differ in the last bit.
 #pragma once
 
 #include <initializer_list>
@@ -7,7 +8,7 @@
 
 namespace paceline {
 
-// A polynomial, the highest power first.
+// Evaluates a polynomial. The highest power comes first.
 inline Floats polynomial(const Floats& x, float first, std::initializer_list<float> others) {
     Floats y = all(first);
     for (float c : others) y = fma(y, x, all(c));
@@ -19,11 +20,11 @@ inline Floats with_sign(const Floats& size, const Floats& x) {
     return as<Floats>(as<Ints>(size) | (as<Ints>(x) & int32_t(0x80000000)));
 }
 
-// e^x to about one unit in the last place; 0 below -87, -inf included.
+// e^x to about one unit in the last place. Returns 0 below -87, including -inf.
 inline Floats exponential(Floats x) {
     const Ints vanishes = x < -87.0f;
     x = select(vanishes, all(-87.0f), select(x > 88.0f, all(88.0f), x));
-    Floats turns = x * 1.44269504f + 12582912.0f;  // rounds: 1.5 * 2^23 leaves no bits behind the point
+    Floats turns = x * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
     const Ints power = as<Ints>(turns) << 23;
     turns -= 12582912.0f;
     Floats r = fma(turns, all(-0.693359375f), x);
@@ -35,7 +36,7 @@ inline Floats exponential(Floats x) {
     return select(vanishes, Floats{}, y);
 }
 
-// 2^x to about 2^-18, for x up to 127; 0 below -127, -inf included, and exactly 1 for 0.
+// 2^x to about 2^-18, for x up to 127. Returns 0 below -127, including -inf, and exactly 1 for 0.
 inline Floats power_of_two(Floats x) {
     x = select(x < -127.0f, all(-127.0f), x);  // a NaN stays one
     const Floats turns = x + 12582912.0f;
@@ -45,9 +46,9 @@ inline Floats power_of_two(Floats x) {
     return as<Floats>(as<Ints>(y) + power);
 }
 
-// The polynomials of these two are minimax fits of our own (Remez), to 3e-9 and 1e-9.
+// The polynomials of the next two functions are our own minimax fits (Remez), to 3e-9 and 1e-9.
 
-// To about two units in the last place.
+// tanh(x) to about two units in the last place.
 inline Floats hyperbolic_tangent(const Floats& x) {
     const Floats square = x * x, size = size_of(x);
     const Floats p = polynomial(square, -5.895625861e-3f, {2.079640952e-2f, -5.378397475e-2f, 1.333192608e-1f, -3.333329809e-1f});
@@ -55,7 +56,7 @@ inline Floats hyperbolic_tangent(const Floats& x) {
     return select(size < 0.6f, fma(p * square, x, x), with_sign(large, x));
 }
 
-// The error function, to about two units in the last place. From 1 on 1 - e^-q, where q fits -log(1 - erf).
+// The error function to about two units in the last place. For x >= 1 it is 1 - e^-q, where q fits -log(1 - erf).
 inline Floats error_function(const Floats& x) {
     const Floats square = x * x, size = size_of(x);
     const Floats p = polynomial(square, 7.85386118e-5f, {-8.010193569e-4f, 5.188327679e-3f, -2.685381193e-2f, 1.128358515e-1f,

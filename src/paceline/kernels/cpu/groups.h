@@ -1,8 +1,8 @@
 // How the threads of a pass share its rows.
 //
-// Few rows: all threads work on all of them, a stage of a layer at a time. Many rows: they are cut into groups, which
-// depend on each other only as the rows of one text do, and a thread takes the group that is furthest behind through its
-// next layer. Then no thread waits for a stage to end, and one that the system has suspended delays no more than its group.
+// With few rows, all threads work on all rows, one stage of a layer at a time. Many rows are cut into groups, and a free
+// thread takes the group that is furthest behind through its next layer. Groups wait only for earlier rows of the same text.
+// So no thread waits at the end of a stage, and a thread that the system suspends delays only its own group.
 #pragma once
 
 #include <mutex>
@@ -12,16 +12,16 @@
 
 namespace paceline {
 
-// A part of a pass, as a pass by itself: whole slots, or a piece of a long one.
+// A part of a pass, treated as a pass of its own: whole slots, or a piece of a long slot.
 class Group {
    public:
     Pass pass;
     Scratch scratch;
-    const Group* before = nullptr;  // the piece before it, whose keys and values its rows see
-    int done = 0;                   // layers
+    const Group* before = nullptr;  // the preceding piece of the same slot: its keys and values must be written first
+    int done = 0;                   // finished layers
     bool busy = false;
 
-    // `from`, `to`: rows of all slots. `views`: number of views.
+    // Takes rows `from` to `to` - 1 of the pass `all`, which has `views` views.
     void assign(const Pass& all, int views, int from, int to, const Group* piece_before) {
         before = piece_before, done = 0, busy = false;
         pass = all;
@@ -37,7 +37,7 @@ class Group {
     }
 
    private:
-    // Leaves of a view's `count` slots the rows `from` to `to` - 1, which the group numbers from 0.
+    // Restricts a view's `count` slots to the rows `from` to `to` - 1 of the pass. The group numbers its rows from 0.
     static void cut(std::vector<Slot>& part, View& view, int count, int from, int to) {
         part.clear();
         for (const Slot* s = view.slots; s < view.slots + count; s++) {
@@ -57,12 +57,12 @@ class Group {
 
 class Groups {
    public:
-    // Returns false where stages keep threads busier.
+    // Cuts a pass into groups. Returns false if stages keep the threads busier.
     bool cut(const Pass& pass, int views, int layers) {
         used_ = 0, layers_ = layers;
         if (pass.threads < 2 || pass.rows < ROWS * pass.threads) return false;
         if (groups_.size() < size_t(pass.rows / ROWS + 1)) groups_.resize(pass.rows / ROWS + 1);
-        // As large as possible, since every group reads all weights, and enough of them to choose from.
+        // Large groups are better, since every group reads all weights, but each thread needs several to choose from.
         const int each = std::max(ROWS, (pass.rows / (2 * pass.threads) + TILE - 1) / TILE * TILE);
         int from = 0, largest = 0, chain = 0, longest = 0;
         const Group* piece_before = nullptr;
@@ -80,7 +80,8 @@ class Groups {
             if (end - from >= each) close(end, false);
         }
         if (from < pass.rows) close(pass.rows, false);
-        // A group cannot be divided, and the pieces of a text start one after the other: with few layers, nearly alone.
+        // Groups are indivisible, so they should have similar sizes. The pieces of one text start one after the other, so
+        // with few layers they hardly overlap.
         const bool uneven = 4 * pass.threads * largest > 5 * pass.rows;
         const bool in_turn = 4 * int64_t(pass.threads) * (longest + layers - 1) > 5 * int64_t(used_) * layers;
         if (used_ < pass.threads || uneven || in_turn) used_ = 0;
@@ -89,11 +90,12 @@ class Groups {
 
     int count() const { return used_; }
 
-    // The groups in order, for work before the threads start.
+    // The groups in order, to prepare them before the threads start.
     Group* begin() { return groups_.data(); }
     Group* end() { return groups_.data() + used_; }
 
-    // The next group for a thread that has taken `had` through a layer; null when the other threads hold the rest.
+    // Returns `had`, which this thread has taken through a layer, and takes the next group. Null if other threads hold all
+    // remaining groups.
     Group* next(Group* had) {
         for (;; std::this_thread::yield()) {
             std::lock_guard<std::mutex> hold(lock_);
@@ -111,7 +113,7 @@ class Groups {
     }
 
    private:
-    // False where, in some layers, every row of a slot sees every row: then no piece can go ahead.
+    // False if in some layer every row of the slot sees every other row: then no piece can run ahead of another.
     static bool is_causal(const Pass& pass, int views, int slot) {
         for (int v = 0; v < views; v++) {
             const Slot& s = pass.views[v].slots[slot];
@@ -120,7 +122,7 @@ class Groups {
         return true;
     }
 
-    static constexpr int ROWS = TILE;  // least rows of a group
+    static constexpr int ROWS = TILE;  // minimum rows of a group
 
     std::vector<Group> groups_;
     int used_ = 0, layers_ = 0;

@@ -1,4 +1,4 @@
-// Matrices, and the left operands of their products: rows of floats, or of codes of 8 bits.
+// Matrices, and the left operands of their products: rows of floats or of 8-bit codes.
 #pragma once
 
 #include <algorithm>
@@ -13,8 +13,8 @@ namespace paceline {
 
 constexpr int TILE = 8;  // rows of one pass over a block of weights
 
-// W [out, in] in blocks of 16 outputs, as `matrix.py` and `pack.h` lay it; both sizes are padded, `in` to whole groups.
-// STACKED: `weights` are matrices of codes, one for each block.
+// W [out, in] in blocks of 16 outputs, as packed by `matrix.py` and `pack.h`. Both sizes are padded, `in` to whole groups.
+// If `kind` is STACKED, `weights` points to an array of matrices, one for each block.
 struct Matrix {
     int32_t kind, out, in;
     const uint8_t* weights;
@@ -23,22 +23,23 @@ struct Matrix {
 
 inline int blocks_of(const Matrix& m) { return (m.out + LANES - 1) / LANES; }
 
-// Sums of a group's codes, and of its halves': of the first two of each four, and of the last two in the high 16 bits.
+// Sums of the codes of a group and of its two halves. The low 16 bits sum the first two codes of each four, the high 16 bits
+// the last two.
 struct PairSums {
     int32_t whole, first, second;
 };
 
-// Left operands of products: rows of bfloat16, or of 8 bits with a scale per group; as wide as the matrix.
+// Left operands of products: rows of floats, or of 8-bit codes with a scale per group, as wide as the matrix.
 //
-// The rows of a product are a span of these, in tiles of up to 8. The rows of a tile alternate: by the numbers that are
-// multiplied at a time (4 or 8 codes, or 2 floats), and by group. So a loop over a tile reads at fixed distances.
+// A product takes a span of rows, in tiles of up to 8. Within a tile the rows are interleaved in the units that are multiplied
+// at a time (4 or 8 codes, or 2 floats), and their scales by group. So a loop over a tile reads at fixed distances.
 struct Inputs {
-    std::vector<Operand> wide;  // in bfloat16's numbers, for weights of bfloat16
-    std::vector<float> full;    // for float16 and float32
+    std::vector<Operand> wide;  // for bfloat16 weights
+    std::vector<float> full;    // for float16 and float32 weights
     std::vector<int8_t> codes;
-    std::vector<float> scale, total;  // of groups; total: of a group, scaled
-    std::vector<int32_t> steps;       // the sum of a group's codes, unscaled
-    std::vector<int32_t> halves;      // the same of its two halves, 16 bits each
+    std::vector<float> scale, total;  // of each group; `total` is the scaled sum of its codes
+    std::vector<int32_t> steps;       // unscaled sum of each group's codes
+    std::vector<int32_t> halves;      // the same for the group's two halves, 16 bits each
     std::vector<PairSums> pairs;      // if PAIRED_SUMS
 
     void reserve(int rows, const Matrix& m) {
@@ -53,7 +54,8 @@ struct Inputs {
         if (PAIRED_SUMS) pairs.resize(scale.size());
     }
 
-    // Sets elements from..to of row `row` of a span, of `size` (whole vectors of 16); `from` is the beginning of a group.
+    // Sets elements `from` to `to` - 1 of row `row` of a span. x has `size` elements, a multiple of 16. `from` must be the
+    // beginning of a group.
     [[gnu::noinline, gnu::flatten]] void set(Span rows, int row, const Matrix& m, const float* x, int size, int from, int to) {
         const Place place(rows, row, m);
         for (int k = from; k < to; k += GROUP) {
@@ -96,10 +98,10 @@ struct Inputs {
     }
 
    private:
-    // Where a row lies.
+    // Position of a row in memory.
     struct Place {
         size_t tile;      // groups before its tile
-        int lane, height;  // which row of the tile's
+        int lane, height;  // number of the row in its tile; rows of the tile
 
         Place(Span rows, int row, const Matrix& m) : lane(row % TILE) {
             const int first = rows.from + row - lane;
@@ -107,11 +109,11 @@ struct Inputs {
         }
 
         size_t group(int k) const { return tile + size_t(k / GROUP) * height + lane; }
-        // Of `together` elements from element k on.
+        // Offset of element k, if `together` elements of a row are adjacent.
         size_t element(int k, int together) const { return tile * GROUP + size_t(k) * height + lane * together; }
     };
 
-    // What `fill` writes, 32 elements from k on, to their places.
+    // Writes the 32 elements that `fill` produces, starting with element k, to their places.
     template <int TOGETHER, class T, class Fill>
     static void scatter(std::vector<T>& to, const Place& place, int k, Fill fill) {
         T group[GROUP];
@@ -141,7 +143,7 @@ struct Inputs {
         steps[group] = first + second;
         halves[group] = both(first, second);
         if (PAIRED_SUMS) {
-            const Ints early = load<Ints>(EARLY);  // the first two of each four
+            const Ints early = load<Ints>(EARLY);  // the first two codes of each four
             const int32_t a = sum(p & early), b = sum(q & early);
             pairs[group] = {both(a + b, first + second - a - b), both(a, first - a), both(b, second - b)};
         }

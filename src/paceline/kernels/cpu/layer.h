@@ -15,22 +15,22 @@ namespace paceline {
 
 enum Activation : int32_t { SILU, GELU, GELU_TANH, CLAMPED };
 
-// A feed-forward network.
+// A feed-forward network, or one expert of a mixture.
 struct Expert {
     Matrix gate_up, down;
 };
 
 struct Layer {
-    Matrix qkv, out, router;  // router: of a mixture
-    const Expert* experts;    // of the same kinds and sizes; one, if this is no mixture
-    Routing routing;          // of a mixture
-    // Weights of norms, or null. `after`: norms of what attention and feed-forward add to the stream.
+    Matrix qkv, out, router;  // `router` is used in a mixture
+    const Expert* experts;    // all of the same kinds and sizes; a single one if this is not a mixture
+    Routing routing;          // used in a mixture
+    // Norm weights, or null. The `after` norms apply to the outputs of attention and feed-forward.
     const float *before_mix, *after_mix, *before_mlp, *after_mlp, *query_norm, *key_norm;
-    float eps, residual_scale;  // of what attention and feed-forward add to the stream
+    float eps, residual_scale;  // factor of the outputs of attention and feed-forward
     int32_t hidden, ffn, activation, head_dim;
-    int32_t view, index, rotation;  // of the pass's views and rotations; `index`: which layer of the view's
-    Heads heads;  // of `head_dim` elements, padded to whole lanes
-    const LowRank *on_qkv, *on_out, *on_gate_up, *on_down;  // of each adapter, or null: no adapter changes the product
+    int32_t view, index, rotation;  // numbers of the pass's view and rotation; number of the layer in the view
+    Heads heads;  // `head_dim` elements, padded to whole lanes
+    const LowRank *on_qkv, *on_out, *on_gate_up, *on_down;  // for each adapter; null if no adapter changes the product
 
     bool mixture() const { return routing.count() > 1; }
     int queries() const { return heads.query * heads.size; }
@@ -38,18 +38,18 @@ struct Layer {
 };
 
 struct Pass {
-    int32_t slots, rows, room, threads;  // rows of all slots; rows of the tensors, padding included
-    const int64_t* indices;              // of each row in the tensors
+    int32_t slots, rows, room, threads;  // rows of all slots; rows of the tensors including padding
+    const int64_t* indices;              // index of each row in the tensors
     const View* views;
     const Rotation* rotations;
-    const int32_t* adapters;  // of each row the number of its adapter from 1 on, or 0; null: no row has one
-    int32_t rank;             // the largest of all adapters' products
-    // Adds what the other processes that share the model have, to `count` numbers, or returns 1; null: there are none.
+    const int32_t* adapters;  // adapter number of each row, starting at 1, or 0 for no adapter; null if no row has one
+    int32_t rank;             // the largest rank of all adapters
+    // Adds the numbers of the other processes that share the model. Returns 1 on failure. Null if there are none.
     int32_t (*reduce)(const void* ranks, float* numbers, int64_t count);
     const void* ranks;
 };
 
-// Rows in memory of our own are padded to whole lanes with zeros, so that all loops run over whole lanes.
+// Rows in our own memory are padded with zeros to whole lanes, so that all loops run over whole lanes.
 constexpr int whole(int size) { return (size + LANES - 1) / LANES * LANES; }
 
 template <class Element>
@@ -70,7 +70,7 @@ template <class Element>
     }
 }
 
-// Copies a row, which may be padded, and pads it.
+// Copies `size` elements of a row and pads them to whole lanes.
 inline void copy_row(float* to, const float* from, int size) {
     std::fill(std::copy_n(from, size, to), to + whole(size), 0.0f);
 }
@@ -81,7 +81,7 @@ inline Floats activate(int kind, const Floats& x) {
     return 0.5f * x * (1.0f + error_function(x * 0.70710678f));
 }
 
-// activations.py: from gate and up to their product.
+// The gated activations of activations.py.
 [[gnu::flatten]] inline Floats gated(int kind, const Floats& gate, const Floats& up) {
     if (kind != CLAMPED) return activate(kind, gate) * up;
     const Floats limit = all(7.0f), low = select(gate > limit, limit, gate);
@@ -105,7 +105,7 @@ void grow(std::vector<T>& v, int rows, int width) {
 struct ThreadScratch {
     std::vector<float> row;
     std::tuple<Attention<BFloat16>, Attention<Float16>, Attention<Float32>> attentions;
-    Inputs gathered;  // rows of one expert
+    Inputs gathered;  // the rows of one expert
 
     template <class Element>
     void reserve(const Layer& l, const Pass& pass) {
@@ -115,12 +115,12 @@ struct ThreadScratch {
     }
 };
 
-// Results that the stages of a layer pass on; kept for the caller's next pass. All memory is allocated before the first
-// stage, since a piece of work cannot fail.
+// Results that the stages of a layer hand on, kept for the caller's next pass. All memory is allocated before the first stage,
+// because a piece of work has no way to report a failure.
 struct Scratch {
     std::vector<float> stream, entry, qkv, mixed, added, scores, parts;  // [rows, *]
-    std::vector<float> shrunk;                                           // A x of the product at hand [rows, rank]
-    std::vector<int32_t> chosen;                                         // experts [rows, used]
+    std::vector<float> shrunk;                                           // A x of the current product [rows, rank]
+    std::vector<int32_t> chosen;                                         // chosen experts [rows, used]
     std::vector<float> inner;                                            // [rows * used, ffn]
     std::vector<uint8_t> heads;                                          // queries, keys and values [rows, *]
     Inputs to_mix, to_out, to_route, to_mlp, to_down;
@@ -142,18 +142,18 @@ struct Scratch {
     }
 };
 
-// A layer, stage by stage; the team's threads share the rows, heads or outputs of each.
+// Runs a layer stage by stage. The team's threads share the rows, heads or outputs of each stage.
 template <class Element>
 class LayerTask {
     using Number = typename Element::Number;
 
    public:
-    // `locals`: of each thread of the team.
+    // `locals`: one for each thread of the team.
     LayerTask(const Layer& layer, const Pass& pass, Scratch& scratch, ThreadScratch* locals, Team& team)
         : l(layer), pass(pass), s(scratch), locals(locals), team(team), heads(reinterpret_cast<Number*>(scratch.heads.data())),
           rows(pass.rows), hidden(whole(l.hidden)), queries(l.queries()), all_heads(l.all_heads()) {}
 
-    // `entry` [rows, width]: input of attention; null: the normed stream. False if another process is lost.
+    // `entry` [rows, width] is the input of attention; null means the normed stream. Returns false if another process is lost.
     bool run(const float* entry, int width) {
         each_row([&](int row, ThreadScratch& local) {
             if (entry)
@@ -203,7 +203,7 @@ class LayerTask {
         });
     }
 
-    // to [rows, stride] = x W^T + b, and what adapters add.
+    // to [rows, stride] = x W^T + b, plus the adapters' terms.
     void multiply(const Matrix& m, const Inputs& x, float* to, int stride, const LowRank* on) {
         team.split(blocks_of(m), 1, [&](Span blocks, int) {
             product(blocks, m, x, {0, rows}, [&](int row, int at, Floats y) {
@@ -212,7 +212,7 @@ class LayerTask {
         });
     }
 
-    // The part of a row's adapter in a product; null if there is none.
+    // The factors of a row's adapter for a product; null if there are none.
     const LowRank* low_rank(const LowRank* on, int row) const {
         if (!on || !pass.adapters || !pass.adapters[row]) return nullptr;
         const LowRank* own = on + pass.adapters[row] - 1;
@@ -223,13 +223,13 @@ class LayerTask {
         if (const LowRank* own = low_rank(on, row)) own->template shrink<Element>(&s.shrunk[int64_t(row) * pass.rank], x, size);
     }
 
-    // y, 16 outputs from `at` on of a product without adapters, with what the row's adapter adds.
+    // Adds the term of the row's adapter to y, the 16 outputs of a product that begin at output `at`.
     Floats grown(const LowRank* on, int row, int at, const Floats& y) const {
         const LowRank* own = low_rank(on, row);
         return own ? own->template grow<Element>(y, &s.shrunk[int64_t(row) * pass.rank], at) : y;
     }
 
-    // A row of the stream, normed if there is a norm.
+    // A row of the stream, normalised if there is a norm.
     const float* normed_row(int row, const float* norm, ThreadScratch& local) {
         if (!norm) return stream(row);
         normed(local.row.data(), stream(row), norm, l.hidden, l.eps);
@@ -241,7 +241,7 @@ class LayerTask {
         shrink(on, row, x, hidden);
     }
 
-    // The heads of a row that attention has mixed become the input of a product, without their padding.
+    // Copies a row of attention's output, without the padding of its heads, to the input of the next product.
     void set_mixed(int row, float* joined) {
         const float* x = &s.mixed[int64_t(row) * queries];
         const int size = l.head_dim * l.heads.query;
@@ -254,7 +254,7 @@ class LayerTask {
         shrink(l.on_out, row, x, whole(size));
     }
 
-    // Norm and rotation of one head of all rows, in memory x for one; keys and values go to the cache.
+    // Applies norm and rotation to one head of all rows. Keys and values are stored in the cache. x has room for one head.
     void rotate_and_store(int head, float* x) {
         const int size = l.heads.size, at = head * size, first_value = l.heads.query + l.heads.kv;
         for (int row = 0; row < rows; row++) {
@@ -272,7 +272,7 @@ class LayerTask {
             write_head(*slot, value ? slot->values : slot->keys, l.index, l.heads, kv_head, &heads[at], all_heads);
     }
 
-    // All queries of all key heads, in pieces of equal cost: later rows see more.
+    // Runs attention for all queries of all key heads, in pieces of equal cost, since later rows see more columns.
     void attend() {
         const int64_t all = int64_t(rows) * l.heads.query;
         const int pieces = int(std::min<int64_t>(((all - 1) / (MANY * team.count()) + 1) * team.count(), Pool::PIECES));
@@ -283,12 +283,12 @@ class LayerTask {
 
     static constexpr int MANY = 256;
 
-    // The first query of a piece, if a query costs as much as its slot has columns.
+    // The first query of a piece. A query costs as much as its slot has columns.
     int begin(int64_t piece, int pieces) const {
         const View& view = pass.views[l.view];
         int64_t all = 0;
         for (int i = 0; i < pass.slots; i++) all += view.slots[i].rows * view.max_columns(view.slots[i]);
-        // In rows times columns; a query is a part of a row.
+        // In rows times columns. A query is a fraction of a row.
         int64_t cost = all * l.heads.query * piece / pieces;
         const Slot* slot = view.slots;
         for (; slot < view.slots + pass.slots - 1; slot++) {
@@ -312,7 +312,7 @@ class LayerTask {
         }
     }
 
-    // The experts of each row.
+    // Chooses the experts of each row.
     void route() {
         if (l.mixture()) {
             const int width = 3 * l.routing.width(), each = l.routing.each();
@@ -325,7 +325,7 @@ class LayerTask {
     }
 
     void feed_forward() {
-        // In units of 32 outputs, all of one expert before those of the next.
+        // In units of 32 outputs. The units of one expert follow each other.
         const int pairs = blocks_of(l.experts->gate_up) / 2, each = (pairs + 1) / 2;
         team.split(s.routes.count() * each, 1, [&](Span units, int thread) {
             for (int unit = units.from, count; unit < units.to; unit += count) {
@@ -341,7 +341,7 @@ class LayerTask {
         team.split(blocks_of(l.experts->down), 1, [&](Span blocks, int) { second_half(blocks); });
     }
 
-    // The experts' results in the order of their numbers.
+    // Adds the results of the experts in the order of their numbers.
     void second_half(Span blocks) {
         for (int row = 0; row < rows && l.mixture(); row++)
             std::fill(added(row) + blocks.from * LANES, added(row) + blocks.to * LANES, 0.0f);
@@ -355,7 +355,7 @@ class LayerTask {
         }
     }
 
-    // Gate and up of one expert, for these pairs of blocks.
+    // Computes gate and up of one expert for these pairs of blocks.
     void first_half(int i, Span pairs, Inputs& gathered) {
         const Routes& routes = s.routes;
         const Expert& expert = l.experts[routes.active[i]];
@@ -365,7 +365,7 @@ class LayerTask {
         for (int entry = 0; some && entry < count; entry++)
             gathered.copy({0, count}, entry, expert.gate_up, s.to_mlp, {0, rows}, routes.rows[entries.from + entry]);
         auto inner = [&](int entry) { return &s.inner[int64_t(entries.from + entry) * width]; };
-        const LowRank* on = l.mixture() ? nullptr : l.on_gate_up;  // experts have none, so that entries are rows
+        const LowRank* on = l.mixture() ? nullptr : l.on_gate_up;  // adapters change no expert; without a mixture, entries are rows
         paired_product(pairs, expert.gate_up, some ? gathered : s.to_mlp, count, [&](int entry, int at, Floats gate, Floats up) {
             gate = grown(on, entry, 2 * at, gate), up = grown(on, entry, 2 * at + LANES, up);
             store(inner(entry) + at, gated(l.activation, gate, up));
@@ -377,7 +377,8 @@ class LayerTask {
         }
     }
 
-    // Adds to the stream. `last`: at a layer's end the stream is rounded, wherever a run of layers ends.
+    // Adds a row to the stream. The stream is rounded at the end of every layer (`last`), so it does not matter where a run of
+    // layers ends.
     [[gnu::flatten]] void add(int row, const float* norm, bool last) {
         float *to = stream(row), *y = added(row);
         if (norm) normed(y, y, norm, l.hidden, l.eps);

@@ -1,4 +1,4 @@
-// Entry points for Python: a run of decoder layers over the rows of one pass, single products, norms.
+// Entry points for Python: a run of decoder layers over the rows of a pass, single products, norms.
 #include <algorithm>
 #include <new>
 
@@ -45,7 +45,7 @@ struct Run {
         }
     }
 
-    // A layer, and copying the stream after it to `states` or x.
+    // Runs layer i and copies the stream after it to `states` or x.
     bool layer(Scratch& s, const Pass& pass, int i, ThreadScratch* locals, Team& team) const {
         if (!LayerTask<Element>(layers[i], pass, s, locals, team).run(i || !entry ? nullptr : s.entry.data(), width)) return false;
         const int tap = int(std::find(taps, taps + tap_count, i + 1) - taps), hidden = layers->hidden;
@@ -56,7 +56,7 @@ struct Run {
     }
 };
 
-// Memory that a calling thread keeps for its next pass.
+// Memory that a calling thread reuses for its next pass.
 struct CallerState {
     Scratch scratch;
     Groups groups;
@@ -66,10 +66,10 @@ struct CallerState {
 thread_local CallerState state_of_caller;
 
 bool cut(Groups& groups, const Pass& pass, const Layer* layers, int count) {
-    if (pass.reduce) return false;  // all processes add in the same order
+    if (pass.reduce) return false;  // all processes must exchange sums in the same order
     int views = 0;
     for (const Layer* l = layers; l < layers + count; l++) {
-        // A group would read the weights of nearly all experts by itself.
+        // Every group would read the weights of nearly all experts.
         if (l->mixture()) return false;
         views = std::max(views, l->view + 1);
     }
@@ -80,7 +80,7 @@ template <class Element>
 int run_layers(const Layer* layers, int count, Pass pass, void* x, const void* entry, int width, const int32_t* taps,
                int tap_count, void* states) {
     using Number = typename Element::Number;
-    // By reference: in a piece that another thread runs, the thread_local name would mean that thread's own.
+    // Captured by reference, since in a piece that another thread runs, the thread_local name refers to that thread's state.
     CallerState& state = state_of_caller;
     Groups& groups = state.groups;
     const Run<Element> run{layers, count, static_cast<Number*>(x), static_cast<const Number*>(entry), width, taps, tap_count,
@@ -119,7 +119,7 @@ int run_layers(const Layer* layers, int count, Pass pass, void* x, const void* e
 
 extern "C" {
 
-// Names the instructions that this was compiled for.
+// Names the instruction set that this library was compiled for.
 EXPORTED const char* paceline_built_for() {
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 #define PACELINE_PROCESSOR "AVX-512 BF16/VNNI"
@@ -145,9 +145,10 @@ EXPORTED const char* paceline_built_for() {
     return PACELINE_PROCESSOR;
 }
 
-// Runs the pass's rows of x [room, hidden] through `count` layers, in place. `entry` [room, width]: input of the first
-// attention; null: the normed stream. `states` [taps, room, hidden] gets the stream after `taps[i]` layers (ascending,
-// each of 1 to count - 1). All of these and the cache are of one type: `element` is that of its weights (`Kind`).
+// Runs the pass's rows of x [room, hidden] through `count` layers, in place.
+// entry [room, width]: input of the first attention; null means the normed stream.
+// states [taps, room, hidden]: receives the stream after `taps[i]` layers (ascending, 1 to count - 1).
+// element: type of all of these and of the cache, as the `Kind` of its weights.
 // Returns 1 if out of memory, 2 if `reduce` failed.
 EXPORTED int paceline_layers(const Layer* layers, int count, const Pass* pass, int element, void* x, const void* entry,
                              int width, const int32_t* taps, int tap_count, void* states) {
@@ -159,14 +160,14 @@ EXPORTED int paceline_layers(const Layer* layers, int count, const Pass* pass, i
     }
 }
 
-// Number of groups that `paceline_layers` would cut a pass into; 0: none. For tests.
+// Number of groups into which `paceline_layers` would cut a pass, or 0 if it would not cut it. Used by tests.
 EXPORTED int paceline_groups(const Layer* layers, int count, const Pass* pass) {
     Groups groups;
     cut(groups, *pass, layers, count);
     return groups.count();
 }
 
-// Bytes that the ranks of one machine share.
+// Size in bytes of the memory that the ranks of one machine share.
 EXPORTED int64_t paceline_exchange_bytes(int ranks) { return Exchange::bytes(ranks); }
 
 // See `Exchange::join`.
@@ -175,7 +176,7 @@ EXPORTED void paceline_join(const void* exchange) { static_cast<const Exchange*>
 // See `Exchange::leave`.
 EXPORTED void paceline_leave(const void* exchange) { static_cast<const Exchange*>(exchange)->leave(); }
 
-// Adds the other ranks' numbers to x [n]; 1 if one of them has ended or left.
+// Adds the other ranks' numbers to x [n]. Returns 1 if one of them has ended or left.
 EXPORTED int32_t paceline_sum(const void* exchange, float* x, int64_t n) {
     return static_cast<const Exchange*>(exchange)->sum(x, n) ? 0 : 1;
 }
@@ -201,7 +202,7 @@ EXPORTED int paceline_delta(const Delta* delta, int threads) {
     return 0;
 }
 
-// RMS norm: y [rows, size] = x / rms(x) * weight, which is padded to whole lanes. Returns 1 if out of memory.
+// RMS norm: y [rows, size] = x / rms(x) * weight. `weight` is padded to whole lanes. Returns 1 if out of memory.
 EXPORTED int paceline_norm(const bf16* x, int size, int64_t rows, const float* weight, float eps, bf16* y) {
     static thread_local std::vector<float> row;
     try {
@@ -228,8 +229,10 @@ EXPORTED void paceline_softcap(float* x, int64_t n, float cap) {
     }
 }
 
-// y [rows, out] = x [rows, in] W^T + b, plus `residual` if given; bfloat16, but float32 for x and y if they are wide.
-// `indices`: rows of x, y and `residual` to use; null: all in order. Returns 1 if out of memory.
+// y [rows, out] = x [rows, in] W^T + b, plus `residual` unless it is null.
+// wide_x, wide_y: 1 if x or y is float32; otherwise it is bfloat16.
+// indices: the rows of x, y and `residual` to use; null means all rows in order.
+// Returns 1 if out of memory.
 EXPORTED int paceline_linear(const Matrix* m, const void* x, int wide_x, int in, const int64_t* indices, int rows, void* y,
                              int wide_y, const bf16* residual, int threads) {
     static thread_local Inputs inputs_of_caller;
@@ -265,7 +268,7 @@ EXPORTED int paceline_linear(const Matrix* m, const void* x, int wide_x, int in,
     return 0;
 }
 
-// Bytes of a matrix; -1 for a kind or a width that there is not.
+// Bytes of a matrix, or -1 if the kind does not exist or does not support the width.
 EXPORTED int64_t paceline_bytes(int kind, int out, int in) {
     int64_t block = 0;
     if (in > 0 && in % GROUP == 0) block = int64_t(in / GROUP) * float_group_bytes(kind);
@@ -276,9 +279,9 @@ EXPORTED int64_t paceline_bytes(int kind, int out, int in) {
     return out > 0 && block ? (int64_t(out) + LANES - 1) / LANES * block : -1;
 }
 
-// Packs a matrix into `to`: the `paceline_bytes` of codes, or whole groups of floats. Row i lies at rows[i], in the ggml
-// type types[i]; null: zeros. A type that `kind` does not hold as it is becomes the nearest codes. Returns 1 for a type,
-// or a width, that it cannot have, 2 if out of memory.
+// Packs a matrix into `to`, which has room for `paceline_bytes` of codes or for whole groups of floats. Row i has the ggml type
+// types[i] and begins at rows[i]; null means zeros. Types other than the one that `kind` holds are converted to the nearest
+// codes. Returns 1 if a type or the width is not supported, 2 if out of memory.
 EXPORTED int paceline_pack(int kind, int out, int in, const uint8_t* const* rows, const int32_t* types, uint8_t* to,
                            int threads) {
     auto own = [&](int type) { return kind_of_type(type) == kind; };
@@ -311,8 +314,8 @@ EXPORTED int paceline_pack(int kind, int out, int in, const uint8_t* const* rows
     return 0;
 }
 
-// The kind of 4-bit codes for draft models: values that are not evenly spaced take bytes, whose products the others cannot
-// add up at once.
+// The kind of 4-bit codes for draft models. IQ4_NL's values are not evenly spaced and need products of whole bytes, which only
+// processors with byte dot products add up quickly.
 EXPORTED int paceline_fewest_bits() {
 #if defined(PACELINE_VNNI) || defined(__ARM_FEATURE_DOTPROD)
     return IQ4_NL;
@@ -321,15 +324,15 @@ EXPORTED int paceline_fewest_bits() {
 #endif
 }
 
-// The kind that holds a ggml type as it is; 0: none.
+// The kind that holds a ggml type unchanged, or 0 if there is none.
 EXPORTED int paceline_kind(int type) { return kind_of_type(type); }
 
-// Rows of a matrix, to [count, in], in float32.
+// Reads rows of a matrix as float32 into `to` [count, in].
 EXPORTED void paceline_rows(const Matrix* m, const int64_t* indices, int64_t count, float* to) {
     for (int64_t i = 0; i < count; i++) row_of(*m, indices[i], to + i * m->in);
 }
 
-// Rows of floats or codes in ggml's types, each of `in` elements, as float32 [count, in].
+// Reads rows of `in` floats or codes in ggml's types as float32 into `to` [count, in].
 EXPORTED void paceline_read_rows(const uint8_t* const* rows, const int32_t* types, int64_t count, int in, float* to) {
     for (int64_t row = 0; row < count; row++) read_row(to + row * in, types[row], rows[row], in);
 }

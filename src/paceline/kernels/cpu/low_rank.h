@@ -1,24 +1,24 @@
-// What LoRA adapters add to a product, y = W x + B (A x), row by row: a row's bits depend on its own adapter alone.
+// LoRA adapters: y = W x + B (A x), computed row by row, so that a row's bits depend only on its own adapter.
 #pragma once
 
 #include "elements.h"
 
 namespace paceline {
 
-// Columns first..first + count - 1 of B, for 16 outputs: b [count, 16], of the stream's type.
+// Columns `first` to `first` + `count` - 1 of B for 16 outputs: b [count, 16], in the stream's type.
 struct LowRankBlock {
     const void* b;
     int32_t first, count;
 };
 
-// An adapter's part of one product. A [rank, in], of the stream's type: rank in fours, 0 where the adapter leaves the
-// product as it is, `in` padded to whole lanes.
+// An adapter's factors for one product. A [rank, in] is in the stream's type, with `rank` a multiple of 4 and `in` padded to
+// whole lanes. `rank` is 0 if the adapter does not change the product.
 struct LowRank {
     const void* a;
     const LowRankBlock* blocks;
     int32_t rank;
 
-    // to [rank] = A x, of `size` elements (whole lanes).
+    // to [rank] = A x. x has `size` elements, padded to whole lanes.
     template <class Element>
     [[gnu::flatten]] void shrink(float* to, const float* x, int size) const {
         for (int j = 0; j < rank; j += 4) {
@@ -32,12 +32,12 @@ struct LowRank {
         }
     }
 
-    // y + B u for the 16 outputs from `at` on.
+    // y + B u for the 16 outputs that begin at output `at`.
     template <class Element>
     [[gnu::flatten]] Floats grow(Floats y, const float* u, int at) const {
         const LowRankBlock& block = blocks[at / LANES];
         const auto* b = static_cast<const typename Element::Number*>(block.b);
-        Floats sums[4] = {y};  // so that one product need not wait for the last
+        Floats sums[4] = {y};  // four sums, so that a product does not wait for the previous one
         int j = 0;
         for (; j + 4 <= block.count; j += 4)
             for (int i = 0; i < 4; i++) sums[i] = fma(Element::widen(b + (j + i) * LANES), all(u[block.first + j + i]), sums[i]);

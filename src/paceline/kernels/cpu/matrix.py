@@ -1,4 +1,4 @@
-"""Weight matrices in the layout of `product.h`, and the products and norms that run on the CPU kernels."""
+"""Weight matrices in the layout of `product.h`, with the products and norms that run on the CPU kernels."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ SMALLER = "Use a shorter prompt, a smaller draft or fewer requests at once"
 """Remedy for a pass that does not fit in memory."""
 
 EIGHT, EIGHT_AND_FLOOR, FOUR_AND_FLOOR, STACKED, WIDE, IQ4_NL = 8, 9, 4, 1, 16, 84
-"""Kinds of formats.h; those of GGUF's types are known there only."""
+"""Matrix formats, as numbered by `Kind` in formats.h, which also numbers the formats of GGUF's types."""
 
 _UNIT = 256
-"""Elements of a row that every kind can hold."""
+"""A row width that every kind supports."""
 
 FLOAT_KINDS = {torch.bfloat16: WIDE, torch.float16: 17, torch.float32: 32}
-"""Float types that the kernels run, and their kinds."""
+"""Float types that the kernels support -> their kinds."""
 _FLOATS_OF = {kind: dtype for dtype, kind in FLOAT_KINDS.items()}
 _CODE_KINDS = {8: EIGHT, 4: FOUR_AND_FLOOR}
 
 _PIECE = 1 << 24
-"""Bytes that are packed before the pages that they come from are given back."""
+"""Bytes to pack before the mapped pages that they come from are released."""
 
 
 class CMatrix(Structure):
-    """`Matrix` of product.h."""
+    """`Matrix` of inputs.h."""
 
     _fields_ = (("kind", c_int32), ("out", c_int32), ("width", c_int32), ("weights", c_void_p), ("bias", c_void_p))
 
 
 class Matrix:
-    """W [out, in] in blocks of 16 outputs, `in` padded to whole groups; with a bias or None."""
+    """W [out, in] in blocks of 16 outputs, with `in` padded to whole groups, and an optional bias."""
 
     def __init__(self, weight: Tensor | Codes | Stored, bias: Tensor | None) -> None:
         self.shape = (weight.shape[0], weight.shape[1])
@@ -70,21 +70,27 @@ class Matrix:
 
     @property
     def kinds(self) -> tuple[int, ...]:
-        """The kind of each part."""
+        """The format of each part."""
         return tuple(kind for kind, _, _ in self._parts)
 
     def weight(self) -> Tensor:
-        """W [out, in] in its own float type; of codes float32."""
+        """Return W [out, in] in its own float type, or in float32 if it is quantised."""
         weight = torch.empty(self.shape, dtype=_FLOATS_OF.get(self.kinds[0], torch.float32))
         for some in torch.arange(self.shape[0]).split(_PIECE // 4 // self.c.width + 1):
             weight[some] = self.rows(some).to(weight.dtype)
         return weight
 
     def rows(self, indices: Tensor) -> Tensor:
-        """These rows [..., in], float32."""
+        """Return the rows with these indices, float32 [..., in].
+
+        Raises:
+            IndexError: If an index is out of range.
+        """
         flat = indices.flatten().long().contiguous()
         if len(flat) and not 0 <= int(flat.min()) <= int(flat.max()) < self.shape[0]:
-            raise IndexError(f"rows must be from 0 to {self.shape[0] - 1}")
+            raise IndexError(
+                f"row indices must be from 0 to {self.shape[0] - 1}, got {int(flat.min())} to {int(flat.max())}"
+            )
         y = torch.empty(len(flat), self.c.width, dtype=torch.float32)
         kernel("paceline_rows", POINTER(CMatrix), c_void_p, c_int64, c_void_p)(
             byref(self.c), flat.data_ptr(), len(flat), y.data_ptr()
@@ -92,7 +98,7 @@ class Matrix:
         return y[:, : self.shape[1]].view(*indices.shape, self.shape[1])
 
     def first(self, outputs: int) -> Matrix:
-        """The first `outputs` rows, or those of the first part, which share memory with this."""
+        """Return at most the first `outputs` rows, without copying them, limited to the first part of the matrix."""
         part, (kind, out, packed) = copy(self), self._parts[0]
         part.shape = (min(outputs, out), self.shape[1])
         part.c = CMatrix(kind, part.shape[0], self.c.width, packed.data_ptr(), self.c.bias)
@@ -104,7 +110,7 @@ class Matrix:
 
 
 def _blocks(kind: int, out: int, packed: Tensor, width: int) -> Iterator[CMatrix]:
-    """A packed matrix block by block."""
+    """Yield the blocks of a packed matrix, each as a matrix of its own."""
     count = -(-out // LANES)
     for block in range(count):
         rows, start = min(LANES, out - block * LANES), block * (packed.nbytes // count)
@@ -112,9 +118,15 @@ def _blocks(kind: int, out: int, packed: Tensor, width: int) -> Iterator[CMatrix
 
 
 def _pack_stored(weight: Stored) -> list[tuple[int, int, Tensor]]:
-    """Kind, outputs and bytes of each run of blocks of one type, or of floats; in 8 bits where a block is mixed.
+    """Pack rows into runs of blocks that have the same format.
 
-    Raises `CorruptModel` for a width that a type cannot have.
+    If a block contains rows of different types, the whole matrix is converted to 8 bits.
+
+    Returns:
+        Kind, number of outputs and packed bytes of each run.
+
+    Raises:
+        CorruptModel: If a type does not support the width of the matrix.
     """
     if len(weight.kinds) == 1:
         return [_pack_run(weight)]
@@ -131,24 +143,24 @@ def _pack_stored(weight: Stored) -> list[tuple[int, int, Tensor]]:
 
 
 def packs(number: int) -> bool:
-    """Return whether the kernels, which must be available, read this ggml type."""
+    """Return True if the kernels can read this ggml type. The kernels must be available."""
     return number in FLOATS.values() or _kind(number) != 0
 
 
 def _kind(number: int) -> int:
-    """The kind of rows of this ggml type, which is not one of floats; 0 for none."""
+    """Return the kind that holds this ggml type of codes unchanged, or 0 if there is none."""
     return int(kernel("paceline_kind", c_int32)(number))
 
 
 def block_elements(number: int) -> int:
-    """Elements of a block of this ggml type, at whose borders rows may be cut; 1 for floats."""
+    """Return the number of elements in a block of this ggml type (1 for floats). Rows may be cut between blocks."""
     if number in FLOATS.values():
         return 1
     return GROUP if _bytes(_kind(number), LANES, GROUP) > 0 else _UNIT
 
 
 def _wanted(weight: Stored) -> int:
-    """The kind that rows become which do not stay as they are; 0: all stay."""
+    """Return the kind to which rows are converted, or 0 if all rows keep their type."""
     if weight.form is None:
         return 0
     if weight.fewer and weight.form == 4:
@@ -157,13 +169,19 @@ def _wanted(weight: Stored) -> int:
 
 
 def fewest_bits() -> int:
-    """The kind of a draft model's matrices: IQ4_NL, half a bit less than `FOUR_AND_FLOOR`, where the library has byte
-    dot products; without them it takes longer."""
+    """Return the kind for matrices of draft models.
+
+    It is IQ4_NL, which has half a bit less than `FOUR_AND_FLOOR`, if the processor has byte dot products. Without them,
+    IQ4_NL is slower.
+    """
     return int(kernel("paceline_fewest_bits")())
 
 
 def _converts(number: int, weight: Stored, wanted: int) -> bool:
-    """Return whether rows of this ggml type become of the wanted kind: codes of up to 5 bits stay what they are."""
+    """Return True if rows of this ggml type are converted to `wanted`.
+
+    Floats always are. Codes are only if `weight.fewer` is set and they take more bytes.
+    """
     if number in FLOATS.values():
         return True
     most = FOUR_AND_FLOOR if wanted == IQ4_NL else wanted
@@ -171,14 +189,14 @@ def _converts(number: int, weight: Stored, wanted: int) -> bool:
 
 
 def _bytes(kind: int, out: int, width: int) -> int:
-    """Bytes of a matrix; -1 for a width that the kind cannot have."""
+    """Return the bytes of a matrix, or -1 if the kind does not support the width."""
     size = kernel("paceline_bytes", c_int32, c_int32, c_int32)
     size.restype = c_int64
     return int(size(kind, out, width))
 
 
 def _pack_run(weight: Stored) -> tuple[int, int, Tensor]:
-    """Rows of one type, or all converted: their kind, their number, and they in its layout."""
+    """Pack rows that all have the same type or are all converted. Return their kind, their number and packed bytes."""
     (out, width), first = weight.shape, int(weight.types[0])
     wanted = _wanted(weight)
     kind, whole = _kind(first), width
@@ -186,7 +204,9 @@ def _pack_run(weight: Stored) -> tuple[int, int, Tensor]:
         kind, whole = wanted, -(-width // GROUP) * GROUP
     block = _bytes(kind, LANES, whole)
     if block <= 0:
-        raise CorruptModel(f"a matrix of {out} x {width} cannot be of ggml type {first}", "Fetch the file again")
+        raise CorruptModel(
+            f"ggml type {first} does not support a matrix of {out} x {width}", "Download the model file again"
+        )
     packed = torch.empty(-(-out // LANES), block, dtype=torch.uint8)
     pack = kernel("paceline_pack", c_int32, c_int32, c_int32, c_void_p, c_void_p, c_void_p, c_int32)
     for blocks in packed.split(max(1, _PIECE // block)):
@@ -195,17 +215,19 @@ def _pack_run(weight: Stored) -> tuple[int, int, Tensor]:
         rows, types = part.rows.ctypes.data, part.types.ctypes.data
         failed = pack(kind, len(part.rows), width, rows, types, blocks.data_ptr(), torch.get_num_threads())
         if failed == 2:
-            raise OutOfMemory(f"no memory to pack a matrix of {out} x {width}", "Use a smaller model")
+            raise OutOfMemory(f"there is no memory to pack a matrix of {out} x {width}", "Use a smaller model")
         if failed:
             numbers = sorted(set(part.types.tolist()))
-            raise CorruptModel(f"a matrix of {out} x {width} cannot be of ggml types {numbers}", "Fetch the file again")
+            raise CorruptModel(
+                f"ggml types {numbers} do not support a matrix of {out} x {width}", "Download the model file again"
+            )
         weight.release()
     flat = packed.view(-1)
     return kind, out, flat.view(_FLOATS_OF[kind]) if kind in _FLOATS_OF else flat
 
 
 def read_rows(weight: Stored) -> Tensor:
-    """Rows of floats or codes, in float32."""
+    """Read rows of floats or codes as float32 [out, in]."""
     y = torch.empty(weight.shape, dtype=torch.float32)
     run = kernel("paceline_read_rows", c_void_p, c_void_p, c_int64, c_int32, c_void_p)
     run(weight.rows.ctypes.data, weight.types.ctypes.data, *weight.shape, y.data_ptr())
@@ -213,9 +235,10 @@ def read_rows(weight: Stored) -> Tensor:
 
 
 def _pack_codes(weight: Codes) -> Tensor:
-    """[blocks, groups, bytes]: a group's codes in fours, a lane per output, then 16 scales and, if any, 16 floors.
+    """Pack codes as uint8 [blocks, groups, bytes].
 
-    With 4 bits, the low halves of the bytes are the codes of a group's first half.
+    A group consists of its codes in fours with a lane for each output, then 16 scales, then 16 floors if there are any.
+    With 4 bits, the low half of each byte is a code of the group's first half.
     """
     spare = -weight.shape[0] % LANES
     fours = F.pad(weight.codes, (0, 0, 0, spare)).unflatten(1, (-1, GROUP // 4, 4)).unflatten(0, (-1, LANES))
@@ -231,15 +254,15 @@ def _pack_codes(weight: Codes) -> Tensor:
 
 
 def check_rows(x: Tensor, width: int) -> None:
-    """Raise `ValueError` for rows that a kernel would read beyond."""
+    """Raise `ValueError` unless x is on the CPU and has `width` columns: a kernel would read past its end."""
     if x.device.type != "cpu":
-        raise ValueError(f"rows on {x.device} where the weights are on the CPU")
+        raise ValueError(f"activations must be on the CPU, where the weights are, got {x.device}")
     if x.shape[-1] != width:
-        raise ValueError(f"rows of {x.shape[-1]} elements where the weights take {width}")
+        raise ValueError(f"activations must have {width} elements per row, got {x.shape[-1]}")
 
 
 class NativeLinear:
-    """A `kernels.linear.Linear` on the CPU, for rows in any float dtype; weights of bfloat16 round them to it."""
+    """A `kernels.linear.Linear` on the CPU for rows of any float dtype. bfloat16 weights round the rows to bfloat16."""
 
     def __init__(self, weight: Tensor | Codes | Stored, bias: Tensor | None) -> None:
         self.matrix = Matrix(weight, bias)
@@ -257,21 +280,26 @@ class NativeLinear:
         return self._product(x, True, residual.contiguous())
 
     def precise(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
-        """The product in float32. `rows`, int64: the rows of x [..., in] to use, numbered through; the result of all
-        others is undefined."""
+        """Compute the product in float32.
+
+        Args:
+            x: [..., in].
+            rows: Indices into x viewed as [rows, in], int64; None computes all rows. All other rows of the result are
+                undefined.
+        """
         return self._product(x, False, rows=rows)
 
     def weight(self) -> Tensor:
         return self.matrix.weight()
 
     def first(self, outputs: int) -> NativeLinear:
-        """The product for at most the first `outputs`, over the same weights."""
+        """Return the product for at most the first `outputs`, without copying weights."""
         part = copy(self)
         part.matrix = self.matrix.first(outputs)
         return part
 
     def _product(self, x: Tensor, narrow: bool, residual: Tensor | None = None, rows: Tensor | None = None) -> Tensor:
-        """In bfloat16 if `narrow`, else in float32."""
+        """Compute the product, in bfloat16 if `narrow`, else in float32."""
         x = (x if x.dtype == torch.bfloat16 else x.float()).contiguous()
         width = self.matrix.shape[1]
         check_rows(x, width)
@@ -282,17 +310,18 @@ class NativeLinear:
             *(None if rows is None else rows.data_ptr(), count),
             *(y.data_ptr(), not narrow, None if residual is None else residual.data_ptr(), torch.get_num_threads()),
         ):
-            raise OutOfMemory(f"no memory for a product of {count} rows", SMALLER)
+            raise OutOfMemory(f"there is no memory for a product of {count} rows", SMALLER)
         return y
 
 
 class NativeGated:
-    """`kernels.linear.gated`. Gate and up alternate, 16 outputs each, so that one kernel has both at hand."""
+    """`kernels.linear.gated` on the CPU. Blocks of 16 gate and 16 up outputs alternate, so that one kernel sees
+    both."""
 
     def __init__(self, weight: Tensor | Codes | Stored, bias: Tensor | None, activation: str) -> None:
-        """`weight` [2 * out, in]: gate above up."""
+        """Pack `weight` [2 * out, in], the gate projection followed by the up projection."""
         self.out, self.activation = weight.shape[0] // 2, activation
-        whole = -(-self.out // LANES) * LANES  # whose last outputs are another's once more, and unused
+        whole = -(-self.out // LANES) * LANES  # the padding repeats the last output, and is never used
         one = torch.arange(whole).clamp(max=self.out - 1)
         self.order = torch.stack([one, one + self.out]).view(2, -1, LANES).transpose(0, 1).flatten()
         self.both: Any = NativeLinear(weight[self.order], None if bias is None else bias[self.order])
@@ -304,15 +333,20 @@ class NativeGated:
 
 
 def softcap_(x: Tensor, cap: float) -> Tensor:
-    """cap * tanh(x / cap) of float32 on the CPU, in place: with the same bits on every processor, unlike torch's."""
+    """Replace x by cap * tanh(x / cap), in place. Unlike torch, this gives the same bits on every processor.
+
+    Raises:
+        ValueError: If x is not contiguous float32.
+    """
     if not x.is_contiguous() or x.dtype != torch.float32:
-        raise ValueError(f"scores must be contiguous float32, got {x.dtype}")
+        layout = "contiguous" if x.is_contiguous() else "strided"
+        raise ValueError(f"scores must be contiguous float32, got {layout} {x.dtype}")
     kernel("paceline_softcap", c_void_p, c_int64, c_float)(x.data_ptr(), x.numel(), cap)
     return x
 
 
 class NativeNorm:
-    """A `models.layers.RMSNorm` for bfloat16 on the CPU, for rows that do not pass through a whole layer."""
+    """A `models.layers.RMSNorm` in bfloat16 on the CPU, for norms outside the decoder layers."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self._size, self._eps = weight.shape[0], eps
@@ -324,5 +358,5 @@ class NativeNorm:
         y, size = torch.empty_like(x), self._size
         check_rows(x, size)
         if self._run(x.data_ptr(), size, x.numel() // size, self._weight.data_ptr(), self._eps, y.data_ptr()):
-            raise OutOfMemory(f"no memory for a norm of {size} elements", SMALLER)
+            raise OutOfMemory(f"there is no memory for a norm of {size} elements", SMALLER)
         return y

@@ -1,4 +1,4 @@
-// Columns that a position's noise may lift to the top: the inner loop of `sampling/noise.py`, with the same hash.
+// Columns that a position's noise may raise to the top: the inner loop of `sampling/noise.py`, with the same hash.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +15,8 @@ inline Unsigned triple32(Unsigned x) {
     return x ^ x >> 14;
 }
 
-// Finds the columns of scores [n], ascending, whose noise may lift them over `bound`. `tokens`: ids of the columns; null:
-// their numbers. Returns the number written to `found`.
+// Finds the columns of scores [n] that noise may raise above `bound`, in ascending order. `tokens` holds the token id of each
+// column; null means that ids equal column numbers. Returns the number of columns written to `found`.
 inline int candidates(const float* scores, const int64_t* tokens, int n, uint64_t key, float bound, float highest,
                       int64_t* found) {
     int count = 0;

@@ -1,5 +1,5 @@
-// GGUF's blocks into the layouts of formats.h, and rows of those back into floats. Layouts of the blocks: ggml's
-// `ggml-common.h` and `ggml-quants.c`.
+// Converts GGUF's blocks to the layouts of formats.h, and rows of these layouts to floats. ggml's `ggml-common.h` and
+// `ggml-quants.c` define GGUF's blocks.
 #pragma once
 
 #include "elements.h"
@@ -11,7 +11,7 @@ namespace paceline {
 struct Unit {
     uint8_t codes[256];
     half scale, floor;
-    uint8_t scales[16], floors[16];  // small integers of the spans; `scales[0]` of MXFP4: its exponent
+    uint8_t scales[16], floors[16];  // small integers of the spans; MXFP4 keeps its exponent in `scales[0]`
 };
 
 // Bytes and elements of a block of a GGUF type.
@@ -38,22 +38,22 @@ inline BlockSize block_size(int kind) {
     return {0, 0};
 }
 
-// The kind that holds a ggml type as it is; 0: none.
+// The kind that holds a ggml type unchanged, or 0 if there is none.
 inline int kind_of_type(int type) {
     if (type == 3) return FOUR_AND_FLOOR;
     if (type == 8) return EIGHT;
     return block_size(64 + type).bytes ? 64 + type : 0;
 }
 
-// --- blocks of GGUF -------------------------------------------------------------------------------------------------
+// --- GGUF blocks ----------------------------------------------------------------------------------------------------
 
-// Low halves of n bytes, then high ones.
+// Unpacks the low halves of n bytes, then the high halves.
 inline void nibbles(uint8_t* __restrict to, const uint8_t* __restrict from, int n) {
     for (int i = 0; i < n; i++) to[i] = from[i] & 15;
     for (int i = 0; i < n; i++) to[i + n] = from[i] >> 4;
 }
 
-// Scales and floors of 6 bits, partly scattered.
+// Reads scales and floors of 6 bits. GGUF stores the upper bits of half of them apart from the lower bits.
 inline void six_bits(Unit& u, const uint8_t* p) {
     for (int i = 0; i < 4; i++) {
         u.scales[i] = p[i] & 63, u.scales[i + 4] = (p[i + 8] & 15) | (p[i] >> 6) << 4;
@@ -104,14 +104,14 @@ inline void read_iq4_xs(Unit& u, const uint8_t* p) {
     }
 }
 
-// Four bytes of fifth bits, then 16 bytes of halves.
+// Reads codes of 5 bits: four bytes with their fifth bits, then 16 bytes with two lower halves each.
 inline void five_bits(Unit& u, const uint8_t* p) {
     const uint32_t fifth = read<uint32_t>(p);
     nibbles(u.codes, p + 4, 16);
     for (int i = 0; i < 32; i++) u.codes[i] |= (fifth >> i & 1) << 4;
 }
 
-// One block, of the type that `kind` holds.
+// Reads one block of the GGUF type that `kind` holds.
 inline void read_block(Unit& u, int kind, const uint8_t* p) {
     u.scale = read<half>(p);
     switch (kind) {
@@ -137,7 +137,7 @@ inline void read_block(Unit& u, int kind, const uint8_t* p) {
 
 // --- units of a packed block ----------------------------------------------------------------------------------------
 
-// A group's codes of one output, four to a word, to or from the layout of `Format::four`.
+// Writes one output's codes of a group, four per word, in the layout that `Format::four` reads.
 template <class F>
 inline void write_codes(uint8_t* at, int lane, const uint8_t* codes) {
     uint32_t words[F::BITS] = {};
@@ -165,7 +165,8 @@ inline void read_codes(uint8_t* codes, const uint8_t* at, int lane) {
     }
 }
 
-// Calls `half_at` and `byte_at` with all numbers of a unit but its codes and where they lie; a byte may hold two.
+// Calls `half_at` and `byte_at` with every number of a unit except its codes, and with the number's place. A byte may hold two
+// numbers.
 template <class F, class U, class Halves, class Bytes>
 inline void each_scale(U& u, int lane, Halves half_at, Bytes byte_at) {
     const int halves = F::HEADER ? 0 : F::CODES;
@@ -207,7 +208,7 @@ inline float widened_half(half x) {
     return from_half(all)[0];
 }
 
-// The weights of a unit, in the order of operations of ggml's own decoders.
+// Decodes the weights of a unit, with the same order of operations as ggml's decoders.
 template <class F>
 inline void values(float* to, const Unit& u) {
     const float own = F::SCALES == POWERS ? power(u.scales[0]) : widened_half(u.scale), low = F::FLOORS ? widened_half(u.floor) : 0;
@@ -225,7 +226,7 @@ inline void values(float* to, const Unit& u) {
 
 // --- whole matrices -------------------------------------------------------------------------------------------------
 
-// A block of 16 outputs from rows in the GGUF type that `kind` holds; null: zeros.
+// Packs a block of 16 outputs from rows in the GGUF type that `kind` holds. A null row is zero.
 inline void pack_block(int kind, int in, const uint8_t* const* rows, int count, uint8_t* to) {
     with_format(kind, [&](auto format) {
         using F = decltype(format);
@@ -241,11 +242,11 @@ inline void pack_block(int kind, int in, const uint8_t* const* rows, int count, 
     });
 }
 
-// Row `index` of a matrix of floats in their layouts, [in].
+// Reads row `index` of a matrix of floats into `to` [in].
 template <class Element>
 inline void float_row(const Matrix& m, int64_t index, float* to) {
     using Number = typename Element::Number;
-    const int side = m.kind == WIDE ? 2 : 1;  // neighbouring inputs of a lane
+    const int side = m.kind == WIDE ? 2 : 1;  // neighbouring inputs that are adjacent in a lane
     const Number* from = reinterpret_cast<const Number*>(m.weights) + index / LANES * LANES * m.in + index % LANES * side;
     for (int k = 0; k < m.in; k += LANES) {
         Number own[LANES];
@@ -254,7 +255,7 @@ inline void float_row(const Matrix& m, int64_t index, float* to) {
     }
 }
 
-// Row `index` of a matrix, [in].
+// Reads row `index` of a matrix into `to` [in].
 inline void row_of(const Matrix& m, int64_t index, float* to) {
     if (m.kind == WIDE) return float_row<BFloat16>(m, index, to);
     if (m.kind == HALF) return float_row<Float16>(m, index, to);

@@ -1,9 +1,9 @@
 // Threads that share the pieces of a stage of work.
 //
-// The calling thread leads: it publishes a stage of `count` pieces, and it and the threads of the pool take piece after
-// piece until none is left. A thread touches nothing of a stage before it has taken a piece of it, so the leader waits
-// for pieces that were taken, never for threads: one that the system has put aside delays a stage only while it holds a
-// piece, and one that sleeps delays nothing. Which thread takes a piece changes no bit.
+// The calling thread leads: it publishes a stage of `count` pieces, and it and the pool's threads take pieces until none is
+// left. A thread touches nothing of a stage before it has taken a piece. So the leader waits for pieces, never for threads: a
+// suspended thread delays a stage only while it holds a piece, and a sleeping thread delays nothing. The result does not
+// depend on which thread takes a piece.
 #pragma once
 
 #include <algorithm>
@@ -28,23 +28,23 @@
 
 namespace paceline {
 
-// A part of 0..n.
+// The range `from` to `to` - 1.
 struct Span {
     int from, to;
 };
 
-// Part `index` of `count` of 0..n, in whole units.
+// Part `index` of the range 0 to n - 1, cut into `count` parts of whole units.
 inline Span share(int index, int count, int n, int unit = 1) {
     const int64_t units = (n + unit - 1) / unit;
     return {int(std::min<int64_t>(n, units * index / count * unit)), int(std::min<int64_t>(n, units * (index + 1) / count * unit))};
 }
 
-// A 32-bit number that threads can sleep on while it has a value.
+// A 32-bit number. Threads can sleep until it changes.
 class Signal {
    public:
     std::atomic<uint32_t> value{0};
 
-    // Returns when the value is no longer `old`, or before.
+    // Sleeps until the value differs from `old`. May return early.
     void sleep(uint32_t old) {
         sleepers_.fetch_add(1);
 #if defined(__linux__)
@@ -56,7 +56,7 @@ class Signal {
         sleepers_.fetch_sub(1);
     }
 
-    // To be called after a change of the value.
+    // Wakes all sleepers. Call it after changing the value.
     void wake() {
         if (!sleepers_.load()) return;
 #if defined(__linux__)
@@ -67,7 +67,7 @@ class Signal {
 #endif
     }
 
-    // Spins for some 0.1 ms, as long as most stages take, since waking up takes longer than that; then sleeps.
+    // Spins for about 0.1 ms, the duration of most stages, then sleeps. Waking a thread takes longer than most stages.
     void wait(uint32_t old) {
         for (int i = 0; i < SPINS; i++, relax())
             if (value.load(std::memory_order_acquire) != old) return;
@@ -81,7 +81,7 @@ class Signal {
 #if defined(__x86_64__) || defined(__i386__)
         __builtin_ia32_pause();
 #elif defined(__aarch64__)
-        asm volatile("isb");  // `yield` takes no time on most
+        asm volatile("isb");  // `yield` returns at once on most processors
 #endif
     }
 
@@ -96,10 +96,10 @@ inline double seconds_now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// How many threads pay. Beside other programs fewer can be faster, since the leader waits for pieces that a suspended
-// thread holds. So long waits are the reason to try fewer threads, for a few passes; while there are fewer than there may
-// be, more are tried now and then. An idle machine sees no trials. Each model has its own count: a draft model's small
-// stages wait for longer than its target's, and what is tried for one would slow down the other.
+// Chooses the number of threads. On a busy machine fewer threads can be faster, because the leader waits for pieces that a
+// suspended thread holds. If waits are long, fewer threads are tried for a few passes. While the count is below the maximum,
+// more threads are tried now and then. On an idle machine there are no trials. Each model has its own count: a draft model's
+// small stages wait relatively longer than the target's, so a trial for one would slow down the other.
 class ThreadCount {
    public:
     int choose(int most) {
@@ -107,10 +107,10 @@ class ThreadCount {
         return trial_ ? trial_ : count_;
     }
 
-    // Notes a pass: `size` is its rows, `waited` the part of its seconds that the leader waited.
+    // Records a pass of `size` rows. The leader waited for `waited` of its `seconds`.
     void passed(int64_t size, double seconds, double waited) {
         const double now = seconds_now();
-        if (size != size_) {  // no comparison, but sizes may alternate
+        if (size != size_) {  // passes of different sizes are not comparable, but sizes may alternate
             if (now - seen_ > 0.2) size_ = size, seen_ = now, mean_ = seconds, waits_ = waited / seconds, trial_ = 0;
             return;
         }
@@ -126,7 +126,7 @@ class ThreadCount {
     }
 
    private:
-    static constexpr double LONG = 0.25, SHORTEST = 0.1, LONGEST = 1;  // of a pass; seconds between trials
+    static constexpr double LONG = 0.25, SHORTEST = 0.1, LONGEST = 1;  // fraction of a pass; seconds between trials
 
     explicit ThreadCount(int most) : most_(most), count_(most) {}
 
@@ -148,13 +148,14 @@ class ThreadCount {
     ThreadCount() = default;
 };
 
-// The process's threads, started when they are first needed. Never destroyed: they may outlive `main`.
+// The threads of this process, started when they are first needed. The pool is never destroyed, since its threads may outlive
+// `main`.
 class Pool {
    public:
     static Pool& instance() {
         static std::atomic<Pool*> current{nullptr};
         Pool* pool = current.load();
-        // In the child of a fork there are no threads, and locks may be held for ever.
+        // The child of a fork has no threads, and its copy of a lock may be held for ever.
         while (!pool || pool->process_ != process()) {
             Pool* fresh = new Pool;
             if (current.compare_exchange_strong(pool, fresh)) return *fresh;
@@ -163,30 +164,31 @@ class Pool {
         return *pool;
     }
 
-    // For the owner: the count of this work; without one, that of the last work, which a head follows.
+    // The thread count of `work`. If `work` is null, the count of the last work: a head runs right after its layers. Only the
+    // owner may call this.
     ThreadCount& chosen(const void* work) {
         for (int i = 0; work && works_[last_] != work && i < COUNTS; i++) last_ = (last_ + 1) % COUNTS;
         if (work && works_[last_] != work) last_ = (last_ + 1) % COUNTS, works_[last_] = work, chosen_[last_] = {};
         return chosen_[last_];
     }
 
-    // One caller at a time owns the threads; false for another.
+    // Makes the caller the owner of the threads. Returns false if another caller owns them.
     bool acquire() { return !owned_.test_and_set(std::memory_order_acquire); }
     void release() { owned_.clear(std::memory_order_release); }
 
-    // Lets up to `threads` threads work, the owner's own included; returns how many it got.
+    // Lets up to `threads` threads work, including the owner's. Returns the number of threads that it got.
     int limit(int threads) {
         threads = std::min(threads, MOST);
         try {
             for (; started_ < threads; started_++) std::thread(&Pool::help, this, started_).detach();
-        } catch (const std::exception&) {  // as many as the system allows
+        } catch (const std::exception&) {  // the system allows no further thread: use the ones that started
         }
         threads = std::min(threads, started_);
         if (helping_.value.exchange(threads) < uint32_t(threads)) helping_.wake();
         return threads;
     }
 
-    // Runs call(context, piece, thread) for 0..count; returns the seconds that the owner had to wait for other threads.
+    // Runs call(context, piece, thread) for pieces 0 to count - 1. Returns the seconds that the owner waited for other threads.
     double run(int count, void (*call)(void*, int, int), void* context) {
         call_ = call, context_ = context;
         left_.value.store(count);
@@ -201,7 +203,7 @@ class Pool {
         return seconds_now() - began;
     }
 
-    static constexpr int MOST = 256, PIECES = (1 << 16) - 1;  // threads; pieces of a stage
+    static constexpr int MOST = 256, PIECES = (1 << 16) - 1;  // threads; pieces per stage
 
    private:
     static constexpr int COUNTS = 8;  // models whose counts are remembered
@@ -226,11 +228,11 @@ class Pool {
         }
     }
 
-    // Takes and runs a piece; false if none is left.
+    // Takes and runs a piece. Returns false if none is left.
     bool take(int thread) {
         uint64_t now = open_.load();
         do {
-            // The limit last: it is set before a stage is published.
+            // Read the limit after the stage: it is set before the stage is published.
             if ((now & 0xffff) == (now >> 16 & 0xffff) || uint32_t(thread) >= helping_.value.load()) return false;
         } while (!open_.compare_exchange_weak(now, now + 1));
         call_(context_, int(now & 0xffff), thread);
@@ -238,9 +240,9 @@ class Pool {
         return true;
     }
 
-    alignas(64) std::atomic<uint64_t> open_{0};  // number of a stage, its pieces, the next piece: 32, 16 and 16 bits
-    alignas(64) Signal left_;                    // pieces that are not finished
-    alignas(64) Signal published_;               // the last stage
+    alignas(64) std::atomic<uint64_t> open_{0};  // stage number, pieces, next piece: 32, 16 and 16 bits
+    alignas(64) Signal left_;                    // unfinished pieces
+    alignas(64) Signal published_;               // number of the last stage
     Signal helping_;                             // number of threads that may take pieces, the owner included
     void (*call_)(void*, int, int) = nullptr;
     void* context_ = nullptr;
@@ -253,12 +255,12 @@ class Pool {
     const int64_t process_ = process();
 };
 
-// The threads of one call into the library: those of the pool, or the calling thread alone.
+// The threads of one call into the library: the pool's threads, or only the calling thread.
 class Team {
    public:
-    Team() = default;  // alone
+    Team() = default;  // only the calling thread
 
-    // `work`: what the threads are counted for, if `passed` follows.
+    // `work` identifies the model, so that `passed` can update its thread count.
     explicit Team(int threads, const void* work = nullptr) : work_(work) {
         if (threads < 2 || !(pool_ = &Pool::instance())->acquire()) pool_ = nullptr;
         if (pool_) began_ = seconds_now(), count_ = pool_->limit(pool_->chosen(work).choose(threads));
@@ -270,17 +272,17 @@ class Team {
         if (pool_) pool_->release();
     }
 
-    // Notes a pass for the choice of later counts.
+    // Records a pass of `size` rows for later choices of the thread count.
     void passed(int64_t size) {
         if (pool_) pool_->chosen(work_).passed(size, seconds_now() - began_, waited_);
     }
 
     int count() const { return count_; }
 
-    // Number of pieces for `units`: several a thread, so that one that falls behind delays the others little.
+    // Number of pieces for `units`: several per thread, so that a slow thread delays the others little.
     int pieces(int units) const { return count_ == 1 ? 1 : std::min(units, 4 * count_); }
 
-    // work(piece, thread) for all pieces; returns when all are finished.
+    // Calls work(piece, thread) for all pieces. Returns when all are finished.
     template <class Work>
     void run(int pieces, Work work) {
         if (count_ == 1 || pieces == 1) {
@@ -291,7 +293,7 @@ class Team {
         waited_ += pool_->run(pieces, call, &work);
     }
 
-    // work(span, thread) for parts of 0..n, in whole units.
+    // Calls work(span, thread) for parts of the range 0 to n - 1, cut at whole units.
     template <class Work>
     void split(int n, int unit, Work work) {
         const int count = pieces((n + unit - 1) / unit);

@@ -1,5 +1,5 @@
-// Matrix products whose every row has the same bits whatever rows travel with it: a row's sum runs over the same
-// elements in the same order, with integers exactly.
+// Matrix products in which a row has the same bits whatever other rows are in the pass: its sum runs over the same elements in
+// the same order, and sums of integers are exact.
 #pragma once
 
 #include "inputs.h"
@@ -10,10 +10,10 @@
 
 namespace paceline {
 
-constexpr int NEAR = 2048, FAR = 16384;  // bytes that weights are fetched ahead
+constexpr int NEAR = 2048, FAR = 16384;  // prefetch distances for weights, in bytes
 
-// Whether weights are fetched past all caches but the first. On AMD's processors that leaves the caches to other data; Intel's
-// then fetch no more at a time than the first cache waits for, some 10 GB/s a core.
+// True if weights are prefetched into the first cache only. On AMD processors this leaves the larger caches to other data. On
+// Intel processors it would limit a core to some 10 GB/s, since only the first cache's fetches would be in flight.
 #if defined(__x86_64__)
 inline const bool PAST_CACHES = [] {
     unsigned int a, b = 0, c, d;
@@ -23,7 +23,7 @@ inline const bool PAST_CACHES = [] {
 constexpr bool PAST_CACHES = false;
 #endif
 
-// Fetches weights of which the next `bytes` are read now.
+// Prefetches the weights that follow the `bytes` at p, which are read now.
 inline void fetch_ahead(const uint8_t* p, int bytes) {
     for (int line = 0; line < bytes; line += 64)
         if (PAST_CACHES)
@@ -32,12 +32,12 @@ inline void fetch_ahead(const uint8_t* p, int bytes) {
             __builtin_prefetch(p + FAR + line, 0, 2), __builtin_prefetch(p + NEAR + line, 0, 3);
 }
 
-// Where the four codes `q` of a group's row `r` lie, in a tile of `rows`, in fours.
+// Index, in fours, of the four codes `q` of row `r` in a group of a tile of `rows` rows.
 constexpr int four_at(int rows, int r, int q) {
     return (q / FOURS_TOGETHER * rows + r) * FOURS_TOGETHER + q % FOURS_TOGETHER;
 }
 
-// The codes of a tile's rows and what belongs to them, from a group on.
+// The codes, scales and sums of a tile's rows, starting at one group.
 struct TileGroup {
     const int8_t* codes;
     const float *scale, *total;
@@ -51,15 +51,16 @@ struct TileGroup {
     void pass(int rows) { codes += rows * GROUP, scale += rows, total += rows, steps += rows, halves += rows, pairs += rows; }
 };
 
-// Whether the values' offset is subtracted from sums of 16 bits: they then fit for a whole span, though without it they wrap around.
+// True if the values' offset is subtracted from 16-bit sums. The final sums then fit 16 bits for a whole span, although they wrap
+// around before the subtraction.
 template <class F>
 constexpr bool centred() {
     constexpr bool is = PAIRED_SUMS && F::OFFSET > 0 && F::VALUE_BITS < 8;
-    static_assert(!is || F::SPAN / 2 * F::OFFSET * 127 < 1 << 15, "");  // no value is further from 0
+    static_assert(!is || F::SPAN / 2 * F::OFFSET * 127 < 1 << 15, "");  // values are at most OFFSET away from 0
     return is;
 }
 
-// What else the offset adds to a group's sum, for a part of the outputs.
+// The rest of the offset's contribution to a group's sum, for one register of outputs.
 template <class F>
 inline IntPart excess(const GroupScales<F>& scales, int part, int32_t steps, int32_t halves) {
     if constexpr (F::OFFSET == 0 || centred<F>() || (F::OFFSET == 128 && !EXCESS)) return IntPart{};
@@ -67,19 +68,19 @@ inline IntPart excess(const GroupScales<F>& scales, int part, int32_t steps, int
     return F::OFFSET * weighted(paired(scales.first.part[part], scales.second.part[part]), (ShortPart)(IntPart{} + halves));
 }
 
-// How a tile of ROWS rows is taken through a group: COUNT rows from FIRST on, for COLUMNS parts of the outputs.
+// A piece of the work on a tile of ROWS rows: COUNT rows starting with row FIRST, for COLUMNS registers of outputs.
 template <class F, int ROWS_, int FIRST_ = 0>
 struct Piece {
     static constexpr int ROWS = ROWS_, FIRST = FIRST_, COLUMNS = PARTS_TOGETHER;
     static constexpr int COUNT = FIRST ? ROWS - FIRST : ROWS <= ROWS_TOGETHER ? ROWS : (ROWS + 1) / 2;
     static constexpr bool LAST = FIRST + COUNT == ROWS;
-    // Values that take many operations are made once for all rows.
+    // Values that take many operations to decode are decoded once for all rows.
     static constexpr bool KEPT = COUNT < ROWS && (F::BITS > F::LOW || F::BITS < 4 || F::TABLE != nullptr) && F::VALUE_BITS < 8;
     using Values = BytePart[KEPT ? GROUP / 4 : 1][COLUMNS];
     using Totals = IntPart[COUNT][COLUMNS];
 };
 
-// The sums of a group's values times the rows' codes; spans times their integers.
+// Adds up a group's values times the rows' codes. Sums of spans are multiplied by their integers.
 template <class F, class P>
 inline void dot(const uint8_t* p, const GroupScales<F>& scales, int part, const TileGroup& x, typename P::Values& values,
                 typename P::Totals& totals) {
@@ -125,7 +126,7 @@ inline void dot(const uint8_t* p, const GroupScales<F>& scales, int part, const 
 }
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-// The same for one part, two rows at a time; a last row without a second one is both.
+// Like `dot` for one register of outputs, two rows at a time. An odd last row is paired with itself.
 template <class F, int ROWS>
 inline void dot_of_pairs(const uint8_t* p, const GroupScales<F>& scales, int part, const int8_t* codes,
                          IntPart (&totals)[ROWS][1]) {
@@ -154,7 +155,7 @@ inline void dot_of_pairs(const uint8_t* p, const GroupScales<F>& scales, int par
 }
 #endif
 
-// What a group adds to the sums of a tile of P::ROWS rows, for some parts of the outputs.
+// Adds one group to the sums of a tile of P::ROWS rows, for some registers of outputs.
 template <class F, class P>
 inline void add_group(const uint8_t* p, const GroupScales<F>& scales, int part, const TileGroup& x, typename P::Values& values, Floats* sums) {
     typename P::Totals totals;
@@ -182,12 +183,12 @@ inline void add_group(const uint8_t* p, const GroupScales<F>& scales, int part, 
     if constexpr (!P::LAST) add_group<F, Piece<F, P::ROWS, P::COUNT>>(p, scales, part, x, values, sums);
 }
 
-// `at`: groups of the inputs before the tile of these rows.
+// Multiplies a block of codes with a tile of rows. `at`: groups of the inputs before this tile.
 template <class F, int ROWS>
 [[gnu::noinline, gnu::flatten]] void coded_block(const Matrix& m, int block, const Inputs& x, size_t at, Floats* out) {
     const uint8_t *p = m.weights + block * F::block_bytes(m.in), *header = p;
     TileGroup own(x, at);
-    Floats sums[ROWS] = {};  // not `out`, which might alias the weights for all the compiler knows
+    Floats sums[ROWS] = {};  // a local array, since the compiler must assume that `out` may alias the weights
     for (int g = 0, groups = m.in / GROUP; g < groups; g++, p += F::BYTES, own.pass(ROWS)) {
         if (F::HEADER && g % (F::UNIT / GROUP) == 0) header = p, p += F::HEADER;
         fetch_ahead(p, F::BYTES);
@@ -200,7 +201,7 @@ template <class F, int ROWS>
     std::copy(sums, sums + ROWS, out);
 }
 
-// Two inputs of 16 outputs; bfloat16 has them side by side.
+// Two inputs of 16 outputs. In bfloat16 they are adjacent.
 template <int KIND>
 inline auto pairs_at(const uint8_t* p) {
     if constexpr (KIND == WIDE)
@@ -211,7 +212,7 @@ inline auto pairs_at(const uint8_t* p) {
         return WidePairs(from_half(reinterpret_cast<const half*>(p)), from_half(reinterpret_cast<const half*>(p + 32)));
 }
 
-// ROWS rows of a tile of `height`, from row `lane` of it on.
+// Multiplies a block of floats with ROWS rows of a tile of `height` rows, starting with row `lane`.
 template <int KIND, int ROWS>
 [[gnu::noinline, gnu::flatten]] void wide_block(const Matrix& m, int block, const Inputs& x, size_t at, int height, int lane, Floats* out) {
     using Both = std::conditional_t<KIND == WIDE, Pairs, WidePairs>;
@@ -227,7 +228,7 @@ template <int KIND, int ROWS>
     std::copy(sums, sums + ROWS, out);
 }
 
-// As many rows at a time as there are registers for.
+// Takes as many rows at a time as the registers allow.
 template <int KIND, int ROWS>
 inline void wide_blocks(const Matrix& m, int block, const Inputs& x, size_t at, Floats* out) {
     constexpr int FIRST = PARTS == 1 ? ROWS : std::min(ROWS, 4);
@@ -243,7 +244,7 @@ inline void block_of(const Matrix& m, int block, const Inputs& x, size_t at, Flo
     with_format(m.kind, [&](auto format) { coded_block<decltype(format), ROWS>(m, block, x, at, out); });
 }
 
-// Of the tile whose inputs begin at row `row`.
+// Multiplies a block with the tile that begins at row `row`.
 inline void block_of(int rows, const Matrix& m, int block, const Inputs& x, int row, Floats* out) {
     if (m.kind == STACKED) return block_of(rows, reinterpret_cast<const Matrix*>(m.weights)[block], 0, x, row, out);
     const size_t at = size_t(row) * (m.in / GROUP);
@@ -259,7 +260,8 @@ inline void block_of(int rows, const Matrix& m, int block, const Inputs& x, int 
     }
 }
 
-// x W^T + b for these blocks of the outputs, passed to `take(row, first output, 16 values)`; `row`: of the span.
+// Computes x W^T + b for these blocks of outputs and passes it to `take(row, first output, 16 values)`. `row` counts from the
+// beginning of the span.
 template <class Take>
 inline void product(Span blocks, const Matrix& m, const Inputs& x, Span rows, Take take) {
     Floats out[TILE];
@@ -273,7 +275,7 @@ inline void product(Span blocks, const Matrix& m, const Inputs& x, Span rows, Ta
     }
 }
 
-// Gate and up alternate block by block: `take` gets both.
+// Like `product` for a matrix in which blocks of gate and up alternate: `take` gets both.
 template <class Take>
 inline void paired_product(Span pairs, const Matrix& m, const Inputs& x, int rows, Take take) {
     Floats gate[TILE], up[TILE];

@@ -1,5 +1,5 @@
-// What differs between instruction sets: a dozen operations, with intrinsics where a set has some. All sets give the same bits,
-// but those of x86-64 below AVX2, which have no fused multiply-add; `dot2` says where AVX-512 BF16 may not.
+// The dozen operations that differ between instruction sets, with intrinsics where they exist. All sets give the same bits, with
+// two exceptions: x86-64 below AVX2 has no fused multiply-add, and AVX-512 BF16 treats tiny numbers differently (see `WidePairs`).
 #pragma once
 
 #include <array>
@@ -12,7 +12,7 @@ using bf16 = uint16_t;
 using half = uint16_t;
 using Shorts = Lanes<uint16_t>;
 
-// a * b + c, rounded once; twice on processors without such an instruction, where it would take twenty others.
+// a * b + c, rounded once. Processors without this instruction round twice, since emulating it takes twenty operations.
 inline FloatPart fma(FloatPart a, FloatPart b, FloatPart c) {
 #if defined(__AVX512F__)
     return _mm512_fmadd_ps(a, b, c);
@@ -39,14 +39,14 @@ inline Floats widen(const bf16* from) { return as<Floats>(convert<Ints>(load<Sho
 
 inline float widened(bf16 x) { return read<float>(std::array<bf16, 2>{0, x}.data()); }
 
-// To the nearest, ties to even; a NaN stays one.
+// Rounds to nearest, ties to even. A NaN stays a NaN.
 inline bf16 narrowed(float x) {
     const uint32_t bits = read<uint32_t>(&x);
     if ((bits & 0x7fffffff) > 0x7f800000) return bf16(bits >> 16 | 0x40);
     return bf16((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// As `narrowed`, in the high halves of the lanes, but numbers below 2^-126 become 0, as by AVX-512's instruction.
+// Like `narrowed`, with the result in the high halves of the lanes. Numbers below 2^-126 become 0, as with AVX-512's instruction.
 inline Ints rounded(const Floats& v) {
     const Ints bits = as<Ints>(v), size = bits & 0x7fffffff;
     const Ints near = select(size > 0x7f800000, bits | 0x400000, bits + 0x7fff + (as<Ints>(as<Unsigned>(bits) >> 16) & 1));
@@ -76,15 +76,15 @@ inline Floats from_half(const half* from) {
     for (int i = 0; i < PARTS; i++) v.part[i] = (FloatPart)vcvt_f32_f16((float16x4_t)vld1_u16(from + i * PART_LANES));
     return v;
 #else
-    // A product turns exponents of 5 bits into 8 bits, for subnormals too.
+    // A multiplication converts exponents from 5 bits to 8 bits, also for subnormal numbers.
     const Ints x = convert<Ints>(load<Shorts>(from)), bits = (x & 0x7fff) << 13;
     const Floats size = as<Floats>(bits) * select(bits < 0x0f800000, all(0x1p112f), all(INFINITY));
     return as<Floats>(as<Ints>(size) | (x & 0x8000) << 16);
 #endif
 }
 
-// To the nearest, ties to even: by sums of integers, or where numbers are subnormal by adding a number whose last bit is
-// theirs.
+// Rounds to nearest, ties to even: by adding integers, or for subnormal numbers by adding a float whose last bit has the weight
+// of their last bit.
 inline void to_half(half* to, const Floats& v) {
     const Ints bits = as<Ints>(v), size = bits & 0x7fffffff;
     const Ints normal = (size - (112 << 23) + 0xfff + ((size >> 13) & 1)) >> 13;
@@ -113,9 +113,9 @@ inline Ints from_bytes(const uint8_t* from) {
 #endif
 }
 
-// Has x in a register here. Else compilers put off sums until all their products are in memory.
+// Forces x into a register. Otherwise compilers delay the sums until all their products are in memory.
 inline void keep([[maybe_unused]] IntPart& x) {
-#if defined(EMULATED)  // by tests: no register is as wide
+#if defined(EMULATED)  // in tests, where no register is this wide
 #elif defined(__AVX512F__)
     asm("" : "+v"(x));
 #elif defined(__x86_64__)
@@ -125,8 +125,8 @@ inline void keep([[maybe_unused]] IntPart& x) {
 #endif
 }
 
-// Has compilers read the codes of many rows as they are needed. Else they read those of a whole group first, or of a loop
-// around it, and run out of registers.
+// Makes compilers read the codes of many rows only when they are needed. Otherwise they read the codes of a whole group first,
+// and run out of registers.
 template <int ROWS>
 inline void read_here() {
 #if defined(__AVX512F__)
@@ -141,7 +141,7 @@ inline void read_here() {
 
 // --- products of codes: exact ---------------------------------------------------------------------------------------
 
-// Weight codes of 8 bits are 128 too high. `EXCESS` is how much of it `Dots` leaves in.
+// 8-bit weight codes are 128 too high. `EXCESS` is the part of this that `Dots` does not remove.
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 #define PACELINE_VNNI
 constexpr int32_t EXCESS = 128;
@@ -149,15 +149,15 @@ constexpr int32_t EXCESS = 128;
 constexpr int32_t EXCESS = 0;
 #endif
 
-// Rows, and registers of outputs, that are taken at a time: their sums fit into the registers beside weights and a row's
-// codes, which are read once for all these outputs.
+// Rows and registers of outputs that are computed at a time. Their sums fit into registers together with the weights and one
+// row's codes, which are read once for all these outputs.
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int ROWS_TOGETHER = 8, PARTS_TOGETHER = 1;
 #else
 constexpr int ROWS_TOGETHER = 6, PARTS_TOGETHER = 2;
 #endif
 
-// Whether `Dots` has sums of 16 bits for small codes, one of the first two of each four and one of the last two.
+// True if `Dots` keeps 16-bit sums for small codes: one for the first two codes of each four, one for the last two.
 #if defined(PACELINE_VNNI) || defined(__aarch64__)
 constexpr bool PAIRED_SUMS = false;
 #else
@@ -168,7 +168,7 @@ constexpr bool PAIRED_SUMS = true;
 template <bool SMALL>
 struct Weights {
     BytePart codes;  // without the excess
-    BytePart sizes;  // their absolute values, for sets that multiply unsigned by signed bytes and saturate at 16 bits
+    BytePart sizes;  // absolute values, for instructions that multiply unsigned by signed bytes and saturate at 16 bits
 
     Weights() = default;
     explicit Weights(BytePart own) : codes(SMALL || EXCESS ? own : own ^ 128), sizes(codes) {
@@ -182,7 +182,7 @@ struct Weights {
     }
 };
 
-// Sums of neighbours, each times its factor.
+// Sums of neighbouring numbers, each multiplied by its factor.
 inline IntPart weighted(ShortPart x, ShortPart factor) {
 #if defined(__AVX512BW__)
     return (IntPart)_mm512_madd_epi16((__m512i)x, (__m512i)factor);
@@ -199,10 +199,10 @@ inline IntPart weighted(ShortPart x, ShortPart factor) {
 #endif
 }
 
-// Two numbers of 16 bits in each lane.
+// Combines two 16-bit numbers in each lane.
 inline ShortPart paired(IntPart first, IntPart second) { return (ShortPart)((first & 0xffff) | second << 16); }
 
-// Entries of a table of 16 bytes.
+// Looks up entries of a table of 16 bytes.
 inline BytePart looked_up(const uint8_t* table, BytePart codes) {
 #if defined(__AVX512BW__)
     return (BytePart)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(read<__m128i>(table)), (__m512i)codes);
@@ -218,13 +218,13 @@ inline BytePart looked_up(const uint8_t* table, BytePart codes) {
 #endif
 }
 
-// How many fours of a span's weight codes `Dots` takes at a time, of 8 bits or fewer: those whose sums fit 16 bits, where
-// it has such sums (8 * 2 * 15 * 127, 4 * 2 * 31 * 127 and 2 * 2 * 63 * 127 are all below 2^15).
+// Number of fours of a span's weight codes, of at most 8 bits, that `Dots` adds at a time. Where it keeps 16-bit sums, they must
+// not overflow (8 * 2 * 15 * 127, 4 * 2 * 31 * 127 and 2 * 2 * 63 * 127 are all below 2^15).
 constexpr int fours_at_once([[maybe_unused]] int bits, int span) {
 #if defined(PACELINE_VNNI) || defined(__ARM_FEATURE_DOTPROD)
     return span / 4;
 #elif defined(__aarch64__)
-    const int most = bits <= 5 ? 8 : bits == 6 ? 4 : 2;  // no sums of two: 8 * 31 * 127, 4 * 63 * 127 and 2 * 128 * 127
+    const int most = bits <= 5 ? 8 : bits == 6 ? 4 : 2;  // without sums of two: 8 * 31 * 127, 4 * 63 * 127 and 2 * 128 * 127
     return most < span / 4 ? most : span / 4;
 #else
     const int most = bits == 8 || bits <= 4 ? 8 : bits == 5 ? 4 : 2;
@@ -232,15 +232,15 @@ constexpr int fours_at_once([[maybe_unused]] int bits, int span) {
 #endif
 }
 
-// How many fours of a row's codes lie together: as many as an instruction takes of one row.
+// Number of adjacent fours of a row's codes: as many as one instruction takes from a row.
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 constexpr int FOURS_TOGETHER = 2;
 #else
 constexpr int FOURS_TOGETHER = 1;
 #endif
 
-// Sums, a lane for each output: of 4 weight codes times 4 signed codes of a row at a time, `fours_at_once` times. SMALL:
-// the weight codes have fewer than 8 bits. A row's codes are the `i`-th four of `codes`.
+// Sums with one lane for each output. Each step multiplies 4 weight codes by 4 signed codes of a row; there are `fours_at_once`
+// steps. SMALL: the weight codes have fewer than 8 bits. A row's codes are the `i`-th four of `codes`.
 #if defined(__aarch64__) && !defined(__ARM_FEATURE_DOTPROD)
 template <bool SMALL>
 class Dots {
@@ -255,7 +255,7 @@ class Dots {
     IntPart total(IntPart factor) const { return total() * factor; }
 
    private:
-    int16x8_t low_{}, high_{};  // of half the outputs each, a lane for each of the four codes
+    int16x8_t low_{}, high_{};  // half of the outputs each, with a lane for each of the four codes
 };
 #else
 template <bool SMALL>
@@ -284,7 +284,7 @@ class Dots {
 #endif
     }
 
-    // Small codes' total times a small integer.
+    // The total of small codes times a small integer.
     IntPart total(IntPart factor) const {
 #if defined(PACELINE_VNNI) || defined(__ARM_FEATURE_DOTPROD)
         return sums_ * factor;
@@ -293,13 +293,13 @@ class Dots {
 #endif
     }
 
-    // From each of the sums of 16 bits.
+    // Subtracts x from each of the 16-bit sums.
     void subtract(ShortPart x) { sums_ = (IntPart)((Wrapping)sums_ - (Wrapping)x); }
 
    private:
     typedef uint16_t Wrapping __attribute__((vector_size(REGISTER)));
 
-    IntPart sums_{};  // where `pairs` come of the instructions and are small, these are twice as many sums of 16 bits
+    IntPart sums_{};  // with PAIRED_SUMS and small codes, each lane holds two 16-bit sums
 
 #if defined(PACELINE_VNNI) && defined(__AVX512VNNI__)
     void add(const Weights<SMALL>& w, int32_t four) {
@@ -329,13 +329,13 @@ class Dots {
     }
 #else
     void add(const Weights<SMALL>& w, int32_t four) {
-        // Even and odd bytes as numbers of 16 bits.
+        // Even and odd bytes as 16-bit numbers.
         const ShortPart x = (ShortPart)(IntPart{} + four), y = (ShortPart)w.codes;
         add((x << 8 >> 8) * (y << 8 >> 8) + (x >> 8) * (y >> 8));
     }
 #endif
 
-    // Adds sums of two products; those of small codes may wrap around.
+    // Adds sums of two products. With small codes they may wrap around.
     template <class Pairs>
     void add(Pairs pairs) {
         sums_ = SMALL ? (IntPart)((Wrapping)sums_ + (Wrapping)pairs)
@@ -346,10 +346,10 @@ class Dots {
 #endif
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-// Sums of two rows by products of 2 x 8 codes: each register has two outputs of two rows.
+// Sums of two rows, computed by products of 2 x 8 codes. Each register holds two outputs of two rows.
 class DotsOfTwo {
    public:
-    // Neighbouring fours of the weights, and eight codes of each row.
+    // Adds two neighbouring fours of the weights times eight codes of each row.
     void add(BytePart first, BytePart second, int8x16_t rows) {
         const int32x4_t a = (int32x4_t)first, b = (int32x4_t)second;
         low_ = vmmlaq_s32(low_, (int8x16_t)vzip1q_s32(a, b), rows);
@@ -366,9 +366,9 @@ class DotsOfTwo {
 
 // --- products of bfloat16 -------------------------------------------------------------------------------------------
 
-// 16 pairs of neighbours, bfloat16, as products take them; and the other operand, of a row: by an instruction of its own,
-// or widened. That instruction is documented as the same two fused multiply-adds, except that it takes numbers below
-// 2^-126 for 0; no other set does.
+// Operands of bfloat16 products: 16 pairs of neighbours, and one pair of a row. They use AVX-512's instruction or are widened to
+// floats. That instruction is documented as the same two fused multiply-adds, except that it treats numbers below 2^-126 as 0.
+// No other instruction set does.
 struct WidePairs {
     Floats even, odd;
     WidePairs() = default;
@@ -387,7 +387,7 @@ inline bool finite(const WidePairs* x) {
     return !any(nothing != 0.0f);
 }
 
-// Those whose other operand is 0 become 0.
+// Sets numbers to 0 where the other operand is 0.
 inline WidePairs kept(const WidePairs& x, const float* pair) {
     return {pair[0] != 0 ? x.even : Floats{}, pair[1] != 0 ? x.odd : Floats{}};
 }
@@ -429,7 +429,7 @@ inline Operand operand(bf16 x) { return widened(x); }
 inline void narrow(Operand* to, const Floats& v) { store(to, rounded(v)); }
 #endif
 
-// Of 4 registers, or quarters of registers: rows to columns.
+// Transposes 4 x 4 numbers in 4 registers, or in each quarter of 4 registers.
 [[gnu::always_inline]] inline void transpose(IntPart (&x)[4]) {
 #if defined(__AVX512F__)
 #define PACELINE_ZIP(bits, half, a, b) (IntPart) _mm512_unpack##half##_epi##bits((__m512i)a, (__m512i)b)
@@ -458,7 +458,7 @@ inline void narrow(Operand* to, const Floats& v) { store(to, rounded(v)); }
 #undef PACELINE_ZIP
 }
 
-// 16 bytes of each of 16 rows, `stride` bytes apart, as 4 lines of 4 bytes: a lane per row.
+// Transposes 16 bytes of each of 16 rows, `stride` bytes apart, into 4 lines of 4 bytes with one lane per row.
 [[gnu::always_inline]] inline void transpose(Ints (&lines)[4], const void* rows, int64_t stride) {
     for (int part = 0; part < PARTS; part++) {
         IntPart x[4];
@@ -479,7 +479,7 @@ inline void narrow(Operand* to, const Floats& v) { store(to, rounded(v)); }
     }
 }
 
-// 16 N numbers of two rows, those that stand above each other side by side.
+// Interleaves 16 N numbers of two rows.
 template <int N>
 [[gnu::always_inline]] inline void interleave(Pairs* pairs, const bf16* even, const bf16* odd) {
 #if defined(__AVX512BF16__)

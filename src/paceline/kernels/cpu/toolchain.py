@@ -1,6 +1,6 @@
-"""Instruction sets, and how the C++ of this folder is compiled for one.
+"""Instruction sets, and the command that compiles this folder's C++ for one of them.
 
-Imports the standard library alone: the hook that builds wheels loads this file by its path.
+This file imports nothing but the standard library, because the hook that builds wheels loads it by its path.
 """
 
 from __future__ import annotations
@@ -16,27 +16,34 @@ from pathlib import Path
 
 _FOLDER = Path(__file__).parent
 _SOURCES = sorted(path for path in _FOLDER.iterdir() if path.suffix in (".h", ".cpp"))
-# No contraction: which products and sums become one rounding must not differ between the copies of a template.
+# Without -ffp-contract=off, the compiler may fuse a product and a sum in one instance of a template but not in another,
+# and the two would round differently.
 _FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fvisibility=hidden", "-shared", "-w")
-# On Windows, GCC keeps vectors of 32 and 64 bytes at addresses that are not multiples of that (GCC bug 54412).
+# On Windows, GCC does not align vectors of 32 and 64 bytes on the stack (GCC bug 54412).
 _COMPILERS = ("clang++",) if os.name == "nt" else ("g++", "clang++", "c++")
 
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
-    """`flags`: of the compiler. `needs`: features of the processor, as `processor_features` names them."""
+    """An instruction set.
+
+    Attributes:
+        name: Name, as in PACELINE_ISA.
+        flags: Compiler flags.
+        needs: Processor features that it requires, named as in `processor_features`.
+    """
 
     name: str
     flags: tuple[str, ...] = ()
     needs: frozenset[str] = frozenset()
 
     def plus(self, name: str, *features: str) -> InstructionSet:
-        """A larger set."""
+        """Return a larger set that also requires these features."""
         return InstructionSet(name, (*self.flags, *(f"-m{x}" for x in features)), self.needs | {*features})
 
 
 def sets_of(machine: str) -> dict[str, InstructionSet]:
-    """Instruction sets by name, the best last, of an architecture as `platform.machine` names it."""
+    """Return the instruction sets of an architecture by name, best last. `machine` is as from `platform.machine`."""
     sets = [portable := InstructionSet("portable")]
     if machine.lower() in ("x86_64", "amd64"):
         sse4 = InstructionSet("sse4", ("-msse4.1",), frozenset({"sse41"}))
@@ -47,35 +54,41 @@ def sets_of(machine: str) -> dict[str, InstructionSet]:
     elif machine.lower() in ("aarch64", "arm64"):
         dot = InstructionSet("neondot", ("-march=armv8.2-a+dotprod",), frozenset({"dot"}))
         i8mm = InstructionSet("neoni8mm", ("-march=armv8.2-a+dotprod+i8mm",), dot.needs | {"i8mm"})
-        sets = [InstructionSet("neon"), dot, i8mm]  # NEON itself is a part of the architecture
+        sets = [InstructionSet("neon"), dot, i8mm]  # NEON itself is part of the architecture
     return {one.name: one for one in sets}
 
 
 def flags_of(instructions: InstructionSet, system: str | None = None) -> tuple[str, ...]:
-    """Flags of the compiler, for this or another system as `platform.system` names it."""
+    """Return the compiler flags for this system, or for another one named as by `platform.system`."""
     own = () if (system or platform.system()) == "Windows" else ("-fPIC", "-pthread")
     return (*_FLAGS, *own, *instructions.flags)
 
 
 def compile_command(compiler: Sequence[str], flags: Sequence[str], to: Path) -> list[str]:
-    """The command that compiles a library."""
+    """Return the command that compiles the library to the file `to`."""
     return [*compiler, *flags, str(_FOLDER / "layers.cpp"), "-o", str(to)]
 
 
 def find_compiler() -> list[str]:
-    """The compiler that CXX names, with its options, else the first that is installed; empty if there is none. Raises
-    `ValueError` if CXX cannot be read."""
+    """Return the compiler and options that CXX names, or else the first installed compiler.
+
+    Returns:
+        The beginning of a command; an empty list if there is no compiler.
+
+    Raises:
+        ValueError: If CXX cannot be parsed.
+    """
     if named := shlex.split(os.environ.get("CXX", "")):
         return named
     return next(([found] for name in _COMPILERS if (found := shutil.which(name))), [])
 
 
 def packaged_name(instructions: InstructionSet) -> str:
-    """Name of a library in a wheel, with a fingerprint: one of other sources is not loaded."""
+    """Return the name of a library in a wheel. Its fingerprint keeps a library of other sources from being loaded."""
     return f"{instructions.name}-{fingerprint(flags_of(instructions))}.so"
 
 
 def fingerprint(*parts: object) -> str:
-    """Hash of the sources and of what else a library depends on."""
+    """Hash the sources and everything else that a library depends on."""
     content = [path.read_bytes() for path in _SOURCES]
     return sha256(b"".join([*content, repr(parts).encode()])).hexdigest()[:16]

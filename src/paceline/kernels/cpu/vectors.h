@@ -1,5 +1,5 @@
-// Sixteen lanes, as registers of this instruction set: one of 64 bytes, two of 32 or four of 16. A vector wider than a
-// register would live in memory, which is why `Lanes` is a structure of registers.
+// Sixteen lanes in registers of this instruction set: one of 64 bytes, two of 32 or four of 16. `Lanes` is a structure of
+// registers because compilers keep a vector that is wider than a register in memory.
 #pragma once
 
 #include <cmath>
@@ -33,12 +33,12 @@ struct Lanes {
 
     Lanes() = default;
     Lanes(T x) {
-        for (Part& p : part) p = x - Part{};  // 0 + x would be an addition, for the sake of -0
+        for (Part& p : part) p = x - Part{};  // unlike 0 + x, x - 0 needs no instruction, as it keeps -0
     }
 
     T operator[](int i) const { return part[i / PART_LANES][i % PART_LANES]; }
 
-// An operator on all lanes; a scalar operand stands for 16 of them.
+// An operator on all lanes. A scalar operand is repeated in all of them.
 #define PACELINE_OPERATOR(Result, symbol)                                      \
     friend inline Result operator symbol(const Lanes& a, const Lanes& b) {     \
         Result y;                                                              \
@@ -93,7 +93,7 @@ inline V read(const T* from) {
     return v;
 }
 
-// All 16 lanes, from memory without alignment.
+// Loads all 16 lanes from unaligned memory.
 template <class V, class T>
 inline V load(const T* from) {
     using Part = typename V::Part;
@@ -109,7 +109,7 @@ inline void store(T* to, const Lanes<U>& v) {
         std::memcpy(reinterpret_cast<uint8_t*>(to) + i * sizeof v.part[i], &v.part[i], sizeof v.part[i]);
 }
 
-// The same bits, read as another type.
+// Reinterprets the bits as another type.
 template <class To, class T>
 inline To as(const Lanes<T>& v) {
     To y;
@@ -117,7 +117,7 @@ inline To as(const Lanes<T>& v) {
     return y;
 }
 
-// The same numbers; those that are not whole are cut off.
+// Converts the numbers to another type, rounding toward zero.
 template <class To, class T>
 inline To convert(const Lanes<T>& v) {
     To y;
@@ -126,7 +126,7 @@ inline To convert(const Lanes<T>& v) {
 }
 
 #if defined(__aarch64__)
-// Compilers take these lane by lane.
+// Compilers convert these lane by lane.
 template <>
 inline Ints convert<Ints>(const Lanes<uint16_t>& v) {
     Ints y;
@@ -195,7 +195,7 @@ inline bool any(const Ints& mask) {
 #endif
 }
 
-// The sum in halves: lanes 8 apart, then 4, 2 and 1, on every instruction set.
+// Adds lanes that are 8 apart, then 4, 2 and 1, on every instruction set.
 #if defined(__AVX512F__)
 inline float sum(const Floats& v) { return _mm512_reduce_add_ps(v.part[0]); }
 inline int32_t sum(const Ints& v) { return _mm512_reduce_add_epi32((__m512i)v.part[0]); }

@@ -1,5 +1,5 @@
-"""The slab cache of a CUDA device: rows lie in order of their numbers, and a pass is described by device tensors, which
-attention over it reads."""
+"""The slab cache of a CUDA device. Rows are stored in the order of their numbers, and attention reads the description
+of a pass from device tensors."""
 
 from __future__ import annotations
 
@@ -18,19 +18,23 @@ from paceline.kernels.cuda.table import RowTable
 from paceline.types import DraftBudget, Forward, Rows
 
 Replay = Callable[[], Forward]
-"""Runs a recorded pass over the present contents of its table."""
+"""Runs a recorded pass over the current contents of its table."""
 
 
 class DeviceCache(SharedSlabCache):
     """A `SharedSlabCache` whose passes read lengths and places from the device, so that one graph serves all lengths.
 
-    `graphs`: graphs recorded by `DeviceDecoder`, by size of pass; `passes`: passes of each size so far. Graphs hold
-    addresses: memory is kept until the cache itself is dropped, and graphs are forgotten when a slab moves, or the
-    decoder's tables of rotary factors do (`reach`, see `RotarySet.reserve`).
+    Graphs contain addresses. The cache therefore keeps its memory as long as it exists, and drops its graphs when a
+    slab or the decoder's table of rotary factors moves (`RotarySet.reserve`).
+
+    Attributes:
+        graphs: Graphs that `DeviceDecoder` recorded, by size of the pass.
+        passes: Number of passes so far, by size of the pass.
+        reach: Position up to which the rotary factors were computed when the graphs were recorded.
     """
 
     initial_capacity = 2048
-    """A graph lasts until its slab grows, so slabs begin larger than on a CPU."""
+    """Positions of a new slab. A graph is dropped when its slab grows, so slabs begin larger than on a CPU."""
 
     def __init__(self, *args: Any) -> None:
         """See `SharedSlabCache`."""
@@ -42,7 +46,7 @@ class DeviceCache(SharedSlabCache):
         self._spare: int | None = None
 
     def acquire(self, prompt: int = 0, adapter: int = 0) -> int:
-        """The first place is taken by a spare slot of no request: the padding slots of a graph write there."""
+        """Acquire a slot. The first place belongs to a spare slot: the padding slots of a graph write there."""
         if self._spare is None:
             self._spare = super().acquire()
         return super().acquire(prompt, adapter)
@@ -53,12 +57,15 @@ class DeviceCache(SharedSlabCache):
             super().release(slot)
 
     def fit(self, slot: int, budget: DraftBudget) -> DraftBudget:
-        """All of it: a row's bits do not depend on where blocks end. A ring has room for `BLOCK` rows."""
+        """Return the whole budget, limited only by the `BLOCK` rows that a ring has room for.
+
+        A row's bits do not depend on block boundaries here.
+        """
         self.check_taken(slot)
         return budget.within(budget.depth, BLOCK - 1)
 
     def begin(self, rows: Rows) -> DevicePass:  # type: ignore[override]
-        """A pass over these rows, outside any graph."""
+        """Begin a pass over these rows without a graph."""
         slots, count = rows.tokens.shape
         table = RowTable(slots, count, max(rows.starts) + count, rows.tokens.device)
         places = self.places(rows, count)
@@ -67,7 +74,11 @@ class DeviceCache(SharedSlabCache):
         return self.over(table, prompt)
 
     def places(self, rows: Rows, count: int) -> list[int]:
-        """Places of the slots of a pass, with room for `count` rows each. Raises `OutOfMemory`."""
+        """Return the places of a pass's slots, each with room for `count` rows.
+
+        Raises:
+            OutOfMemory: If the slabs cannot grow that far.
+        """
         self.note_pass(rows)
         ends = [length + start + count for length, start in zip(rows.lengths, rows.starts, strict=True)]
         self._reserve(rows.slots, ends)
@@ -78,8 +89,15 @@ class DeviceCache(SharedSlabCache):
         return [self._places[slot] for slot in rows.slots]
 
     def over(self, table: RowTable, prompt: tuple[int, int] | None = None) -> DevicePass:
-        """A pass over whatever is in the table when it runs. It is valid until a slab moves. `prompt`: place and length
-        of the slot whose prompt these rows continue; any kernel may serve them."""
+        """Return a pass over the contents that the table has when the pass runs.
+
+        Args:
+            table: The rows of the pass.
+            prompt: Place and length of the slot, if these rows continue its prompt. Any kernel may serve a prompt.
+
+        Returns:
+            A pass that is valid until a slab moves.
+        """
         return DevicePass(self, table, prompt)
 
     def _columns(self, rows: Rows, index: int) -> Sequence[int]:
@@ -87,7 +105,7 @@ class DeviceCache(SharedSlabCache):
 
 
 class DevicePass:
-    """One forward pass over a `DeviceCache` (`protocols.Pass`), of the contents of a table when it runs."""
+    """One forward pass over a `DeviceCache` (`protocols.Pass`). It reads the table when it runs."""
 
     def __init__(self, cache: DeviceCache, table: RowTable, prompt: tuple[int, int] | None) -> None:
         """See `DeviceCache.over`."""
@@ -100,8 +118,8 @@ class DevicePass:
         ]
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store keys and values [B, T, kv_heads, D] of rows that only later passes look at: the first half of
-        `attend`."""
+        """Store keys and values [B, T, kv_heads, D] without computing attention, for rows that only later passes
+        see."""
         keys, values, targets, _ = self._layers[layer]
         for slab, x in ((keys, k), (values, v)):
             slab.view(-1, slab.shape[-1]).index_copy_(0, targets, x.reshape(-1, x.shape[-1]))
@@ -120,7 +138,7 @@ class DevicePass:
 
 
 def _targets(slab: Tensor, table: RowTable) -> Tensor:
-    """Entries of a layer [places * kv_heads * capacity, D] that a pass writes, int64 [B * T * kv_heads]."""
+    """Return the lines of a layer [places * kv_heads * capacity, D] that a pass writes, int64 [B * T * kv_heads]."""
     _, _, kv, capacity, _ = slab.shape
     row = torch.arange(table.rows, device=slab.device)
     column = ((table.lengths + table.starts)[:, None] + row) % capacity
@@ -129,14 +147,22 @@ def _targets(slab: Tensor, table: RowTable) -> Tensor:
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, table: RowTable, spec: LayerAttention) -> Tensor:
-    """Attention of each row over its slot's committed prefix, its ancestors and itself, already written.
+    """Compute attention of each row over its slot's committed prefix, its ancestors and itself.
 
-    q [B, T, heads, D]; keys and values [places, kv_heads, capacity, D], one layer of a slab with position p in column
-    p % capacity. Returns [B, T, heads * D]. On CUDA by a kernel, elsewhere by plain products.
+    The keys and values of these rows must be written already. A Triton kernel runs on CUDA, plain products elsewhere.
+
+    Args:
+        q: [B, T, heads, D].
+        keys: [places, kv_heads, capacity, D], one layer of a slab, with position p in column p % capacity.
+        values: Same shape as `keys`.
+        table: The rows of the pass.
+        spec: Kind of attention of the layer.
+
+    Returns:
+        [B, T, heads * D].
     """
-    if (
-        q.device.type != "cuda" or spec.sinks is not None or spec.single or spec.chunked
-    ):  # which the kernel does not know
+    unsupported = spec.sinks is not None or spec.single or spec.chunked
+    if q.device.type != "cuda" or unsupported:
         return reference(q, keys, values, table, spec)
     from paceline.kernels.cuda.kernels import tree_attention
 
@@ -144,7 +170,10 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, table: RowTable, spec: Layer
 
 
 def reference(q: Tensor, keys: Tensor, values: Tensor, table: RowTable, spec: LayerAttention) -> Tensor:
-    """The same by masked products over the whole slab. No shape depends on a length, so a graph can record it."""
+    """Compute `attend` with masked products over the whole slab.
+
+    No shape depends on a length, so a graph can record it.
+    """
     b, t, heads, _ = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     group = heads // keys.shape[1]
@@ -173,12 +202,12 @@ def visible(table: RowTable, capacity: int, window: int | None, chunked: bool = 
     there = lengths[:, None, None] + depth
     kept = (depth <= deep[..., None]) & (there > nearest)
     columns = torch.where(kept, (lengths[:, None, None] + paths) % capacity, capacity)
-    # A column that the rows have overwritten holds no prefix, but a ring is long enough that none of these is seen.
+    # The rows may have overwritten columns of the prefix, but a ring is so long that all of them are out of the window.
     return torch.cat([seen, seen[..., :1]], -1).scatter(2, columns, True)[..., :capacity]
 
 
 def _attend_prompt(q: Tensor, keys: Tensor, values: Tensor, place: int, length: int, spec: LayerAttention) -> Tensor:
-    """Attention of a prompt's chunk, which is the same whatever is drafted, by the fastest kernel."""
+    """Compute attention of a prompt chunk with torch's fastest kernel. A chunk never depends on a draft."""
     _, t, heads, d = q.shape
     begin = max(0, length + 1 - spec.window) if spec.window else 0
     column = torch.arange(begin, length + t, device=q.device)

@@ -1,4 +1,4 @@
-"""Triton kernels. Imported only where there is a GPU (or Triton's interpreter)."""
+"""Triton kernels. Import this module only if there is a GPU or Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ BLOCK = 64
 """Keys per step of a program."""
 
 TILE = 16
-"""Queries (one head of one row each) that share what a program reads: the fewest that a tensor core takes."""
+"""Queries (one head of one row each) that share the keys and values that a program reads. Tensor cores take no
+fewer."""
 
 LOW = tl.constexpr(-1.0e30)
-"""Finite stand-in for -inf: the difference of two of them is 0, not NaN."""
+"""Finite substitute for -inf: LOW - LOW is 0, but inf - inf is NaN."""
 
 
 def tree_attention(q: Tensor, keys: Tensor, values: Tensor, table: RowTable, spec: LayerAttention) -> Tensor:
-    """See `cache.attend`. Flash-decoding (Dao et al. 2023) with fixed splits of `SPLIT` positions.
+    """Compute `cache.attend` by flash-decoding (Dao et al. 2023) with fixed splits of `SPLIT` positions.
 
-    Splits that end before the first row are the same for all rows, which share what is read. After them each row reads
-    its own ancestors in the order of their positions, so that its sums are those of plain decoding: bits depend neither
-    on the draft nor on the number of rows and slots.
+    All rows share the reads of splits that end before the first row. In later splits, each row reads its own ancestors
+    in the order of their positions, and so adds the same numbers in the same order as plain decoding. The bits of a row
+    depend neither on the draft nor on the number of rows and slots.
     """
     b, t, heads, d = q.shape
     kv, capacity = keys.shape[1], keys.shape[2]
@@ -51,7 +52,7 @@ def tree_attention(q: Tensor, keys: Tensor, values: Tensor, table: RowTable, spe
 
 @triton.jit
 def _first(length, window, SPLIT: tl.constexpr, WINDOWED: tl.constexpr):
-    """The first split that any row sees."""
+    """Return the first split that any row sees."""
     if WINDOWED:
         return tl.maximum(0, length - window + 1) // SPLIT
     return length * 0
@@ -61,7 +62,8 @@ _SIZES = ["q_b", "q_t", "q_h", "path_b", "path_t", "info", "window", "rows", "ca
 _TABLES = ["places", "paths", "lengths", "depths"]
 
 
-# Arguments that happen to be 1 or a multiple of 16 would be compiled in, and another kernel may give other bits.
+# Without these options, Triton compiles a special kernel for arguments that are 1 or a multiple of 16. It may give
+# different bits.
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_TABLES)
 def _share(
     q, q_b, q_t, q_h, keys, values, places, paths, path_b, path_t, lengths, depths, info, window,
@@ -69,7 +71,7 @@ def _share(
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, SPLIT: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One split of some queries: of a tile of all rows before the first row, of a single row after that."""
+    """Compute one split: for a tile of all rows' queries before the first row, for a single row after that."""
     b, kv, which = tl.program_id(1) // KV, tl.program_id(1) % KV, tl.program_id(0)
     GROUP: tl.constexpr = HEADS // KV
     length = tl.load(lengths + b * info)
@@ -153,16 +155,26 @@ def _join(
 
 
 ROWS = 64
-"""Rows of one tile of a product: the fewest that a Hopper tensor core takes. Smaller passes are padded."""
+"""Rows of a product's tile. Hopper's tensor cores take no fewer, so smaller passes are padded."""
 
 
 def fixed_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """residual + x W^T + b for x [R, in], W [out, in]: [R, out], in `dtype`.
+    """Compute residual + x W^T + b.
 
-    One tile shape and one order of sums for a given W, however many rows there are, so that a row's bits depend on that
-    row alone. (A library picks tiles, and splits sums, by the number of rows.)
+    The tile shape and the order of the sum depend only on W, so a row's bits depend only on that row. (A BLAS library
+    chooses tiles and splits sums by the number of rows.)
+
+    Args:
+        x: [R, in].
+        weight: W [out, in].
+        bias: b [out], or None.
+        residual: [R, out], or None.
+        dtype: Type of the result.
+
+    Returns:
+        [R, out].
     """
     r, width = x.shape
     out = x.new_empty(r, len(weight), dtype=dtype)
@@ -177,7 +189,7 @@ def fixed_product(
 
 
 def _tile(columns: int) -> tuple[int, int]:
-    """Columns and depth of a tile, by the weight alone, with at least one program per multiprocessor if possible."""
+    """Choose columns and depth of a tile from the number of outputs, for at least one program per multiprocessor."""
     return (32, 128) if columns < 8192 else (64, 128) if columns < 32768 else (128, 64)
 
 
@@ -187,7 +199,7 @@ def _product(
     OUT: tl.constexpr, IN: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the result, its sum from the first input to the last."""
+    """Compute one tile of the result, adding from the first input to the last."""
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     step = tl.arange(0, DEPTH)

@@ -1,4 +1,4 @@
-"""The rows of a pass as tensors whose addresses stay while their contents change."""
+"""The rows of a pass in device tensors that keep their addresses when their contents change."""
 
 from __future__ import annotations
 
@@ -16,29 +16,34 @@ from paceline.types import Rows
 Ints = npt.NDArray[np.int32]
 
 SPLIT = 256
-"""Positions of a partial sum of attention, which one program computes before all are added in order. Splits begin at
-multiples of it, so that they hold the same positions whatever the length, the rows or the slots of a pass."""
+"""Positions of one partial sum of attention. One program computes each partial sum, and all are added in order. Splits
+begin at multiples of it, so that they hold the same positions for every length, and any rows and slots of a pass."""
 
 
 class RowTable:
-    """T rows for each of B slots. Row r of a slot lies in column `length + r` of its place, whatever its depth.
+    """T rows for each of B slots. Row r of a slot is stored in column `length + r` of its place, whatever its depth.
 
-    `tokens` int64 [B, T]. All else int32: `lengths`, `places`, `starts` [B]; `depths` [B, T], rows above each; `paths`
-    [B, T, P]: the row at each depth on the way to a row, itself the last (P: more than any depth).
+    Attributes:
+        tokens: int64 [B, T].
+        lengths: Committed tokens of each slot, int32 [B].
+        places: Place of each slot in the slabs, int32 [B].
+        starts: Number of the first row of each slot, int32 [B].
+        depths: Number of ancestors of each row, int32 [B, T].
+        paths: The row at each depth on the way to each row, ending with the row itself, int32 [B, T, `reach`].
     """
 
     def __init__(self, slots: int, rows: int, reach: int, device: torch.device) -> None:
-        """`reach`: P."""
+        """Allocate a table. `reach` must exceed the depth of every row."""
         self.slots, self.rows, self.reach = slots, rows, reach
         self.tokens = torch.zeros(slots, rows, dtype=torch.long, device=device)
-        # One tensor for all, so that a pass costs one transfer.
+        # All of them share one tensor, so that a pass needs one transfer.
         self._all = torch.zeros(slots, 3 + rows + rows * reach, dtype=torch.int32, device=device)
         self.lengths, self.places, self.starts = self._all[:, :3].unbind(1)
         self.depths = self._all[:, 3 : 3 + rows]
         self.paths = self._all[:, 3 + rows :].view(slots, rows, reach)
 
     def fill(self, rows: Rows, places: Sequence[int]) -> None:
-        """Write the rows of a pass of at most this size. Padding rows are roots; padding slots lie in place 0."""
+        """Write the rows of a pass of at most this size. Padding rows are roots, and padding slots use place 0."""
         b, t = rows.tokens.shape
         entries = np.zeros(self._all.shape, dtype=np.int32)
         entries[:, 3:] = _depths_and_paths((), 0, self.rows, self.reach)
@@ -51,13 +56,13 @@ class RowTable:
         self.tokens[:b, :t] = rows.tokens
 
     def positions(self) -> Tensor:
-        """Positions for rotary embeddings, int64 [B, T]."""
+        """Return the positions for rotary embeddings, int64 [B, T]."""
         return (self.lengths[:, None] + self.depths).long()
 
 
 @lru_cache(maxsize=512)
 def _depths_and_paths(parents: tuple[int, ...], start: int, count: int, reach: int) -> Ints:
-    """`depths`, then `paths`, of the rows from `start` on, padded to `count`."""
+    """Return `depths` followed by `paths` of row `start` and all later rows, padded to `count` rows."""
     filled = (*parents, *([NONE] * (start + count - len(parents))))
     deep = depths(filled)
     paths = np.zeros((len(filled), reach), dtype=np.int32)

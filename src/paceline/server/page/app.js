@@ -1,9 +1,11 @@
 // The conversation: send, show, stop, regenerate, edit, keep.
-import { ServerError, chat, keepKey } from "./api.js";
+import { ServerError, chat } from "./api.js";
 import { Announcer } from "./announcer.js";
 import { verdict } from "./compare.js";
+import { askKey, connect, showStatus, start as startConnection } from "./connection.js";
 import * as conversations from "./conversations.js";
-import { $, icon, kept, make } from "./dom.js";
+import { $, icon, kept, keptInTab, textButton } from "./dom.js";
+import * as files from "./files.js";
 import { watch } from "./inspect.js";
 import * as models from "./models.js";
 import { Panel } from "./panels.js";
@@ -12,7 +14,6 @@ import * as store from "./store.js";
 import { Turn } from "./turn.js";
 
 const field = $("#prompt");
-const keyForm = $("#key-form");
 const marks = $("#marks");
 const KEEP = 2000; // Milliseconds after which a growing reply is stored again.
 let current = empty();
@@ -23,41 +24,17 @@ function empty() {
   return { id: null, title: "", updated: 0, turns: [] };
 }
 
-async function connect() {
-  try {
-    await models.refresh();
-    showStatus(models.chosen() ? "" : "The server has no models.");
-    keyForm.hidden = true;
-    return Boolean(models.chosen());
-  } catch (error) {
-    if (error.status === 401) askKey(error);
-    else showStatus(error.message);
-    return false;
-  }
-}
-
-function showStatus(text) {
-  $("#status").textContent = text;
-}
-
-function askKey(error) {
-  // No error before the first key was tried.
-  $("#key-error").textContent = keyForm.hidden ? "" : error.message;
-  keyForm.hidden = false;
-  $("#key").focus();
-}
-
 async function ready() {
-  return !running && settings.valid() && (models.chosen() !== null || (await connect())) && !running;
+  return !running && settings.valid() && (models.chosen() !== null || (await connect(current.model))) && !running;
 }
 
 async function send() {
   const prompt = field.value.trim();
-  if (!prompt || !(await ready()) || running) return;
+  if (!(prompt || files.attached()) || !(await ready()) || running) return;
   field.value = "";
-  const turn = new Turn(prompt, turnActs);
+  const turn = new Turn(prompt, files.take(), turnActs);
   show(turn);
-  current.title ||= conversations.titleOf(prompt);
+  current.title ||= conversations.titleOf(prompt || turn.files[0].name);
   await answer(turn);
 }
 
@@ -72,42 +49,76 @@ const turnActs = {
   idle: () => !running,
   again: async (turn) => {
     if (!(await ready())) return;
-    turn.attempt += 1;
-    await rewind(turn);
+    const attempts = turn.versions.map((tail) => tail?.[0].attempt ?? 0);
+    await renew(turn, turn.prompt, Math.max(turn.attempt, ...attempts) + 1, Boolean(turn.text));
   },
-  edited: async (turn) => {
-    if (await ready()) await rewind(turn);
+  edited: async (turn, prompt) => {
+    if (await ready()) await renew(turn, prompt, 0);
   },
+  switched: async (turn, version) => {
+    const { versions } = turn;
+    versions[turn.version] = tail(turn);
+    const [first, ...later] = versions[version];
+    versions[version] = null;
+    drop(current.turns.indexOf(turn));
+    for (const saved of [{ ...first, versions, version }, ...later]) show(Turn.restored(saved, turnActs, marks.checked));
+    const { element } = current.turns[current.turns.length - 1 - later.length];
+    element.querySelector(".versions button:enabled").focus();
+    await keep(current);
+  },
+  continued: async (turn) => {
+    if (await ready()) await answer(turn, true);
+  },
+  raise: settings.showLimit,
 };
 
-/** Answers a turn again, and drops those after it. */
-async function rewind(turn) {
-  for (const later of current.turns.splice(current.turns.indexOf(turn) + 1)) later.element.remove();
+/** Answers a turn again. `keeping`: what was shown there, with the turns after it, stays as another version. */
+async function renew(turn, prompt, attempt, keeping = true) {
+  turn.renew(prompt, attempt, keeping ? tail(turn) : null);
+  drop(current.turns.indexOf(turn) + 1);
   await answer(turn);
+}
+
+/** A turn and those after it, without the turn's other versions. */
+function tail(turn) {
+  const [first, ...later] = current.turns.slice(current.turns.indexOf(turn)).map((one) => one.saved());
+  return [{ ...first, versions: undefined, version: undefined }, ...later];
+}
+
+/** Removes the turns from an index on. */
+function drop(index) {
+  for (const turn of current.turns.splice(index)) turn.element.remove();
 }
 
 /** The system prompt and the messages up to a turn, without turns that failed before their first text. */
 function history(turn, system) {
   const before = current.turns.slice(0, current.turns.indexOf(turn)).filter((other) => other.text);
-  const messages = before.flatMap(({ prompt, text }) => [["user", prompt], ["assistant", text]]);
+  const messages = before.flatMap((other) => [["user", asked(other)], ["assistant", other.text]]);
   const first = system ? [["system", system]] : [];
-  return [...first, ...messages, ["user", turn.prompt]].map(([role, content]) => ({ role, content }));
+  return [...first, ...messages, ["user", asked(turn)]].map(([role, content]) => ({ role, content }));
 }
 
-async function answer(turn) {
+const asked = ({ prompt, files: attached }) => files.withFiles(prompt, attached);
+
+/** Gets a reply from the server. `more`: goes on with the reply that there is. */
+async function answer(turn, more = false) {
   const owner = current;
   const chosen = settings.read();
   const model = models.chosen();
   const { seed, ...sampling } = chosen.sampling;
   const request = { ...sampling, seed: seed + turn.attempt, ...chosen.reasoning };
-  const body = { model: model.id, messages: history(turn, chosen.system), ...request };
+  const messages = history(turn, chosen.system);
+  if (more) messages.push({ role: "assistant", content: turn.text });
+  const body = { model: model.id, messages, ...request, ...(more && { continue_final_message: true }) };
   owner.id ??= `${Date.now()}-${Math.random().toString(36).slice(2)}`;
+  keptInTab.set("chat", owner.id);
   Object.assign(owner, { model: model.id, system: chosen.system, updated: Date.now() });
   const controller = new AbortController();
   const done = (async () => {
     const asked = keep(owner);
-    const timer = setInterval(() => store.put(stored(owner)).catch(() => {}), KEEP); // The page may be closed meanwhile.
-    await fill(turn, body, chosen, { model, signal: controller.signal });
+    const timer = setInterval(() => store.put(stored(owner), true).catch(() => {}), KEEP); // The page may be closed meanwhile.
+    await fill(turn, body, chosen, { model, more, signal: controller.signal });
+    turn.showCuts();
     clearInterval(timer);
     await asked;
     await keep(owner);
@@ -117,9 +128,14 @@ async function answer(turn) {
 }
 
 async function fill(turn, body, { speculation, compare, parallel }, about) {
+  if (about.more) {
+    turn.replies[0].resume();
+    return void (await stream(turn.replies[0], { ...body, speculation }, turn, { ...about, announcer: new Announcer() }));
+  }
   turn.clear(compare);
   const drafter = typeof speculation === "string" ? speculation : (speculation.drafter ?? "auto");
-  const words = `${body.model}, drafter ${drafter}, temperature ${body.temperature}, top p ${body.top_p}, seed ${body.seed}`;
+  const [temperature, top] = ["temperature", "top_p"].map((name) => effective(name, body, about.model));
+  const words = `${body.model}, drafter ${drafter}, temperature ${temperature}, top p ${top}, seed ${body.seed}`;
   const marked = marks.checked || compare;
   const begin = (title) => turn.begin(title, words, marked);
   const on = begin(compare ? `Speculation: ${drafter}` : "Reply");
@@ -127,6 +143,9 @@ async function fill(turn, body, { speculation, compare, parallel }, about) {
   if (compare) await compareWithout(turn, on, begin("Speculation off"), { first, body, parallel, about });
   else await first;
 }
+
+/** A value of the request, or the model's own. */
+const effective = (name, body, model) => body[name] ?? model.paceline?.sampling?.[name] ?? "auto";
 
 /** Sends the same request without speculation, for a second column, and compares the replies. */
 async function compareWithout(turn, on, off, { first, body, parallel, about }) {
@@ -148,7 +167,8 @@ async function compareWithout(turn, on, off, { first, body, parallel, about }) {
 }
 
 /** Fills a reply from the server; returns false if it failed. */
-async function stream(reply, body, turn, { model, signal, announcer }) {
+async function stream(reply, body, turn, { model, more, signal, announcer }) {
+  const before = reply.tokens;
   reply.element.classList.add("running");
   const waiting = model.paceline?.loaded === false ? loading(reply, model.id) : () => {};
   try {
@@ -157,13 +177,13 @@ async function stream(reply, body, turn, { model, signal, announcer }) {
       reply.update(event);
       announcer?.add(event.content);
     }
-    if (reply.finish === "length") reply.say("Stopped at the token limit.");
-    if (turn.attempt && !body.temperature) reply.say("At temperature 0 every seed gives the same reply.");
+    if (reply.finish === "length") end(reply, body, reply.tokens - before);
+    if (turn.attempt && effective("temperature", body, model) === 0) reply.say("At temperature 0 every seed gives the same reply.");
     announcer?.end();
     return true;
   } catch (error) {
     if (error.name === "AbortError") reply.say("Stopped.");
-    else fail(reply, turn, error);
+    else fail(reply, error, () => answer(turn, more && Boolean(reply.content)));
     return error.name === "AbortError";
   } finally {
     waiting(false);
@@ -190,13 +210,18 @@ function loading(reply, id) {
   };
 }
 
-function fail(reply, turn, error) {
-  if (error.status === 401) askKey(error);
-  const line = reply.say(error instanceof ServerError ? error.message : `The page failed: ${error.message}`, "problem");
+/** Tells why a reply was cut after so many tokens. */
+function end(reply, { max_tokens: limit }, tokens) {
+  if (tokens >= limit) reply.limit = limit;
+  else reply.say("Cut because the conversation fills the model’s context. A new chat has room.");
+}
+
+function fail(reply, error, again) {
+  if (error.status === 401) askKey();
+  const message = error instanceof ServerError ? error.message : `The page failed: ${error.message}`;
+  const line = reply.say(error.status === 401 ? "The server requires an API key. Enter it above." : message, "problem");
   line.setAttribute("role", "alert");
-  const again = make("button", "", "Try again");
-  again.addEventListener("click", async () => (await ready()) && answer(turn));
-  line.after(again);
+  line.after(textButton("Try again", async () => (await ready()) && again()));
 }
 
 function busy(turn) {
@@ -244,6 +269,7 @@ async function keep(conversation) {
 async function newChat() {
   await settle();
   current = empty();
+  keptInTab.set("chat", "");
   $("#turns").replaceChildren();
   $("#intro").hidden = false;
   chats.leave();
@@ -256,16 +282,8 @@ const chatActs = {
   ending: settle,
   removed: newChat,
   open: async (id) => {
-    await settle();
-    const { turns, ...rest } = (await store.get(id)) ?? empty();
-    if (!rest.id) return void (await newChat());
-    current = { ...rest, turns: [] };
-    $("#turns").replaceChildren();
-    for (const turn of turns) show(Turn.restored(turn, turnActs, marks.checked));
-    models.choose(rest.model);
-    settings.showSystem(rest.system ?? "");
+    if (!(await load(id))) return;
     chats.leave();
-    await conversations.show(chatActs);
     $("#list [aria-current]")?.focus();
   },
   renamed: async (id, title) => {
@@ -274,9 +292,31 @@ const chatActs = {
   },
 };
 
-function start() {
+/** Shows a stored conversation, or a new one if it was deleted; returns whether it was found. */
+async function load(id) {
+  await settle();
+  const { turns, ...rest } = (await store.get(id)) ?? empty();
+  if (!rest.id) return void (await newChat());
+  current = { ...rest, turns: [] };
+  keptInTab.set("chat", id);
+  $("#turns").replaceChildren();
+  for (const turn of turns) show(Turn.restored(turn, turnActs, marks.checked));
+  models.choose(rest.model);
+  settings.showSystem(rest.system ?? "");
+  await conversations.show(chatActs);
+  return true;
+}
+
+/** Follows what other tabs do with the conversations. */
+async function changed(id) {
+  const idle = !running && !$("#turns .edit");
+  await (id === current.id && idle ? load(id) : conversations.show(chatActs));
+}
+
+async function start() {
   chats = new Panel($("#chats"), $("#chats-button"), "(min-width: 60rem)");
   settings.start();
+  startConnection(() => field.focus());
   models.start();
   $("#chats-button").append(icon("chats"));
   $("#settings-button").append(icon("settings"));
@@ -284,9 +324,14 @@ function start() {
   marks.checked = kept.get("marks") === "on";
   document.body.classList.toggle("marked", marks.checked);
   watch($("#turns"));
+  files.start();
+  conversations.startSearch(chatActs);
+  store.watch(changed);
+  const last = keptInTab.get("chat");
+  if (last) await load(last);
+  else conversations.show(chatActs);
   listen();
-  connect();
-  conversations.show(chatActs);
+  connect(current.model);
 }
 
 function listen() {
@@ -313,12 +358,6 @@ function listen() {
     kept.set("marks", marks.checked ? "on" : "off");
     document.body.classList.toggle("marked", marks.checked);
     for (const turn of current.turns) turn.mark(marks.checked);
-  });
-  keyForm.addEventListener("submit", async (event) => {
-    event.preventDefault();
-    keepKey($("#key").value);
-    $("#key").value = "";
-    if (await connect()) field.focus();
   });
 }
 

@@ -1,14 +1,18 @@
-// Emphasis, code and links within a line of Markdown. Text only ever becomes text nodes, no image is fetched, and links lead
+// Emphasis, code, formulas and links within a line of Markdown. Text only ever becomes text nodes, no image is fetched, and links lead
 // to http, https and mailto alone. HTML is shown as it is written.
 import { make } from "./dom.js";
+import { formula } from "./formula.js";
 
 /** Levels of lists, quotations and emphasis within one another. */
 export const DEEPEST = 6;
 
-const SPECIAL = /[\\`*_~[!<]|https?:\/\//g;
+const SPECIAL = /[\\`*_~[!<$]|https?:\/\//g;
 const LINK = /\[((?:[^[\]\\]|\\.|\[[^[\]]*\]){0,500})\]\(\s*<?([^\s<>()]{0,2000}(?:\([^\s<>()]{0,500}\)[^\s<>()]{0,500}){0,3})>?(?:\s+["'][^"'\n]{0,300}["'])?\s*\)/y;
 const AUTOLINK = /<((?:https?:\/\/|mailto:)[^\s<>]{1,2000})>|<br *\/?>/iy;
 const ADDRESS = /https?:\/\/[^\s<>"`*]{1,2000}/y;
+const DISPLAYED = /\$\$((?:[^$]|\$(?!\$))+)\$\$/y;
+// As in pandoc, and not next to a letter or a digit: "$5 and $10" are prices.
+const DOLLARS = /(?<![A-Za-z0-9])\$(?!\s)((?:[^$\\`]|\\.)+)(?<!\s)\$(?![A-Za-z0-9])/sy;
 const TAGS = ["", "em", "strong"];
 
 /** Returns the nodes of a text with emphasis, code and links. */
@@ -43,7 +47,8 @@ function run(text, at) {
 }
 
 const READERS = {
-  "\\": (text, at) => (/[`*_{}#+\-.!|~<>]/.test(text[at + 1] ?? "") ? { nodes: [text[at + 1]], end: at + 2 } : null),
+  "\\": backslash,
+  "$": dollars,
   "`": codeSpan,
   "*": emphasis,
   "_": emphasis,
@@ -53,6 +58,31 @@ const READERS = {
   "<": autolink,
   h: address,
 };
+
+/** A formula in \\(...\\) or \\[...\\], or a character that is meant as it is. */
+function backslash(text, at, depth, missing) {
+  const next = text[at + 1] ?? "";
+  const close = { "(": "\\)", "[": "\\]" }[next];
+  if (!close) return /[`*_{}#+\-.!|~<>$]/.test(next) ? { nodes: [next], end: at + 2 } : null;
+  const end = missing.has(close) ? -1 : text.indexOf(close, at + 2);
+  if (end < 0) return void missing.add(close);
+  return typeset(text, at, text.slice(at + 2, end), end + 2, next === "[");
+}
+
+function dollars(text, at) {
+  const display = text[at + 1] === "$";
+  const pattern = display ? DISPLAYED : DOLLARS;
+  pattern.lastIndex = at;
+  const [whole, tex] = pattern.exec(text) ?? [];
+  return whole ? typeset(text, at, tex, at + whole.length, display) : null;
+}
+
+/** A formula, or its source if it is none. After a line of its own follows no empty one. */
+function typeset(text, at, tex, end, display) {
+  const element = formula(tex, display);
+  if (!element) return { nodes: [text.slice(at, end)], end };
+  return { nodes: [element], end: display && text[end] === "\n" ? end + 1 : end };
+}
 
 function codeSpan(text, at, depth, missing) {
   const length = run(text, at);

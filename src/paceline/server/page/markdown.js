@@ -9,6 +9,7 @@ const HEADING = /^ {0,3}(#{1,6})(?:[ \t]+|$)/;
 const RULE = /^ {0,3}([-*_])[ \t]*(?:\1[ \t]*){2,}$/;
 const QUOTE = /^ {0,3}>/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?: {1,4}(?=\S)| *$)/;
+const DISPLAYED = /^ *(\$\$|\\\[)/;
 const DELIMITERS = /^\|?(?:[ \t]*:?-+:?[ \t]*\|)*(?:[ \t]*:?-+:?)?$/;
 
 /** The line at an offset: {text, end, next}, `next` where the following one begins. A long line counts as several. */
@@ -25,7 +26,7 @@ const isTable = (source, line) => line.text.includes("|") && line.next < source.
 const isDelimiters = (text) => text.includes("-") && text.includes("|") && DELIMITERS.test(text.trim());
 /** Whether a line ends a paragraph. As in CommonMark a numbered item does so only if it is the first. */
 const begins = (source, line) =>
-  FENCE.test(line.text) || HEADING.test(line.text) || RULE.test(line.text) || QUOTE.test(line.text) ||
+  FENCE.test(line.text) || HEADING.test(line.text) || RULE.test(line.text) || QUOTE.test(line.text) || DISPLAYED.test(line.text) ||
   /^ *[-*+] +\S|^ *1[.)] +\S/.test(line.text) || isTable(source, line);
 
 /**
@@ -62,6 +63,8 @@ function classify(source, line, from, seen) {
   if (QUOTE.test(line.text)) return quote(source, from);
   const item = ITEM.exec(line.text);
   if (item) return listItem(source, line, item);
+  const displayed = DISPLAYED.exec(line.text);
+  if (displayed) return formula(source, line, from, displayed);
   if (isTable(source, line)) return lines(source, from, "table", (next) => next.text.includes("|"));
   return lines(source, from, "paragraph", (next) => !begins(source, next));
 }
@@ -75,6 +78,17 @@ function lines(source, from, kind, belongs) {
     end = line.next;
   }
   return { kind, text: source.slice(from, end).trimEnd(), end };
+}
+
+/** A paragraph that begins with a formula, whose lines are no items or quotations. */
+function formula(source, line, from, [start, sign]) {
+  const close = sign === "$$" ? "$$" : "\\]";
+  let open = !line.text.slice(start.length).includes(close);
+  return lines(source, from, "paragraph", (next) => {
+    if (!open) return !begins(source, next);
+    open = !next.text.includes(close);
+    return true;
+  });
 }
 
 function code(source, line, [, marker, words], seen) {
@@ -226,6 +240,7 @@ export class CodeBlock {
     pre.setAttribute("aria-label", language ? `Code: ${language}` : "Code");
     const bar = make("div", "bar", make("span", "", language || "code"), copyButton(() => this.text, "Copy code", "Copy"));
     this.element = make("div", "code", bar, pre);
+    this.element.dir = "ltr";
     this.show(text);
   }
 

@@ -14,6 +14,8 @@ export class Reply {
   drafted = 0;
   accepted = 0;
   finish = null;
+  limit = null; // Tokens after which the reply was cut.
+  untimed = 0; // Tokens of the rounds from which the time counts.
   seconds = 0; // Since the first round, without the prompt, which may come from the prefix cache.
   #drawing = null;
   #parts = { reasoning: 0 };
@@ -23,6 +25,7 @@ export class Reply {
     this.title = title;
     this.about = about;
     this.thoughts = make("div", "thoughts");
+    this.thoughts.dir = "auto";
     this.thinking = make("details", "reasoning", make("summary", "", "Thinking…"), this.thoughts);
     this.thinking.hidden = true;
     this.statistics = new Statistics();
@@ -33,9 +36,9 @@ export class Reply {
   }
 
   /** A reply that `saved` has returned. */
-  static restored({ title, about, content, reasoning, rounds, finish, seconds, notes = [] }, marked) {
+  static restored({ title, about, content, reasoning, rounds, finish, limit, seconds, untimed, notes = [] }, marked) {
     const reply = new Reply(title, about, marked);
-    Object.assign(reply, { content, reasoning, finish });
+    Object.assign(reply, { content, reasoning, finish, limit, untimed: untimed ?? rounds[0]?.tokens.length ?? 0 });
     for (const { tokens, ...round } of rounds) reply.#add(tokens, round);
     reply.seconds = seconds;
     for (const note of notes) reply.say(note);
@@ -46,9 +49,9 @@ export class Reply {
 
   /** Everything that can be stored. */
   saved() {
-    const { title, about, content, reasoning, rounds, finish, seconds } = this;
+    const { title, about, content, reasoning, rounds, finish, limit, seconds, untimed } = this;
     const notes = [...this.element.querySelectorAll(":scope > .note")].map((line) => line.textContent);
-    return { title, about, content, reasoning, rounds, finish, seconds, notes };
+    return { title, about, content, reasoning, rounds, finish, limit, seconds, untimed, notes };
   }
 
   /** Adds one event of `chat`. */
@@ -58,7 +61,8 @@ export class Reply {
     this.finish = finish ?? this.finish;
     if (tokens.length) {
       const now = performance.now();
-      this.first ??= now;
+      if (!this.first) this.untimed += tokens.length;
+      this.first ??= now - 1000 * this.seconds;
       this.seconds = (now - this.first) / 1000;
       this.#add(tokens, round);
     }
@@ -73,7 +77,7 @@ export class Reply {
   }
 
   get rate() {
-    return this.seconds > 0 ? (this.tokens - this.rounds[0].tokens.length) / this.seconds : null;
+    return this.seconds > 0 ? (this.tokens - this.untimed) / this.seconds : null;
   }
 
   get perRound() {
@@ -83,6 +87,13 @@ export class Reply {
   /** Every token: {text, id, origin, p, drafter}. */
   get trace() {
     return this.rounds.flatMap((round) => round.tokens);
+  }
+
+  /** Prepares a reply that was cut for what follows. */
+  resume() {
+    this.first = this.limit = this.finish = null;
+    this.done = false;
+    for (const line of this.element.querySelectorAll(":scope > p, :scope > button")) line.remove();
   }
 
   /** Draws what is new, from the next frame on; returns a promise of all of it being drawn. */

@@ -9,7 +9,8 @@ let panel;
 export function read() {
   const fields = form.elements;
   const sampling = {};
-  for (const name of ["temperature", "top_p", "seed", "max_tokens"]) sampling[name] = fields[name].valueAsNumber;
+  // An empty field leaves the choice to the model.
+  for (const name of ["temperature", "top_p", "seed", "max_tokens"]) if (fields[name].value) sampling[name] = fields[name].valueAsNumber;
   return {
     sampling,
     speculation: speculation(fields.drafter.value, fields.max_draft.valueAsNumber),
@@ -38,15 +39,15 @@ export function valid() {
   return form.reportValidity();
 }
 
-/** Offers the model's drafters, and sets its recommended sampling. */
+/** Opens the settings at the limit of a reply. */
+export function showLimit() {
+  panel.toggle(true);
+  form.elements.max_tokens.select();
+}
+
+/** Offers the model's drafters, and shows its recommended sampling in the fields that are empty. */
 export function offer({ id, paceline: { drafters = [], guarantee, context_length: room, sampling = {}, loaded } = {} }) {
-  for (const name of ["temperature", "top_p"]) {
-    const input = form.elements[name];
-    // Only if the user has not changed it.
-    if (name in sampling && input.value === (input.dataset.offered ?? input.defaultValue)) {
-      input.value = input.dataset.offered = sampling[name];
-    }
-  }
+  for (const name of ["temperature", "top_p"]) form.elements[name].placeholder = sampling[name] ?? "auto";
   const select = form.elements.drafter;
   const chosen = select.value;
   const off = select.querySelector("[value=off]");

@@ -31,6 +31,7 @@ export class FormattedView {
       } else {
         const element = render(block);
         place(this.element, block, element);
+        this.element.lastElementChild.dir = "auto";
         if (block.final && !this.#open.length) this.#done = block.end;
         else this.#open.push(element);
       }
@@ -68,6 +69,7 @@ export class TokenView {
 
   constructor(title) {
     this.element = make("div", "text tokens");
+    this.element.dir = "auto";
     this.element.tabIndex = 0;
     this.element.setAttribute("role", "group");
     this.element.setAttribute("aria-label", title);

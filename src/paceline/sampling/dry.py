@@ -1,0 +1,223 @@
+"""DRY ("don't repeat yourself"): a penalty that grows with the length of the repetition that a token would extend.
+
+If a token followed an earlier copy of the text's last n tokens, `multiplier * base ** (n - allowed_length)` is
+subtracted from its logit. Sequence breakers end a repetition, so that the form of a list or a dialogue may recur.
+Source: text-generation-webui, pull request 5677; llama.cpp has the same defaults and breakers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from paceline.sampling.sampler import Prefix
+
+if TYPE_CHECKING:
+    from paceline.text.tokenizer import Tokenizer
+
+Counts = npt.NDArray[np.int32]
+Tails = Sequence[tuple[int, ...]]
+
+_MOST_TAIL = 20
+"""Maximum number of tokens of a breaker after its first token, as in llama.cpp."""
+_FLOAT32_LOG = 88.7228391
+"""Logarithm of the largest float32."""
+_MOST_PENALTY = 1e30
+"""A logit minus this is finite in float32 even after it is divided by the lowest temperature."""
+
+
+class Breakers:
+    """Sequence breakers as tokens."""
+
+    def __init__(self, tails: Callable[[int], Tails] = lambda token: ()) -> None:
+        """Set the breakers.
+
+        Args:
+            tails: First token of a breaker -> token sequences that complete it. () means that the token is a whole
+                breaker.
+        """
+        self._tails = tails
+
+    def alone(self, token: int) -> bool:
+        """Return True if the token is a whole breaker."""
+        return () in self._tails(token)
+
+    def last(self, tokens: Sequence[int], within: int) -> tuple[int, int] | None:
+        """Find the last breaker that begins in the last `within` tokens.
+
+        Returns:
+            The place of its first token, and the place after its last one. None if there is no breaker.
+        """
+        for at in range(len(tokens) - 1, max(len(tokens) - within, 0) - 1, -1):
+            if tails := self._tails(tokens[at]):
+                following = tuple(tokens[at + 1 : at + 1 + _MOST_TAIL])
+                if fitting := [len(tail) for tail in tails if following[: len(tail)] == tail]:
+                    return at, at + 1 + max(fitting)
+        return None
+
+    @staticmethod
+    def of(texts: Sequence[str], tokenizer: Tokenizer) -> Breakers:
+        """Convert texts to tokens, including all ways in which a model may write them."""
+        return Breakers(_Spelled(texts, tokenizer).tails)
+
+
+class _Spelled:
+    """The tokens with which texts may begin. Each token is looked at when needed, since vocabularies are large."""
+
+    def __init__(self, texts: Sequence[str], tokenizer: Tokenizer) -> None:
+        self._bytes, self._spell = tokenizer.token_bytes, tokenizer.spell
+        self._texts = {text: text.encode() for text in texts}
+        self._special = {tokenizer.token_id(text) for text in texts}
+        self._rests: dict[bytes, list[tuple[str, str]]] = {}
+        """Bytes of the beginning of a text -> texts that begin so, and what then follows."""
+        for text in self._texts:
+            for size in range(1, len(text)):
+                self._rests.setdefault(text[:size].encode(), []).append((text, text[size:]))
+        self._longest = max(map(len, self._rests), default=0)
+        self._known: dict[int, Tails] = {}
+        self._spelled: dict[str, tuple[int, ...]] = {}
+
+    def tails(self, token: int) -> Tails:
+        """See `Breakers`."""
+        if token not in self._known:
+            self._known[token] = tuple(self._find(token))
+        return self._known[token]
+
+    def _find(self, token: int) -> set[tuple[int, ...]]:
+        spelling = self._bytes.get(token, b"")
+        whole = {text for text, own in self._texts.items() if own in spelling}
+        found: set[tuple[int, ...]] = {()} if whole or token in self._special else set()
+        for size in range(1, min(len(spelling), self._longest) + 1):
+            for text, rest in self._rests.get(spelling[-size:], ()):
+                if text not in whole:
+                    found.add(self._tail(rest))
+        return found
+
+    def _tail(self, text: str) -> tuple[int, ...]:
+        if text not in self._spelled:
+            self._spelled[text] = tuple(self._spell(text)[:_MOST_TAIL])
+        return self._spelled[text]
+
+
+@dataclass(frozen=True, slots=True)
+class _Repetitions:
+    """The repetitions in a text of n tokens.
+
+    Attributes:
+        tokens: The text, [n].
+        common: For each place except the last, how many tokens before and at it equal the last tokens of the text,
+            [n - 1].
+        breaker: Places of the first token of the last breaker, and after it.
+    """
+
+    tokens: Counts
+    common: Counts
+    breaker: tuple[int, int] | None
+
+    @staticmethod
+    def of(tokens: Sequence[int], breakers: Breakers) -> _Repetitions:
+        """Find the repetitions of a text in linear time, with the Z algorithm on the reversed text."""
+        ids, found = [*reversed(tokens)], [0] * len(tokens)
+        left = right = 0
+        for i in range(1, len(ids)):
+            size = min(right - i, found[i - left]) if i < right else 0
+            while i + size < len(ids) and ids[size] == ids[i + size]:
+                size += 1
+            found[i] = size
+            if i + size > right:
+                left, right = i, i + size
+        breaker = breakers.last(tokens, len(tokens))
+        return _Repetitions(np.array(tokens, np.int32), np.array(found[:0:-1], np.int32), breaker)
+
+    def then(self, token: int, breakers: Breakers) -> _Repetitions:
+        """Return the repetitions after appending a token."""
+        common = np.ones(len(self.tokens), np.int32)
+        common[1:] += self.common
+        common *= self.tokens == token
+        tokens = np.append(self.tokens, np.int32(token))
+        # A breaker that begins earlier has been completed before, if at all.
+        start = max(len(tokens) - _MOST_TAIL - 1, 0)
+        found = breakers.last(tokens[start:].tolist(), _MOST_TAIL + 1)
+        return _Repetitions(tokens, common, (start + found[0], start + found[1]) if found else self.breaker)
+
+
+class Dry:
+    """Subtracts DRY's penalty, which depends only on the tokens before a row.
+
+    The committed text is read once and then grows token by token. Drafted paths are appended to it temporarily.
+    """
+
+    def __init__(
+        self,
+        multiplier: float,
+        base: float = 1.75,
+        allowed_length: int = 2,
+        last_n: int = -1,
+        breakers: Breakers | None = None,
+    ) -> None:
+        """Set the parameters.
+
+        Args:
+            multiplier: See the module's docstring.
+            base: See the module's docstring.
+            allowed_length: See the module's docstring.
+            last_n: Number of last tokens of prompt and reply to look at. -1 means all.
+            breakers: Sequence breakers.
+        """
+        self._multiplier, self._base, self._allowed, self._last = multiplier, base, allowed_length, last_n
+        self._breakers = breakers or Breakers()
+        self._most_exponent = int(_FLOAT32_LOG / math.log(base)) if base > 1.000001 else 2**31 - 1
+        self._texts: dict[tuple[int, ...], _Repetitions] = {}
+        """Drafted tokens -> repetitions of the committed text followed by these tokens."""
+        self._size = -1
+
+    def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
+        sizes = self._repeated(self._at(prefix), len(logits))
+        repeating = [token for token in np.flatnonzero(sizes >= 0).tolist() if not self._breakers.alone(token)]
+        if not repeating:
+            return logits
+        ids = torch.tensor(repeating, dtype=torch.long, device=logits.device)
+        penalties = torch.tensor([*map(self._penalty, sizes[repeating].tolist())], dtype=logits.dtype)
+        return logits.index_add_(0, ids, penalties.to(logits.device), alpha=-1)
+
+    def _penalty(self, size: int) -> float:
+        exponent = min(size - self._allowed, self._most_exponent)
+        return min(self._multiplier * self._base**exponent, _MOST_PENALTY)
+
+    def _at(self, prefix: Prefix) -> _Repetitions:
+        if self._size != len(prefix.token_ids):
+            text = self._texts.get(())
+            if text is None or self._size > len(prefix.token_ids):
+                text = _Repetitions.of(prefix.token_ids, self._breakers)
+            for token in prefix.token_ids[len(text.tokens) :]:
+                text = text.then(token, self._breakers)
+            self._texts, self._size = {(): text}, len(prefix.token_ids)
+        path = tuple(prefix.path)
+        for size in range(1, len(path) + 1):
+            if path[:size] not in self._texts:
+                self._texts[path[:size]] = self._texts[path[: size - 1]].then(path[size - 1], self._breakers)
+        return self._texts[path]
+
+    def _repeated(self, text: _Repetitions, width: int) -> Counts:
+        """Return for each token [width] the length of the longest repetition that it would extend, or -1."""
+        found = np.full(width, -1, np.int32)
+        size = len(text.tokens) if self._last < 0 else min(self._last, len(text.tokens))
+        if size <= self._allowed:
+            return found
+        tokens = text.tokens[len(text.tokens) - size :]
+        common = np.minimum(text.common[len(text.common) - size + 1 :], np.arange(1, size, dtype=np.int32))
+        longest = min(int(common.max(initial=0)), self._allowed + self._most_exponent)
+        limit = longest
+        if text.breaker and text.breaker[0] >= len(text.tokens) - size:
+            limit = min(limit, len(text.tokens) - text.breaker[1])
+        if limit >= self._allowed:
+            at = np.flatnonzero((common >= self._allowed) & (tokens[1:] < width))
+            np.maximum.at(found, tokens[at + 1], np.minimum(common[at], limit))
+        return found

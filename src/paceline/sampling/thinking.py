@@ -1,0 +1,151 @@
+"""A budget for reasoning: when it is spent, the marker that ends the reasoning is forced, and the answer follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from paceline.sampling.sampler import Forcing, Prefix
+from paceline.text.growing import overlap
+
+if TYPE_CHECKING:
+    from paceline.text.tokenizer import Tokenizer
+
+_PATIENCE = 8
+"""Number of additional tokens to complete a character, or a marker that has begun."""
+_BEFORE = 32
+"""Number of last prompt tokens in which the marker before the reasoning may be."""
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """A budget for reasoning at the beginning of a reply.
+
+    Attributes:
+        tokens: Maximum number of tokens.
+        start: Marker before the reasoning. If it is empty or the prompt ends with it, the reply begins with reasoning.
+        end: Marker after the reasoning.
+        forced: Text to force when the budget is spent. "" means `end`.
+    """
+
+    tokens: int
+    start: str
+    end: str
+    forced: str = ""
+
+    def limit(self, tokenizer: Tokenizer) -> ThinkingLimit:
+        """Create the processor of a reply."""
+        special = {i: name.encode() for i, name in tokenizer.special_in(self.start + self.end).items()}
+        spelled = tokenizer.token_bytes
+        return ThinkingLimit(
+            self,
+            tokenizer.encode(self.forced or self.end, special=False),
+            lambda token: special.get(token) or spelled.get(token, b""),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Reasoned:
+    """The state of the reasoning after some tokens of the reply.
+
+    Attributes:
+        inside: True inside the reasoning, None before it, False after it.
+        tail: Last bytes of the text. They may contain a marker.
+        count: Number of tokens of the reasoning.
+        forced: Number of forced tokens so far.
+    """
+
+    inside: bool | None
+    tail: bytes = b""
+    count: int = 0
+    forced: int = 0
+
+
+class ThinkingLimit(Forcing):
+    """Allows only the end of the reasoning when the budget is spent. It depends only on the tokens of a prefix.
+
+    The committed text is read once, and drafted paths are read after it.
+    """
+
+    def __init__(self, budget: ThinkingBudget, forced: Sequence[int], spell: Callable[[int], bytes]) -> None:
+        """Create a processor.
+
+        Args:
+            budget: The budget.
+            forced: Tokens that end the reasoning.
+            spell: Returns the bytes of a token.
+        """
+        self._budget, self._forced, self._spell = budget, forced, spell
+        self._start, self._end = budget.start.encode(), budget.end.encode()
+        self._known: dict[tuple[int, ...], _Reasoned] = {}
+        """Drafted tokens -> state after the committed text followed by these tokens."""
+        self._read = -1
+
+    def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
+        if must := self.forced(prefix, 1):
+            logits.fill_(-torch.inf)
+            logits[must] = 0.0  # even if it is banned
+        return logits
+
+    def forced(self, prefix: Prefix, limit: int) -> list[int]:
+        """Return up to `limit` tokens of the end that must follow, or none while the budget is not spent."""
+        progress = self._at(prefix)
+        return [*self._forced[progress.forced :][:limit]] if self._spent(progress) else []
+
+    def _spent(self, progress: _Reasoned) -> bool:
+        if not progress.inside or progress.count < self._budget.tokens:
+            return False
+        open_ = _unfinished(progress.tail) or overlap(progress.tail, self._end)
+        return progress.forced > 0 or not open_ or progress.count >= self._budget.tokens + _PATIENCE
+
+    def _at(self, prefix: Prefix) -> _Reasoned:
+        if self._read != len(prefix.token_ids):
+            progress = self._known.get(())
+            if progress is None:
+                progress, self._read = self._begin(prefix), prefix.num_prompt_tokens
+            for token in prefix.token_ids[self._read :]:
+                progress = self._after(progress, token)
+            self._known, self._read = {(): progress}, len(prefix.token_ids)
+        path = tuple(prefix.path)
+        for size in range(1, len(path) + 1):
+            if path[:size] not in self._known:
+                self._known[path[:size]] = self._after(self._known[path[: size - 1]], path[size - 1])
+        return self._known[path]
+
+    def _begin(self, prefix: Prefix) -> _Reasoned:
+        """Return the state at the end of the prompt."""
+        prompt = prefix.token_ids[: prefix.num_prompt_tokens][-_BEFORE:]
+        text = b"".join(map(self._spell, prompt)).rstrip()
+        return _Reasoned(True if text.endswith(self._start.rstrip()) else None)
+
+    def _after(self, progress: _Reasoned, token: int) -> _Reasoned:
+        """Return the state after another token."""
+        if progress.inside is False:
+            return progress
+        if self._spent(progress):
+            over = progress.forced + 1 == len(self._forced)
+            return _Reasoned(False) if over else replace(progress, forced=progress.forced + 1)
+        text = progress.tail + self._spell(token)
+        if progress.inside is None:
+            text = text.lstrip()
+            if not text.startswith(self._start):
+                return _Reasoned(None if self._start.startswith(text) else False, text)
+            text, progress = text.removeprefix(self._start), _Reasoned(True, count=-1)
+        if self._end in text:
+            return _Reasoned(False)
+        # A character has at most three bytes after its first one.
+        return _Reasoned(True, text[-max(3, len(self._end)) :], progress.count + 1)
+
+
+def _unfinished(text: bytes) -> bool:
+    """Return True if a text ends inside a UTF-8 character."""
+    for size, byte in enumerate(reversed(text[-3:]), 1):
+        if byte >= 0xC0:
+            return size < (2 if byte < 0xE0 else 3 if byte < 0xF0 else 4)
+        if byte < 0x80:
+            return False
+    return False
