@@ -1,4 +1,27 @@
-"""Draft length control: the size with the most tokens per second, by the measured cost and acceptance of rounds."""
+"""Draft length control: the size with the most tokens per second, by the measured cost and acceptance of rounds.
+
+The model. A round of B requests whose drafts have size s takes T(s) seconds and yields E(s) tokens per request:
+
+    E(s) = sum of P(d) over depths d from 0 to depth(s),    P(d) = a(1) * ... * a(d)
+    T(s) = V(rows) + D(depth(s)),                           T(nothing) = V(B)
+
+- a(d), the chance that a round which came to depth d - 1 comes to depth d (`_Depths`): (k + F u) / (n + F), from n
+  recent rounds that came so far, of which k went on. Recent rounds fade by M per round, and entirely where a new text
+  begins. u is the drafter's usual share: the mean of its latest H rounds, with W more that equal u(d - 1).
+- V, seconds of a pass by its rows, and D, seconds of drafting by its depth and the number of drafts (`Curve`):
+  interpolated between measurements, which never say that a larger size costs less. What a size costs above a pass
+  without drafts is measured by itself, as a ratio, since a machine's speed drifts.
+- A chain may end before its limit. L(d), the chance that it becomes d long, is measured like P; V and D of a limit are
+  means over L, and in a batch D follows the longest chain, whose chance is 1 - (1 - L(d))^B.
+
+The best size has the least T(s) / E(s). A request with u tokens that the drafter has not read is drafted for only if
+that pays: (T(nothing) - T(best) / E(best)) * r > B C u, with C the measured seconds per token of catching up. r is the
+number of tokens expected from here on: the rest of a usual reply, or as many as were written if that is more, and no
+more than may follow.
+
+Trying another size is expected to lose T(s) - E(s) * T(best) / E(best) seconds. A share S of all time is saved up, and
+a try is due when it can be paid.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +35,6 @@ from paceline.types import Draft, DraftBudget, Verdict
 
 _MEMORY, _PAUSED = 0.97, 0.99
 """Decay of a round's acceptance per later round with a draft, since texts change, and per later round without."""
-_STEP = 16
-"""Rounds after which a pause is taken into account."""
 _HISTORY = 500.0
 """Rounds over which a drafter's usual acceptance is averaged."""
 _PRIOR = 0.6
@@ -24,7 +45,7 @@ _PRIOR_WEIGHT = 5.0
 _FAITH = 1.5
 """Rounds that the usual acceptance weighs among those of a text: texts differ more than drafts of one text."""
 _OTHER_SIZE = 0.2
-"""Weight of a round for trees of other sizes."""
+"""Weight of a round for trees of other sizes, which accept more or less."""
 _SHARE = 0.005
 """Share of the time that may be lost to trying sizes other than the best."""
 _EARLY, _EARLY_SHARE = 1000, 0.01
@@ -34,15 +55,13 @@ _GAP, _LONG_GAP = 4, 8
 repeated."""
 _FIRST = 2
 """Drafts of the smallest size before larger ones: the price of a draft is unknown, and the first one warms up."""
-_SOON, _OFTEN = 16, 4
-"""Rounds until a smaller size is tried again, and how often that doubles: larger sizes tell most of it."""
-_AHEAD, _LEAST_AHEAD = 64, 16
-"""Tokens of a reply that are expected at first, and at any time: catching up must pay within them."""
+_SOON = 16
+"""Rounds until a smaller size is tried again: larger sizes already imply most of its result."""
+_AHEAD = 64
+"""Tokens of a reply that are expected at first."""
 _ROW, _LEVEL, _TOKEN = 0.03, 2.0, 0.04
 """Relative cost of one more row in a pass, of one more level in drafting and, to a plain pass, of one token of catching
 up, until enough is measured."""
-_BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""Batch sizes for which costs are kept apart."""
 _LATE = 32
 """Tokens of catching up from which on drafting is visibly slower."""
 
@@ -60,15 +79,13 @@ class _Depths:
         # The weight of a new round grows, instead of all older ones being scaled down.
         self._unit, self._round = 1.0, 0
         self._chances: list[float] = []
-        self._paused = 0
+        self._fade = 1.0
 
     def chances(self, round: int, new: float = 0.0) -> list[float]:
         """Return the chance that a round comes to depth 0, 1, ... `new`: as in `forget`, for this time."""
-        paused = (round - self._round) // _STEP
-        if new:
-            return self._expect(max(1e-9, (1.0 - new) * _PAUSED ** (_STEP * paused)))
-        if not self._chances or paused != self._paused:
-            self._chances, self._paused = self._expect(max(1e-9, _PAUSED ** (_STEP * paused))), paused
+        fade = (1.0 - new) * _PAUSED ** max(0, round - self._round - 1)
+        if not self._chances or fade != self._fade:
+            self._chances, self._fade = self._expect(max(1e-9, fade)), fade
         return self._chances
 
     def add(self, came: int, depth: int, weight: float, round: int) -> None:
@@ -263,7 +280,7 @@ class Controller:
     def _ahead(self, request: Standing) -> float:
         """Return the tokens of a reply that drafts are expected to help with. A reply that has gone on for long is
         expected to go on for as long again."""
-        likely = max(self._length.value - request.written, request.written, _LEAST_AHEAD)
+        likely = max(self._length.value - request.written, request.written)
         return min(request.left, likely) * self._share
 
     def _price(self, together: int) -> float:
@@ -278,7 +295,7 @@ class Controller:
     def _try(self, best: int, losses: Sequence[float], costs: _BatchCosts) -> tuple[int, float]:
         """Return the best size, or another one when a try is due; and the savings that are left."""
         now = self._round + 1
-        due = [at for at in range(best) if now - costs.tried[at] >= _SOON << min(costs.tries[at], _OFTEN)]
+        due = [at for at in range(best) if now - costs.tried[at] >= _SOON]
         found = min((*due, *range(best + 1, len(losses))), key=losses.__getitem__, default=best)
         # Savings are capped at the next try's cost, so that they never pay for many tries at once.
         loss = max(losses[found], 0.0)
@@ -386,8 +403,8 @@ class Controller:
     # Estimates
 
     def _costs_of(self, asked: int) -> _BatchCosts:
-        # Batch sizes vary under load: nearby ones share their measurements.
-        asked = next((size for size in _BATCH_SIZES if size >= asked), asked)
+        # Batch sizes vary under load: those up to the next power of two share their measurements.
+        asked = 1 << (asked - 1).bit_length()
         if asked not in self._batch_costs:
             self._batch_costs[asked] = _BatchCosts(asked, self.sizes)
         return self._batch_costs[asked]
