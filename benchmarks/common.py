@@ -16,7 +16,7 @@ from paceline.bench.figures import bootstrap, median
 from paceline.bench.provenance import provenance
 from paceline.bench.questions import Question, pick, read_questions
 from paceline.bench.tables import Grid, markdown
-from paceline.cli.show import figures_table
+from paceline.cli.show import print_figures
 
 __all__ = [
     "Grid",
@@ -60,7 +60,7 @@ def load_prompts(path: Path = PROMPTS) -> list[Question]:
 def report(grids: Sequence[Grid], lines: Sequence[str] = ()) -> None:
     """Print tables, then lines."""
     for grid in grids:
-        console.print(figures_table(grid.columns, grid.rows, title=grid.title))
+        print_figures(grid.columns, grid.rows, title=grid.title)
     for line in lines:
         console.print(line, markup=False, highlight=False)
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.checkpoints.model_config import read_config
 from paceline.models.config import ModelConfig
-from paceline.models.families import read_config
 from paceline.protocols import KVCache, Target
 from paceline.testing import tensor_shapes
 from paceline.types import Forward, Rows, Want

@@ -105,7 +105,7 @@ class BareLoop:
         return (x * self._cos[place] + turned * self._sin[place]).to(x.dtype)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self._w[name + ".weight"], self._config.norm_eps)
+        return F.rms_norm(x, x.shape[-1:], self._w[name + ".weight"], self._config.norms.eps)
 
     def _product(self, x: Tensor, name: str) -> Tensor:
         return F.linear(x, self._w[name + ".weight"], self._w.get(name + ".bias"))

@@ -26,9 +26,9 @@ from paceline import LLM, DraftBudget, Sampling, Stats
 from paceline.bench.figures import tokens_per_round
 from paceline.checkpoints.checkpoint import open_checkpoint
 from paceline.checkpoints.loader import Loaded
+from paceline.checkpoints.model_config import read_config
 from paceline.drafters.model import DraftModel
 from paceline.models.decoder import Decoder
-from paceline.models.families import read_config
 from paceline.sampling.sampler import RuleName
 
 RULES: tuple[RuleName, ...] = get_args(RuleName)

@@ -19,7 +19,7 @@ import torch
 from common import RESULTS, Grid, median, provenance, report, write
 from torch import Tensor
 
-from paceline.models.config import DeltaNetConfig, LayerConfig, ModelConfig, RopeConfig
+from paceline.models.config import AttentionConfig, DeltaNetConfig, LayerConfig, ModelConfig, NormConfig, RopeConfig
 from paceline.models.decoder import Decoder
 from paceline.testing import random_tensors
 from paceline.types import Draft, Want
@@ -35,7 +35,12 @@ def config(size: str, hybrid: bool) -> ModelConfig:
     delta = DeltaNetConfig(16, values, 128, 128, 4)
     layers = [LayerConfig(None, recurrent=delta)] * 3 if hybrid else [LayerConfig(ROPE)] * 3
     base = ModelConfig("qwen3_5_text", 512, hidden, 4, heads, kv, 256, ffn, 8192, tied=True, rope=ROPE)
-    return replace(base, special=(*layers, LayerConfig(ROPE)), qk_norm=True, gated=True, norm_shift=1.0)
+    return replace(
+        base,
+        special=(*layers, LayerConfig(ROPE)),
+        norms=NormConfig(offset=1.0, heads="shared"),
+        attention=AttentionConfig(gated=True),
+    )
 
 
 def tensors_of(c: ModelConfig) -> dict[str, Tensor]:

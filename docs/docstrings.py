@@ -17,7 +17,7 @@ class ParameterLists(Extension):
 
 
 def as_lists(text: str) -> str:
-    """Return the docstring with a list item for each line that begins with `name: `, headers of sections left alone."""
+    """Return the docstring with a list item for each line that begins with `name: `. Keep section headers."""
     first, *others = text.split("\n\n")
     paragraphs = [first, *map(_as_list, others)]
     return "\n\n".join(paragraphs)

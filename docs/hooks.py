@@ -1,4 +1,4 @@
-"""What mkdocs cannot do by itself: pages made from the code, and links from a page to files outside docs/."""
+"""MkDocs hooks: pages generated from the code, and links from a page to files outside docs/."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Fill in what is generated, and point links that leave docs/ at the copies below repo/."""
+    """Insert generated content, and point links that leave docs/ at the copies below repo/."""
     uri = page.file.src_uri
     source = uri.removeprefix("repo/") if uri.startswith("repo/") else f"docs/{uri}"
 
@@ -49,7 +49,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def _resolve(source: str, target: str) -> str:
-    """The path, from the repository's root, that a link in `source` leads to."""
+    """Return the path of a link in `source`, relative to the repository's root."""
     return os.path.normpath(os.path.join(os.path.dirname(source), target))
 
 
@@ -64,8 +64,9 @@ def environment() -> str:
 
 
 def openapi() -> str:
-    """Return the server's paths and the bodies that it takes, from its own OpenAPI document."""
-    from paceline.server.app import create_app, describe
+    """Return the server's paths and request bodies, from its own OpenAPI document."""
+    from paceline.server.app import create_app
+    from paceline.server.description import describe
     from paceline.server.limits import Settings
 
     document = describe(create_app(MagicMock(), Settings()))

@@ -1,7 +1,7 @@
 """Take the screenshots of the chat page that docs/how-to/serve.md shows: `python docs/screenshots.py`.
 
-It serves the demo model, asks it on the page in headless Chromium, and writes docs/how-to/images. Seed and settings are
-fixed, so the replies are always the same; their speed is the machine's.
+The script serves the demo model, asks it on the page in headless Chromium, and writes docs/how-to/images. Seed and
+settings are fixed, so the replies are always the same. Only their speed depends on the machine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def ask(page: Page, prompt: str, tokens: int = 320) -> None:
 
 
 def shoot(page: Page, name: str, at: str = "h1") -> None:
-    """Write a screenshot of what is visible, in 256 colours. `at`: what the pointer is at."""
+    """Write a screenshot of the visible page in 256 colours, with the pointer at the element `at`."""
     page.locator(at).first.hover()
     page.wait_for_timeout(300)
     image = Image.open(io.BytesIO(page.screenshot())).convert("RGB")

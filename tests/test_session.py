@@ -401,7 +401,7 @@ MISUSE: dict[str, tuple[Any, str]] = {
     "an id below": (lambda s: s.observe([1, -1]), "-1 is not a token id"),
     "an id above": (lambda s: s.observe([37]), "37 is not"),
     "no id": (lambda s: s.observe([True]), "True is not"),
-    "text": (lambda s: s.observe("ab"), "a str is no list"),
+    "text": (lambda s: s.observe("ab"), "must be a list, got str"),
     "a drafted id": (lambda s: s.logits_after([1, 99]), "99 is not"),
     "a negative length": (lambda s: s.rollback_to(-1), "roll back to -1 of 4"),
     "beyond the history": (lambda s: s.rollback_to(5), "5 of 4"),

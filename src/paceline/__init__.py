@@ -1,10 +1,10 @@
-"""Speculative decoding of local language models: the same text, sooner.
+"""Speculative decoding of local language models: the same text in less time.
 
     import paceline
     llm = paceline.load("demo")
     print(llm.generate("Why is the sky blue?").text)
 
-Names are imported on first use, so that `import paceline` costs nothing.
+Names are imported on first use, so that `import paceline` is fast.
 """
 
 from __future__ import annotations

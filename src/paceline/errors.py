@@ -11,8 +11,8 @@ _LONGEST = 1000
 
 
 def one_line(text: str, longest: int = _LONGEST) -> str:
-    """Return the text on one line: line breaks become spaces, control characters are escaped, long texts are cut in the
-    middle."""
+    """Return a text on one line: line breaks become spaces, control characters are escaped, long texts are
+    shortened."""
     if len(text) > longest:
         half = longest // 2
         text = f"{text[:half]} ... {text[-half:]}"
@@ -23,10 +23,14 @@ def one_line(text: str, longest: int = _LONGEST) -> str:
 
 
 class PacelineError(Exception):
-    """Base of all errors a user can cause or cure; the command line prints it as one line.
+    """Base class of all errors that a user can cause or fix. The command line prints them on one line.
 
-    `cause` says what is wrong, `fix` what to do about it, `partial` a stream's `Completion` so far or a batch's list of
-    them. Both texts are kept to one line of printable characters: they may quote untrusted files and requests.
+    Cause and fix may quote untrusted files and requests, so they are limited to one line of printable characters.
+
+    Attributes:
+        cause: What is wrong.
+        fix: What to do about it. May be empty.
+        partial: The `Completion` of a stream so far, or a list of them for a batch.
     """
 
     partial: Any = None
@@ -37,83 +41,91 @@ class PacelineError(Exception):
 
 
 class ModelNotFound(PacelineError, FileNotFoundError):
-    """The reference names no folder, file, hub model or `demo`, or it cannot be fetched."""
+    """A model does not exist as a folder, file or hub model, or it cannot be downloaded."""
 
 
 class CorruptModel(PacelineError):
-    """A file of the model is damaged, truncated or contradicts the others."""
+    """A file of a model is damaged, truncated, or inconsistent with the other files."""
 
 
 class UnsupportedModel(PacelineError):
-    """An architecture, layout or quantisation that Paceline does not run."""
+    """An architecture, file layout or quantisation is not supported."""
 
 
 class AdapterMismatch(PacelineError):
-    """An adapter changes modules that its base model lacks or has in other shapes."""
+    """An adapter changes modules that the model lacks, or that have other shapes."""
 
 
 class HeadMismatch(PacelineError):
-    """A learned drafter was made for another target, or is of another kind than its name says."""
+    """A learned drafter belongs to another target, or is of another kind than requested."""
 
 
 class CannotWrite(PacelineError, OSError):
-    """A file could not be written: no space, no permission, no such folder. Nothing half-written was left behind."""
+    """A file could not be written (no space, no permission, no such folder). No partial file is left."""
 
 
 class TokenizerMismatch(PacelineError):
-    """A tokenizer without tokens of text: nothing can be drafted with it, or for it."""
+    """A tokenizer has no text tokens, so no tokens can be mapped between it and another tokenizer."""
 
 
 class InvalidOption(PacelineError, ValueError):
-    """A parameter out of its range or of the wrong kind."""
+    """A parameter is out of range or has the wrong type.
+
+    Attributes:
+        param: The parameter's name, None if the error is about several parameters.
+    """
+
+    def __init__(self, cause: str, fix: str = "", param: str | None = None) -> None:
+        super().__init__(cause, fix)
+        self.param = param
 
 
 class InvalidPrompt(PacelineError, ValueError):
-    """A prompt that is empty, malformed or holds unknown token ids."""
+    """A prompt is empty, malformed, or contains unknown token ids."""
 
 
 class PromptTooLong(InvalidPrompt):
-    """The prompt leaves no room for a reply in the model's context."""
+    """A prompt leaves no room for a reply in the model's context."""
 
 
 class InvalidData(PacelineError, ValueError):
-    """A file of training data is malformed, contradicts another, or was made with other options."""
+    """A data file is malformed, inconsistent with another file, or was created with other options."""
 
 
 class OutOfMemory(PacelineError, MemoryError):
-    """The device has not enough memory."""
+    """The device does not have enough memory."""
 
 
 class TimedOut(PacelineError, TimeoutError):
-    """A reply took longer than its time limit. The tokens so far have been shown."""
+    """A reply exceeded its time limit. The tokens so far have been delivered."""
 
 
 class TrainingFailed(PacelineError):
-    """Training cannot continue. What was finished is kept."""
+    """Training cannot continue. Finished work is kept."""
 
 
 class SessionError(PacelineError, ValueError):
-    """A session cannot do this in its present state, which is unchanged."""
+    """A call is not possible in the current state of a session. The state is unchanged."""
 
 
 class CacheError(PacelineError, ValueError):
-    """A KV cache was used against its contract; it is unchanged."""
+    """A call violates the contract of a KV cache. The cache is unchanged."""
 
 
 class RankLost(PacelineError, ConnectionError):
-    """One of the processes that share a model has ended, and the model with it."""
+    """One of the processes that share a model has ended, so the model cannot be used any longer."""
 
 
 class NonFiniteLogits(PacelineError, ArithmeticError):
-    """The model produced NaN or infinity where a token had to be chosen."""
+    """The model produced NaN or infinity instead of usable logits."""
 
 
 class NoTokenLeft(PacelineError, ValueError):
-    """Bans and biases leave no token to choose."""
+    """Bans, biases and grammars exclude every token."""
 
 
 def install_line(extra: str) -> str:
-    """Return the command that adds an optional dependency group: from the checkout if Paceline runs from one."""
+    """Return the command that installs an extra, from PyPI or, if Paceline runs from a checkout, from the checkout."""
     root = Path(__file__).parents[2]
     if not (root / "pyproject.toml").is_file():
         return f'pip install "paceline[{extra}]"'
@@ -121,14 +133,14 @@ def install_line(extra: str) -> str:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether a bare error of Python or torch means that no memory was left."""
+    """Return True if an error of Python or torch means that no memory was left."""
     said = str(error).lower()
     return isinstance(error, MemoryError) or "out of memory" in said or "allocate memory" in said
 
 
 @contextmanager
 def memory_named(cause: str, fix: str) -> Iterator[None]:
-    """Turn a bare error that means "no memory left" into an `OutOfMemory` with this cause and fix."""
+    """Convert errors of Python or torch that mean "no memory left" to an `OutOfMemory` with this cause and fix."""
     try:
         yield
     except (RuntimeError, MemoryError, OSError) as error:

@@ -6,13 +6,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from paceline.checkpoints.adapters import Adapter, check_adapters
+from paceline.checkpoints.load_arguments import LoadArguments
 from paceline.checkpoints.loader import Device, DType, Loaded
-from paceline.checkpoints.targets import load_target, with_preset
+from paceline.checkpoints.targets import load_target
 from paceline.drafters.base import Drafter
 from paceline.drafters.factory import check_specs, load_drafters, spec_name, to_tree
 from paceline.drafters.trimmed import DraftVocab, check_draft_vocab
@@ -45,7 +45,18 @@ if TYPE_CHECKING:
 
 
 class LLM:
-    """A target model, its tokenizer and its drafters."""
+    """A target model with its tokenizer and its drafters. `load` makes one.
+
+    Args:
+        model: The loaded model. Several `LLM` may share it.
+        drafter: A drafter, or several by name. The first is the default; a request may name another (`start`).
+        draft: The draft size. None chooses it by cost and acceptance.
+        adapters: Adapter -> the drafter that its requests use by default. None is the default drafter of the others.
+
+    Attributes:
+        adapter: The adapter of replies that name none.
+        recorder: The recording that `record` began, or None.
+    """
 
     def __init__(
         self,
@@ -54,54 +65,57 @@ class LLM:
         draft: DraftBudget | None = None,
         adapters: Mapping[str, str | None] | None = None,
     ) -> None:
-        """Usually made by `load`. Several may share a loaded model. `drafter`: one drafter, or several by name, of
-        which a request names one (`start`); the first is the default. `adapters`: by name, with the default drafter of
-        their requests (None: that of the others)."""
         self.model = model
         self.engine = Engine(model.target, drafter, draft)
         self.draft, self.adapters = draft, {**dict.fromkeys(model.adapters), **(adapters or {})}
         self.adapter: str | None = None
-        """The adapter of replies that name none."""
         self.recorder: ReplyRecorder | None = None
-        self.source: dict[str, Any] | None = None
-        """The arguments of the `load` that made this, if all can be read again."""
+        self._arguments: LoadArguments | None = None
+        """The arguments of `load`, if it can read everything again."""
 
     def __repr__(self) -> str:
         return f"<LLM {self.name}: {self.model.path}>"
 
     @property
     def name(self) -> str:
-        """Target, drafter, draft size and guarantee in one line for people: "smollm2 + suffix, draft auto, bits"."""
+        """Target, drafter, draft size and guarantee in one line, such as "smollm2 + suffix, draft auto, bits"."""
         drafting = f" + {shown_name(self.drafter)}, draft {self.draft or 'auto'}" if self.drafter != "none" else ""
         return f"{self.model.path.stem}{drafting}, {self.guarantee}"
 
     @property
     def guarantee(self) -> Guarantee:
-        """Whether speculation keeps the text bit for bit on this machine, or up to rounding."""
+        """How far drafts leave the text as it is on this machine: bit for bit, or up to rounding."""
         return self.engine.guarantee
 
     @property
     def drafter(self) -> str:
-        """The name of the drafter that replies use by default, or "none"."""
+        """Name of the drafter that replies use by default, or "none"."""
         return self.engine.policies.default.drafter or "none"
 
     @property
     def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
         return self.model.tokenizer
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The model's vocabulary, as sampling parameters need it."""
+        """The model's vocabulary, in the form that sampling parameters need."""
         encode, size = partial(self.tokenizer.encode, special=False), self.model.target.vocab_size
         return Vocabulary(size, self.model.eos, encode, self.tokenizer)
 
     def sampling(self, **changes: Any) -> Sampling:
-        """Return the sampling that the model's `generation_config` recommends, with changes; greedy if it has none."""
+        """Return the sampling parameters that the model's `generation_config` recommends, with `changes`.
+
+        A model without recommendations is sampled greedily.
+
+        Raises:
+            InvalidOption: If a change or the model's `generation_config` is invalid.
+        """
         try:
             own = Sampling(**recommended(self.model.generation))
         except InvalidOption as error:
             raise InvalidOption(
-                f"generation_config.json of {self.model.path} is invalid: {error.cause}", "Correct the file"
+                f"generation_config.json of {self.model.path} is invalid: {error.cause}", "Correct that file"
             ) from error
         return changed(own, changes)
 
@@ -157,13 +171,26 @@ class LLM:
         adapter: Any = None,
         **changes: Any,
     ) -> Any:
-        """Write one reply; or, for a list of prompts (see `batch`) or with `n`, a list of replies.
+        """Generate a reply, or a list of replies for a list of prompts or if `n` is given.
 
-        `sampling`: used as given; without one, what the model recommends (`LLM.sampling`). `changes`: single sampling
-        parameters that override either, such as `max_new_tokens=64, temperature=0.7`.
-        `on_chunk`: called with every chunk as it is written, of several replies with (index of the reply, chunk); where
-        it returns False, that reply ends. `raw`: give text to the model as it is, without the chat template. `adapter`:
-        the name of one of `load(adapters=...)`, or a list with one or None for each prompt. Raises `PacelineError`.
+        Args:
+            prompt: A text, a list of messages or a list of token ids. A list of these is a batch.
+            sampling: Sampling parameters. Without them, the model's recommendations apply (`LLM.sampling`). A batch
+                takes one value for all prompts, or one per prompt.
+            n: Replies per prompt. If given, the result is a list: the replies to a prompt are adjacent, and are samples
+                0 to n - 1 of its seed.
+            raw: Give the text to the model as it is, without the chat template.
+            width: Maximum number of replies that share a pass.
+            on_chunk: Called with every chunk as it is generated, or with (index of the reply, chunk) if the result is a
+                list. If it returns False, that reply ends.
+            adapter: Name of one of `load(adapters=...)`. For a batch also a list, with a name or None for each prompt.
+            **changes: Single sampling parameters, such as `max_new_tokens=64`. They override `sampling`.
+
+        Returns:
+            A `Completion`, or a list of them.
+
+        Raises:
+            PacelineError: If a prompt or an option is invalid, or generation fails.
         """
         # One prompt may itself be a list: of ids or of messages.
         several = isinstance(prompt, (list, tuple)) and any(isinstance(one, (str, list, tuple)) for one in prompt)
@@ -189,7 +216,18 @@ class LLM:
         adapter: str | None = None,
         **changes: Any,
     ) -> Stream:
-        """Write one reply chunk by chunk, one per token, and none before it is requested. Arguments: see `generate`."""
+        """Return an iterator over the chunks of one reply, one per token. A token is generated when it is requested.
+
+        Args:
+            prompt: See `generate`, as for the other arguments.
+            sampling: Sampling parameters.
+            raw: Skip the chat template.
+            adapter: Name of an adapter.
+            **changes: Single sampling parameters.
+
+        Raises:
+            PacelineError: If the prompt or an option is invalid.
+        """
         sampling = self._sampling(sampling, changes)
         return Stream(self.engine, self.start(self.prompt_ids(prompt, raw=raw), sampling, adapter=adapter))
 
@@ -204,25 +242,39 @@ class LLM:
         adapter: str | Sequence[str | None] | None = None,
         **changes: Any,
     ) -> Batch:
-        """Write many replies together: an iterator over (index, chunk), whose `completions` are in the prompts' order.
+        """Return an iterator over the chunks of many replies, as (index of the reply, chunk).
 
-        `sampling`: one for all, or one per prompt. `changes`: as for `generate`, applied to each.
-        `n`: replies per prompt, adjacent in the results: samples 0 to n - 1 of its seed.
-        `width`: maximum number of requests that share a pass; the others wait. `adapter`: see `generate`. Each reply is
-        the one its prompt would get alone. Raises `PacelineError` for an invalid prompt or option before anything else.
+        Each reply is the same as if its prompt were the only one. `Batch.completions` holds the replies in the order of
+        their prompts.
+
+        Args:
+            prompts: Prompts, each as for `generate`.
+            sampling: Sampling parameters: one value for all prompts, or one per prompt.
+            n: Replies per prompt, adjacent in the results: samples 0 to n - 1 of the prompt's seed.
+            raw: Skip the chat template.
+            width: Maximum number of replies that share a pass. The others wait.
+            adapter: Name of an adapter for all prompts, or a list with a name or None for each.
+            **changes: Single sampling parameters for all prompts. They override `sampling`.
+
+        Raises:
+            PacelineError: If a prompt or an option is invalid. No reply has started then.
         """
         if isinstance(prompts, str):
-            raise InvalidPrompt("a batch is a list of prompts, and this is one text", "Give [text], or call generate")
+            raise InvalidPrompt("batch() takes a list of prompts, not one text", "Pass [text], or call generate()")
         each = sampling if isinstance(sampling, (list, tuple)) else [sampling] * len(prompts)
         names = [adapter] * len(prompts) if adapter is None or isinstance(adapter, str) else list(adapter)
         for what, given in (("samplings", each), ("adapters", names)):
             if len(given) != len(prompts):
-                raise InvalidOption(f"{len(prompts)} prompts have {len(given)} {what}", "Give one for all, or one each")
-        if any(type(x) is not int or x < 1 for x in (n, width)):
-            raise InvalidOption(f"n={n!r} replies per prompt, {width!r} at once, are not possible", "Give 1 or more")
+                raise InvalidOption(
+                    f"the number of {what} ({len(given)}) is not the number of prompts ({len(prompts)})",
+                    "Pass one for all prompts, or one each",
+                )
+        for what, number in (("n", n), ("width", width)):
+            if type(number) is not int or number < 1:
+                raise InvalidOption(f"{what}={number!r} is not a positive integer", "Pass an integer of at least 1")
         tasks = []
         for index, (prompt, how, name) in enumerate(zip(prompts, each, names, strict=True)):
-            self.model.adapter_number(name)  # this and the sampler refuse what they must before anything begins
+            self.model.adapter_number(name)  # checked here, as the sampler below, before any reply starts
             seeded = self._sampling(how, changes).seeded()
             try:
                 tokens = self.prompt_ids(prompt, raw=raw)
@@ -235,12 +287,12 @@ class LLM:
         return Batch(self.engine, tasks, width)
 
     def _sampling(self, sampling: Any, changes: Mapping[str, Any]) -> Sampling:
-        """Return the sampling of a reply requested with these arguments."""
+        """Return the sampling parameters for one prompt: the model's if `sampling` is None, with `changes`."""
         if sampling is None:
             return self.sampling(**changes)
         if not isinstance(sampling, Sampling):
             raise InvalidOption(
-                f"sampling is a {type(sampling).__name__}", "Give a paceline.Sampling, or one per prompt"
+                f"sampling is a {type(sampling).__name__}", "Pass a paceline.Sampling, or one per prompt"
             )
         return changed(sampling, changes)
 
@@ -254,8 +306,20 @@ class LLM:
         scores: PromptReader | None = None,
         adapter: str | None = None,
     ) -> Request:
-        """Start a reply, for callers with a scheduler of their own (see `Engine.start`). `scores` collects
-        log-probabilities or states of the prompt."""
+        """Start a reply, for callers that schedule rounds themselves. See `Engine.start`.
+
+        Args:
+            tokens: Token ids of the prompt.
+            sampling: Sampling parameters.
+            sample: Number of the sample, for several replies from one seed.
+            source: A request with the same prompt, whose prefill this one may reuse.
+            speculation: Drafter and draft size. None is the adapter's default (`LLM.speculation`).
+            scores: Collects log-probabilities or states of the prompt.
+            adapter: Name of an adapter. None is `LLM.adapter`.
+
+        Raises:
+            PacelineError: If an option is invalid.
+        """
         number = self.model.adapter_number(adapter := adapter or self.adapter)
         sampler, target = sampling.sampler(sample, self.vocabulary), self.model.target
         room = target.context_length - len(tokens)
@@ -279,49 +343,75 @@ class LLM:
         return request
 
     def speculation(self, adapter: str | None = None) -> Speculation:
-        """Return the default speculation of requests with this adapter."""
+        """Return the speculation that requests with this adapter use by default."""
         drafter = self.adapters.get(adapter or "")
         return Speculation(None if drafter == "none" else drafter) if drafter else self.engine.policies.default
 
     def record(self, path: str | Path) -> ReplyRecorder:
-        """Append every reply from now on to a recording, to be closed. Raises `InvalidData`, and `OSError`."""
+        """Start to append every reply to a recording at `path`. The caller closes it.
+
+        Raises:
+            InvalidData: If the file is not a recording, or one of another model.
+            OSError: If the file cannot be opened.
+        """
         self.recorder = ReplyRecorder(Path(path), self.model)
         return self.recorder
 
     def prompt_ids(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
-        """Return the ids of a prompt that leaves room for a reply. Raises `InvalidPrompt`, `PromptTooLong`."""
+        """Return the token ids of a prompt.
+
+        Raises:
+            InvalidPrompt: If the prompt is empty or malformed.
+            PromptTooLong: If the prompt leaves no room for a reply in the model's context.
+        """
         tokens, limit = self.encode(prompt, raw=raw), self.model.target.context_length
         if len(tokens) >= limit:
             raise PromptTooLong(
-                f"the prompt has {len(tokens)} tokens and the model's context {limit}", "Shorten the prompt"
+                f"the prompt has {len(tokens)} tokens, but the model's context has {limit}", "Shorten the prompt"
             )
         return tokens
 
     def session(self, *, adapter: str | None = None) -> Session:
-        """Return a session: the target for a loop of your own (docs/how-to/own-loop.md). `adapter`: see `generate`."""
+        """Return a session, which runs the target for your own loop (docs/how-to/own-loop.md).
+
+        Args:
+            adapter: Name of an adapter. None is `LLM.adapter`.
+        """
         number = self.model.adapter_number(adapter or self.adapter)
         return Session(self.model.target, self.model.eos, self.encode, self.tokenizer.decode, number)
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
-        """Return the prompt's token ids. Raises `InvalidPrompt` for an empty or malformed one."""
+        """Return the token ids of a prompt of any length.
+
+        Raises:
+            InvalidPrompt: If the prompt is empty or malformed.
+        """
         return encode_prompt(prompt, self.tokenizer, self.model.target.vocab_size, raw=raw)
 
     def quantize(self, mode: Precision, draft: Precision | None = None) -> None:
-        """Hold the weights in another precision from now on; `draft`: those of the drafters too. See `load`.
+        """Change the precision of the weights.
 
-        Both are read again from where they came, so that nothing is rounded twice; until then the old ones stay, and
-        replies that have begun end with them. Raises `PacelineError`, and nothing has changed then.
+        Target and drafters are read from their files again, so that no weight is rounded twice. The old weights stay
+        in memory until the new ones are loaded, and replies that have started finish with them.
+
+        Args:
+            mode: Precision of the target, as `load` takes it.
+            draft: Precision of the drafters. None keeps it.
+
+        Raises:
+            PacelineError: If the model cannot be quantised or read again. Then `self` stays as it was.
         """
-        if self.source is None or self.recorder or isinstance(self.source["drafter"], Drafter):
+        arguments = self._arguments
+        if arguments is None or self.recorder or isinstance(arguments.drafter, Drafter):
             raise InvalidOption(
-                "objects and shared models keep their weights, and a recording its precision",
-                "Load by name, in one process, unrecorded",
+                "quantize() is not available for model objects, drafter objects, tensor-parallel models, or while "
+                "recording",
+                "Load model and drafter by name, in one process, without recording",
             )
-        made = load(**{**self.source, "quantize": mode, "draft_quantize": draft or self.source["draft_quantize"]})
-        self.model, self.engine, self.source = made.model, made.engine, made.source
+        made = _load(replace(arguments, quantize=mode, draft_quantize=draft or arguments.draft_quantize))
+        self.model, self.engine, self._arguments = made.model, made.engine, made._arguments
 
 
-@uncollected()
 def load(
     model: str | Path | PreTrainedModel = "demo",
     *,
@@ -347,55 +437,97 @@ def load(
     draft_device_map: DeviceMap | None = None,
     chat_template: str | Path | None = None,
 ) -> LLM:
-    """Load a target model and a drafter.
+    """Load a target model and its drafter.
 
-    model: "demo", a folder in Hugging Face layout, a GGUF file, a hub id (with `revision` and `token`), or a LoRA
-    adapter in PEFT's layout, which names its base model itself; or a causal model or PeftModel already loaded,
-    with its `tokenizer`: it stays on its device, in its own dtype, and is set to eval().
-    adapter: a LoRA adapter, a folder or a hub id, to merge into the model. adapters: by name, those to hold beside it:
-    each request may name its own. A `paceline.Adapter` adds up several, or has a drafter of its own.
-    drafter: None, "auto" ("suffix"), "ngram", "suffix", "model:REF" (a small model; "model:REF@ADAPTER"), a head
-    trained for the model ("eagle3:REF", "medusa:REF", "block:REF", "early-exit:REF", "head:REF" for any; "eagle3" or
-    "medusa" alone comes with Paceline), "early-exit:LAYERS" ("early-exit:8@0.7" ends a chain below that probability),
-    several joined by "+", or a `Drafter`. A list loads each of them, for requests that name theirs.
-    draft: tokens to draft per round: a length, a `DraftBudget`, or "auto", which adapts to cost and acceptance.
-    dtype: "auto", "float32", "bfloat16" or "float16". device: "auto", "cpu", "cuda" or "mps".
-    quantize: "auto" runs a GGUF on its own codes, and other files as they are; "none" (or a dtype) asks for floats,
-    "int8" and "int4" for integers (docs/how-to/quantize.md). `draft_quantize`: of a drafter; "auto" is 4 bits.
-    draft_vocab: tokens that a draft model or EAGLE head chooses from: "auto" (of more than 65,536 the 49,152 lowest
-    ids), a number (0: all), or a JSONL file of the model's own answers, whose most frequent tokens are taken.
-    draft_revision: the `revision` of the drafter's hub id. progress: show bars on stderr for what takes more
-    than two seconds (download, kernels, load); None: where it is a terminal.
-    allow_pickle: read `pytorch_model.bin` (of a head `medusa_lm_head.pt`) where there are no safetensors.
-    exact: load only if speculation keeps the text bit for bit (`LLM.guarantee`); on CUDA it takes slower kernels.
-    preset: "fast", "low-memory" or "exact". tensor_parallel: share the target among the processes of torchrun.
-    device_map: layers by device, as {"cuda:0": 20, "cpu": None} (the rest), or "auto". draft_device_map: a drafter's.
-    chat_template: a jinja file, the name of one of the model's templates ("tool_use"), or a template, in place of the
-    model's own.
+    Args:
+        model: "demo", a folder in Hugging Face layout, a GGUF file, a hub id, or a LoRA adapter in PEFT's layout, which
+            names its base model itself. Or a causal model of transformers or a PeftModel that is already loaded: it
+            needs `tokenizer`, stays on its device and in its dtype, and is set to eval().
+        adapter: A LoRA adapter, as a folder or hub id, to merge into the model.
+        adapters: LoRA adapters by name. Each request may choose one. A `paceline.Adapter` adds several
+            adapters up, or gives one its own drafter.
+        tokenizer: The tokenizer of a model object. Other models bring their own.
+        drafter: One of these, or a list of them, for requests that name their drafter:
+            - None: no drafter.
+            - "auto": "suffix", then the model's own MTP layer if it has one.
+            - "suffix" or "ngram": repeats of the text.
+            - "model:REF": a small model ("model:REF@ADAPTER" with an adapter).
+            - "eagle3:REF", "medusa:REF", "block:REF", "early-exit:REF", or "head:REF" for any kind: a head that was
+              trained for the model. "eagle3" or "medusa" alone is the one that comes with Paceline.
+            - "early-exit:LAYERS": the first layers of the model. In "early-exit:8@0.7", a chain ends below that
+              probability.
+            - Several joined by "+": the first that has a draft.
+            - A `Drafter` object.
+        draft: Tokens to draft per round: a length, a `DraftBudget`, or "auto", which adapts to cost and acceptance.
+        dtype: "auto", "float32", "bfloat16" or "float16".
+        device: "auto", "cpu", "cuda" or "mps".
+        quantize: "auto" keeps the codes of a GGUF file, and loads other files in `dtype`. "none" gives floats, as does
+            any `dtype` but "auto". "int8" and "int4" quantise (docs/how-to/quantize.md).
+        draft_quantize: The same for a drafter's weights. "auto" is 4 bits.
+        draft_vocab: The vocabulary of a draft model or EAGLE head: "auto" (the 49,152 lowest ids of a
+            vocabulary of more than 65,536), a number (0: all), or a JSONL file of the model's own answers, whose most
+            frequent tokens are taken.
+        revision: Branch, tag or commit of the model's hub id.
+        draft_revision: The same for the drafter's hub id.
+        token: Token for the hub.
+        allow_pickle: Read `pytorch_model.bin`, or `medusa_lm_head.pt` of a head, if there are no safetensors. Only
+            tensors are read, and no code is run.
+        progress: Show bars on stderr for downloads, compilation and loading that take more than two seconds. None: only
+            on a terminal.
+        exact: Load only if the text stays the same bit for bit (`LLM.guarantee`). On CUDA this needs slower kernels.
+        preset: "fast", "low-memory" or "exact": sets arguments that are left at their defaults.
+        tensor_parallel: Share the target among the processes of torchrun.
+        device_map: Layers by device, such as {"cuda:0": 20, "cpu": None} (None: the rest), or "auto".
+        draft_device_map: The same for a draft model.
+        chat_template: A Jinja file, the name of one of the model's templates ("tool_use"), or a template. It replaces
+            the model's default.
 
-    Raises `PacelineError`, which says what is wrong and what to do about it.
+    Raises:
+        PacelineError: With the cause and what to do about it.
     """
-    given = {**locals(), "progress": sys.stderr.isatty() if progress is None else progress}
-    return _load(given if preset is None else with_preset(preset, given, signature(load)))
+    arguments = LoadArguments(
+        model=model,
+        adapter=adapter,
+        adapters=adapters,
+        tokenizer=tokenizer,
+        drafter=drafter,
+        draft=draft,
+        dtype=dtype,
+        device=device,
+        quantize=quantize,
+        draft_quantize=draft_quantize,
+        draft_vocab=draft_vocab,
+        revision=revision,
+        draft_revision=draft_revision,
+        token=token,
+        allow_pickle=allow_pickle,
+        progress=sys.stderr.isatty() if progress is None else progress,
+        exact=exact,
+        tensor_parallel=tensor_parallel,
+        device_map=device_map,
+        draft_device_map=draft_device_map,
+        chat_template=chat_template,
+    )
+    return _load(arguments if preset is None else arguments.with_preset(preset))
 
 
-def _load(given: dict[str, Any]) -> LLM:
-    """`load`, by all of its arguments."""
-    SANDBOX.start()  # for the chat template; it starts while the model is read
-    drafter, budget, beside = given["drafter"], to_tree(given["draft"]), check_adapters(given["adapters"] or {})
-    own = {name: one.drafter and spec_name(one.drafter) for name, one in beside.items()}
+@uncollected()
+def _load(arguments: LoadArguments) -> LLM:
+    SANDBOX.start()  # for the chat template; the process starts while the model is read
+    drafter, budget, adapters = arguments.drafter, to_tree(arguments.draft), check_adapters(arguments.adapters or {})
+    own = {name: one.drafter and spec_name(one.drafter) for name, one in adapters.items()}
     more = [*filter(None, own.values())]
     specs: list[Any] = [drafter] if isinstance(drafter, str | Drafter | None) else [*drafter]
-    check_specs([*specs, *more], given["draft_quantize"])
-    check_precision(given["quantize"])
-    check_draft_vocab(given["draft_vocab"])
-    loaded = load_target(given, beside)
-    if given["chat_template"] is not None:
-        loaded = replace(loaded, tokenizer=loaded.tokenizer.with_template(given["chat_template"]))
-    llm = LLM(loaded, load_drafters(given, more, loaded), budget, own)
+    check_specs([*specs, *more], arguments.draft_quantize)
+    check_precision(arguments.quantize)
+    check_draft_vocab(arguments.draft_vocab)
+    loaded = load_target(arguments, adapters)
+    if arguments.chat_template is not None:
+        loaded = replace(loaded, tokenizer=loaded.tokenizer.with_template(arguments.chat_template))
+    llm = LLM(loaded, load_drafters(arguments, more, loaded), budget, own)
     if drafter in (None, "none"):
         llm.engine.policies.default = Speculation(None)
-    llm.source = given if isinstance(given["model"], (str, Path)) and not given["tensor_parallel"] else None
-    if given["exact"]:
+    llm._arguments = arguments if isinstance(arguments.model, (str, Path)) and not arguments.tensor_parallel else None
+    if arguments.exact:
         check_exact(llm.guarantee, loaded.target.device)
     return llm

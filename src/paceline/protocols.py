@@ -1,4 +1,5 @@
-"""The seams: targets and their caches. `drafters/base.py` has the drafters', `engine/engine.py` shows how they meet."""
+"""The protocols of targets and their caches. Drafters are in `drafters/base.py`; `engine/engine.py` uses all of
+them."""
 
 from __future__ import annotations
 
@@ -15,41 +16,64 @@ from paceline.types import DraftBudget, Forward, Rows, Want
 
 
 class Pass(Protocol):
-    """A cache made ready for one forward pass."""
+    """A cache that is ready for a forward pass."""
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store a layer's keys and values [B, T, kv_heads, D] of the pass's rows, rotary applied."""
+        """Store keys and values of the pass's rows for a layer.
+
+        Args:
+            layer: Number of the layer.
+            k: Keys after rotary embeddings, [B, T, kv_heads, D].
+            v: Values, [B, T, kv_heads, D].
+        """
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write the layer's keys and values, then attend.
+        """Store keys and values of a layer, then attend. Each row sees its slot's committed prefix, its ancestors and
+        itself.
 
-        q [B, T, heads, D], k and v as for `write`. Returns [B, T, heads * D].
-        Each row sees its slot's committed prefix, its ancestors and itself.
+        Args:
+            layer: Number of the layer.
+            q: Queries, [B, T, heads, D].
+            k: See `write`.
+            v: See `write`.
+
+        Returns:
+            [B, T, heads * D].
         """
 
 
 class SharedPass(Pass, Protocol):
-    """A pass over a cache where layers may share keys and values."""
+    """A pass over a cache with layers that share keys and values."""
 
     def look(self, layer: int, q: Tensor) -> Tensor:
-        """Attend to the keys and values that this layer has written, or the earlier one whose keys and values it
-        shares. q and the result: see `attend`."""
+        """Attend to the stored keys and values of this layer, or of the earlier layer with which it shares them.
+
+        For `q` and the result see `attend`.
+        """
 
 
 class RecurrentPass(Pass, Protocol):
-    """A pass over a cache that keeps states of recurrent layers too."""
+    """A pass over a cache that also keeps the states of recurrent layers."""
 
     def recur(self, layer: int, inputs: tuple[Tensor, ...]) -> Tensor:
-        """Feed a recurrent layer with its inputs of the pass's rows, each [B, T, ...]. Returns its outputs [B, T, ...].
+        """Run a recurrent layer. Each row starts from the state after its parent. No state changes before the commit.
 
-        Each row goes on from the state that its parent left. No state changes before the commit.
+        Args:
+            layer: Number of the layer.
+            inputs: Inputs of the layer for the pass's rows, each [B, T, ...].
+
+        Returns:
+            [B, T, ...].
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A copy of what was computed for the first `length` tokens of a text, for other requests that begin alike
-    (the prefix cache). Caches and drafters that keep more than this derive from it."""
+    """A copy of the state after the first `length` tokens of a text, for requests with the same prefix (the prefix
+    cache).
+
+    Caches and drafters that keep other state as well derive from this class.
+    """
 
     length: int
     tensors: tuple[Tensor, ...]
@@ -59,16 +83,16 @@ class Saved:
         return sum(x.numel() * x.element_size() for x in self.tensors)
 
     def most(self, length: int, prompt: int) -> int:
-        """Return how many of the first `length` tokens a request with a prompt of `prompt` tokens can begin with."""
+        """Return how many of the first `length` tokens a request with a prompt of `prompt` tokens can reuse."""
         return min(length, self.length)
 
     def holds(self, length: int, prompt: int) -> bool:
-        """Whether it can begin with all of them."""
+        """Return True if such a request can reuse all `length` tokens."""
         return self.most(length, prompt) == length
 
 
 def common_most(parts: Sequence[Saved], length: int, prompt: int) -> int:
-    """Return how many of the first `length` tokens a request can begin with by all these parts."""
+    """Return how many of the first `length` tokens a request can reuse from all these parts."""
     while any((shorter := part.most(length, prompt)) < length for part in parts):
         length = shorter
     return length
@@ -78,79 +102,109 @@ PassT = TypeVar("PassT", covariant=True, default=Pass)
 
 
 class KVCache(Protocol[PassT]):
-    """Keys and values of every slot. It owns its layout, growth and lengths.
+    """Keys and values of all slots. The cache owns its layout, growth and lengths.
 
-    Rows that are written but not committed are overwritten later: there is no rollback. Cost follows the length
-    reached, never the capacity. `PassT`: what `begin` makes for the cache's own model, a `Pass` unless the model brings
-    its own attention.
+    Rows that are written but not committed are overwritten later, so there is no rollback. Costs depend on the length
+    that a slot has reached, never on the capacity. `PassT` is the type that `begin` returns. It is `Pass`, unless the
+    model has its own attention.
     """
 
     @property
     def lengths(self) -> Sequence[int]:
-        """Committed tokens of each slot."""
+        """Number of committed tokens of each slot."""
 
     @property
     def prompts(self) -> Sequence[int]:
-        """Prompt length of each slot's request, for models whose rotary factors depend on the length of the text.
+        """Prompt length of each slot's request, for models with rotary factors that depend on the length of the text.
 
-        It is fixed for the whole request, because keys made with one choice of factors cannot meet queries of another.
+        It stays the same for the whole request, because keys and queries must use the same factors.
         """
 
     @property
     def adapters(self) -> Sequence[int]:
-        """Adapter of each slot's request, as a number from 1 on in `Adaptable.adapters`; 0: none."""
+        """Adapter of each slot's request: a number in `Adaptable.adapters` starting at 1, or 0 for none."""
 
     def acquire(self, prompt: int = 0, adapter: int = 0) -> int:
-        """Return a free slot, of length 0, for a request with a prompt of `prompt` tokens and this adapter. Raises
-        `OutOfMemory`."""
+        """Return a free slot of length 0.
+
+        Args:
+            prompt: Length of the request's prompt, in tokens.
+            adapter: See `adapters`.
+
+        Raises:
+            OutOfMemory: If there is no memory for a slot.
+        """
 
     def begin(self, rows: Rows) -> PassT:
-        """Make room for the rows and return the pass that writes and reads them. Raises `OutOfMemory`."""
+        """Make room for rows, and return the pass that writes and reads them.
+
+        Raises:
+            OutOfMemory: If there is no memory for the rows.
+        """
 
     def fit(self, slot: int, budget: DraftBudget) -> DraftBudget:
-        """The part of a draft budget that the slot's next pass can verify exactly."""
+        """Return the part of a draft budget that the slot's next pass can verify exactly."""
 
     def commit(self, rows: Rows, paths: Sequence[Sequence[int] | None]) -> None:
-        """Keep row 0 and then the rows of `paths[i]`, in this order, of slot i of a pass over `rows`; None keeps
-        nothing. The only place where a slot's length grows.
+        """Keep the accepted rows of a pass. Only this call increases the length of a slot.
 
-        `rows` must belong to the slots' latest pass, which can be committed once. Raises `CacheError` for an earlier
-        pass, and for a pass of a slot that was released since.
+        Args:
+            rows: Rows of the latest pass of these slots, which can be committed once.
+            paths: Accepted rows of each slot, in order, after row 0, which is always kept. None keeps nothing.
+
+        Raises:
+            CacheError: If `rows` belongs to an earlier pass, or a slot has been released since.
         """
 
     def truncate(self, slot: int, length: int) -> None:
-        """Forget all but the first `length` tokens. Raises `CacheError` unless 0 <= length <= the slot's length.
+        """Drop all tokens after the first `length`.
 
-        A cache that no longer has what the next row would see (a sliding window that moved on, a state between two
-        checkpoints) forgets more, or all: look at `lengths` and feed again what is missing.
+        A cache may drop more if it no longer has the state at that length (a sliding window that moved on, a state
+        between two checkpoints). Look at `lengths`, and feed the missing tokens again.
+
+        Raises:
+            CacheError: Unless 0 <= length <= the slot's length.
         """
 
     def fork(self, slot: int) -> int:
-        """Return a new slot that begins with all that `slot` has committed. Raises `OutOfMemory`."""
+        """Return a new slot with a copy of everything that `slot` has committed.
+
+        Raises:
+            OutOfMemory: If there is no memory for a slot.
+        """
 
     def save(self, slot: int) -> Saved:
-        """Return a copy of all that the slot has committed. It outlives the slot and the cache."""
+        """Return a copy of everything that the slot has committed. It outlives the slot and the cache."""
 
     def load(self, slot: int, saved: Any, length: int) -> int:
-        """Fill a fresh slot with the first `length` tokens of what a cache of the same target saved.
+        """Fill a new slot from a saved copy of a cache of the same target.
 
-        Returns the slot's length: what `saved.most` says, which may be less (a state between two checkpoints) or 0 (a
-        sliding window that has moved on, rotary factors for another length of text). Raises `OutOfMemory`.
+        Args:
+            slot: A slot of length 0.
+            saved: Result of `save`.
+            length: Number of tokens to load.
+
+        Returns:
+            The new length of the slot, `saved.most`. It may be lower than `length` (a state between two checkpoints),
+            or 0 (a sliding window that moved on, or rotary factors for another text length).
+
+        Raises:
+            OutOfMemory: If there is no memory for the tokens.
         """
 
     def release(self, slot: int) -> None:
-        """Give the slot back. Releasing a free slot does nothing. Every other use of one raises `CacheError`."""
+        """Release a slot. Releasing a free slot does nothing. Any other use of a free slot raises `CacheError`."""
 
 
 class Target(Protocol):
-    """A model that can verify: any number of rows in one pass, over a cache of its own making."""
+    """A model that computes any number of rows in one pass, over a cache that it creates."""
 
     @property
     def vocab_size(self) -> int: ...
 
     @property
     def context_length(self) -> int:
-        """Maximum number of tokens (prompt and reply) of one slot."""
+        """Maximum number of tokens (prompt and reply) of a slot."""
 
     @property
     def device(self) -> torch.device: ...
@@ -158,63 +212,77 @@ class Target(Protocol):
     def new_cache(self) -> KVCache[Any]: ...
 
     def forward(self, rows: Rows, cache: KVCache[Any], want: Want) -> Forward:
-        """Feed the rows and write their keys and values; commit nothing. `cache` must come from `new_cache`."""
+        """Compute rows and store their keys and values, without committing them.
+
+        Args:
+            rows: Rows to compute.
+            cache: A cache from `new_cache`.
+            want: Requested outputs.
+        """
 
 
 @runtime_checkable
 class Divisible(Protocol):
-    """A target of which a part shows how all of it computes."""
+    """A target that can be represented by a part of it, for self-checks."""
 
     def excerpt(self) -> Target:
-        """Return the fewest first layers that have one of each kind, and the head's first outputs if its kernels treat
-        all alike; the target itself where parts run otherwise."""
+        """Return a target of the first layers, as few as include each kind of layer.
+
+        It has only the first outputs of the head if the kernels treat all outputs in the same way. If parts would be
+        computed differently, return the target itself.
+        """
 
 
 @runtime_checkable
 class Adaptable(Protocol):
-    """A target with adapters, of which each slot may have one (`KVCache.acquire`)."""
+    """A target with adapters. Each slot may use one of them (`KVCache.acquire`)."""
 
     @property
     def adapters(self) -> Sequence[str]:
-        """Their names."""
+        """Names of the adapters."""
 
 
 @runtime_checkable
 class EmbeddingAndHead(Protocol):
-    """The parts of a target that a learned drafter borrows: embedding and output head."""
+    """The parts of a target that a learned drafter uses: embedding and output head."""
 
     @property
     def layers(self) -> int:
-        """Number of layers: the taps are 0 to layers - 1, and "final"."""
+        """Number of layers. The taps are 0 to layers - 1, and "final"."""
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """From tokens, int64 of any shape [...], to the input of layer 0 [..., H], in the target's dtype."""
+        """Return the input of layer 0 for tokens (int64 [...]), [..., H] in the target's dtype."""
 
     def logits(self, x: Tensor) -> Tensor:
-        """From normed states [..., H] (the tap "final", or a drafter's stand-in for it) to float32 logits [..., V]."""
+        """Return float32 logits [..., V] for normed states [..., H]: the tap "final", or a drafter's prediction of
+        it."""
 
     def head(self) -> Tensor:
-        """The matrix [V, H] of the output head: a drafter is trained towards it."""
+        """Return the matrix [V, H] of the output head, which is used to train drafters."""
 
     def shaped(self, products: Tensor, tokens: Tensor) -> Tensor:
-        """From products [..., C] of states with the rows of `head` of these tokens [C] to their logits, in place: with
-        any bias, factor and bound."""
+        """Convert products of states with rows of `head` to logits, in place, with the target's bias, factor and bound.
+
+        Args:
+            products: [..., C].
+            tokens: Tokens of the rows, [C].
+        """
 
 
 @runtime_checkable
 class TargetWithHead(Target, EmbeddingAndHead, Protocol):
-    """A target for learned drafters, which use its dtype and device, its embedding and its head."""
+    """A target for learned drafters, which use its dtype, device, embedding and head."""
 
     @property
     def dtype(self) -> torch.dtype: ...
 
 
 class Closable(ABC):
-    """Something that holds a slot, a cache or a file until `close`, the end of its `with` block, or its deletion."""
+    """An object that holds a slot, a cache or a file until `close`, the end of its `with` block, or its deletion."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what is held; closing twice does nothing."""
+        """Release everything that is held. Closing twice does nothing."""
 
     def __enter__(self) -> Self:
         return self

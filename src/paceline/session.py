@@ -1,4 +1,4 @@
-"""A target for decoding loops of your own: feed tokens, score drafts, roll back."""
+"""A target for your own decoding loops: feed tokens, score drafts, roll back."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from paceline.types import Draft, DraftBudget, Forward, Prompt, Rows, Tap, Want
 from paceline.verify.tree import MIN_ROWS, PREFILL_ROWS, check, chunk_end, depths, pack, pack_prefix, paths_of
 
 _Results = tuple[Tensor, dict[Tap, Tensor]]
-"""Logits and taps, of several rows or of one."""
+"""Logits and taps of several rows, or of a single row."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ScoredRows:
-    """Rows that were scored: row 0 is token `start` of the history, the rest a draft after it.
+    """Scored rows.
 
-    `logits` [T, V], `taps` each [T, H].
+    Attributes:
+        draft: The draft after row 0.
+        start: Position of row 0 in the history.
+        logits: [T, V].
+        taps: Tap -> [T, H].
     """
 
     draft: Draft
@@ -48,7 +52,7 @@ class _ScoredRows:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state of a session, for `Session.restore`. Holds tokens and scored rows, no keys and values."""
+    """The state of a session, for `Session.restore`. It contains tokens and scored rows, but no keys and values."""
 
     history: tuple[int, ...]
     _owner: object = field(repr=False)
@@ -57,12 +61,14 @@ class Snapshot:
 
 
 class Session(Closable):
-    """One text over a target, which only `observe` advances. Make one with `LLM.session()`.
+    """One text over a target. Only `observe` advances it. Create a session with `LLM.session()`.
 
-    The last token of the history is the pending one: row 0 of the next pass. Scored rows are kept until the history
-    diverges from them: logits of a token that was drafted and then observed cost no pass, and its keys and values stay.
-    Each session has a cache of its own; to free the memory, close it, leave its `with` block or drop it. A call that
-    raises a `SessionError` has changed nothing. Do not use one session from several threads at once.
+    The last token of the history is the pending token, which is row 0 of the next pass. Scored rows are kept until the
+    history diverges from them. So the logits of a token that was drafted and then observed cost no pass, and its keys
+    and values stay in the cache.
+
+    Each session has its own cache. To free its memory, close the session, leave its `with` block or drop it. A call
+    that raises a `SessionError` changes nothing. Do not use a session from several threads at the same time.
     """
 
     _cache: KVCache | None = None
@@ -75,18 +81,25 @@ class Session(Closable):
         decode: Callable[[Sequence[int]], str],
         adapter: int = 0,
     ) -> None:
-        """`eos_token_ids`: the tokens that end a reply. `encode`, `decode`: as `LLM.encode` and a tokenizer's.
-        `adapter`: see `KVCache.acquire`."""
+        """Create a session with an empty history.
+
+        Args:
+            target: The target.
+            eos_token_ids: Tokens that end a reply.
+            encode: Converts a prompt to token ids, like `LLM.encode`.
+            decode: Converts token ids to text.
+            adapter: See `KVCache.acquire`.
+        """
         self._target, self.eos_token_ids, self._encode, self._decode = target, eos_token_ids, encode, decode
         self._adapter, cache = adapter, self._target.new_cache()
         self._slot = cache.acquire(0, adapter)
         self._cache = cache
         self._text: list[int] = []
         self._prompt = 0
-        """Length of the history when it was first fed: some models choose rotary factors by it."""
+        """Length of the history when it was first fed. Some models choose rotary factors by it."""
         self._scored: _ScoredRows | None = None
         self._path: list[int] = []
-        """The scored rows below row 0 that the history has taken."""
+        """The scored rows below row 0 that belong to the history."""
         self._fed: Rows | None = None
         """The pass of the scored rows, until they are committed."""
         self._asked = Draft()
@@ -110,19 +123,20 @@ class Session(Closable):
         return self._target.context_length
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
-        """Return the token ids of a prompt: see `LLM.encode`. Raises `InvalidPrompt`."""
+        """Convert a prompt to token ids, like `LLM.encode`. Raise `InvalidPrompt` if it is empty or malformed."""
         return self._encode(prompt, raw=raw)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids."""
+        """Convert token ids to text."""
         return self._decode(list(ids))
 
     # What moves the history
 
     def observe(self, ids: Sequence[int]) -> None:
-        """Append tokens to the history. Computes nothing; unscored tokens are fed when logits are needed.
+        """Append tokens to the history. This computes nothing: unscored tokens are fed when logits are needed.
 
-        Raises `SessionError` for ids out of range or a history longer than the context.
+        Raises:
+            SessionError: If an id is out of range, or the history would exceed the context length.
         """
         self._kv()
         ids = _ids(ids)
@@ -137,11 +151,12 @@ class Session(Closable):
         self._asked = Draft()
 
     def rollback_to(self, length: int) -> None:
-        """Forget all but the first `length` tokens. Raises `SessionError` if there are fewer."""
+        """Drop all tokens after the first `length`. Raise `SessionError` if there are fewer."""
         self._kv()
         if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= len(self._text):
             raise SessionError(
-                f"cannot roll back to {length!r} of {len(self._text)} tokens", f"Give 0 to {len(self._text)}"
+                f"cannot roll back to {length!r} of {len(self._text)} tokens",
+                f"Use a length from 0 to {len(self._text)}",
             )
         del self._text[length:]
         self._prompt = self._prompt if self._text else 0
@@ -157,19 +172,23 @@ class Session(Closable):
         self.rollback_to(0)
 
     def snapshot(self) -> Snapshot:
-        """Return the current state. Costs a copy of the history's token ids."""
+        """Return the current state. This copies the token ids of the history."""
         self._kv()
         return Snapshot(tuple(self._text), self._key, self._scored, tuple(self._path))
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Return to a snapshot of this session: its history and its scored logits.
+        """Return to the history and the scored logits of a snapshot.
 
-        What the cache holds of that history stays; the rest is fed again when logits are asked for. Raises
-        `SessionError` for a snapshot of another session.
+        The cache keeps the common part of both histories. All other tokens are fed again when logits are needed.
+
+        Raises:
+            SessionError: If the snapshot belongs to another session.
         """
         self._kv()
         if not isinstance(snapshot, Snapshot) or snapshot._owner is not self._key:
-            raise SessionError("this snapshot is of another session", "Restore it there, or observe its `history` here")
+            raise SessionError(
+                "this snapshot belongs to another session", "Restore it there, or observe its `history` here"
+            )
         common = takewhile(lambda pair: pair[0] == pair[1], zip(self._text, snapshot.history, strict=False))
         self.rollback_to(len([*common]))
         self.observe(snapshot.history[len(self._text) :])
@@ -177,50 +196,81 @@ class Session(Closable):
             self._commit()
             self._scored, self._path = snapshot._scored, list(snapshot._path)
 
-    # What is asked of the model
+    # Output of the model
 
     def next_logits(self) -> Tensor:
-        """Return logits [V] after the history, float32 (float64 of a float64 model).
+        """Return the logits after the history, float32 [V] (float64 for a float64 model).
 
-        Runs no pass if the last token has been scored already. Raises `SessionError` for an empty history.
+        This needs no pass if the last token is already scored.
+
+        Raises:
+            SessionError: If the history is empty.
         """
         return self.logits_after(())[0]
 
     def logits_after(self, drafts: Sequence[int]) -> Tensor:
-        """Return logits [k + 1, V] from one pass: row 0 after the history, row i after the history and i drafts.
+        """Return logits after the history and after each draft token, from one pass.
 
-        The history stays; observing these very tokens reuses the pass. Raises `SessionError`.
+        The history does not change. If these tokens are observed later, the pass is reused.
+
+        Args:
+            drafts: k draft tokens.
+
+        Returns:
+            [k + 1, V]. Row i is after the history and i draft tokens.
+
+        Raises:
+            SessionError: If the history is empty, an id is out of range, or the tokens exceed the context length.
         """
         return self.tree_logits(Draft.chain(_ids(drafts)))
 
     def tree_logits(self, tree: Draft) -> Tensor:
-        """Return logits [N + 1, V] from one pass: row 0 after the history, row i + 1 after node i and its ancestors.
+        """Return logits after the history and after each node of a draft tree, from one pass.
 
-        The history stays; observing any path of the tree reuses the pass. A draft beyond what the cache verifies
-        exactly in one pass (`KVCache.fit`) takes more of them and leaves no keys and values. Raises `SessionError`,
-        and `InvalidOption` for a malformed tree.
+        The history does not change. If a path of the tree is observed later, the pass is reused. A draft that exceeds
+        what the cache can verify in one pass (`KVCache.fit`) takes several passes and leaves no keys and values.
+
+        Args:
+            tree: Draft of N nodes.
+
+        Returns:
+            [N + 1, V]. Row 0 is after the history, row i + 1 after node i and its ancestors.
+
+        Raises:
+            SessionError: If the history is empty, an id is out of range, or the tree exceeds the context length.
+            InvalidOption: If the tree is malformed.
         """
         if not isinstance(tree, Draft):
-            raise SessionError(f"a {type(tree).__name__} is no draft", "Give a paceline.Draft of tokens and parents")
+            raise SessionError(
+                f"tree must be a Draft, got {type(tree).__name__}", "Use paceline.Draft(tokens, parents)"
+            )
         scored, rows = self._score(tree, ())
         return scored.logits[rows]
 
     def hidden(self, taps: Sequence[Tap]) -> dict[Tap, Tensor]:
-        """Return hidden states {tap: [R, H]} of the rows whose logits were requested last, in their order.
+        """Return hidden states of the rows with the most recently requested logits.
 
-        That is one row for `next_logits`, k + 1 or N + 1 for drafts; once the history has changed (or before any
-        request) the one row of its last token. Tap i is the residual stream entering layer i, "final" the normed
-        output. Taps requested once are computed in every later pass; the first request costs an extra pass.
+        After a change of the history, or before any request, there is only the row of its last token. Taps that were
+        requested once are computed in every later pass. The first request costs an additional pass.
+
+        Args:
+            taps: Tap i is the residual stream entering layer i; "final" is the normed output.
+
+        Returns:
+            Tap -> [R, H], with one row after `next_logits`, k + 1 or N + 1 rows after drafts.
+
+        Raises:
+            SessionError: If the model lacks a tap, or the history is empty.
         """
         if isinstance(taps, str) or not isinstance(taps, Sequence):
-            raise SessionError(f"taps are {taps!r}", 'Give a list: numbers of layers, or "final"')
+            raise SessionError(f"taps must be a list, got {taps!r}", 'Use numbers of layers, or "final"')
         scored, rows = self._score(self._asked, tuple(taps))
         return {tap: scored.taps[tap][rows] for tap in taps}
 
     # Life
 
     def close(self) -> None:
-        """Give the cache back. Closing twice does nothing."""
+        """Release the cache. Closing twice does nothing."""
         if self._cache is not None:
             self._cache.release(self._slot)
         self._cache = None
@@ -232,7 +282,10 @@ class Session(Closable):
     # Passes
 
     def _score(self, draft: Draft, taps: tuple[Tap, ...]) -> tuple[_ScoredRows, list[int]]:
-        """Return scored rows with those of the pending token and the draft. Runs a pass only for new rows."""
+        """Return scored rows, and which of them belong to the pending token and the draft.
+
+        A pass runs only if rows are missing.
+        """
         self._kv()
         check(draft)
         self._check_ids(draft.tokens)
@@ -246,14 +299,14 @@ class Session(Closable):
             last = len(self._path)
             rows = list(range(last, last + len(draft.tokens) + 1))
             if missing := [tap for tap in taps if tap not in self._scored.taps]:
-                raise SessionError(f"this model has no tap {missing[0]!r}", 'Give the number of a layer, or "final"')
+                raise SessionError(f"this model has no tap {missing[0]!r}", 'Use the number of a layer, or "final"')
             self._taps = tuple(self._scored.taps)
         self._asked = draft
         return self._scored, rows
 
     def _pass(self, draft: Draft, taps: tuple[Tap, ...]) -> tuple[_ScoredRows, list[int]]:
-        """Run a pass, or more where the draft is too large for one. Returns its rows, and those that the history has
-        taken below row 0."""
+        """Run a pass, or several if the draft is too large for one. Return its rows, and the path of rows that the
+        history already contains."""
         self._commit()
         self._catch_up()
         start = self._kv().lengths[self._slot]
@@ -266,7 +319,7 @@ class Session(Closable):
         return _ScoredRows(whole, start, logits, states), [*range(1, last + 1)]
 
     def _path_by_path(self, draft: Draft, taps: tuple[Tap, ...]) -> _Results:
-        """Score each path as a chain in as many passes as the cache needs, rolled back at its end."""
+        """Score each path of the draft as a chain of its own, and roll the cache back after each."""
         results: dict[int, _Results] = {}
         for path in (path for row, path in paths_of(draft).items() if row not in draft.parents):
             try:
@@ -344,7 +397,7 @@ class Session(Closable):
         return None
 
     def _fits(self, draft: Draft) -> bool:
-        """Whether one pass can verify the draft exactly."""
+        """Return True if one pass can verify the draft exactly."""
         nodes, depth = len(draft.tokens), max(depths(draft.parents))
         if nodes >= PREFILL_ROWS:
             return False
@@ -366,15 +419,13 @@ class Session(Closable):
     def _check_ids(self, ids: Sequence[int]) -> None:
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
-                raise SessionError(
-                    f"{token!r} is not a token id", f"Ids are whole numbers from 0 to {self.vocab_size - 1}"
-                )
+                raise SessionError(f"{token!r} is not a token id", f"Use whole numbers from 0 to {self.vocab_size - 1}")
 
     def _check_room(self, more: int) -> None:
         if len(self._text) + more > self.context_length:
             raise SessionError(
-                f"{more} tokens after {len(self._text)} pass the model's context of {self.context_length}",
-                "Draft or observe fewer, or roll back",
+                f"{more} tokens after {len(self._text)} exceed the model's context of {self.context_length} tokens",
+                "Draft or observe fewer tokens, or roll back",
             )
 
 
@@ -385,9 +436,11 @@ def _after(tokens: Sequence[int], draft: Draft) -> Draft:
 
 
 def _ids(ids: Sequence[int]) -> list[int]:
-    """Return token ids, from a tensor [T] too, as a list. Raises `SessionError` for other types."""
+    """Return token ids as a list. They may be a tensor [T]. Raise `SessionError` for other types."""
     if isinstance(ids, Tensor) and ids.dim() == 1:
         return ids.tolist()
     if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):
-        raise SessionError(f"a {type(ids).__name__} is no list of token ids", "Give [id, ...], of one token too")
+        raise SessionError(
+            f"token ids must be a list, got {type(ids).__name__}", "Use [id, ...], even for a single token"
+        )
     return list(ids)

@@ -1,4 +1,4 @@
-"""Speculative decoding over two sessions: the whole loop, for a draft model and a target of your own."""
+"""Speculative decoding with two sessions: the whole loop, for your own draft model and target."""
 
 from __future__ import annotations
 
@@ -28,19 +28,31 @@ def speculate(
     length: int = 4,
     **changes: Any,
 ) -> Iterator[list[Chunk]]:
-    """Write a reply to `prompt` with the target's session while the drafter's writes `length` tokens ahead; yields the
-    chunks of each round.
+    """Write a reply with the target's session, while the drafter's session drafts.
 
-    The reply is the one that `LLM.generate` of the target writes with this `sampling` (default: greedy) and `changes`.
-    Both sessions are reset first, and hold the text afterwards. The models must share a vocabulary; what the drafter's
-    has beyond the target's is never drafted. Rules: see `Sampling.rule`; Leviathan et al., arXiv 2211.17192.
-    Raises `PacelineError`.
+    The reply equals the reply of the target's `LLM.generate` with the same sampling. Both sessions are reset first, and
+    contain the text afterwards. The models must share a vocabulary. Tokens that only the drafter has are never drafted.
+    Source of the method: Leviathan et al., arXiv 2211.17192.
+
+    Args:
+        target: Session of the target.
+        drafter: Session of the draft model.
+        prompt: The prompt.
+        sampling: Sampling parameters. The default is greedy.
+        length: Number of tokens to draft per round.
+        **changes: Changed sampling parameters, such as `temperature=0.7`.
+
+    Yields:
+        Chunks of each round.
+
+    Raises:
+        PacelineError: If the prompt or an option is not valid.
     """
     sampling = changed(sampling or Sampling(), changes).seeded()
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-        raise InvalidOption(f"length must be a whole number >= 1, got {length!r}", "Give 4, for example")
+        raise InvalidOption(f"length must be a whole number >= 1, got {length!r}", "Use 4, for example")
     if sampling.grammar or sampling.prediction:
-        raise InvalidOption("two sessions know no grammar and no prediction", "Use LLM.generate")
+        raise InvalidOption("speculate() does not support grammars and predictions", "Use LLM.generate")
     vocabulary = Vocabulary(target.vocab_size, target.eos_token_ids, partial(target.encode, raw=True))
     sampler = sampling.sampler(vocabulary=vocabulary)
     tokens = target.encode(prompt)
@@ -68,7 +80,7 @@ def _rounds(
 
 
 def _draft(drafter: Session, shared: int, prefix: Prefix, sampler: Sampler, length: int, vocab_size: int) -> Draft:
-    """Write up to `length` tokens ahead. `shared`: the first tokens of the text that the session may hold already."""
+    """Draft up to `length` tokens. The session may already contain the first `shared` tokens of the text."""
     text = prefix.token_ids
     path: list[int] = []
     q: dict[int, Tensor] = {}

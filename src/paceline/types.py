@@ -1,16 +1,16 @@
-"""The values that the parts exchange. Read this first.
+"""The values that the packages exchange. Read this first.
 
-Shape legend, used in every docstring:
+Symbols for shapes, used in all docstrings:
 
     B  slots (requests) in a pass          V  vocabulary
     N  drafted nodes of one request        H  hidden size
     T  rows of a pass, N + 1               L  committed length of a slot, in tokens
     D  depth of a draft                    K  D + 1
 
-A *row* is one token fed to the target. Row 0 carries the pending token: the last token of the text, chosen
-but not yet in the cache. Node i of a draft is row i + 1. Parents are row numbers, so a chain's are 0, 1, 2...
-Siblings share a position (what rotary embeddings see) but never a cache entry: the cache decides where a row is
-written (`cache/layout.py`).
+A *row* is one token that is fed to the target. Row 0 is the pending token: the last token of the text, which is chosen
+but not yet in the cache. Node i of a draft is row i + 1. Parents are row numbers, so the parents of a chain are 0, 1,
+2, ... Siblings share a position (for rotary embeddings), but never a cache entry. The cache decides where a row is
+stored (`cache/layout.py`).
 """
 
 from __future__ import annotations
@@ -25,26 +25,33 @@ from torch import Tensor
 from paceline.errors import InvalidOption
 
 Tap = int | Literal["final"]
-"""A hidden state of the target: i is the residual stream *entering* layer i, "final" the normed output."""
+"""A hidden state of the target: i means the residual stream *entering* layer i, "final" means the normed output."""
 
 FinishReason = Literal["eos", "stop", "length", "cancelled", "error"]
 
 Message = Mapping[str, Any]
-"""One chat message: {"role": ..., "content": ...}."""
+"""A chat message: {"role": ..., "content": ...}."""
 
 Prompt = str | Sequence[int] | Sequence[Message]
-"""Text (put through the chat template unless raw), token ids, or chat messages."""
+"""Text (rendered with the chat template unless raw), token ids, or chat messages."""
 
 Guarantee = Literal["bits", "rounding", "distribution", "lossy"]
-"""What a text keeps of plain decoding's: the same bit for bit, or up to rounding; the distribution alone (the rules
-rejection and block); nothing certain (typical)."""
+"""How a text compares with plain decoding. "bits": the same text, and logits are equal bit for bit. "rounding": the
+same text, up to rounding of logits. "distribution": another text with the same distribution (the rules rejection and
+block). "lossy": another distribution (the rule typical)."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftBudget:
-    """Budget for one round of drafting: at most `nodes` tokens, `depth` levels and `branch` children per node.
+    """Budget of a draft. `DraftBudget.chain(n)` is the classic draft of n consecutive tokens.
 
-    `DraftBudget.chain(n)` is the classic draft of n tokens in a row.
+    Attributes:
+        nodes: Maximum number of tokens, 0 to 512.
+        depth: Maximum number of levels.
+        branch: Maximum number of children of a node.
+
+    Raises:
+        InvalidOption: If a value is out of range.
     """
 
     nodes: int
@@ -55,7 +62,7 @@ class DraftBudget:
         if self.nodes < 0 or self.depth < 0 or self.branch < 1 or self.nodes > 512:
             raise InvalidOption(
                 f"a draft of {self.nodes} nodes, depth {self.depth}, branch {self.branch} is not possible",
-                "Use 0 to 512 nodes, a depth of at least 0 and a branch of at least 1",
+                "Use 0 to 512 nodes, a depth >= 0 and a branch >= 1",
             )
 
     @staticmethod
@@ -63,12 +70,12 @@ class DraftBudget:
         return DraftBudget(nodes=length, depth=length, branch=1)
 
     def __str__(self) -> str:
-        """The budget as command lines take it: LENGTH, or NODESxDEPTHxBRANCH."""
+        """Return the budget as for --draft: LENGTH, or NODESxDEPTHxBRANCH."""
         chain = self == DraftBudget.chain(self.nodes)
         return str(self.nodes) if chain else f"{self.nodes}x{self.depth}x{self.branch}"
 
     def within(self, depth: int, nodes: int = 512) -> DraftBudget:
-        """Return this budget cut to `depth` levels and `nodes` nodes."""
+        """Return this budget limited to `depth` levels and `nodes` nodes."""
         if depth >= self.depth and nodes >= self.nodes:
             return self
         nodes = max(0, min(self.nodes, nodes))
@@ -76,17 +83,20 @@ class DraftBudget:
         return DraftBudget(min(nodes, depth) if self.branch == 1 or not depth else nodes, depth, self.branch)
 
     def limited(self, most: DraftBudget) -> DraftBudget:
-        """Return this budget with no more nodes, levels and children than `most`."""
+        """Return this budget limited to the nodes, levels and children of `most`."""
         nodes, depth = min(self.nodes, most.nodes), min(self.depth, most.depth)
         return DraftBudget(nodes, depth, min(self.branch, most.branch))
 
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """Work that drafting did in the target itself (early exit): the first rows of a draft, up to `layer`.
+    """Work that drafting has already done in the target (early exit), which verification need not repeat.
 
-    `streams` [m, H]: the input of that layer for each of m rows, row 0 first. The cache holds what the layers before it
-    wrote.
+    The first m rows of the draft have passed all layers before `layer`. Their keys and values are in the cache.
+
+    Attributes:
+        layer: The first layer that has not run.
+        streams: Input of that layer for these rows, row 0 first, [m, H].
     """
 
     layer: int
@@ -95,24 +105,28 @@ class Carried:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """N proposed tokens as a tree: `parents[i]` is the row (0 = the pending token) that node i continues.
+    """N proposed tokens as a tree. Parents come before their children, and siblings have different tokens.
 
-    A parent comes before its children, and siblings differ in their token.
+    Attributes:
+        tokens: Token of each node.
+        parents: Row that each node continues. Row 0 is the pending token.
+        q: For the rules rejection and block: row -> distribution [V] from which its children were drawn in order,
+            without replacement. Children of a row without an entry were chosen, not drawn (a point-mass set).
+        carried: Work that verification need not repeat.
+        lengthened: Number of tokens that lookups added at the end of a chain (`Drafter.extend`).
+        part: The part of a cascade (`Drafter.parts`) that was asked last, with a draft or without.
     """
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     q: Mapping[int, Tensor] = field(default_factory=dict, compare=False)
-    """Row -> the distribution [V] from which its children were drawn in their order, without replacement, for the rules
-    rejection and block. Children of a row without an entry are a point-mass set: chosen, not drawn."""
     carried: Carried | None = field(default=None, compare=False)
-    """Work that verification need not repeat."""
     lengthened: int = field(default=0, compare=False)
-    """Tokens at the end of a chain that lookups added (`Drafter.extend`)."""
+    part: int = field(default=0, compare=False)
 
     @property
     def own(self) -> int:
-        """Tokens that its drafter proposed itself."""
+        """Number of tokens that the drafter itself proposed."""
         return len(self.tokens) - self.lengthened
 
     @staticmethod
@@ -122,19 +136,24 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Input of one pass: T rows for each of B slots. Where a slot has fewer, padding fills the rectangle.
+    """Input of a pass: T rows for each of B slots, padded where a slot has fewer rows.
 
-    `tokens`, `positions`: int64 [B, T] on the target's device.
-    `slots`: the B cache slots. `lengths`: the committed length of each slot, where its row 0 is written.
-    `parents`: for each slot the parent of every row, a row number or -1 where a row continues the prefix directly.
-    A row attends to its slot's whole committed prefix, its ancestors and itself.
-    `starts`: for each slot the uncommitted rows of this tree that earlier passes wrote (trees grow level by level). Row
-    numbers continue from there: `parents` then covers all start + T rows.
-    `counts`: real rows of each slot, at least one. Results of the others are ignored and need not be computed. Empty:
-    all are real.
-    `prefill`: a chunk of a prompt, which does not depend on drafts: its bits may depend on its shape.
-    `resume`: set where rows do not begin at the first layer.
-    `number`: identifies the pass (`KVCache.commit`). Copies by `replace` keep it.
+    A row attends to the whole committed prefix of its slot, its ancestors and itself.
+
+    Attributes:
+        tokens: int64 [B, T], on the target's device.
+        positions: int64 [B, T], on the target's device.
+        slots: The B cache slots.
+        lengths: Committed length of each slot. Row 0 is stored at this place.
+        parents: For each slot, the parent of every row: a row number, or -1 for a row that continues the prefix
+            directly. This includes the rows of earlier passes, so there are start + T parents.
+        starts: For each slot, the number of uncommitted rows of this tree that earlier passes have written, since trees
+            may grow level by level. Row numbers continue from there.
+        counts: Number of real rows of each slot, at least 1. Results of other rows are ignored and need not be
+            computed. Empty means that all rows are real.
+        prefill: True for a chunk of a prompt. It does not depend on drafts, so its bits may depend on its shape.
+        resume: Set if the rows do not begin at the first layer.
+        number: Identifies the pass (`KVCache.commit`). Copies by `replace` keep it.
     """
 
     tokens: Tensor
@@ -160,14 +179,18 @@ class Rows:
 
     @property
     def end(self) -> int:
-        """An upper bound of all positions."""
+        """Upper bound of all positions."""
         return max(n + start for n, start in zip(self.lengths, self.starts, strict=True)) + self.tokens.shape[1]
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """A pass that begins at `layer`, over rows that drafting has brought there: `streams`, for each slot [m, H], of its
-    first m rows. `rest`: rows of some slots that have yet to pass the layers before; None if all have.
+    """A pass that begins at a later layer, because drafting has already run the layers before it.
+
+    Attributes:
+        layer: The first layer to run.
+        streams: For each slot, the input of that layer for its first m rows, [m, H].
+        rest: Rows of some slots that still have to pass the earlier layers. None if there are none.
     """
 
     layer: int
@@ -177,9 +200,12 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """The outputs wanted of a pass: logits of `all` rows, of the `last` one or of `none`, and taps.
+    """The requested outputs of a pass.
 
-    `layers`: run only this many of the first layers, then norm and head (early exit; the native decoder alone can).
+    Attributes:
+        logits: Rows with logits: "all", the "last" one, or "none".
+        taps: Hidden states to return.
+        layers: Run only this number of layers, then norm and head (early exit). Only the native decoder supports this.
     """
 
     logits: Literal["all", "last", "none"] = "all"
@@ -189,10 +215,14 @@ class Want:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Output of a pass: `logits` float32 (float64 for a float64 model) [B, T | 1 | 0, V], `taps` each [B, T, H].
+    """Output of a pass. Later passes do not change these tensors.
 
-    Padding rows (`Rows.counts`) hold anything; logits of all rows may end with the last real row of any slot. Later
-    passes leave these tensors as they are.
+    Values of padding rows (`Rows.counts`) are undefined. With all logits, T may be cut after the last real row of any
+    slot.
+
+    Attributes:
+        logits: float32, or float64 for a float64 model, [B, T | 1 | 0, V].
+        taps: Tap -> [B, T, H].
     """
 
     logits: Tensor
@@ -201,12 +231,14 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The tokens that one round commits for one slot.
+    """The tokens that a round commits for a slot.
 
-    `path`: the accepted rows from the root down (row 0 itself is always kept, and not listed).
-    `tokens`: the accepted draft tokens, then the one token that the target adds itself (the correction after a
-    rejection, the bonus after a full acceptance), so `len(tokens) == len(path) + 1`. The last one is the next
-    pending token. `finish`: the stop reason, or None; a text may end inside the path, or with no token at all.
+    Attributes:
+        path: Accepted rows from the root down. Row 0 is always accepted, and not listed.
+        tokens: Accepted draft tokens, then the token that the target adds (the correction after a rejection, or the
+            bonus after full acceptance), so `len(tokens) == len(path) + 1`. The last one is the next pending token. If
+            the text ends, there may be fewer tokens, or none.
+        finish: Stop reason, or None.
     """
 
     path: tuple[int, ...]
@@ -214,5 +246,5 @@ class Verdict:
     finish: FinishReason | None = None
 
     def cut(self, count: int, finish: FinishReason) -> Verdict:
-        """Return the first `count` (>= 1) tokens of this verdict, with the stop reason."""
+        """Return the first `count` >= 1 tokens of this verdict, with a stop reason."""
         return Verdict(self.path[:count], self.tokens[:count], finish)

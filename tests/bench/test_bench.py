@@ -78,7 +78,7 @@ def test_a_question_is_lengthened_by_the_text_of_others() -> None:
     assert longer.text == "bbbbbbbb\n\ncc\n\naaaaaaaa"
     assert (longer.id, longer.category) == (0, "all")
     assert lengthen(asked, others, 8, toy_tokenizer()) == asked
-    with pytest.raises(InvalidOption, match="18 tokens in all, but 92 must precede question 0"):
+    with pytest.raises(InvalidOption, match="18 tokens in total, but question 0 needs 92"):
         lengthen(asked, others, 100, toy_tokenizer())
 
 
@@ -345,7 +345,7 @@ def test_a_peer_that_fails_is_named_and_the_others_go_on(result: dict[str, Any])
     said = dict(line.split(": ", 1) for line in result["missing"])
     assert said["bad"] == "it could not start (RuntimeError: no such instruction)"
     assert said["good lookup"] == "ValueError: prompt lookup is greedy only"
-    assert said["dead T=0.7"] == "its process ended by itself (out of luck)"
+    assert said["dead T=0.7"] == "its process ended unexpectedly (out of luck)"
     assert set(said) == {
         "bad",
         "good lookup",
@@ -356,9 +356,9 @@ def test_a_peer_that_fails_is_named_and_the_others_go_on(result: dict[str, Any])
 
 @pytest.mark.slow
 def test_the_findings_compare_with_the_best_other_and_with_greedy(result: dict[str, Any]) -> None:
-    best = [line for line in result["findings"] if line.startswith("the best of Paceline's, ")]
+    best = [line for line in result["findings"] if line.startswith("the fastest system of Paceline, ")]
     assert [line.rpartition(", ")[2] for line in best] == ["good", "good T=0.7"]
-    warm = [line.partition(":")[0] for line in result["findings"] if line.endswith("of its greedy speed-up")]
+    warm = [line.partition(":")[0] for line in result["findings"] if line.endswith("of the greedy speed-up")]
     assert warm == [f"{d}{p} T=0.7" for p in ("", " int8") for d in ("suffix", "ngram@2")]
 
 
@@ -391,7 +391,7 @@ def test_names_are_shown_as_they_are() -> None:
 
 
 def test_what_cannot_be_compared_is_refused_at_once() -> None:
-    with pytest.raises(InvalidOption, match="'vllm' is not a program to compare with"):
+    with pytest.raises(InvalidOption, match="'vllm' is not a known program"):
         Comparison(against=("vllm",))
     with pytest.raises(InvalidOption, match="no drafter is called 'magic'"):
         Comparison(("magic@3",))
@@ -453,7 +453,7 @@ def test_the_command_shows_a_table_and_writes_files(
     ("more", "said"),
     [
         (["--drafters", "magic"], "no drafter is called 'magic'"),
-        (["--against", "vllm"], "not a program to compare with"),
+        (["--against", "vllm"], "not a known program"),
         (["--out", "/nowhere/x.json"], "/nowhere is not a folder"),
         (["--report", "x.pdf"], "must end in .md or .html, got x.pdf"),
         (["--batch", "many"], "--batch must be whole numbers"),

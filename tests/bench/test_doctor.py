@@ -280,8 +280,8 @@ def test_it_says_why_a_draft_does_not_pay() -> None:
     gains = {THREE: Gain(1.1, 4.0), SEVEN: Gain(1.2, 8.0)}
     (line,) = advice.reasons(forecast(MACHINE, drafting(COSTS, writing=gains)), "eagle3")
     assert line == (
-        "writing: eagle3 keeps 1.10 tokens per round with drafts of 3, but drafting takes 0.25 of a plain round and a "
-        "pass of 4.0 rows 1.00: 0.88 of the plain speed; nothing will be drafted"
+        "writing: eagle3 gives 1.10 tokens per round with drafts of 3, but drafting takes 0.25 plain rounds and a "
+        "pass of 4.0 rows takes 1.00. This gives 0.88 times the plain speed, so nothing will be drafted"
     )
     assert advice.reasons(forecast(MACHINE, drafting(COSTS, x={t: Gain(3.0, 4.0) for t in COSTS})), "d") == []
 
@@ -291,22 +291,26 @@ def test_it_recommends_in_three_lines() -> None:
     found = {"good": overall(forecast(MACHINE, good))}
     lines = advice.settings(MACHINE, found, {"int8": 53_000_000, "int4": 40_000_000}, threads=2)
     assert [line.split(":")[0] for line in lines] == ["--drafter good", "--threads 4", "--quantize"]
-    assert "int8 53 MB or int4 40 MB in place of 100 MB" in lines[2]
+    assert "53 MB with int8 or 40 MB with int4 instead of 100 MB" in lines[2]
     own = advice.settings(MACHINE, found, {"int8": 40_000_000, "int4": 40_000_000}, threads=4)
     assert own[1:] == [
-        "--threads 4: as now",
-        "--quantize int8: a pass reads 40 MB in place of 100 MB, the codes of the file itself",
+        "--threads 4: the current setting",
+        "--quantize int8: a pass reads 40 MB instead of 100 MB, using the codes of the file itself",
     ]
     bad = drafting(COSTS, bad={THREE: Gain(1.0, 4.0), SEVEN: Gain(1.0, 8.0)})
     lines = advice.settings(MACHINE, {"bad": overall(forecast(MACHINE, bad))}, {}, threads=4)
-    assert lines == ["--drafter none: bad would not be faster here", "--threads 4: as now", "--quantize: as now"]
+    assert lines == [
+        "--drafter none: bad would not be faster here",
+        "--threads 4: the current setting",
+        "--quantize: keep the current setting",
+    ]
 
 
 def test_measurements_that_contradict_each_other_are_told() -> None:
     assert advice.warnings(MACHINE, threads=4) == []
     odd = replace(MACHINE, passes={1: 0.020, 4: 0.0201, 16: 0.015})
     (line,) = advice.warnings(odd, threads=4)
-    assert "a pass of 4 rows took 20.1 ms, one of 16 rows 15.0 ms. Do not rely on the advice above" in line
+    assert "a pass of 4 rows took 20.1 ms, but a pass of 16 rows took 15.0 ms. Do not rely on the advice above" in line
 
 
 def test_threads_that_were_disturbed_are_told_and_do_not_decide_the_weights() -> None:
@@ -317,7 +321,7 @@ def test_threads_that_were_disturbed_are_told_and_do_not_decide_the_weights() ->
     assert "4.0 times as fast with 1 thread as with 2" in line
     assert "another program occupied a core. Do not rely on the advice above" in line
     sizes = {"int8": 53_000_000, "int4": 40_000_000}
-    assert "int8 53 MB" in advice.settings(busy, {}, sizes, threads=2)[2], "5 ms of reading are 42 % of 12 ms"
+    assert "53 MB with int8" in advice.settings(busy, {}, sizes, threads=2)[2], "5 ms of reading are 42 % of 12 ms"
     assert advice.warnings(replace(busy, threads={1: 0.040, 2: 0.048}), threads=2) == []
     assert advice.warnings(replace(busy, threads={2: 0.048, 4: 0.012}), threads=2) == []
 
@@ -336,7 +340,7 @@ def test_it_says_what_a_pass_spends_its_time_on() -> None:
     first, second = advice.limits(MACHINE)
     assert first == "cost of a pass, relative to one row: 8 rows 1.60, 16 rows 3.20"
     assert "takes 10.0 ms" in second
-    assert "100 MB of weights at 20.0 GB/s takes 5.0 of them (50%)" in second
+    assert "100 MB of weights at 20.0 GB/s takes 5.0 ms of this (50%)" in second
 
 
 # --- the command --------------------------------------------------------------------------------------------------

@@ -16,11 +16,11 @@ import paceline
 from paceline.checkpoints.adapters import MAX_ADAPTERS, Adapter, check_adapters, read_factors
 from paceline.checkpoints.checkpoint import open_checkpoint
 from paceline.checkpoints.lora import LoraAdapter, merge
+from paceline.checkpoints.model_config import read_config
 from paceline.drafters.model import DraftModel
 from paceline.errors import InvalidOption, PacelineError, UnsupportedModel
 from paceline.kernels.low_rank import Factors
 from paceline.models.decoder import Decoder
-from paceline.models.families import read_config
 from paceline.types import Want
 from paceline.verify.tree import pack_prefix
 from tests.support.lazy import peft, transformers
@@ -176,7 +176,7 @@ def test_replies_name_their_adapter(tmp_path: Path, quantize: Any) -> None:
     assert plain.generate(TOKENS, max_new_tokens=24, ignore_eos=True).token_ids == batch[0].token_ids
     with pytest.raises(InvalidOption, match="no adapter 'three' is loaded"):
         llm.generate(TOKENS, adapter="three")
-    with pytest.raises(InvalidOption, match="2 prompts have 1 adapters"):
+    with pytest.raises(InvalidOption, match=r"adapters \(1\) is not the number of prompts \(2\)"):
         llm.generate([TOKENS] * 2, adapter=["one"])
     with pytest.raises(PacelineError, match="a model with adapters cannot be recorded"):
         llm.record(tmp_path / "recording.jsonl")

@@ -62,6 +62,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GraniteConfig",
         {"embedding_multiplier": 3.0, "attention_multiplier": 0.25, "residual_multiplier": 0.5, "logits_scaling": 2.0},
     ),
+    "arcee": ("arcee", "ArceeConfig", {"tie_word_embeddings": True}),
+    "olmoe": ("olmoe", "OlmoeConfig", {"num_experts": 3, "num_experts_per_tok": 2}),
     "gemma": ("gemma", "GemmaConfig", {"head_dim": 16}),
     "seed_oss": ("seed_oss", "SeedOssConfig", {"head_dim": 16, "attention_bias": True}),
     "smollm3": ("smollm3", "SmolLM3Config", {"num_hidden_layers": 5}),
@@ -161,7 +163,7 @@ def gguf_tensors(arch: str, config: Any, tensors: dict[str, Tensor]) -> Iterator
             stacks.setdefault(re.sub(r"experts\.\d+\.", "experts.", name), []).append(tensor)
             continue
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
-        if arch in ("llama", "smollm3", "granite") and heads:
+        if arch in ("llama", "smollm3", "granite", "arcee") and heads:
             halves = tensor.reshape(heads, 2, -1, *tensor.shape[1:])
             tensor = halves.transpose(1, 2).reshape(tensor.shape)
         if "gemma" in arch and name.endswith("norm.weight"):

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoints.gguf import open_gguf
+from paceline.checkpoints.model_config import read_config
 from paceline.errors import UnsupportedModel
 from paceline.models.decoder import Decoder
-from paceline.models.families import read_config
 from tests.support.gguf_writing import config_fields, write_file
 from tests.support.golden import models
 from tests.support.logits import assert_close, expected, feed, text

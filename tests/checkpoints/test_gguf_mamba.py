@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from paceline.checkpoints.families.falcon_h1 import multipliers
 from paceline.checkpoints.gguf import open_gguf
+from paceline.checkpoints.model_config import read_config
 from paceline.errors import UnsupportedModel
 from paceline.models.decoder import Decoder
-from paceline.models.families import read_config
-from paceline.models.mamba_hybrids import multipliers
 from tests.support.gguf_writing import write_file
 from tests.support.golden import models
 from tests.support.logits import assert_close, expected, feed, text

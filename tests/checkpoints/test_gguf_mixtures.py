@@ -13,8 +13,8 @@ from torch import Tensor
 
 from paceline.checkpoints.gguf import open_gguf
 from paceline.checkpoints.head_files import open_head
+from paceline.checkpoints.model_config import read_config
 from paceline.models.decoder import Decoder
-from paceline.models.families import read_config
 from tests.support.gguf_writing import config_fields, rope_tensors, stored_name, write_file
 from tests.support.golden import models
 from tests.support.logits import assert_close, expected, feed, text
@@ -84,7 +84,7 @@ def test_the_layer_that_predicts_later_tokens_is_that_of_the_safetensors(tmp_pat
     write(tmp_path / "m.gguf", "glm4moe", truth.model, truth.tensors(stacked=True))
     folder, file = open_head(tmp_path / "folder"), open_head(tmp_path / "m.gguf")
     assert file.config.layer.plan == folder.config.layer.plan
-    assert file.config.layer.experts == folder.config.layer.experts
+    assert file.config.layer.mixture == folder.config.layer.mixture
     assert {*file.tensors} == {*folder.tensors}
     for name in folder.tensors:
         torch.testing.assert_close(file.tensors[name].double(), folder.tensors[name].double(), msg=name)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from paceline.checkpoints.gguf import open_gguf
+from paceline.checkpoints.model_config import read_config
 from paceline.models.decoder import Decoder
-from paceline.models.families import read_config
 from tests.support.gguf_writing import config_fields, rope_scaling_fields, stored_name, write_file
 from tests.support.golden import models
 from tests.support.logits import assert_close, expected, feed, text
@@ -23,6 +23,7 @@ CASES = {
     "exaone4": "exaone4",
     "exaone4, sliding": "exaone4",
     "glm4": "glm4",
+    "hunyuan": "hunyuan-dense",
     "ernie4.5": "ernie4_5",
     "qwen3": "qwen3vl",
     "cohere": "command-r",

@@ -240,10 +240,10 @@ def test_a_stack_of_endless_experts_is_not_counted_out() -> None:
 
 
 def test_another_swiglu_is_refused(files: Files) -> None:
-    from paceline.models.families import read_config
+    from paceline.checkpoints.model_config import read_config
 
     raw = open_checkpoint(files[1]).config
-    assert read_config(raw).sinks
+    assert read_config(raw).attention.sinks
     with pytest.raises(UnsupportedModel, match="swiglu_limit"):
         read_config({**raw, "swiglu_limit": 5.0})
     with pytest.raises(UnsupportedModel, match="quantised with awq"):

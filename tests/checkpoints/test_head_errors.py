@@ -18,6 +18,7 @@ from paceline.checkpoints.head_files import open_head
 from paceline.checkpoints.head_fit import fits
 from paceline.checkpoints.head_write import write_head
 from paceline.errors import CorruptModel, HeadMismatch, ModelNotFound, PacelineError, UnsupportedModel
+from paceline.models.config import NormConfig
 from paceline.models.heads import EagleConfig, HeadConfig
 from paceline.testing.tiny import TINY
 from tests.support.random_heads import BLOCK, COMPACT, EAGLE3, EXIT, LAYER, LLAMA, MEDUSA, folder_of, head_of
@@ -150,7 +151,9 @@ def test_configs_that_make_no_sense(keys: dict[str, object], said: str, tmp_path
 
 
 def test_layers_that_are_missing_and_windows_are_refused(tmp_path: Path) -> None:
-    folder = write_head(tmp_path / "head", head_of(replace(EAGLE3, layer=replace(LAYER, qk_norm=True))))
+    folder = write_head(
+        tmp_path / "head", head_of(replace(EAGLE3, layer=replace(LAYER, norms=NormConfig(heads="shared"))))
+    )
     layer = json.loads((folder / "config.json").read_text())["transformer_layer_config"]
     assert layer["model_type"] == "qwen3"
     with pytest.raises(CorruptModel, match=r"lacks layers\.1\.self_attn"):

@@ -66,7 +66,7 @@ def write(path: Path, head: HeadFile, **fields: Any) -> Path:
         **{"block_count": c.layers, "context_length": c.context_length, "embedding_length": c.hidden},
         **{"feed_forward_length": c.ffn, "attention.head_count": c.heads, "attention.head_count_kv": c.kv_heads},
         **{"attention.key_length": c.head_dim, "attention.value_length": c.head_dim},
-        **{"attention.layer_norm_rms_epsilon": c.norm_eps, "rope.freq_base": c.rope.theta},
+        **{"attention.layer_norm_rms_epsilon": c.norms.eps, "rope.freq_base": c.rope.theta},
         **{"tokenizer.ggml.tokens": [f"t{i}" for i in range(c.vocab_size)], "target_layers": list(config.taps)},
     }
     if isinstance(config, EagleConfig):

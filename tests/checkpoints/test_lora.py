@@ -21,9 +21,9 @@ from torch import Tensor
 import paceline
 from paceline.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from paceline.checkpoints.lora import LoraAdapter, open_model, split_adapter
+from paceline.checkpoints.model_config import read_config
 from paceline.errors import AdapterMismatch, CorruptModel, InvalidOption, ModelNotFound, PacelineError, UnsupportedModel
 from paceline.models.decoder import Decoder
-from paceline.models.families import read_config
 from paceline.models.lazy import Quantised, codes_of, mostly_codes
 from paceline.sampling.parameters import Sampling
 from paceline.types import Want

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from paceline.checkpoints.head_files import open_head
 from paceline.checkpoints.head_write import write_head
+from paceline.models.config import NormConfig
 from paceline.models.heads import EagleConfig, HeadFile
 from paceline.models.norms import RMSNorm
 from paceline.models.rope import Rotary, rotate
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 VARIANTS = [
     EAGLE3,
     replace(EAGLE3, fc_norm=False, norm_output=False, norm_before_residual=True, norm_before_fc=True),
-    replace(EAGLE3, layer=replace(LAYER, family="qwen3", qk_norm=True), draft_vocab=64),
+    replace(EAGLE3, layer=replace(LAYER, family="qwen3", norms=NormConfig(1e-5, heads="shared")), draft_vocab=64),
 ]
 
 
@@ -106,7 +107,7 @@ def plain(head: HeadFile, c: EagleConfig, taps: Tensor, embedded: Tensor) -> Ten
     at = "layers.0."
 
     def norm(name: str, x: Tensor) -> Tensor:
-        return RMSNorm(weight[name], c.layer.norm_eps)(x)
+        return RMSNorm(weight[name], c.layer.norms.eps)(x)
 
     if c.norm_before_fc:
         taps = norm("input_norm", taps)
@@ -117,7 +118,7 @@ def plain(head: HeadFile, c: EagleConfig, taps: Tensor, embedded: Tensor) -> Ten
     both = torch.cat([norm(at + "input_layernorm", embedded), hidden], -1)
     b, t, _ = both.shape
     q, k, v = ((both @ weight[f"{at}self_attn.{x}_proj"].T).view(b, t, -1, c.layer.head_dim) for x in "qkv")
-    if c.layer.qk_norm:
+    if c.layer.norms.heads:
         q, k = norm(at + "self_attn.q_norm", q), norm(at + "self_attn.k_norm", k)
     rope = Rotary(c.layer.rope, c.layer.head_dim, torch.float32, torch.device("cpu"))
     cos, sin = rope(torch.arange(t)[None], t, [t])

@@ -25,8 +25,8 @@ def test_values_of_the_option(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("texts", "said"),
     [
-        (["a", "b"], "2 adapters are to be merged"),
-        (["x=a", "x=b"], "two adapters are called x"),
+        (["a", "b"], "only one adapter can be merged, got 2"),
+        (["x=a", "x=b"], "two adapters have the name x"),
         (["{"], "is not an adapter"),
         (['{"path": "a"}'], "is not an adapter .KeyError"),
         (['{"name": "a", "path": "b", "rank": 3}'], "is not an adapter .TypeError"),

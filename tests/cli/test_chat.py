@@ -174,7 +174,7 @@ def test_a_conversation_is_saved_and_loaded(asked: list[list[dict[str, str]]], t
     assert result.exit_code == 0
     assert said(asked[1]) == ["be brief", "one", "two"]
     assert other.read_text() == "dear diary"
-    assert f"{other} holds no conversation" in result.stderr
+    assert f"{other} contains no conversation" in result.stderr
     assert "/save needs the name" in result.stderr
     assert [m["role"] for m in read_conversation(path)] == ["system", *["user", "assistant"] * 2]
     assert "No such file" in chat(f"/load {tmp_path / 'none'}\n").stderr
@@ -185,7 +185,7 @@ def test_a_conversation_is_saved_and_loaded(asked: list[list[dict[str, str]]], t
 )
 def test_what_is_no_conversation(tmp_path: Path, text: str) -> None:
     (tmp_path / "c").write_text(text)
-    with pytest.raises(InvalidData, match="holds no conversation"):
+    with pytest.raises(InvalidData, match="contains no conversation"):
         read_conversation(tmp_path / "c")
 
 

@@ -36,7 +36,7 @@ def test_demo_says_where_texts_differ(capsys: pytest.CaptureFixture[str]) -> Non
     import typer
 
     _report(completion("rounding", [1, 2, 3]), completion("rounding", [1, 2, 4]))
-    assert "texts identical: NO, they differ from token 2 on" in capsys.readouterr().out
+    assert "texts identical: NO, they differ at token 2" in capsys.readouterr().out
     with pytest.raises(typer.Exit) as caught:
         _report(completion("bits", [1, 2, 3]), completion("bits", [1, 2]))
     assert caught.value.exit_code == 1

@@ -213,7 +213,7 @@ def test_the_line_about_a_silent_pipe_comes_under_quiet_too(
         closing.start()
         assert single_prompt("one", with_stdin=True) == "one"
         closing.join()
-    assert "waiting for stdin" in capsys.readouterr().err
+    assert "waiting for text on stdin" in capsys.readouterr().err
 
 
 def test_help_shows_the_default_length() -> None:
@@ -233,7 +233,7 @@ def test_a_model_is_named_the_same_way_everywhere(shop: Shop, name: list[str]) -
 
 
 def test_a_prompt_without_quotes_is_told_to_have_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "If 'Why' begins the prompt, quote the prompt" in failure(generate("Why", "is"))
+    assert "If 'Why' is part of the prompt, quote the prompt" in failure(generate("Why", "is"))
     assert "(is the sky). Quote the prompt" in failure(generate("Why", "is", "the", "sky"))
     assert "quote" not in failure(generate("./absent", "is"))
 
@@ -286,7 +286,7 @@ def test_what_is_piped_in_follows_the_prompt(
         closing.join()
     error = capsys.readouterr().err
     assert error.count("added 1 line from stdin to the prompt; </dev/null keeps them out\n") == 2
-    assert "waiting for stdin" in error
+    assert "waiting for text on stdin" in error
     piped = [sys.executable, "-m", "paceline", "generate", "-m", "/absent", "\udcff"]
     done = subprocess.run(piped, input="x", capture_output=True, text=True, check=False)
     assert "not valid Unicode" in done.stderr, "checked before the model is looked for"

@@ -38,14 +38,14 @@ from tests.support.toy_cli import (
         (["x", "--min-new-tokens", "99"], "min_new_tokens=99"),
         (["x", "--logit-bias", "a=1"], "--logit-bias must be ID=NUMBER, got 'a=1'"),
         (["x", "--logit-bias", "3=nan"], "logit_bias[3]=nan"),
-        (["x", "--bad-word", ""], "bad_words holds an empty word"),
+        (["x", "--bad-word", ""], "bad_words contains an empty word"),
         (["x", "--regex", "("], "the regular expression cannot be used"),
         (["x", "--regex", "a", "--grammar", "start: /a/"], "only one grammar"),
         (["x", "--json-schema", "no-such-file"], "neither a file nor a JSON schema"),
-        (["x", "--json-schema", "{'a'}"], "the JSON schema is no JSON"),
+        (["x", "--json-schema", "{'a'}"], "the JSON schema is not valid JSON"),
         (["x", "--grammar", "missing.lark"], "neither a file"),
         (["x", "--json-schema", "{}", "--ignore-eos"], "ignore_eos"),
-        (["x", "--logprobs", "1"], "Give --json too"),
+        (["x", "--logprobs", "1"], "Add --json"),
         (["x", "--json", "--logprobs", "-1"], "logprobs=-1"),
         (["x", "--draft", "5x5"], "NODESxDEPTHxBRANCH, got '5x5'"),
         (["x", "--draft", "-3"], "NODESxDEPTHxBRANCH, got '-3'"),
@@ -90,7 +90,7 @@ def test_no_prompt_at_a_terminal(shop: Shop, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_prompt_longer_than_the_context(shop: Shop) -> None:
-    assert "the model's context 256" in failure(generate("x" * 300))
+    assert "the model's context has 256" in failure(generate("x" * 300))
 
 
 @pytest.mark.parametrize("args", [["generate", "--nonsense"], ["generate", "x", "-n", "many"], ["nonsense"]])

@@ -56,9 +56,9 @@ def test_help_all_shows_every_option_by_subject(command: str) -> None:
 
 
 def test_explanations_are_left_to_help_all() -> None:
-    assert "rejection and block: its" not in shown("generate", "--help", columns=120)
+    assert "With match, the text" not in shown("generate", "--help", columns=120)
     full = shown("generate", "--help-all", columns=120)
-    for part in ("rejection and block: its", "KIND:REF is model:REF", "NODESxDEPTHxBRANCH"):
+    for part in ("With match, the text", "REF@ADAPTER merges", "NODESxDEPTHxBRANCH"):
         assert part in full
     assert "--max-tokens" in full
     for panel in ("Sampling", "Speculation", "Model and memory", "Structured output", "Input and output"):

@@ -46,7 +46,7 @@ def test_a_model_comes_and_goes(disk: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ]
     assert "Deleted qwen3:0.6b:Q8_0" in run("rm", "qwen3:0.6b:Q8_0").stderr
     assert not path.exists()
-    assert "no model 'qwen3:0.6b:Q8_0' on this disk" in failure(run("rm", "qwen3:0.6b:Q8_0"))
+    assert "no model 'qwen3:0.6b:Q8_0' on this machine" in failure(run("rm", "qwen3:0.6b:Q8_0"))
 
 
 def test_all_shows_other_programs_models(disk: Path) -> None:

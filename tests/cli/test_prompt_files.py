@@ -61,7 +61,7 @@ def test_rows_as_text_are_told_apart(shop: Shop, tmp_path: Path) -> None:
     [
         ("{", "not valid JSON"),
         ('{"prompt": "a"} x', "not valid JSON"),
-        ("[" * 100000, "not usable JSON"),
+        ("[" * 100000, "JSON that is nested too deeply"),
         ('["a"]', "not a JSON object"),
         ("7", "not a JSON object"),
         ({"id": 5}, "no prompt"),
@@ -79,8 +79,8 @@ def test_rows_as_text_are_told_apart(shop: Shop, tmp_path: Path) -> None:
         ({"messages": [{"role": "user", "content": ""}]}, "all messages are empty"),
         ({"prompt": "a", "turns": ["b"]}, "only one of them"),
         ({"id": "first", "prompt": "a"}, "the id 'first' was already used on line 1"),
-        ({"id": [1], "prompt": "a"}, "the id is [1]"),
-        ({"id": True, "prompt": "a"}, "the id is true"),
+        ({"id": [1], "prompt": "a"}, "whole number, got [1]"),
+        ({"id": True, "prompt": "a"}, "whole number, got true"),
     ],
 )
 def test_a_malformed_row_is_named_before_anything_is_loaded(shop: Shop, tmp_path: Path, row: Any, part: str) -> None:

@@ -21,7 +21,7 @@ from paceline.drafters.factory import make_drafter, to_tree
 from paceline.files.stores import StoredModel
 from paceline.llm import LLM
 from paceline.recording.file import Recording
-from paceline.recording.states import StateFiles, states_beside
+from paceline.recording.states import StateFiles, states_folder
 from paceline.sampling.parameters import Sampling
 from paceline.types import DraftBudget
 from tests.support.toys import toy_model
@@ -73,10 +73,10 @@ def test_record_stores_hidden_states_beside_the_same_replies(recorded: Path, tmp
     assert done.exit_code == 0, done.output
     assert {r.reply for r in Recording(path)} == {r.reply for r in Recording(recorded)}
     for reply in Recording(path):
-        states = StateFiles(states_beside(path), (1, 0), 0).read(reply.token_ids[:-2])
+        states = StateFiles(states_folder(path), (1, 0), 0).read(reply.token_ids[:-2])
         assert states
         assert len(states["final"]) == len(reply.token_ids) - 2
-    assert not states_beside(recorded).exists()
+    assert not states_folder(recorded).exists()
     assert "hidden states of 3 texts stored in" in done.stderr
     for wrong in (("-d", "suffix"), ("--states", "inf")):
         done = run("record", str(path), "--prompts", str(prompts), "--states", "1", *wrong)
@@ -195,7 +195,7 @@ def test_what_cannot_be_replayed_is_said(recorded: Path, tmp_path: Path) -> None
     assert "without sizes" in run("tune", str(recorded), "--drafters", "suffix@3").stderr
     assert "cannot be replayed" in run("replay", str(recorded), "--drafters", "early-exit:1@3").stderr
     recorded.write_text(recorded.read_text().splitlines()[0] + "\n")
-    assert "holds no replies" in run("replay", str(recorded)).stderr
+    assert "contains no replies" in run("replay", str(recorded)).stderr
     (tmp_path / "text").write_text("hello\n")
     assert "text, line 1: not valid JSON" in run("replay", str(tmp_path / "text")).stderr
 

@@ -165,7 +165,7 @@ BITS = pytest.param(torch.bfloat16, marks=pytest.mark.skipif(not packs_bfloat16(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, BITS], ids=["float64", "bfloat16"])
-@some("case", [*FAMILIES], fast=KINDS)
+@some("case", FAMILIES, fast=KINDS)
 def test_rows_that_stop_early_and_go_on_are_those_of_plain_decoding(case: str, dtype: torch.dtype) -> None:
     check_resumed(decoder(case, dtype), (47, 46, 30))
 
@@ -176,7 +176,7 @@ def test_they_are_over_a_ring_that_has_wrapped(case: str, dtype: torch.dtype) ->
     check_resumed(decoder(case, dtype), (1110, 47, 700))
 
 
-@some("case", [*FAMILIES], fast=KINDS)
+@some("case", FAMILIES, fast=KINDS)
 def test_an_exit_gives_the_stream_of_its_layer_and_the_head_on_it(case: str) -> None:
     target = decoder(case)
     rows = lambda cache: pack_prefix(text(20), cache.acquire(20), 0, CPU)  # noqa: E731

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from paceline.drafters.base import Ask
+from paceline.drafters.independent import independent
 from paceline.drafters.model import DraftModel
 from paceline.drafters.stack import DrafterWrapper
 from paceline.engine.detokenizer import TextStream
@@ -21,6 +22,7 @@ from paceline.sampling.parameters import Sampling
 from paceline.testing import Oracle, run, run_together, tiny_target
 from paceline.types import Draft, DraftBudget, Forward, Rows, Want
 from paceline.verify.tree import MIN_ROWS, PREFILL_ROWS, pack
+from tests.support.controlled import fixed_plan
 
 
 class Watched(Decoder):
@@ -188,7 +190,9 @@ def test_stats_for_json() -> None:
         "drafter",
         "seconds",
     ]
-    assert "_" not in repr(stats).replace("tokens_per_round", "").replace("accepted_at", "")
+    assert "_" not in repr(stats).replace("tokens_per_round", "").replace("accepted_at", "").replace(
+        "draft_failures", ""
+    )
 
 
 @pytest.mark.parametrize(
@@ -237,7 +241,9 @@ def test_whatever_is_chosen_from_round_to_round_the_text_is_plain_decoding_s(
     target, rolls = tiny_target(), random.Random(1)
     sampling = Sampling(max_new_tokens=60, temperature=temperature, seed=5)
     plain = run(target, [1, 2, 3], sampling)[0]
-    monkeypatch.setattr(Controller, "choose", lambda self, *state: rolls.choice(self.sizes))
+    monkeypatch.setattr(
+        Controller, "plan", lambda self, each, together: fixed_plan(self, each, rolls.choice(self.sizes))
+    )
     sized = Sized([1, 2, 3, *plain])
     tokens, _, stats = run(target, [1, 2, 3], sampling, sized)
     assert tokens == plain
@@ -275,3 +281,25 @@ def test_the_end_of_a_request_releases_its_own_slot_alone() -> None:
     lengths = (2, 9, 4)
     run_together(Engine(tiny_target(), drafter), [[1, 2, 3]] * 3, [Sampling(max_new_tokens=n) for n in lengths])
     assert released == [0, 2, 1]
+
+
+class NotFinite(Oracle):
+    """Ranks rows of NaN, as a broken draft model does."""
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        return [independent(one, one.budget, torch.full((2, 37), torch.nan)) for one in asks]
+
+
+def test_a_drafter_that_fails_is_counted_and_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    target, sampling = tiny_target(), Sampling(max_new_tokens=5)
+    plain, _, stats = run(target, [1, 2, 3], sampling)
+    assert stats.draft_failures == 0
+    assert "draft_failures" not in stats.as_dict()
+    engine = Engine(target, NotFinite([], 0.0, 37), DraftBudget.chain(2))
+    with caplog.at_level("WARNING", "paceline"):
+        for _ in range(2):
+            tokens, _, stats = run(target, [1, 2, 3], sampling, engine=engine)
+            assert tokens == plain
+            assert stats.drafted == 0
+            assert stats.as_dict()["draft_failures"] == stats.draft_failures > 0
+    assert [record.message.split(" and ")[0] for record in caplog.records] == ["Drafter NotFinite failed on a token"]

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
 from paceline.drafters.base import Drafter
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
 from paceline.drafters.suffix import Suffix
 from paceline.engine.engine import Engine
+from paceline.errors import InvalidOption
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
+from paceline.sampling.sampler import Prefix
+from paceline.sampling.thinking import ThinkingBudget
 from paceline.testing import Oracle, run, run_together, tiny_target
 from paceline.types import DraftBudget
+from tests.support.cover import cover
 from tests.support.plain import plain_reply, plain_text
 from tests.support.toys import ALPHABET, toy_model
 
@@ -55,21 +61,19 @@ def test_each_sampler_changes_the_text(sampling: Sampling) -> None:
     assert plain_text(TOY, PROMPT, sampling) != plain_text(TOY, PROMPT, without)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-def test_drafts_change_nothing_of_the_text(sampling: Sampling, kind: str, shape: str) -> None:
+@cover(sampling=SAMPLINGS, kind=KINDS, shape=SHAPES)
+def test_drafts_change_nothing_of_the_text(sampling: Sampling, kind: str, shape: DraftBudget) -> None:
     plain, finish = plain_reply(TOY, PROMPT, sampling)
-    tokens, ended, stats = run(TOY, PROMPT, sampling, drafter(kind, PROMPT + plain), SHAPES[shape])
+    tokens, ended, stats = run(TOY, PROMPT, sampling, drafter(kind, PROMPT + plain), shape)
     assert (tokens, ended) == (plain, finish)
     if kind == "the model itself":
         assert stats.accepted > 20, "target and drafter must agree on every decision of the samplers"
 
 
 def test_a_batch_of_them_gives_each_its_own_text() -> None:
-    samplings = [*SAMPLINGS.values()]
+    samplings = [replace(sampling, max_new_tokens=12) for sampling in SAMPLINGS.values()]
     prompts = [PROMPT[: 4 + i] for i in range(len(samplings))]
-    engine = Engine(TOY, DraftModel(OTHER, 37), SHAPES["tree"])
+    engine = Engine(TOY, NGram(), SHAPES["tree"])
     together = run_together(engine, prompts, samplings)
     for prompt, sampling, (tokens, finish, _) in zip(prompts, samplings, together, strict=True):
         assert (tokens, finish) == plain_reply(TOY, prompt, sampling)
@@ -97,12 +101,11 @@ def reply(prompt: str, how: Sampling, kind: str = "", shape: str = "") -> list[i
     return LLM(toy_model(), drafter(kind, text), SHAPES[shape]).generate(prompt, how, raw=True).token_ids
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.5])
-@pytest.mark.parametrize(("start", "end", "prompt"), BUDGETS.values(), ids=BUDGETS)
-@pytest.mark.parametrize("budget", [0, 1, 7])
+@cover(texts=BUDGETS, budget=[0, 1, 7], temperature=[0.0, 1.5])
 def test_a_thinking_budget_forces_the_end_at_its_place(
-    start: str, end: str, prompt: str, budget: int, temperature: float
+    texts: tuple[str, str, str], budget: int, temperature: float
 ) -> None:
+    start, end, prompt = texts
     rarely, always = {ALPHABET.index("'"): -30.0}, {ALPHABET.index("k"): 30.0}
     how = Sampling(
         max_new_tokens=20,
@@ -119,6 +122,19 @@ def test_a_thinking_budget_forces_the_end_at_its_place(
     assert reply(prompt, replace(how, thinking_budget=None))[:at] == tokens[:at]
     for kind, shape in (("ngram", "chain"), ("oracle", "tree"), ("another model", "tree")):
         assert reply(prompt, how, kind, shape) == tokens
+
+
+def test_a_thinking_budget_counts_no_token_twice() -> None:
+    """A drafter may lag behind the text that the target has read."""
+    budget, row = ThinkingBudget(4, "", "q").limit(toy_model().tokenizer), torch.zeros(37)
+    assert [len(budget.forced(Prefix([1] * size, (), 1), 9)) for size in (4, 2, 4, 5, 3, 5)] == [0, 0, 0, 1, 0, 1]
+    assert budget(Prefix([1] * 4, (), 1), row.clone()).tolist() == row.tolist()
+
+
+@pytest.mark.parametrize("wrong", [(3, 5, "q"), (3, "", None), (3, "", ""), (3, "", "q", 1), ("a", "", "q")])
+def test_a_malformed_thinking_budget_is_refused(wrong: tuple[Any, ...]) -> None:
+    with pytest.raises(InvalidOption):
+        Sampling(thinking_budget=ThinkingBudget(*wrong))
 
 
 def test_reasoning_that_ends_within_its_budget_is_left_alone() -> None:

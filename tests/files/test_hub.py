@@ -59,7 +59,7 @@ def test_a_repository_of_ggufs(hub: Hub, tmp_path: Path) -> None:
     assert leftovers(tmp_path) == ["Model-Q4_K_M.gguf"]
     assert resolve("owner/many:q8_0", quiet=True).name == "Model-Q8_0.gguf"
     assert resolve("owner/many:Model-BF16", quiet=True).name == "Model-BF16.gguf"
-    with pytest.raises(ModelNotFound, match=r"owner/many has no Q2_K. There are BF16, Q4_K_M, Q8_0"):
+    with pytest.raises(ModelNotFound, match=r"owner/many has no Q2_K. Available: BF16, Q4_K_M, Q8_0"):
         resolve("owner/many:Q2_K", quiet=True)
 
 
@@ -138,9 +138,9 @@ def test_a_full_disk(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_the_hub_does_not_have(hub: Hub) -> None:
-    with pytest.raises(UnsupportedModel, match="owner/text holds neither safetensors nor GGUF files"):
+    with pytest.raises(UnsupportedModel, match="owner/text contains neither safetensors nor GGUF files"):
         resolve("owner/text", quiet=True)
-    with pytest.raises(ModelNotFound, match="no hub model owner/none"):
+    with pytest.raises(ModelNotFound, match="the hub model owner/none does not exist"):
         resolve("owner/none:Q4_0", quiet=True)
     with pytest.raises(ModelNotFound, match="no revision 'v9'"):
         resolve("owner/many:Q8_0", quiet=True, revision="v9")
@@ -193,7 +193,7 @@ def test_which_file_is_taken() -> None:
     assert choose(["m-Q2_K.gguf", "m-Q5_K_M.gguf", "m-F16.gguf"], None, "x") == ["m-Q5_K_M.gguf"]
     assert choose(["odd.gguf"], None, "x") == ["odd.gguf"]
     assert whole(["mmproj-model-f16.gguf", "imatrix.gguf", "a.txt"]) == []
-    with pytest.raises(ModelNotFound, match=r"x has no GGUF file. It holds no GGUF model"):
+    with pytest.raises(ModelNotFound, match=r"x has no GGUF file. It contains no GGUF model"):
         choose(["a.txt"], None, "x")
     with pytest.raises(ModelNotFound, match="at most 1024"):
         parts_of("m-00001-of-99999.gguf")
@@ -206,5 +206,5 @@ def test_short_names() -> None:
     assert hub_name("owner/name") == ("owner/name", None)
     assert [hub_name(name) for name in ("qwen3", "a:b", "a/b.gguf", "a/b/c", "a/b:c/d", "ollama:a:b")] == [None] * 6
     assert short_name(ALIASES["qwen3:0.6b"], "Q8_0") == "qwen3:0.6b:Q8_0"
-    with pytest.raises(ModelNotFound, match=r"Give qwen3:0.6b or qwen3:1.7b or"):
+    with pytest.raises(ModelNotFound, match=r"Use qwen3:0.6b or qwen3:1.7b or"):
         resolve("qwen3:99b")

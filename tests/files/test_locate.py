@@ -177,7 +177,7 @@ def test_local_paths(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert resolve(str(tmp_path)) == tmp_path
     (tmp_path / "model.safetensors").write_bytes(b"12345678")
-    with pytest.raises(UnsupportedModel, match="name the folder"):
+    with pytest.raises(UnsupportedModel, match="pass the folder"):
         resolve(tmp_path / "model.safetensors")
 
 
@@ -231,7 +231,7 @@ def hub_error(kind: type[Exception]) -> Exception:
     ("kind", "message"),
     [
         (hub_errors.GatedRepoError, "gated.*token"),
-        (hub_errors.RepositoryNotFoundError, "no hub model owner/name"),
+        (hub_errors.RepositoryNotFoundError, "the hub model owner/name does not exist"),
         (hub_errors.RevisionNotFoundError, "no revision 'v9'"),
         (hub_errors.OfflineModeIsEnabled, "offline mode.*HF_HUB_OFFLINE"),
         (hub_errors.LocalEntryNotFoundError, "cannot be downloaded.*network"),

@@ -13,7 +13,7 @@ from paceline.files.sole import sole_user
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such locks")
 def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
-    refused = pytest.raises(InvalidOption, match="another process is at work")
+    refused = pytest.raises(InvalidOption, match="another process is using")
     for _ in range(2):
         with sole_user(tmp_path), refused, sole_user(tmp_path):
             pass

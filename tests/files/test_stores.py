@@ -44,7 +44,7 @@ def ollama(folder: Path, name: str, digit: str, media: str = "application/vnd.ol
 
 def test_an_empty_disk(home: Path) -> None:
     assert [model for model in stored_models(True) if model.store != "ollama"] == []
-    with pytest.raises(ModelNotFound, match="on this disk"):
+    with pytest.raises(ModelNotFound, match="on this machine"):
         find("qwen3:0.6b")
 
 
@@ -60,7 +60,7 @@ def test_what_paceline_downloaded(home: Path) -> None:
     assert resolve("qwen3:0.6b:Q4_K_M").name == resolve("qwen3:0.6b").name == "Qwen3-0.6B-Q4_K_M.gguf"
     assert find("qwen3:0.6b") == found["qwen3:0.6b:Q4_K_M"]
     write(models / ALIASES["qwen3:0.6b"] / "Qwen3-0.6B-Q8_0.gguf")
-    with pytest.raises(ModelNotFound, match=r"Name qwen3:0.6b:Q4_K_M or qwen3:0.6b:Q8_0"):
+    with pytest.raises(ModelNotFound, match=r"Use qwen3:0.6b:Q4_K_M or qwen3:0.6b:Q8_0"):
         find("qwen3:0.6b")
     remove(find("qwen3:0.6b:Q8_0"))
     remove(find("owner/big:Q8_0"))

@@ -291,7 +291,7 @@ def test_no_application_waits_for_room_that_a_client_who_has_left_would_make() -
 
 
 def test_options_are_checked_before_a_replica_starts() -> None:
-    with pytest.raises(InvalidOption, match="one writer"):
+    with pytest.raises(InvalidOption, match="cannot write one recording"):
         app({"model": "demo", "record": "file"})
     with pytest.raises(Exception, match="No such option: --modle"):
         app({"modle": "demo"})

@@ -228,11 +228,11 @@ CANNOT: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (ONE, {"guidance_scale": 1.5}, "UnbatchedClassifierFree"),
     (ONE, {"output_attentions": True, "return_dict_in_generate": True}, "attentions"),
     (ONE, {"past_key_values": transformers.DynamicCache()}, "DynamicCache"),
-    (ONE, {"past_key_values": LLAMA(torch.tensor([[1, 5]])).past_key_values}, "a cache of one's own"),
+    (ONE, {"past_key_values": LLAMA(torch.tensor([[1, 5]])).past_key_values}, "your own cache"),
     (ONE, {"cache_implementation": "static"}, "StaticCache"),
     (ONE, {"position_ids": torch.arange(10)[None] + 3}, "position_ids"),
     (RIGHT_PADDED, {}, "left"),
-    (ONE, {"max_new_tokens": 400}, "context of 256"),
+    (ONE, {"max_new_tokens": 400}, "context length of 256"),
 ]
 
 

@@ -13,7 +13,7 @@ from paceline.kernels.cpu.build import library
 from paceline.models.decoder import Decoder
 from paceline.protocols import KVCache
 from paceline.types import Draft, Forward, Tap, Want
-from paceline.verify.tree import beside, pack, pack_prefix
+from paceline.verify.tree import pack, pack_prefix, with_siblings
 from tests.support.native_models import BASE, CPU, MODELS, native, plan, text
 from tests.support.ragged_passes import DRAFTS, filled, packed, verify
 from tests.support.row_groups import watched
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compi
 
 THREADS = (2, 3, 5)
 LENGTHS = (20, 7, 41, 300, 33, 1, 90, 64)
-TREE = beside([3, *text(9, 1)], 66)[0]
+TREE = with_siblings([3, *text(9, 1)], 66)[0]
 MANY = (*DRAFTS, Draft.chain(text(40, 2)), Draft(), TREE)
 
 
@@ -66,7 +66,7 @@ def test_slots_with_drafts(name: str) -> None:
     target = native(replace(BASE, **MODELS[name]))
     taps: tuple[Tap, ...] = (0, 1, target.layers, "final")
     counts = [1 + len(draft.tokens) for draft in MANY]
-    cut = target.config.experts is None
+    cut = target.config.mixture is None
     same_with_threads(
         target, LENGTHS, lambda cache, slots: verify(target, cache, slots, MANY, Want(taps=taps)), counts, cut
     )

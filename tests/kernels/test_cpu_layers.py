@@ -17,7 +17,7 @@ from paceline.kernels.cpu.matrix import NativeLinear
 from paceline.kernels.quantize import Mode
 from paceline.models import stack as stacks
 from paceline.models.block import BlockNetwork
-from paceline.models.config import LayerConfig
+from paceline.models.config import LayerConfig, NormConfig
 from paceline.models.decoder import Decoder, make_layer
 from paceline.models.heads import BlockConfig
 from paceline.models.layers import Mixture
@@ -25,7 +25,7 @@ from paceline.models.stack import LayerStack
 from paceline.models.weights import Weights
 from paceline.protocols import KVCache
 from paceline.types import Carried, Draft, Rows, Tap, Want
-from paceline.verify.tree import beside, pack, pack_prefix
+from paceline.verify.tree import pack, pack_prefix, with_siblings
 from tests.support.native_models import (
     BASE,
     CPU,
@@ -136,7 +136,7 @@ def test_however_rows_travel_they_have_the_bits_of_plain_decoding(name: str, dty
             out = target.forward(rows_of(cache, slot, path[0], Draft.chain(path[1:] + other)), cache, Want())
             assert torch.equal(out.logits[0, :12], alone), chunk
         # A tree, in one pass and in three, and beside other slots.
-        tree, lines = beside(path[1:], 66)
+        tree, lines = with_siblings(path[1:], 66)
         out = target.forward(rows_of(cache, slot, path[0], tree), cache, Want())
         assert torch.equal(out.logits[0, [0, *lines]], alone)
         # A cache that has not seen the tree: a column that no pass writes would hold what it should.
@@ -183,7 +183,7 @@ def test_windows_whose_rings_have_wrapped() -> None:
         prefix, path = tokens[:goal], tokens[goal : goal + 8]
         alone = torch.cat([out.logits[:, 0] for out in plain(target, prefix, path)])
         cache, slot = filled(target, prefix)
-        tree, lines = beside(path[1:3], 66)
+        tree, lines = with_siblings(path[1:3], 66)
         assert torch.equal(
             target.forward(rows_of(cache, slot, path[0], tree), cache, Want()).logits[0, [0, *lines]], alone[:3]
         )
@@ -223,7 +223,7 @@ def test_a_drafted_row_that_is_not_finite_harms_no_other(name: str, mode: Mode |
     prefix, path = ([token % 66 for token in text(n, n)] for n in (20, 5))
     alone = torch.cat([out.logits[:, 0] for out in plain(target, prefix, path)])
     target._embed[66] = torch.nan
-    tree, lines = beside(path[1:], 66)
+    tree, lines = with_siblings(path[1:], 66)
     cache, slot = filled(target, prefix)
     out = target.forward(rows_of(cache, slot, path[0], tree), cache, Want()).logits[0]
     assert torch.equal(out[[0, *lines]], alone)
@@ -249,9 +249,11 @@ def test_experts_of_equal_scores_are_chosen_by_number() -> None:
 @pytest.mark.parametrize("windows", [(None, None), (7, None), (4, 4)])
 @pytest.mark.parametrize("causal", [(), (True, False)])
 def test_a_drafted_block_sees_itself_both_ways(windows: tuple[int | None, ...], causal: tuple[bool, ...]) -> None:
-    layer = replace(BASE, qk_norm=True, layers=2, special=tuple(LayerConfig(FULL, window) for window in windows))
+    layer = replace(
+        BASE, norms=NormConfig(heads="shared"), layers=2, special=tuple(LayerConfig(FULL, window) for window in windows)
+    )
     config = BlockConfig(layer, (0, 1), 6, 66, causal=causal)
-    host = native(replace(BASE, qk_norm=True))
+    host = native(replace(BASE, norms=NormConfig(heads="shared")))
     tensors = {name: tensor.bfloat16() for name, tensor in block_tensors(config).items()}
     features, block = (torch.randn(2, n, 64 * k).bfloat16() for n, k in ((11, 2), (6, 1)))
     states = []

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.kernels.cpu.build import library
 from paceline.types import Carried, Draft, Forward, Tap, Want
-from paceline.verify.tree import beside, pack
+from paceline.verify.tree import pack, with_siblings
 from tests.support.native_models import BASE, CPU, MODELS, native, plan, text
 from tests.support.ragged_passes import DRAFTS, filled, packed, verify
 
@@ -42,7 +42,7 @@ def test_each_slot_of_a_ragged_pass_gives_what_it_gives_alone(name: str) -> None
 def test_rings_that_have_wrapped() -> None:
     target = native(replace(BASE, **plan(20, None), heads=2, kv_heads=1))
     cache, slots = filled(target, (1021, 3, 1060, 600))
-    drafts = [Draft.chain([1, 2]), Draft(), beside([3, 4], 66)[0], Draft.chain(text(9))]
+    drafts = [Draft.chain([1, 2]), Draft(), with_siblings([3, 4], 66)[0], Draft.chain(text(9))]
     out = verify(target, cache, slots, drafts, Want())
     for line, (slot, draft) in enumerate(zip(slots, drafts, strict=True)):
         assert same(out, line, verify(target, cache, [slot], [draft], Want()), 1 + len(draft.tokens)), line

@@ -176,7 +176,7 @@ def test_what_cannot_differ_from_row_to_row_is_refused() -> None:
 @pytest.mark.parametrize(
     ("module", "shapes", "said"),
     [
-        ("model.layers.0.self_attn.q_proj", ((2, 32), (64, 2)), "from 32 to 64 elements.*from 64 to 64"),
+        ("model.layers.0.self_attn.q_proj", ((2, 32), (64, 2)), "maps 32 to 64 elements.*maps 64 to 64"),
         ("model.layers.7.self_attn.q_proj", ((2, 64), (64, 2)), "which this model does not have"),
     ],
 )

@@ -21,7 +21,7 @@ from paceline.drafters.suffix import Suffix
 from paceline.errors import CorruptModel, InvalidOption
 from paceline.kernels.linear import linear
 from paceline.kernels.quantize import GROUP, Codes, Mode, quantize, round_activations, stack
-from paceline.models.config import Experts, ModelConfig
+from paceline.models.config import MixtureConfig, ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.models.lazy import Quantised
 from paceline.models.weights import Weights
@@ -304,8 +304,8 @@ def test_routers_of_experts_stay_in_float(mode: Mode, monkeypatch: pytest.Monkey
         return quantize(self.get(name, shape), bits)
 
     monkeypatch.setattr(Weights, "_matrix", seen)
-    experts = Experts(3, 2, 16, True, "mlp", ("gate_proj", "up_proj", "down_proj"))
-    config = replace(TINY, layers=1, experts=experts, special=(replace(TINY.plan[0], sparse=True),))
+    experts = MixtureConfig(3, 2, 16, normalised=True)
+    config = replace(TINY, layers=1, mixture=experts, special=(replace(TINY.plan[0], sparse=True),))
     tensors = random_tensors(config)
     tensors = {name: x for name, x in tensors.items() if ".mlp." not in name}
     prefix = "model.layers.0.mlp."

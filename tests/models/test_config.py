@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from paceline.checkpoints.model_config import read_config
 from paceline.errors import CorruptModel, UnsupportedModel
-from paceline.models.families import read_config
 from tests.support.lazy import transformers
 from tests.support.older_configs import OLDER
 from tests.support.tiny_families import SIZES
@@ -68,6 +68,10 @@ def test_what_would_be_computed_wrongly_is_refused(config: dict[str, Any], said:
         (raw("llama4_text", num_local_experts=0, num_experts_per_tok=0), "0 of 0 experts"),
         (raw("mixtral", num_local_experts=2, num_experts_per_tok=3), "3 of 2"),
         (raw("qwen3_moe", moe_intermediate_size=0), "moe_intermediate_size must be .* got 0"),
+        (
+            raw("gemma4_text", enable_moe_block=True, num_experts=4, top_k_experts=None, moe_intermediate_size=8),
+            "top_k",
+        ),
         (raw("deepseek_v2"), "num_experts_per_tok must be a whole number"),
         (raw("deepseek_v3", n_group=6), "8 of 256 experts in 4 of 6 groups"),
         (raw("deepseek_v3", n_group=256, topk_group=7), "8 of 256 experts in 7 of 256 groups"),

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.checkpoints.model_config import read_config
 from paceline.errors import CorruptModel, UnsupportedModel
+from paceline.models.config import RopeConfig
 from paceline.models.decoder import Decoder, make_attention
-from paceline.models.families import read_config
 from paceline.models.weights import Weights
 from paceline.testing import TINY, random_tensors, tiny_target
 from paceline.types import Want
@@ -142,7 +143,7 @@ def test_missing_extra_and_misshapen_tensors_are_named() -> None:
 
 
 def test_the_order_of_a_million_rotary_rows_is_no_list() -> None:
-    wide = replace(TINY, heads=1024, kv_heads=1024, head_dim=1024, paired=True)
+    wide = replace(TINY, heads=1024, kv_heads=1024, head_dim=1024, rope=RopeConfig(interleaved=True))
     tracemalloc.start()
     try:
         with pytest.raises(CorruptModel, match="lacks x"):

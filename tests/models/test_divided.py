@@ -20,7 +20,7 @@ from paceline.kernels.cpu.build import kernel, library
 from paceline.kernels.cpu.matrix import Matrix, block_elements
 from paceline.kernels.low_rank import Factors
 from paceline.kernels.quantize import quantize
-from paceline.models.config import DeltaNetConfig, LatentConfig, LayerConfig
+from paceline.models.config import AttentionConfig, DeltaNetConfig, LatentConfig, LayerConfig, NormConfig
 from paceline.models.ranks import Exchange, Ranks
 from paceline.models.shards import RankTensors, divide, spans
 from paceline.testing import TINY, random_tensors
@@ -146,7 +146,7 @@ def test_adapters_are_cut_as_the_weights_beside_them() -> None:
         torch.testing.assert_close(whole, b @ a)
     module = "model.layers.0.self_attn.q_proj"
     a, b = held.factors[module]
-    with pytest.raises(AdapterMismatch, match=r"x changes .*q_proj from 32 to 16 elements, .* is from 32 to 32"):
+    with pytest.raises(AdapterMismatch, match=r"x maps 32 to 16 elements in .*q_proj, but this model maps 32 to 32"):
         own[0].factors(Factors("x", {module: (a, b[:16])}))  # which would fit a part
 
 
@@ -158,11 +158,11 @@ def test_models_that_cannot_be_divided_are_refused() -> None:
         check_divisible("x", None, exact=False, ranks=True, placed=False)
     with pytest.raises(UnsupportedModel, match="exact"):
         check_divisible("x", TINY, exact=True, ranks=True, placed=False)
-    wide = replace(TINY, qk_norm=True, wide_norm=True)
+    wide = replace(TINY, norms=NormConfig(heads="joint"))
     with pytest.raises(UnsupportedModel, match="norms queries and keys over all heads"):
         check_divisible("x", wide, exact=False, ranks=True, placed=False)
     check_divisible("x", wide, exact=False, ranks=False, placed=True)
-    latent = replace(TINY, latent=LatentConfig(16, 0, 8, 4, 8))
+    latent = replace(TINY, attention=AttentionConfig(latent=LatentConfig(16, 0, 8, 4, 8)))
     with pytest.raises(UnsupportedModel, match="one vector for the keys and values of all heads"):
         check_divisible("x", latent, exact=False, ranks=True, placed=False)
     with pytest.raises(InvalidOption, match="together"):

@@ -26,18 +26,18 @@ from tests.support.logits import (
     relative_error,
     text,
 )
-from tests.support.tiny_families import CASES, DENSE, FAMILIES, VOCAB, WINDOWED
+from tests.support.tiny_families import CASES, FAMILIES, VOCAB, WINDOWED
 
 STRUCTURES = [
     *("qwen3 with biases, sliding upper layers", "phi3, long factors", "smollm3", "gemma2", "gemma3, stretched"),
     *("mixtral", "gpt-oss", "qwen3 moe, sliding", "granite", "olmo3, sliding", "exaone4", "glm4", "glm4.5"),
     *("llama4, sliding", "llama4, dense", "deepseek v2", "deepseek v3", "cohere, norms of heads", "starcoder2"),
-    *("stablelm, parallel", "phi", "gpt-neox", "yarn"),
+    *("stablelm, parallel", "phi", "gpt-neox", "yarn", "hunyuan"),
 ]
 """Every kind of layer, norm, mask and rotation once."""
 
 
-@pytest.mark.parametrize("case", [*FAMILIES, *DENSE])
+@pytest.mark.parametrize("case", FAMILIES)
 def test_logits_are_the_golden_ones_in_chunks_and_token_by_token(case: str) -> None:
     check_golden(case, (33, 35, 65), end=70)
 
@@ -60,7 +60,7 @@ def test_logits_equal_transformers_in_chunks_and_token_by_token(case: str) -> No
     check_chunks(*models(case), 70, (33, 35, 55))
 
 
-@some("case", [*FAMILIES], fast=STRUCTURES)
+@some("case", FAMILIES, fast=STRUCTURES)
 def test_a_drafted_nodes_logits_are_those_of_its_path_fed_plainly(case: str) -> None:
     check_path(decoder(case), decoder(case), 47)
 
@@ -171,7 +171,7 @@ def test_bfloat16_rounds_no_worse_than_transformers(case: str) -> None:
 
 
 @pytest.mark.skipif(not packs_bfloat16(), reason="no bfloat16 products that keep bits")
-@some("case", [*FAMILIES], fast=STRUCTURES)
+@some("case", FAMILIES, fast=STRUCTURES)
 def test_bfloat16_keeps_bits_whatever_travels_along(case: str) -> None:
     assert guarantee(decoder(case, torch.bfloat16)) == "bits"
 

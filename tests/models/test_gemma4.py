@@ -44,7 +44,7 @@ def test_a_drafted_nodes_logits_are_those_of_its_path(case: str, length: int) ->
     check_path(*models(case), length)
 
 
-@some("case", [*GEMMA4], fast=["gemma4, small", "gemma4, large"])
+@some("case", GEMMA4, fast=["gemma4, small", "gemma4, large"])
 def test_logits_are_the_golden_ones_over_a_ring_that_has_wrapped(case: str) -> None:
     check_golden(case, (*range(PREFILL_ROWS, 1110, PREFILL_ROWS), 1107))
 
@@ -55,7 +55,7 @@ def test_windows_hold_over_a_ring_that_has_wrapped(case: str) -> None:
     check_ring(*models(case))
 
 
-@some("case", [*GEMMA4], fast=["gemma4, small", "gemma4, large"])
+@some("case", GEMMA4, fast=["gemma4, small", "gemma4, large"])
 def test_the_cache_holds_keys_of_the_layers_that_have_some(case: str) -> None:
     ours = decoder(case)
     cache = ours.new_cache()

@@ -13,7 +13,7 @@ import torch
 from paceline.checkpoints.head_files import holds_head, open_head
 from paceline.checkpoints.head_write import write_head
 from paceline.errors import CannotWrite, InvalidOption, UnsupportedModel
-from paceline.models.config import LayerConfig
+from paceline.models.config import LayerConfig, NormConfig
 from paceline.models.heads import EagleConfig, HeadConfig, HeadFile, MedusaConfig, kind_of
 from tests.support.random_heads import (
     BLOCK,
@@ -35,7 +35,7 @@ from tests.support.random_heads import (
 )
 
 FLAGGED = replace(EAGLE3, norm_output=False, fc_norm=False, norm_before_residual=True, norm_before_fc=True)
-NORMED = replace(EAGLE3, layer=replace(LAYER, family="qwen3", qk_norm=True))
+NORMED = replace(EAGLE3, layer=replace(LAYER, family="qwen3", norms=NormConfig(1e-5, heads="shared")))
 NARROW = replace(EAGLE3, target_hidden=40)
 FULL = replace(EAGLE3, draft_vocab=64)
 LONG = replace(EAGLE3, layer=replace(LAYER, rope=replace(LAYER.rope, kind="linear", scaling=(("factor", 4.0),))))
@@ -209,7 +209,7 @@ def test_kinds_have_the_names_that_users_write() -> None:
     configs = (EAGLE3, EAGLE, MEDUSA, BLOCK, EXIT)
     assert [kind_of(c) for c in configs] == ["eagle3", "eagle", "medusa", "block", "exit"]
     assert isinstance(EAGLE, EagleConfig)
-    assert QWEN.qk_norm
+    assert QWEN.norms.heads
 
 
 # --- Writing

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 from paceline.checkpoints.checkpoint import open_weights
+from paceline.checkpoints.model_config import read_config
+from paceline.checkpoints.registry import text_config
+from paceline.checkpoints.tensor_names import translated
 from paceline.models.decoder import Decoder
-from paceline.models.families import read_config
-from paceline.models.hybrids import text_config
-from paceline.models.tensor_names import translated
 from tests.support.golden import check_golden, decoder, models
 from tests.support.logits import CPU, check_chunks, check_path, feed, text
 from tests.support.tiny_families import HYBRIDS

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.checkpoints.model_config import read_config
+from paceline.checkpoints.tensor_names import translated
 from paceline.drafters.base import Drafter
 from paceline.drafters.early_exit import EarlyExit
 from paceline.drafters.model import DraftModel
@@ -22,11 +24,9 @@ from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.kernels.activations import UNGATED
 from paceline.kernels.cpu.build import library
 from paceline.models.decoder import Decoder
-from paceline.models.families import read_config
 from paceline.models.heads import ExitConfig
 from paceline.models.layers import Layer, ParallelLayer
 from paceline.models.lazy import Outlines
-from paceline.models.tensor_names import translated
 from paceline.sampling.parameters import Sampling
 from paceline.testing import Oracle, check_target, run, run_together
 from paceline.types import DraftBudget
@@ -172,7 +172,7 @@ def test_a_wrong_draft_is_rolled_back_past_the_window(budget: DraftBudget) -> No
 def test_older_files_of_gpt_neox_are_read() -> None:
     """Their output head has another name, and they hold masks, which are no weights."""
     ours = decoder("gpt-neox")
-    tensors = weights(read("gpt-neox").shapes, "gpt_neox")
+    tensors = weights(read("gpt-neox").shapes, read("gpt-neox").config)
     tensors = {name.replace("lm_head", "embed_out"): x for name, x in tensors.items()}
     for i in range(ours.layers):
         layer = f"gpt_neox.layers.{i}.attention."

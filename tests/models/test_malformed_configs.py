@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from paceline.checkpoints.model_config import read_config
+from paceline.checkpoints.registry import FAMILIES, ties_head
+from paceline.checkpoints.tensor_names import translated
 from paceline.errors import CorruptModel, PacelineError
 from paceline.files.schema import DECODER
-from paceline.models.families import FAMILIES, read_config, ties_head
-from paceline.models.tensor_names import translated
 
 SIZES: dict[str, Any] = {
     **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4},
@@ -50,7 +51,7 @@ def changed(values: Mapping[str, Any], depth: int = 0) -> Iterator[dict[str, Any
 
 def configs(family: str) -> Iterator[dict[str, Any]]:
     own = FAMILIES[family]
-    known = dict.fromkeys((*DECODER, *own.fields, *NESTED)) | dict(own.defaults) | base(family)
+    known = dict.fromkeys((*DECODER, *own.keys, *NESTED)) | dict(own.defaults) | base(family)
     del known["model_type"]
     present = base(family)
     for config in changed(known):

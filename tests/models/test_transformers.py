@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import paceline
+from paceline.checkpoints.model_config import read_config
 from paceline.drafters.base import Drafter
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
@@ -22,7 +23,6 @@ from paceline.engine.self_check import guarantee
 from paceline.engine.stats import Stats
 from paceline.errors import InvalidOption, UnsupportedModel
 from paceline.models.decoder import Decoder
-from paceline.models.families import read_config
 from paceline.sampling.parameters import Sampling
 from paceline.testing import Oracle, run, tiny_target
 from paceline.types import Draft, DraftBudget, Want
@@ -341,6 +341,36 @@ def test_first_layers_hold_one_of_each_kind() -> None:
     assert len(first_layers(llama).model.layers) == 5
     llama.model.layers[4].self_attn.is_causal = False
     assert len(first_layers(llama).model.layers) == 6
+
+
+@pytest.mark.parametrize("change", ["a tuple", "a hook", "a type of the config"])
+def test_layers_differ_by(change: str) -> None:
+    from paceline.models.transformers_excerpt import first_layers
+
+    llama = model_of("Llama", BASE | {"num_hidden_layers": 6})
+    for number, layer in enumerate(llama.model.layers):
+        if change == "a tuple":
+            layer.self_attn.window = (4, None if number < 3 else 8)
+        elif change == "a hook" and number == 3:
+            layer.mlp.register_forward_hook(lambda *_: None)
+    if change == "a type of the config":
+        llama.config.layer_types = ["full_attention"] * 3 + ["other"] * 3
+    assert len(first_layers(llama).model.layers) == 5
+
+
+def test_a_late_layer_that_no_pass_can_repeat_is_noticed() -> None:
+    class Sums(type(model_of("Llama", BASE).model.layers[0])):  # type: ignore[misc]
+        def forward(self, hidden_states, **rest):  # type: ignore[no-untyped-def]
+            states = super().forward(hidden_states, **rest)
+            return states.cumsum(1) if self.self_attn.layer_idx == 3 else states
+
+    hooked, own = (model_of("Llama", BASE | {"num_hidden_layers": 4}) for _ in range(2))
+    hooked.model.layers[3].register_forward_hook(lambda layer, args, states: states.cumsum(1))
+    for layer in own.model.layers:
+        layer.__class__ = Sums
+    for model in (hooked, own):
+        with pytest.raises(UnsupportedModel, match="cannot verify"):
+            causal(model)
 
 
 def test_a_model_whose_first_layers_do_not_run_is_checked_whole() -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 
 from paceline.checkpoints.checkpoint import open_folder
+from paceline.checkpoints.model_config import read_config
 from paceline.models.decoder import Decoder
-from paceline.models.families import read_config
 from tests.support.lazy import transformers
 from tests.support.logits import assert_close, expected, feed, text
-from tests.support.tiny_families import LLAMA4, SIZES
+from tests.support.tiny_families import SIZES
 
 MROPE = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True, "rope_theta": 5e6}
 VISION = {"hidden_size": 32, "depth": 2, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 48}
@@ -24,6 +24,10 @@ LLAMA4_VISION = {
         "image_size": 28,
         "patch_size": 14,
     },
+}
+LLAMA4 = {
+    **{"head_dim": 16, "intermediate_size": 24, "intermediate_size_mlp": 80, "num_local_experts": 5},
+    **{"attention_chunk_size": 4096, "floor_scale": 7},
 }
 
 

@@ -197,12 +197,12 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "no reply": (REPLY | {"reply": []}, "'reply' is empty"),
     "missing": ({k: v for k, v in REPLY.items() if k != "reply"}, "'reply' is missing"),
     "beyond the vocabulary": (REPLY | {"reply": [37]}, "contains 37, which is not a token id below 37"),
-    "negative": (REPLY | {"prompt": [-1]}, "holds -1"),
-    "a bool": (REPLY | {"prompt": [True]}, "holds True"),
-    "null": (REPLY | {"prompt": [None]}, "holds None"),
+    "negative": (REPLY | {"prompt": [-1]}, "contains -1"),
+    "a bool": (REPLY | {"prompt": [True]}, "contains True"),
+    "null": (REPLY | {"prompt": [None]}, "contains None"),
     "text": (REPLY | {"prompt": "abc"}, "must be a list"),
-    "floats": (REPLY | {"prompt": [1.0]}, "holds 1.0"),
-    "too long": (REPLY | {"prompt": [1] * 64}, "context of 64"),
+    "floats": (REPLY | {"prompt": [1.0]}, "contains 1.0"),
+    "too long": (REPLY | {"prompt": [1] * 64}, "context length of 64"),
     "beyond max_new_tokens": (
         REPLY | {"reply": [1, 2], "sampling": {"seed": 1, "max_new_tokens": 1}},
         "max_new_tokens",
@@ -250,7 +250,7 @@ def test_files_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
     path = tmp_path / "r.jsonl"
     path.write_text(f"{json.dumps(HEADER)}\n{json.dumps(REPLY)}{' ' * 5000}\n")
     monkeypatch.setattr(jsonl, "LONGEST", 1000)
-    with pytest.raises(InvalidData, match="line 2: longer than"):
+    with pytest.raises(InvalidData, match="line 2: the line is longer than"):
         Recording(path)
     monkeypatch.setattr(recording_file, "_LARGEST", 100)
     with pytest.raises(InvalidData, match="is larger than"):

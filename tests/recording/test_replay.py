@@ -30,7 +30,7 @@ from paceline.llm import LLM
 from paceline.models.heads import ExitConfig
 from paceline.recording.file import Recording
 from paceline.recording.rows import RecordedReply
-from paceline.recording.states import StateFiles, StateKeeper, states_beside
+from paceline.recording.states import StateFiles, StateKeeper, states_folder
 from paceline.sampling.parameters import Sampling
 from paceline.testing import tiny_target
 from paceline.types import Draft, DraftBudget
@@ -130,20 +130,20 @@ def test_states_stored_while_writing_spare_a_prefill(
     sampling: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "r.jsonl"
-    files = StateFiles(states_beside(path), EAGLE.taps, 1 << 30)
+    files = StateFiles(states_folder(path), EAGLE.taps, 1 << 30)
     keeping = LLM(MODEL, StateKeeper(files), DraftBudget.chain(0))
     with keeping.record(path):
         keeping.generate(list(PROMPTS), samplings(SAMPLINGS[sampling]), width=3)
     replies = Recording(path)[:]
     computed = Replayer(MODEL).run(replies, DRAFTERS["eagle-3"](), SIZES["tree"])
     monkeypatch.setattr("paceline.bench.replay.text_target.TargetStates._compute", None)
-    stored = Replayer(MODEL, states=states_beside(path)).run(replies, DRAFTERS["eagle-3"](), SIZES["tree"])
+    stored = Replayer(MODEL, states=states_folder(path)).run(replies, DRAFTERS["eagle-3"](), SIZES["tree"])
     assert counts(stored.stats) == counts(computed.stats)
     for reply in replies:  # those of another text
         states = files.read(reply.token_ids[:-2])
         assert states
         assert files.write(reply.token_ids[:-2], {tap: x.flip(0) for tap, x in states.items()})
-    wrong = Replayer(MODEL, states=states_beside(path)).run(replies, DRAFTERS["eagle-3"](), SIZES["tree"])
+    wrong = Replayer(MODEL, states=states_folder(path)).run(replies, DRAFTERS["eagle-3"](), SIZES["tree"])
     assert counts(wrong.stats) != counts(computed.stats)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -73,7 +75,7 @@ def test_penalties_are_those_of_the_formula_at_every_row_of_every_draft(seed: in
         draw.choice([-1, 4, 30]),
     )
     breakers = draw.choice([{}, BREAKERS])
-    dry = Dry(*settings, Breakers(breakers))
+    dry = Dry(*settings, Breakers(lambda token: breakers.get(token, [])))
     text = [draw.randrange(letters) for _ in range(draw.randrange(40))]
     for _ in range(8):
         paths = [[draw.randrange(letters) for _ in range(draw.randrange(5))] for _ in range(4)]
@@ -86,8 +88,48 @@ def test_penalties_are_those_of_the_formula_at_every_row_of_every_draft(seed: in
 def test_a_long_repetition_overflows_nothing() -> None:
     row = Dry(1000.0, 5.0)(Prefix([1] * 500), torch.zeros(4))
     assert torch.isfinite(row).all()
-    assert row[1] < -1e30
+    assert row[1] < -1e29
     assert row[[0, 2, 3]].tolist() == [0, 0, 0]
+
+
+def test_a_long_repetition_leaves_the_only_allowed_token() -> None:
+    dry = {"dry_multiplier": 1000.0, "dry_base": 1000.0, "dry_sequence_breakers": ()}
+    for temperature in (0.0, 0.001, 0.1):
+        how = Sampling(temperature=temperature, seed=1, logit_bias={0: -math.inf, 2: -math.inf}, **dry)
+        assert how.sampler().choose(Prefix([1] * 60), torch.zeros(3)) == 1
+
+
+def test_the_cost_of_a_row_does_not_grow_with_the_distance_of_a_breaker() -> None:
+    asked: list[int] = []
+
+    def tails(token: int) -> list[tuple[int, ...]]:
+        asked.append(token)
+        return [(9,)]
+
+    dry = Dry(1.0, 1.0, breakers=Breakers(tails))
+    text = Prefix([1, 2, 3] * 200)
+    dry(text, torch.zeros(12))
+    asked.clear()
+    for path in ((1,), (1, 2), (1, 2, 3)):
+        dry(text.after(path), torch.zeros(12))
+    assert len(asked) < 100
+
+
+def test_breakers_look_only_at_tokens_of_the_text() -> None:
+    words, spelled = byte_level(), []
+
+    class Counting(dict[int, bytes]):
+        def get(self, key: int, default: Any = None) -> Any:
+            spelled.append(key)
+            return super().get(key, default)
+
+    class Tokenizer:
+        token_bytes = Counting(words.token_bytes)
+        token_id, spell = staticmethod(lambda text: None), staticmethod(words.spell)
+
+    breakers = Breakers.of(["e" * 40, "\n"], Tokenizer())  # type: ignore[arg-type]
+    assert breakers.last([5, 6, 5, 6], 4) is None
+    assert sorted(spelled) == [5, 6]
 
 
 def test_a_row_of_fewer_tokens_is_penalised_as_far_as_it_goes() -> None:
@@ -105,9 +147,10 @@ def test_a_breaker_is_found_however_the_tokenizer_splits_it(words) -> None:  # t
     for size in (1, 2):
         begun = [i for i, spelling in words.token_bytes.items() if spelling.endswith(b"the"[:size])]
         for head in (token for token in begun if not breakers.alone(token)):
-            assert breakers.since([1, head, *words.spell("the"[size:]), *after], 100) == len(after)
-            assert breakers.since([1, head, *after], 100) == 100
-    assert Breakers.of(("the", "\n"), words) is breakers
+            tail = words.spell("the"[size:])
+            assert breakers.last([1, head, *tail, *after], 100) == (1, 2 + len(tail))
+            assert breakers.last([1, head, *after], 100) is None
+            assert breakers.last([1, head, *tail, *after], len(tail) + len(after)) is None
 
 
 def test_a_special_token_can_be_a_breaker() -> None:
@@ -118,7 +161,7 @@ def test_a_special_token_can_be_a_breaker() -> None:
 
 
 def test_dry_needs_a_tokenizer_for_its_breakers_alone() -> None:
-    with pytest.raises(InvalidOption, match="dry_sequence_breakers and no tokenizer"):
+    with pytest.raises(InvalidOption, match="dry_sequence_breakers needs a tokenizer"):
         Sampling(dry_multiplier=1.0).sampler(vocabulary=Vocabulary(9))
     sampler = Sampling(dry_multiplier=1.0, dry_sequence_breakers=()).sampler(vocabulary=Vocabulary(9))
     assert sampler.process(Prefix([5, 1, 2, 7, 5, 1, 2]), torch.zeros(9))[7] == -1.75

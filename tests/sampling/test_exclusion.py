@@ -93,6 +93,11 @@ def test_top_n_sigma_does_not_count_banned_tokens() -> None:
     assert banned.distribution(Prefix(), row).nonzero()[:, 0].tolist() == [2, 3]
 
 
+def test_xtc_never_leaves_only_banned_tokens() -> None:
+    how = Sampling(temperature=1.0, seed=1, xtc_probability=1.0, xtc_threshold=0.0, logit_bias={0: -math.inf})
+    assert how.sampler().choose(Prefix(), torch.tensor([9.0, 2.0, 1.0, 3.0])) == 2
+
+
 def test_greedy_text_ignores_them() -> None:
     row = torch.tensor([2.0, 3.0, 2.9])
     assert Sampler(0.0, xtc_probability=1.0, xtc_threshold=0.1, top_n_sigma=0.1).choose(Prefix(), row) == 1

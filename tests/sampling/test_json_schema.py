@@ -242,6 +242,19 @@ def test_a_schema_decides_itself_whether_it_is_a_guide() -> None:
         Grammar.json_schema(guide({**schema, "x-guidance": {"lenient": False}}))
 
 
+def test_items_that_should_differ_end_in_a_guide_too() -> None:
+    """A guide allows repeated items, but not without end."""
+    many, free = [*"abcdefgh"], {"type": "array", "items": STRING, "uniqueItems": True}
+    known = {**free, "items": {"enum": many}}
+    assert allows(guide(known), ["a"] * 8, ["a"] * 9, many) == [True, False, True]
+    assert allows(guide({**known, "maxItems": 7}), ["a"] * 7, ["a"] * 8) == [True, False]
+    assert allows(guide({**known, "maxItems": 20}), ["a"] * 8, ["a"] * 9) == [True, False]
+    assert allows(guide(free), ["a"] * 100, ["a"] * 101) == [True, False]
+    assert allows(guide({**free, "maxItems": 102}), ["a"] * 102, ["a"] * 103) == [True, False]
+    assert allows(guide({**free, "minItems": 102}), ["a"] * 102, ["a"] * 103) == [True, False]
+    assert allows(guide({"type": "array", "items": STRING}), ["a"] * 101) == [True]
+
+
 def test_patterns_with_look_ahead() -> None:
     decimal = {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}
     assert allows(decimal, "1.5", "-0", ".", "", "1.5.") == [True, True, False, False, False]

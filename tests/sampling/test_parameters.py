@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -284,5 +285,21 @@ def test_tokens_that_are_banned_are_dropped_and_nothing_else(
 def test_a_value_of_another_type_is_told_from_one_out_of_range() -> None:
     with pytest.raises(InvalidOption, match="max_new_tokens must be a whole number, got '5'"):
         Sampling(max_new_tokens="5")  # type: ignore[arg-type]
-    with pytest.raises(InvalidOption, match=r"temperature must be a number, got None\. Give one from 0 to 1000"):
+    with pytest.raises(InvalidOption, match=r"temperature must be a number, got None\. Use a number from 0 to 1000"):
         Sampling(temperature=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"logit_bias": {1: float("nan")}}, "logit_bias"),
+        ({"grammar": object()}, "grammar"),
+    ],
+    ids=str,
+)
+def test_an_error_names_its_parameter(wrong: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidOption) as caught:
+        Sampling(**wrong)
+    assert caught.value.param == param

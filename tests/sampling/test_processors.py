@@ -209,11 +209,11 @@ def test_errors_of_processors_name_them() -> None:
 @pytest.mark.parametrize(
     ("wrong", "name"),
     [
-        ({"logit_bias": {61: 1.0}}, "logit_bias holds 61"),
-        ({"bad_words": [[3, 99]]}, "bad_words holds 99"),
-        ({"stop_token_ids": [70]}, "stop_token_ids holds 70"),
+        ({"logit_bias": {61: 1.0}}, "logit_bias contains 61"),
+        ({"bad_words": [[3, 99]]}, "bad_words contains 99"),
+        ({"stop_token_ids": [70]}, "stop_token_ids contains 70"),
         ({"logprobs": 62}, "logprobs=62"),
-        ({"bad_words": ["x"]}, "there is no tokenizer"),
+        ({"bad_words": ["x"]}, "needs a tokenizer"),
     ],
 )
 def test_ids_beyond_the_vocabulary_are_refused_before_any_work(wrong: dict[str, Any], name: str) -> None:

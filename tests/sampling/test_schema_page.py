@@ -12,7 +12,7 @@ import pytest
 from paceline.errors import InvalidOption
 from paceline.sampling.grammar import Grammar
 from paceline.sampling.json_schema import guide
-from paceline.server.lark import json_of
+from paceline.sampling.lark import json_of
 from tests.support.cover import some
 from tests.support.grammars import END, SIZE, WORDS
 

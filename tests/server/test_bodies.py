@@ -10,10 +10,10 @@ import pytest
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
+from paceline.server.apis.chat_completions import ChatRequest
+from paceline.server.apis.completions import CompletionRequest
 from paceline.server.bodies import parse
 from paceline.server.errors import ApiError
-from paceline.server.schema import ChatRequest
-from paceline.server.schema_completions import CompletionRequest
 from tests.support.described import Document, FuzzRequest
 from tests.support.fuzz import BODIES, PATHS, check_response
 from tests.support.running import Serving

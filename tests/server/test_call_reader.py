@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.server.calls import Call, CallParser, Piece, ReasonedCalls
-from paceline.server.tools import (
+from paceline.chat.calls import Call, CallParser, Piece, ReasonedCalls
+from paceline.chat.tools import (
     APERTUS,
     COHERE,
     DEEPSEEK,

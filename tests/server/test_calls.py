@@ -8,9 +8,9 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict
 
+from paceline.chat.calls import Call, ForcedCallParser
+from paceline.chat.tools import DSML, GLM, HERMES, LLAMA, MINIMAX, MISTRAL, QWEN, SEED, CallFormat
 from paceline.sampling.grammar import Grammar
-from paceline.server.calls import Call, ForcedCallParser
-from paceline.server.tools import GLM, HERMES, LLAMA, MINIMAX, MISTRAL, QWEN, SEED, CallFormat
 from tests.support.grammars import allowed, matcher
 from tests.support.running import Serving, serving
 from tests.support.scripted import scripted
@@ -208,13 +208,16 @@ VALUES: Any = {"path": "a <b>\n\n", "mode": "w", "count": 7, "more": None, "at":
 
 def written(form: CallFormat, values: Any) -> str:
     assert form.tags is not None
-    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
-    tags = form.tags
-    given = "".join(tags.before + key + tags.between + text + tags.after for key, text in texts.items())
+    tags, given = form.tags, ""
+    for key, value in values.items():
+        is_text = isinstance(value, str)
+        kind = tags.kind + str(is_text).lower() if tags.kind else ""
+        text = value if is_text else json.dumps(value)
+        given += tags.before + key + kind + tags.between + text + tags.after
     return form.head("add") + given + form.call[2]
 
 
-@pytest.mark.parametrize("form", [QWEN, GLM, SEED, MINIMAX], ids=lambda form: form.name)
+@pytest.mark.parametrize("form", [QWEN, GLM, SEED, MINIMAX, DSML], ids=lambda form: form.name)
 def test_a_forced_call_is_in_the_familys_own_form(form: CallFormat) -> None:
     grammar = form.grammar([("add", TYPED)], {})
     assert "%json" in grammar
@@ -261,6 +264,25 @@ def test_what_tags_cannot_hold_to_is_forced_as_json(schema: Any) -> None:
     assert read(form, form.head("add") + '{"a": "x"}' + form.call[2], 3)[1] == '{"a": "x"}'
 
 
+def test_a_forced_call_of_deepseek_marks_strings_and_json() -> None:
+    """V3.2's parameters say whether they are strings; a pattern is held to in JSON."""
+    schema = {**TYPED, "properties": {**TYPED["properties"], "path": {"type": "string", "pattern": "^x+$"}}}
+    grammar = DSML.grammar([("add", schema)], {})
+    text = written(DSML, {"path": 0, "count": 1, "more": "null"})
+    right, wrong = text.replace('false">0<', 'false">"xx"<'), text.replace('false">0<', 'false">"xy"<')
+    assert (accepted(grammar, right), accepted(grammar, wrong)) == (True, False)
+    assert not accepted(grammar, written(DSML, {"path": "xx", "count": 1}))
+    _, said = read_typed(DSML, schema, right)
+    assert json.loads(said) == {"path": "xx", "count": 1, "more": "null"}
+    assert DSML.forced({"type": "object"}).tags is None
+
+
+def read_typed(form: CallFormat, schema: Any, text: str) -> tuple[list[Call], str]:
+    reader = ForcedCallParser(form, {"add": schema})
+    pieces = [*reader.push(text)[1], *reader.flush()[1]]
+    return [p for p in pieces if isinstance(p, Call)], "".join(p for p in pieces if isinstance(p, str))
+
+
 def test_a_forced_call_of_a_tagged_family() -> None:
     template = "{# tools <tool_call> <function= <parameter= #}go:"
     with serving(scripted(written(QWEN, {"path": "a\nb", "count": 3}), template)) as it:
@@ -273,6 +295,18 @@ def test_a_forced_call_of_a_tagged_family() -> None:
 
 
 TAGS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+
+
+@pytest.mark.parametrize("special", [(), ("｜DSML｜",)])  # noqa: RUF001
+def test_deepseeks_marker_may_be_a_special_token(special: tuple[str, ...]) -> None:
+    """Before a special token text cannot end, so that strings are JSON then."""
+    text = written(DSML, {"path": "a </b>", "count": 5})
+    if special:
+        text = text.replace('true">a </b>', 'false">"a </b>"')
+    body = {"messages": ASK, "tools": [function("add", TYPED)], "tool_choice": "required", "max_tokens": 500}
+    with serving(scripted(text, "{# tools ｜DSML｜ #}go:", special)) as it:  # noqa: RUF001
+        (call,) = it.post("/v1/chat/completions", body).json()["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"path": "a </b>", "count": 5}
 
 
 @pytest.mark.parametrize("special", [(), TAGS])

@@ -31,7 +31,7 @@ BEGIN, END = "<!-- clients: made by tests/server/test_clients.py -->\n\n", "\n<!
 CLIENTS = ("openai, chat", "openai, responses", "anthropic", "ollama")
 COMPLETIONS = ("openai, completions", "ollama, generate")
 FUNCTION: Any = {"name": "add", "description": "Adds.", "parameters": SCHEMA}
-SKIPPED = "skipped, the reply is one without it"
+SKIPPED = "skipped: the reply does not use it"
 IGNORED = "ignored, and named in the log"
 IMAGE = "iVBORw0KGgo="
 
@@ -167,7 +167,7 @@ def texts(c: Clients) -> None:
         *["not in this API"] * 3,
     )
     c.row(
-        "a conversation kept by the server",
+        "conversation stored on the server",
         "not in this API",
         lambda: (
             c.response(it, previous_response_id=c.response(it, max_output_tokens=4).id, max_output_tokens=4).output_text
@@ -189,7 +189,7 @@ def texts(c: Clients) -> None:
         lambda: ollama(it).embed("toy", ["abc", "b"]).embeddings[1],
     )
     c.row(
-        "embedding of one text, in the older form",
+        "embedding of one text (older endpoint)",
         *["not in this API"] * 3,
         lambda: ollama(it).embeddings("toy", "abc").embedding,
     )
@@ -202,14 +202,14 @@ def texts(c: Clients) -> None:
     )
 
     c.row(
-        "details of a model",
+        "model details",
         lambda: it.openai.models.retrieve("toy").id,
         lambda: it.openai.models.retrieve("toy").id,
         lambda: anthropic(it).models.retrieve("toy").id,
         lambda: ollama(it).show("toy").capabilities,
     )
-    c.row("models in memory", *["not in this API"] * 3, lambda: ollama(it).ps().models[0].model == "toy")
-    c.row("fetch a model", *["not in this API"] * 3, lambda: ollama(it).pull("toy").status == "success")
+    c.row("loaded models", *["not in this API"] * 3, lambda: ollama(it).ps().models[0].model == "toy")
+    c.row("download a model", *["not in this API"] * 3, lambda: ollama(it).pull("toy").status == "success")
 
 
 def completions(c: Clients) -> None:
@@ -259,7 +259,7 @@ def calls(c: Clients) -> None:
         lambda: any(e.message.tool_calls for e in c.ollama(it, tools=[tool], stream=True)),
     )
     c.row(
-        "reasoning apart from the text",
+        "reasoning separate from the text",
         lambda: c.chat(it).choices[0].message.reasoning_content == "I add.",
         lambda: c.response(it).output[0].content[0].text == "I add.",
         lambda: c.message(it).content[0].thinking == "I add.",
@@ -283,7 +283,7 @@ def calls(c: Clients) -> None:
     )
     it = c.speaker
     c.row(
-        "a forced call",
+        "forced function call",
         lambda: c.chat(it, tools=[tool], tool_choice="required", max_tokens=90).choices[0].message.tool_calls,
         lambda: c.response(it, tools=[flat], tool_choice="required", max_output_tokens=90).output,
         lambda: c.message(it, tools=[named], tool_choice={"type": "any"}).content[0].input,
@@ -291,7 +291,7 @@ def calls(c: Clients) -> None:
     )
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     c.row(
-        "JSON of a schema",
+        "JSON from a schema",
         lambda: json.loads(c.chat(it, response_format=form, max_tokens=60).choices[0].message.content),
         lambda: json.loads(
             c.response(
@@ -323,7 +323,7 @@ def refusals(c: Clients) -> None:
     )
     search: Any = {"type": "web_search_20250305", "name": "web_search"}
     c.row(
-        "tools that the provider runs (web search)",
+        "provider-side tools (web search)",
         lambda: c.chat(it, extra_body={"web_search_options": {}}),
         lambda: c.response(it, tools=[{"type": "web_search"}], max_output_tokens=4).output_text and SKIPPED,
         lambda: c.message(it, tools=[search], max_tokens=4).content and SKIPPED,

@@ -13,10 +13,9 @@ from paceline.drafters.suffix import Suffix
 from paceline.engine.prefix_cache import PrefixCache
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
-from paceline.server.completions import prepare
+from paceline.server.apis.completions import CompletionRequest, Completions
 from paceline.server.limits import Settings
 from paceline.server.models import Models, ModelSource
-from paceline.server.schema_completions import CompletionRequest
 from paceline.server.worker import Worker
 from paceline.text.sandbox import ABANDONED, Unfinished
 from tests.support.running import Serving, serving
@@ -211,4 +210,4 @@ def test_a_client_that_leaves_ends_the_reading_of_its_prompt(plain: LLM) -> None
     body = CompletionRequest(prompt=PROMPT, echo=True, logprobs=0)
     model = Models([ModelSource(("toy",), lambda: Worker(plain), stays=True)]).get("toy")
     with pytest.raises(Unfinished):
-        context.run(prepare, model, Settings(), body)
+        context.run(Completions().prepare, model, Settings(), body, "cmpl-1")

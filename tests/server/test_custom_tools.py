@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from paceline.server.custom_tools import as_function, pattern_of
-from paceline.server.schema_responses import packed, unpacked
+from paceline.sampling.lark_pattern import pattern_of
+from paceline.server.apis.custom_tools import as_function
+from paceline.server.apis.response_items import packed, unpacked
 from tests.support.running import Serving, serving
 from tests.support.scripted import scripted
 from tests.support.toys import toy_llm

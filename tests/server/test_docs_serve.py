@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
-from paceline.server.schema import ChatRequest
-from paceline.server.schema_completions import CompletionRequest
+from paceline.server.apis.chat_completions import ChatRequest
+from paceline.server.apis.completions import CompletionRequest
 from tests.conftest import packaged_model
 from tests.support.pages import DOCS, blocks
 

@@ -17,12 +17,12 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from paceline.server import compat
+from paceline.server.apis.chat_completions import ChatRequest
+from paceline.server.apis.completions import CompletionRequest
+from paceline.server.apis.messages import MessagesRequest
+from paceline.server.apis.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions
+from paceline.server.apis.responses import ResponsesRequest
 from paceline.server.compat import Rule
-from paceline.server.schema import ChatRequest
-from paceline.server.schema_completions import CompletionRequest
-from paceline.server.schema_messages import MessagesRequest
-from paceline.server.schema_ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions
-from paceline.server.schema_responses import ResponsesRequest
 from tests.support.other_servers import CHAT, COMPLETION, OLLAMA
 from tests.support.running import Serving
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from paceline.server import harmony
-from paceline.server.harmony import HarmonyParser
-from paceline.server.thinking import HARMONY, family
+from paceline.chat import harmony
+from paceline.chat.harmony import HarmonyParser
+from paceline.chat.thinking import HARMONY, family
 from tests.support.running import serving
 from tests.support.scripted import scripted
 

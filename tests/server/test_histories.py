@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline.server.tools import KIMI, LFM, PHI, fitted
+from paceline.chat.tools import KIMI, LFM, PHI, fitted
 from tests.support.cover import some
 from tests.support.running import Serving, serving
 from tests.support.scripted import scripted
@@ -157,3 +157,49 @@ def test_a_template_for_tools_is_used_when_tools_are_given() -> None:
         body = {"messages": [USER], "tools": TOOLS, "max_tokens": 200}
         message = it.post("/v1/chat/completions", body).json()["choices"][0]["message"]
         assert (message["content"], message["tool_calls"][0]["function"]["name"]) == ("x", "look")
+
+
+HUGE = 10**40
+
+
+def test_a_call_with_a_huge_number_can_be_sent_back_in_every_api(served: Serving) -> None:
+    given = {"city": HUGE, "deep": [{"n": -HUGE}]}
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": json.dumps(given)}}
+    use = {"type": "tool_use", "id": "c1", "name": "look", "input": given}
+    ollama = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": given}}]}
+    back = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "x"}]}
+    user = {"role": "user", "content": "x"}
+    for path, messages in (
+        ("/v1/chat/completions", [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, user]),
+        ("/v1/messages", [USER, {"role": "assistant", "content": [use]}, back]),
+        ("/api/chat", [USER, ollama, user]),
+    ):
+        answer = served.post(path, {"model": "toy", "messages": messages, "max_tokens": 1, "stream": False})
+        assert answer.status_code == 200, answer.text
+    assert str(HUGE) in prompt(served, [USER, {"role": "assistant", "tool_calls": [call]}, user], tools=TOOLS)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"max_tokens": HUGE},
+        {"logit_bias": {"1": HUGE}},
+        {"arguments": {"n": HUGE}},
+        {"input": {"n": HUGE}},
+        {
+            "tools": [
+                {
+                    "type": "function",
+                    "function": {"name": "f", "parameters": {"properties": {"input": {"maximum": HUGE}}}},
+                }
+            ]
+        },
+        {"metadata": {"name": "x", "arguments": {"n": 1e400}}},
+    ],
+    ids=str,
+)
+def test_numbers_beyond_64_bits_are_refused_elsewhere(served: Serving, body: dict[str, Any]) -> None:
+    data = json.dumps({"messages": [USER], **body}).replace("Infinity", "1e400")
+    answer = served.post("/v1/chat/completions", content=data, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    assert "64 bits" in answer.json()["error"]["message"]

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
-from paceline.server.infilling import InfillWriter
+from paceline.server.apis.infill import InfillEncoder
 from paceline.server.usage import Usage
 from paceline.server.worker import ReplyRound
 from tests.support.filler import filler
@@ -117,7 +117,7 @@ def test_a_reply_ends_where_its_text_does(coder: Serving) -> None:
     ],
 )
 def test_the_text_ends_at_a_line_of_an_outer_block(indent: int, text: str, kept: str, size: int) -> None:
-    writer = InfillWriter("toy", False, indent)
+    writer = InfillEncoder("toy", False, indent)
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
     events = [event for piece in pieces for event in writer.add(round_of(piece))]
     usage = Usage(1, len(pieces), [])

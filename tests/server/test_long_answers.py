@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from paceline.server import writers
+from paceline.server import api
+from paceline.server.apis.stored import ResponseStore, StoredResponse, memory
 from paceline.server.preprocessing import Preprocessor
-from paceline.server.stored import ResponseStore, StoredResponse, memory
 from tests.support.calling import SCHEMA, user
 from tests.support.running import Serving
 
@@ -47,7 +47,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         made.append((threading.current_thread().name, len(text)))
         return text
 
-    monkeypatch.setattr(writers, "json", SimpleNamespace(dumps=dumps))
+    monkeypatch.setattr(api, "json", SimpleNamespace(dumps=dumps))
     return made
 
 
@@ -73,7 +73,7 @@ def test_stored_responses_are_encoded_off_the_event_loop(served: Serving, pools:
         f"{made['id']}_1",
         f"{made['id']}_0",
     ]
-    assert pools == ["tokens", "tokens"]
+    assert pools == ["documents", "documents"]
     assert served.get("/v1/responses/none").status_code == 404
     assert served.request("HEAD", f"/v1/responses/{made['id']}").status_code == 200
 

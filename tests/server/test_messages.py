@@ -9,10 +9,9 @@ import pytest
 
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
-from paceline.server.blocks import chat_body
+from paceline.server.apis.messages import MessagesRequest, chat_prompt
 from paceline.server.compat import left_out
 from paceline.server.errors import ApiError
-from paceline.server.schema_messages import MessagesRequest
 from tests.support.calling import SCHEMA, THINKS, user
 from tests.support.plain_anthropic import PlainAnthropic
 from tests.support.running import Serving, serving
@@ -125,8 +124,8 @@ BILLED = "x-anthropic-billing-header: cch=1;"
 
 
 def converted(**body: Any) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = chat_body(MessagesRequest.model_validate({"max_tokens": 1, **body}))["messages"]
-    return found
+    prompt = chat_prompt(MessagesRequest.model_validate({"max_tokens": 1, **body}))
+    return [message.as_dict() for message in prompt.messages]
 
 
 def test_what_is_not_text_leaves_a_note_in_history_and_results() -> None:

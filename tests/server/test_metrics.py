@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
+from paceline.drafters.base import Ask
+from paceline.drafters.independent import independent
 from paceline.drafters.suffix import Suffix
 from paceline.errors import InvalidOption
 from paceline.llm import LLM
 from paceline.server import tracing
+from paceline.testing import Oracle
+from paceline.types import Draft, DraftBudget
 from tests.support.running import Serving, serving
 from tests.support.toys import toy_model
 
@@ -61,6 +67,23 @@ def test_counts_are_those_of_the_replies() -> None:
     ended = {name: value for name, value in after.items() if name.startswith("vllm:request_success_total")}
     assert sum(ended.values()) == 4
     assert set(ended) <= {f"vllm:request_success_total[('finished_reason', '{why}')]" for why in ("stop", "length")}
+
+
+class NotFinite(Oracle):
+    """Ranks a row of NaN for every draft."""
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        return [independent(one, one.budget, torch.full((1, 37), torch.nan)) for one in asks]
+
+
+def test_failures_of_a_drafter_are_counted() -> None:
+    with serving(LLM(toy_model(), NotFinite([], 0.0, 37), DraftBudget.chain(2))) as it:
+        speculation = it.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 4}).json()["usage"][
+            "speculation"
+        ]
+        after = metrics(it)
+    assert after["paceline:draft_failures_total"] > 0
+    assert speculation["drafted"] == 0
 
 
 class Exporter:

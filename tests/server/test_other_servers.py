@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.server.schema import ChatRequest
+from paceline.server.apis.chat_completions import ChatRequest
 from paceline.server.worker import WorkerLimits
 from paceline.text.tokenizer import Tokenizer
 from tests.support.running import Serving, serving

@@ -355,19 +355,16 @@ def test_what_other_providers_add_to_messages_and_tools_does_nothing(talker: Ser
 
 
 def test_agents_may_have_hundreds_of_tools(served: Serving) -> None:
-    from paceline.server.blocks import chat_body as of_messages
-    from paceline.server.items import chat_body as of_items
-    from paceline.server.schema import ChatRequest
-    from paceline.server.schema_messages import MessagesRequest
-    from paceline.server.schema_responses import ResponsesRequest
+    from paceline.server.apis.messages import MessagesRequest, chat_prompt
+    from paceline.server.apis.responses import ResponsesRequest
 
     ask: dict[str, Any] = {"role": "user", "content": "x"}
     tools = [{"type": "function", "name": f"t{i}"} for i in range(300)]
     responses = ResponsesRequest.model_validate({"input": [ask], "tools": tools})
     client = [{"name": tool["name"], "input_schema": {}} for tool in tools]
     messages = MessagesRequest.model_validate({"messages": [ask], "tools": client, "max_tokens": 1})
-    for body in (of_items(responses, responses.input), of_messages(messages)):  # type: ignore[arg-type]
-        assert len(ChatRequest.model_validate(body).offered) == 300
+    for tool_use in (responses.tool_use, chat_prompt(messages).tools):
+        assert len(tool_use.offered) == 300
     refused(served, "/v1/chat/completions", {"messages": CHAT, "tools": [{}] * 513}, "tools")
 
 

@@ -16,11 +16,11 @@ from starlette.requests import Request
 
 from paceline.llm import LLM
 from paceline.sampling.grammar import live_bytes
-from paceline.server import bodies, options
+from paceline.server import bodies, grammars
+from paceline.server.apis.completions import CompletionRequest
+from paceline.server.apis.tokens import TokenizeRequest
 from paceline.server.errors import ApiError
 from paceline.server.preprocessing import Preprocessor
-from paceline.server.schema_completions import CompletionRequest
-from paceline.server.schema_tokens import TokenizeRequest
 from tests.support.running import Serving, serving
 from tests.support.slow_llm import slow_llm
 from tests.support.toys import toy_llm
@@ -83,7 +83,7 @@ def test_clients_that_leave_grammars_behind_delay_nobody(spoken: Serving) -> Non
 
 
 def test_grammars_in_use_have_a_bound(spoken: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "_MAX_LIVE", 1)
+    monkeypatch.setattr(grammars, "_MAX_LIVE", 1)
     answer = spoken.post("/v1/completions", {"prompt": "a", "guided_regex": "[ab]{3}c"})
     assert answer.status_code == 429
 
@@ -290,14 +290,18 @@ def test_the_description_is_for_those_who_may_ask() -> None:
 
 def test_short_requests_do_not_wait_for_long_texts(spoken: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     held, encode = threading.Event(), spoken.llm.tokenizer.encode
+    tokenised = []
 
     def slow(text: str, special: bool = True) -> list[int]:
         if len(text) > 1000:
-            held.wait(30)
+            tokenised.append(held.wait(30))
         return encode(text, special)
 
     monkeypatch.setattr(spoken.llm.tokenizer, "encode", slow)
     with sent(spoken, "/tokenize", {"prompt": "a" * 100_000}), sent(spoken, "/tokenize", {"prompt": "a" * 100_000}):
         time.sleep(0.3)
         assert spoken.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+        assert spoken.get("/api/tags").status_code == 200
+        assert spoken.post("/api/show", {"model": "toy"}).status_code == 200
+        assert not tokenised
         held.set()

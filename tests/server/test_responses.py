@@ -9,11 +9,11 @@ import pytest
 
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
+from paceline.server.apis.response_items import MessageItem, chat_messages_of
+from paceline.server.apis.responses import ResponsesRequest
+from paceline.server.apis.stored import ResponseStore, StoredResponse, memory
 from paceline.server.compat import left_out
 from paceline.server.errors import ApiError
-from paceline.server.items import chat_body
-from paceline.server.schema_responses import MessageItem, ResponsesRequest
-from paceline.server.stored import ResponseStore, StoredResponse, memory
 from tests.support.calling import SCHEMA, THINKS, user
 from tests.support.running import Serving, serving
 from tests.support.scripted import fail_before_the_end, scripted
@@ -70,7 +70,7 @@ def test_tools_that_take_text_are_functions_and_references_are_refused(served: S
     call = {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": "+ a"}
     found = {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"}
     body = ResponsesRequest.model_validate({"model": "m", "input": [call, found]})
-    called, result = chat_body(body, body.input)["messages"]  # type: ignore[arg-type]
+    called, result = (message.as_dict() for message in chat_messages_of(body.items))
     assert result["content"] == "done"
     assert called["tool_calls"][0]["function"] == {"name": "patch", "arguments": '{"input": "+ a"}'}
     refused = served.post("/v1/responses", {"input": [{"type": "item_reference", "id": "msg_1"}]})
@@ -88,7 +88,7 @@ def test_what_is_not_text_leaves_a_note_in_history_and_results(served: Serving) 
         {"type": "function_call_output", "call_id": "d", "output": [image]},
     ]
     body = ResponsesRequest.model_validate({"input": items, "reasoning": {"effort": "max"}})
-    asked, worked, result = chat_body(body, body.input)["messages"]  # type: ignore[arg-type]
+    asked, worked, result = (message.as_dict() for message in chat_messages_of(body.items))
     assert asked["content"] == f"a\n{left_out('input_image')}"
     assert worked["content"] == f"{left_out('web_search_call')}\n{left_out('computer_call_output')}"
     assert worked["tool_calls"][0]["function"]["name"] == "mcp__docs__look"

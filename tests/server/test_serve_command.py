@@ -40,7 +40,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Models]:
     monkeypatch.setattr("paceline.server.listen.run", lambda *_: None)
     monkeypatch.setattr("paceline.server.listen.check_address", lambda *_: ["127.0.0.1"])
     command = import_module("paceline.cli.serve")
-    monkeypatch.setattr(command.LoadOptions, "load", lambda *_, **__: toy_llm())
+    monkeypatch.setattr(command.LoadFlags, "load", lambda *_, **__: toy_llm())
     monkeypatch.setattr(command, "_set_up_logging", lambda _quiet: None)
     return found
 
@@ -64,7 +64,7 @@ def test_record_begins_a_recording_that_its_owner_alone_can_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm, path = toy_llm(), tmp_path / "r.jsonl"
-    monkeypatch.setattr(import_module("paceline.cli.serve").LoadOptions, "load", lambda *_, **__: llm)
+    monkeypatch.setattr(import_module("paceline.cli.serve").LoadFlags, "load", lambda *_, **__: llm)
 
     def serve(*_: Any) -> None:
         llm.generate("hello", max_new_tokens=5)
@@ -139,7 +139,7 @@ def test_what_is_pulled_over_the_network_is_served(
         assert seen[-1] == ("small-Q8_0.gguf", 4000, 4000)
         assert models.names[-2:] == ["owner/small", "owner/small:Q8_0"]
         assert [source.size for source in models.sources[1:]] == [5000]
-        with pytest.raises(UnsupportedModel, match=r"large-Q8_0.gguf has 0.0 GB, and 0.0 are allowed"):
+        with pytest.raises(UnsupportedModel, match=r"large-Q8_0.gguf has 0.0 GB, but at most 0.0 GB are allowed"):
             models.pull("owner/large", lambda *_: None)
         with pytest.raises(ModelNotFound, match="there is no model 'none'"):
             models.pull("none", lambda *_: None)
@@ -149,7 +149,7 @@ def test_what_is_pulled_over_the_network_is_served(
 @pytest.mark.usefixtures("started")
 def test_models_that_cannot_be_served(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["serve", "--models", str(tmp_path), "--record", str(tmp_path / "r")])
-    assert "--record is for one model" in done.output
+    assert "--record works only with one model" in done.output
     done = CliRunner().invoke(app, ["serve", "--models", str(tmp_path)])
     assert "there is no model in" in done.output
 
@@ -172,7 +172,7 @@ def test_the_drafter_of_replies(
         made = {"suffix": Suffix(), "ngram": NGram()}
         return LLM(toy_model(), {name: made[name] for name in drafter if name in made})
 
-    monkeypatch.setattr(import_module("paceline.cli.serve").LoadOptions, "load", load)
+    monkeypatch.setattr(import_module("paceline.cli.serve").LoadFlags, "load", load)
     done = CliRunner().invoke(app, ["serve", "--quiet", "--drafter", drafter])
     assert done.exit_code == 0, done.output
     model = started[0].get(None)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from paceline.cli import app
 from paceline.llm import LLM
-from paceline.server import options
+from paceline.server import prepare
 from paceline.text.tokenizer import Tokenizer
 from tests.support.running import Serving, serving
 from tests.support.toys import toy_llm
@@ -46,14 +46,14 @@ def served() -> Iterator[Serving]:
 def prompts(monkeypatch: pytest.MonkeyPatch, served: Serving) -> list[list[str]]:
     """The control tokens of each chat that is sent."""
     found: list[list[str]] = []
-    encode, names = options.token_ids, {i: name for name, i in served.llm.tokenizer.vocabulary.items()}
+    encode, names = prepare.token_ids, {i: name for name, i in served.llm.tokenizer.vocabulary.items()}
 
     def spied(*args: Any, **more: Any) -> list[int]:
         ids = encode(*args, **more)
         found.append([names[i] for i in ids if names[i] in (*SPECIAL, *FIM, "<s>", "</s>")])
         return ids
 
-    monkeypatch.setattr(options, "token_ids", spied)
+    monkeypatch.setattr(prepare, "token_ids", spied)
     return found
 
 
@@ -175,7 +175,7 @@ def test_an_option_lets_messages_form_special_tokens(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("paceline.server.listen.run", lambda *_: None)
     for given, allowed in (([], False), (["--special-tokens-in-messages"], True)):
         served = toy_llm()
-        monkeypatch.setattr(command.LoadOptions, "load", lambda *_, made=served, **__: made)
+        monkeypatch.setattr(command.LoadFlags, "load", lambda *_, made=served, **__: made)
         done = CliRunner().invoke(app, ["serve", "--quiet", *given])
         assert done.exit_code == 0, done.output
         end = served.tokenizer.vocabulary["</s>"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.server.thinking import ThoughtFormat, ThoughtParser, family
+from paceline.chat.thinking import ThoughtFormat, ThoughtParser, family
 from tests.support.cover import some
 from tests.support.running import serving
 from tests.support.scripted import TEMPLATE, scripted

@@ -8,13 +8,8 @@ from typing import Any
 
 import pytest
 
-from paceline.engine.detokenizer import Chunk
-from paceline.errors import InvalidPrompt
-from paceline.server.calls import Call, CallParser
-from paceline.server.chat_completions import ChatChoice
-from paceline.server.choices import TokenTexts
-from paceline.server.replies import ChatReply
-from paceline.server.tools import (
+from paceline.chat.calls import Call, CallParser
+from paceline.chat.tools import (
     DEEPSEEK,
     DEEPSEEK_V3,
     DSML,
@@ -34,6 +29,11 @@ from paceline.server.tools import (
     knows_tools,
     with_tools,
 )
+from paceline.engine.detokenizer import Chunk
+from paceline.errors import InvalidPrompt
+from paceline.server.apis.chat_completions import ChatChoice
+from paceline.server.replies import ChatReply
+from paceline.server.token_texts import TokenTexts
 from paceline.server.worker import ReplyRound
 from paceline.text.chat_template import check_messages, render
 from tests.support.toys import toy_tokenizer

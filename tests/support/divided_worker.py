@@ -18,7 +18,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.self_check import guarantee
 from paceline.errors import OutOfMemory, PacelineError
 from paceline.kernels.low_rank import Factors
-from paceline.models.config import Experts, Groups, LayerConfig, ModelConfig
+from paceline.models.config import AttentionConfig, Groups, LayerConfig, MixtureConfig, ModelConfig, NormConfig
 from paceline.models.decoder import Decoder
 from paceline.models.divided import DividedCache, DividedDecoder
 from paceline.models.lazy import Quantised
@@ -50,16 +50,18 @@ def cases() -> Iterator[tuple[str, Case]]:
     untied = replace(WIDE, tied=False, residual_scale=0.5, final_softcap=20.0, context_length=1200)
     for mode in ("int8", "int4"):
         yield mode, (untied, random_tensors(untied, scale=0.2), torch.bfloat16, mode)
-    yield "biases and sinks", (replace(TINY, sinks=True), with_biases(), torch.float32, None)
+    yield "biases and sinks", (replace(TINY, attention=AttentionConfig(sinks=True)), with_biases(), torch.float32, None)
     yield "joined projections", (TINY, joined(), torch.float64, None)
-    experts = Experts(4, 2, 40, True)
-    mixed = replace(TINY, experts=experts, special=(LayerConfig(TINY.rope, sparse=True),) * 2)
+    experts = MixtureConfig(4, 2, 40, normalised=True)
+    mixed = replace(TINY, mixture=experts, special=(LayerConfig(TINY.rope, sparse=True),) * 2)
     yield "experts", (mixed, with_experts(experts), torch.float32, None)
-    aside = replace(TINY, heads=2, tied=False, layer_norm=True, parallel=True, plain_mlp=True, activation="gelu")
+    aside = replace(
+        TINY, heads=2, tied=False, norms=NormConfig(kind="layer"), parallel=True, gated_mlp=False, activation="gelu"
+    )
     yield "side by side", (aside, side_by_side(aside), torch.float64, None)
     groups = Groups(2, 1, 2)
     scored = replace(experts, shared=24, shared_block="mlp.shared_experts", sigmoid=True, scale=1.7, groups=groups)
-    beside = replace(mixed, experts=scored)
+    beside = replace(mixed, mixture=scored)
     yield "experts beside a shared one, in float64", (beside, with_experts(scored), torch.float64, None)
 
 
@@ -72,7 +74,7 @@ def adapters_of(name: str, tensors: dict[str, Tensor]) -> list[Factors]:
 
 
 def with_biases() -> dict[str, Tensor]:
-    tensors = random_tensors(replace(TINY, sinks=True))
+    tensors = random_tensors(replace(TINY, attention=AttentionConfig(sinks=True)))
     projections = [name for name in tensors if name.endswith("_proj.weight")]
     rows = {name: len(tensors[name]) for name in projections}
     noise = torch.Generator().manual_seed(1)
@@ -109,7 +111,7 @@ def _shapes(ffn: int) -> list[tuple[int, int]]:
     return [(ffn, TINY.hidden), (ffn, TINY.hidden), (TINY.hidden, ffn)]
 
 
-def with_experts(experts: Experts) -> dict[str, Tensor]:
+def with_experts(experts: MixtureConfig) -> dict[str, Tensor]:
     tensors, noise = random_tensors(TINY), torch.Generator().manual_seed(1)
     for i in range(TINY.layers):
         mlp = f"model.layers.{i}.mlp."

@@ -94,7 +94,7 @@ class Reference:
         return torch.cat([turned.real, turned.imag], -1)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        root = (x.pow(2).mean(-1, keepdim=True) + self.config.layer.norm_eps).sqrt()
+        root = (x.pow(2).mean(-1, keepdim=True) + self.config.layer.norms.eps).sqrt()
         return x / root * self.t[name + ".weight"]
 
     def logits(self, state: Tensor) -> Tensor:

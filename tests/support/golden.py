@@ -23,10 +23,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from paceline.checkpoints.expert_tensors import ExpertTensors
+from paceline.checkpoints.model_config import read_config
+from paceline.checkpoints.tensor_names import translated
 from paceline.models.decoder import Decoder
-from paceline.models.families import read_config
-from paceline.models.tensor_names import translated
 from tests.support.logits import CPU, assert_close, chunks_and_tokens, expected, relative_error, text
 from tests.support.tiny_families import CASES, GEMMA4, HYBRIDS, WINDOWED
 
@@ -68,21 +67,21 @@ def read(case: str) -> Golden:
     return Golden(**document | {"logits": {int(at): row for at, row in document["logits"].items()}})
 
 
-def weights(shapes: Shapes, family: str) -> dict[str, Tensor]:
+def weights(shapes: Shapes, config: Mapping[str, Any]) -> dict[str, Tensor]:
     """Random tensors in float32, each by its name and shape alone."""
-    return {name: _weight(name, shape, family) for name, shape in shapes.items()}
+    adds_one = read_config(config).norms.offset == 1
+    return {name: _weight(name, shape, adds_one) for name, shape in shapes.items()}
 
 
-def _weight(name: str, shape: Sequence[int], family: str) -> Tensor:
-    mean, spread = _law(name, len(shape), family)
+def _weight(name: str, shape: Sequence[int], adds_one: bool) -> Tensor:
+    mean, spread = _law(name, len(shape), adds_one)
     # Uniform: a normal distribution takes logarithms, whose last bits are the processor's.
     unit = torch.rand(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(crc32(name.encode())))
     return (mean + spread * 3**0.5 * (2 * unit - 1)).float()
 
 
-def _law(name: str, dimensions: int, family: str) -> tuple[float, float]:
+def _law(name: str, dimensions: int, adds_one: bool) -> tuple[float, float]:
     """Mean and deviation. Norms and biases are random too: at their usual start an exchange would go unseen."""
-    adds_one = family in ("gemma", "gemma2", "gemma3_text") or family.startswith(("qwen3_next", "qwen3_5"))
     if name.endswith("A_log"):
         return 1.0, 0.6
     if name.endswith(("expert_bias", "correction_bias")) or ("conv" in name and dimensions == 3):
@@ -107,9 +106,7 @@ def decoder_of(golden: Golden, dtype: torch.dtype = torch.float64) -> Decoder:
 
 def tensors_of(golden: Golden) -> Mapping[str, Tensor]:
     """The weights of a golden file, by the names of the native decoder."""
-    family = read_config(golden.config).family
-    tensors = translated(golden.config, weights(golden.shapes, family))
-    return ExpertTensors(tensors) if family == "gpt_oss" else tensors
+    return translated(golden.config, weights(golden.shapes, golden.config))
 
 
 @cache
@@ -127,8 +124,8 @@ def models(case: str, dtype: torch.dtype = torch.float64) -> tuple[Any, Decoder]
 
 def _reference(folder: Path, shapes: Shapes, dtype: torch.dtype) -> Any:
     """transformers' model of a folder that has a config and gets weights."""
-    family = read_config(json.loads((folder / "config.json").read_text())).family
-    save_file(weights(shapes, family), folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    save_file(weights(shapes, config), folder / "model.safetensors", {"format": "pt"})
     model, report = _transformers().AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, experts_implementation="eager", output_loading_info=True
     )
@@ -147,8 +144,7 @@ def _transformers() -> Any:
 def made(case: str) -> Golden:
     """The golden file of a case, made anew."""
     transformers = _transformers()
-    kind, sizes = CASES[case]
-    config = getattr(transformers, kind + "Config")(**deepcopy(sizes))
+    config = transformers.AutoConfig.for_model(**deepcopy(CASES[case]))
     with tempfile.TemporaryDirectory() as folder:
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         path = Path(folder) / "model.safetensors"

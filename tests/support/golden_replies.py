@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from paceline.checkpoints.model_config import read_config
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
-from paceline.models.families import read_config
 from paceline.testing import random_tensors
 
 FILE = Path(__file__).parents[1] / "golden" / "replies.json"

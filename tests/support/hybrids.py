@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from paceline.models.config import DeltaNetConfig, LayerConfig, Mamba2Config, RopeConfig
+from paceline.models.config import AttentionConfig, DeltaNetConfig, LayerConfig, Mamba2Config, NormConfig, RopeConfig
 from paceline.models.decoder import Decoder
 from paceline.testing import TINY, random_tensors
 
@@ -17,7 +17,14 @@ _ROPE = RopeConfig(share=0.5)
 _RECURRENT = LayerConfig(None, recurrent=DELTA, attends=False)
 _LAYERS = (_RECURRENT, LayerConfig(_ROPE), _RECURRENT)
 HYBRID = replace(
-    TINY, family="qwen3_5_text", layers=3, context_length=1200, special=_LAYERS, rope=_ROPE, qk_norm=True, gated=True
+    TINY,
+    family="qwen3_5_text",
+    layers=3,
+    context_length=1200,
+    special=_LAYERS,
+    rope=_ROPE,
+    norms=NormConfig(heads="shared"),
+    attention=AttentionConfig(gated=True),
 )
 
 

@@ -42,6 +42,7 @@ TESTS = {
     "recording": ["recording", "cli/test_record.py"],
     "bench": ["bench", "recording", "cli"],
     "sampling": ["sampling", "engine", "verify"],
+    "chat": ["server"],
     "server": ["server"],
     "text": ["text", "drafters/test_cross.py", "drafters/test_retokenizer.py", "server"],
     "train": ["train"],

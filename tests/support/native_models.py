@@ -12,7 +12,15 @@ from torch import Tensor
 
 from paceline.kernels import linear as runner
 from paceline.kernels.quantize import Mode
-from paceline.models.config import Experts, Groups, LayerConfig, ModelConfig, RopeConfig
+from paceline.models.config import (
+    AttentionConfig,
+    Groups,
+    LayerConfig,
+    MixtureConfig,
+    ModelConfig,
+    NormConfig,
+    RopeConfig,
+)
 from paceline.models.decoder import Decoder
 from paceline.models.lazy import Quantised
 from paceline.testing import random_tensors
@@ -29,42 +37,63 @@ def plan(*windows: int | None) -> dict[str, Any]:
     return {"layers": len(layers), "special": layers}
 
 
-GEMMA = {"sandwich": True, "norm_shift": 1.0, "embed_scale": 8.0, "activation": "gelu_pytorch_tanh"}
-SCORED = Experts(8, 3, 32, True, shared_block="mlp.shared_experts", sigmoid=True)
+GEMMA = {"norms": NormConfig(offset=1.0, after=True), "embed_scale": 8.0, "activation": "gelu_pytorch_tanh"}
+SCORED = MixtureConfig(8, 3, 32, normalised=True, shared_block="mlp.shared_experts", sigmoid=True)
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "odd feed-forward, one key head": {"ffn": 80, "kv_heads": 1},
     "a key head for each query, own head": {"kv_heads": 4, "tied": False, "hidden": 48, "layers": 3},
     "qwen2: biases": {"family": "qwen2"},
-    "qwen3: head norms": {"qk_norm": True, "head_dim": 32},
-    "gemma2": {**GEMMA, **plan(7, None, 7), "softcap": 3.0, "final_softcap": 5.0, "query_scale": 0.2},
-    "gemma3": {**GEMMA, **plan(9, 9, None), "qk_norm": True, "norm_eps": 1e-5},
+    "qwen3: head norms": {"norms": NormConfig(heads="shared"), "head_dim": 32},
+    "gemma2": {**GEMMA, **plan(7, None, 7), "attention": AttentionConfig(scale=0.2, softcap=3.0), "final_softcap": 5.0},
+    "gemma3": {**GEMMA, **plan(9, 9, None), "norms": NormConfig(1e-5, offset=1.0, after=True, heads="shared")},
     "gelu": {"activation": "gelu"},
     "partial rotary": {"rope": RopeConfig(share=0.5), "head_dim": 32},
     "layers without rope": {"special": (LayerConfig(None), LayerConfig(FULL))},
     "heads of 80": {"head_dim": 80, "heads": 2, "kv_heads": 1},
     "heads of 128": {"head_dim": 128, "heads": 3, "kv_heads": 1},
-    "a mixture": {"experts": Experts(6, 2, 32, True), "special": (LayerConfig(FULL), LayerConfig(FULL, sparse=True))},
+    "a mixture": {
+        "mixture": MixtureConfig(6, 2, 32, normalised=True),
+        "special": (LayerConfig(FULL), LayerConfig(FULL, sparse=True)),
+    },
     "twenty experts, ragged": {
-        **{"hidden": 72, "experts": Experts(20, 3, 52, False)},
+        **{"hidden": 72, "mixture": MixtureConfig(20, 3, 52, normalised=False)},
         "special": (LayerConfig(FULL, sparse=True), LayerConfig(FULL, sparse=True)),
     },
     "glm4.5: experts by their own scores, in groups, and one for all rows": {
-        "experts": replace(SCORED, groups=Groups(4, 2, 2), shared=32, scale=1.7),
-        **{"special": (LayerConfig(FULL), LayerConfig(FULL, sparse=True)), "qk_norm": True},
+        "mixture": replace(SCORED, groups=Groups(4, 2, 2), shared=32, scale=1.7),
+        **{"special": (LayerConfig(FULL), LayerConfig(FULL, sparse=True)), "norms": NormConfig(heads="shared")},
     },
     "experts by their own scores, ragged": {
-        **{"hidden": 72, "experts": replace(SCORED, count=18, ffn=52, normalised=False)},
+        **{"hidden": 72, "mixture": replace(SCORED, count=18, ffn=52, normalised=False)},
         "special": (LayerConfig(FULL, sparse=True), LayerConfig(FULL)),
     },
     "gpt-oss: sinks, clamped experts with biases": {
-        **{"family": "gpt_oss", "activation": "clamped_swiglu", "sinks": True},
-        **{"hidden": 72, "head_dim": 20, "experts": Experts(6, 2, 36, True, router="router")},
+        **{"family": "gpt_oss", "activation": "clamped_swiglu", "attention": AttentionConfig(sinks=True)},
+        **{"hidden": 72, "head_dim": 20, "mixture": MixtureConfig(6, 2, 36, normalised=True, router="router")},
         "special": (LayerConfig(FULL, 9, sparse=True), LayerConfig(FULL, sparse=True)),
     },
-    "granite: factors": {"residual_scale": 0.3, "logits_divisor": 4.0, "embed_scale": 12.0, "query_scale": 0.1},
-    "no size in whole lanes": {"hidden": 50, "ffn": 70, "head_dim": 36, "qk_norm": True, "tied": False},
-    "gemma of odd sizes": {**GEMMA, **plan(9, None), "hidden": 100, "ffn": 37, "head_dim": 22, "softcap": 3.0},
+    "granite: factors": {
+        "residual_scale": 0.3,
+        "logits_divisor": 4.0,
+        "embed_scale": 12.0,
+        "attention": AttentionConfig(scale=0.1),
+    },
+    "no size in whole lanes": {
+        "hidden": 50,
+        "ffn": 70,
+        "head_dim": 36,
+        "norms": NormConfig(heads="shared"),
+        "tied": False,
+    },
+    "gemma of odd sizes": {
+        **GEMMA,
+        **plan(9, None),
+        "hidden": 100,
+        "ffn": 37,
+        "head_dim": 22,
+        "attention": AttentionConfig(softcap=3.0),
+    },
     "sixteen queries to a key head, a window of three": {**plan(3, None), "heads": 16, "kv_heads": 1},
 }
 GPT_OSS = "gpt-oss: sinks, clamped experts with biases"
@@ -80,26 +109,26 @@ def tensors_of(c: ModelConfig) -> dict[str, Tensor]:
         if c.family == "qwen2":
             sizes = {"q": c.heads * c.head_dim, "k": c.kv_heads * c.head_dim, "v": c.kv_heads * c.head_dim}
             tensors |= {f"{layer}self_attn.{x}_proj.bias": torch.zeros(size) for x, size in sizes.items()}
-        if c.sinks:
+        if c.attention.sinks:
             tensors |= {f"{layer}self_attn.sinks.weight": torch.full((c.heads,), 2.0)}
-        if c.qk_norm:
+        if c.norms.heads:
             tensors |= {f"{layer}self_attn.{x}_norm.weight": torch.ones(c.head_dim) for x in "qk"}
-        if c.sandwich:
+        if c.norms.after:
             tensors |= {f"{layer}{x}_feedforward_layernorm.weight": torch.ones(c.hidden) for x in ("pre", "post")}
-        if c.experts and c.plan[i].sparse:
+        if c.mixture and c.plan[i].sparse:
             dense = {f"{layer}mlp.{x}_proj.weight" for x in ("gate", "up", "down")}
             tensors = {name: x for name, x in tensors.items() if name not in dense}
             tensors |= experts_of(c, f"{layer}mlp.", draw)
     for name, tensor in tensors.items():
         if tensor.dim() == 1:
-            tensors[name] = tensor - c.norm_shift * ("norm" in name) + torch.randn(tensor.shape, generator=draw) * 0.3
+            tensors[name] = tensor - c.norms.offset * ("norm" in name) + torch.randn(tensor.shape, generator=draw) * 0.3
     tensors["model.embed_tokens.weight"] *= 4
     return {name: tensor.bfloat16().float() for name, tensor in tensors.items()}
 
 
 def experts_of(c: ModelConfig, block: str, draw: torch.Generator) -> dict[str, Tensor]:
     """Experts and their router, whose scores lie so far apart that rounding chooses no other one."""
-    e = c.experts
+    e = c.mixture
     assert e
     shapes = {"gate_proj": (e.ffn, c.hidden), "up_proj": (e.ffn, c.hidden), "down_proj": (c.hidden, e.ffn)}
     networks = [f"{block}experts.{number}." for number in range(e.count)]

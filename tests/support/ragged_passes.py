@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from paceline.models.decoder import Decoder
 from paceline.protocols import KVCache
 from paceline.types import Draft, Forward, Rows, Want
-from paceline.verify.tree import beside, pack, pack_prefix
+from paceline.verify.tree import pack, pack_prefix, with_siblings
 from tests.support.native_models import CPU, text
 
 DRAFTS = (
     Draft.chain(text(15, 4)),
     Draft(),
-    beside(text(4, 5), 66)[0],
+    with_siblings(text(4, 5), 66)[0],
     Draft.chain([5]),
     Draft((1, 2, 3, 4, 5), (0, 1, 0, 3, 1)),
 )

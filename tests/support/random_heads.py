@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.checkpoints.head_check import shapes_of
 from paceline.checkpoints.loader import Loaded
-from paceline.models.config import LayerConfig, ModelConfig, RopeConfig
+from paceline.models.config import LayerConfig, ModelConfig, NormConfig, RopeConfig
 from paceline.models.decoder import Decoder
 from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, HeadConfig, HeadFile, MedusaConfig
 from paceline.testing.tiny import random_tensors
@@ -31,10 +31,10 @@ LAYER = ModelConfig(
     head_dim=8,
     ffn=48,
     context_length=256,
-    norm_eps=1e-5,
+    norms=NormConfig(1e-5),
     rope=RopeConfig(theta=50000.0),
 )
-QWEN = ModelConfig("qwen3", 64, 32, 2, 4, 2, 8, 48, 256, qk_norm=True, rope=RopeConfig(theta=1e6))
+QWEN = ModelConfig("qwen3", 64, 32, 2, 4, 2, 8, 48, 256, norms=NormConfig(heads="shared"), rope=RopeConfig(theta=1e6))
 
 EAGLE3 = EagleConfig(LAYER, (2, 4, 5), 32, 16, norm_output=True, fc_norm=True)
 EAGLE = EagleConfig(LAYER, ("final",), 32, 64, version=1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoints.head_check import shapes_of
-from paceline.models.config import LayerConfig, ModelConfig
+from paceline.models.config import LayerConfig, ModelConfig, NormConfig
 from paceline.models.heads import BlockConfig, EagleConfig, MedusaConfig
 from paceline.protocols import Target
 from paceline.testing import TINY, random_tensors
@@ -94,7 +94,7 @@ def mtp_head(target: ModelConfig, seed: int = 0) -> tuple[EagleConfig, dict[str,
     return config, {name: x for name, x in tensors.items() if name != "embed_tokens.weight"}
 
 
-TINY_BLOCK = BlockConfig(replace(TINY, qk_norm=True), taps=(0, 1), size=5, mask_token=36)
+TINY_BLOCK = BlockConfig(replace(TINY, norms=NormConfig(heads="shared")), taps=(0, 1), size=5, mask_token=36)
 """A block drafter's config that fits `TINY`."""
 
 
@@ -104,7 +104,7 @@ def block_tensors(config: BlockConfig = TINY_BLOCK, seed: int = 0) -> dict[str, 
     c, draw = config.layer, torch.Generator().manual_seed(seed)
     names = [f"layers.{i}.{norm}_layernorm" for i in range(c.layers) for norm in ("input", "post_attention")]
     shapes = dict.fromkeys([*names, "hidden_norm", "norm"], c.hidden)
-    if c.qk_norm:
+    if c.norms.heads:
         shapes |= {f"layers.{i}.self_attn.{x}_norm": c.head_dim for i in range(c.layers) for x in "qk"}
     layers = {
         name.removeprefix("model."): tensor

@@ -59,7 +59,7 @@ def test_marks_blank_lines_and_carriage_returns_change_nothing(tmp_path: Path) -
         (b'{"messages": [{"role": "user"}]}', "message 1 is not an object"),
         (b'{"text": "a"}', "has no prompt"),
         (b'{"prompt": "a", "turns": ["b"]}', "only one of them"),
-        (b'{"prompt": "a", "id": [1]}', "the id is"),
+        (b'{"prompt": "a", "id": [1]}', "the id must be"),
         (b'{"prompt": "a"', "not valid JSON"),
         (b"[1]", "not a JSON object"),
         (b'{"prompt": "\xff"}', "not UTF-8 text"),

@@ -12,21 +12,22 @@ from paceline.drafters.block import Block as BlockDrafter
 from paceline.drafters.early_exit import EarlyExit as ExitDrafter
 from paceline.drafters.medusa import Medusa as MedusaDrafter
 from paceline.engine.engine import Engine
+from paceline.models.config import NormConfig
 from paceline.models.heads import BlockConfig, ExitConfig, MedusaConfig
 from paceline.sampling.parameters import Sampling
 from paceline.testing import run
 from paceline.train.block import BlockRecipe, default_taps
 from paceline.train.kinds import one_layer
 from paceline.train.loop import Trainer, TrainPlan
-from paceline.train.pointwise import EarlyExitRecipe, MedusaRecipe
-from paceline.train.recipe import DraftPlaces, Recipe
+from paceline.train.pointwise import Accuracy, EarlyExitRecipe, MedusaRecipe
+from paceline.train.recipe import DraftPlaces, Recipe, Teacher
 from paceline.train.states import States
 from paceline.types import DraftBudget
 from tests.support.dense_block import Dense
 from tests.support.train_toys import TARGET, documents, selection, written
 
 EVERY = torch.arange(37)
-LAYER = replace(one_layer(TARGET.config, 48, 2), qk_norm=True)
+LAYER = replace(one_layer(TARGET.config, 48, 2), norms=NormConfig(heads="shared"))
 
 
 def medusa() -> tuple[Recipe, type[Drafter]]:
@@ -34,7 +35,7 @@ def medusa() -> tuple[Recipe, type[Drafter]]:
 
 
 def early_exit() -> tuple[Recipe, type[Drafter]]:
-    return EarlyExitRecipe(ExitConfig(32, 3, 16), TARGET, EVERY, 3, TARGET.config.norm_eps), ExitDrafter
+    return EarlyExitRecipe(ExitConfig(32, 3, 16), TARGET, EVERY, 3, TARGET.config.norms.eps), ExitDrafter
 
 
 def block() -> tuple[Recipe, type[Drafter]]:
@@ -86,6 +87,28 @@ def test_places_of_blocks_are_spread_and_keep_their_columns() -> None:
     some = whole.every(4, 2)
     assert torch.equal(some.pending, whole.pending[:, 2::4])
     assert some.columns.tolist() == list(range(2, whole.pending.shape[1], 4))
+
+
+def test_a_teacher_that_knows_all_tokens_chooses_what_the_target_chooses() -> None:
+    (batch,) = States(TARGET, selection(documents(2)), ("final",)).batches(0, 2, "")
+    places = DraftPlaces.of(batch, 3)
+    teacher = Teacher(TARGET, EVERY)
+    exact, known = (teacher.score(batch, places, exact=exact)[1] for exact in (True, False))
+    assert exact.shape == (2, places.pending.shape[1] + 2)
+    assert torch.equal(known, exact)
+
+
+def test_chances_of_a_place_are_smoothed_by_the_rate_of_its_depth_and_rank() -> None:
+    accuracy = Accuracy()
+    for _ in range(10):
+        accuracy.add([0, 1], [2, 2])
+    for _ in range(30):
+        accuracy.add([1, 2], [2, 2])
+    chance = accuracy.chances(doubt=20.0)
+    assert chance((0,)) == pytest.approx(10 / 40)
+    assert chance((0, 1)) == pytest.approx((10 + 20 * 10 / 40) / (10 + 20)), "of 40 tries at depth 2 and rank 1"
+    assert chance((1, 1)) == pytest.approx((0 + 20 * 10 / 40) / (30 + 20))
+    assert chance((2,)) == 0.0
 
 
 def test_taps_of_blocks_leave_layers_spread_over_the_target() -> None:

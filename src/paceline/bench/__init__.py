@@ -1,1 +1,1 @@
-"""Measuring: `paceline bench`, `paceline doctor` and `paceline perplexity`."""
+"""Measurements: `paceline bench`, `doctor`, `perplexity`, `replay` and `tune`."""

@@ -1,4 +1,5 @@
-"""Timings of a target on this machine: passes by rows and context, prefill, and the host's work in a round."""
+"""Measuring the costs of a target on this machine: passes by rows and context, prefill, and the host's work per
+round."""
 
 from __future__ import annotations
 
@@ -20,11 +21,11 @@ from paceline.verify.tree import MIN_ROWS, PREFILL_ROWS, pack, pack_prefix
 
 ROWS = (1, 2, 4, 8, 16, 32)
 PREFIX = 200
-"""Tokens before the rows of a timed pass."""
+"""Context length of timed passes, in tokens."""
 _FURTHER = 3 * PREFILL_ROWS
-"""Tokens added to the prefix to see how a pass slows down with the context."""
+"""Tokens to add to the context to measure how it slows down a pass."""
 _ROUNDS = 24
-"""Plain rounds that are timed for the host's work."""
+"""Number of plain rounds to time for the host's work."""
 _PROMPT = "Write the opening paragraph of a story about a lighthouse keeper who has lost track of the days."
 
 
@@ -32,9 +33,12 @@ _PROMPT = "Write the opening paragraph of a story about a lighthouse keeper who 
 class Costs:
     """Costs of a target's rounds, in seconds.
 
-    `passes`: of a pass by its rows, after `PREFIX` tokens. `growth`: added to a pass by each further token before it.
-    `prefill`: per token of a prompt of `PREFIX` tokens. `prefill_growth`: added to each further token by each token
-    before it. `host`: of a round without its pass and draft.
+    Attributes:
+        passes: Rows -> time of a pass after `PREFIX` tokens.
+        growth: Additional time of a pass for each additional token of context.
+        prefill: Time per token of a prompt of `PREFIX` tokens.
+        prefill_growth: Additional time of a prompt token for each additional token before it.
+        host: Time of a round without its pass and its draft.
     """
 
     passes: dict[int, float]
@@ -45,31 +49,36 @@ class Costs:
 
     @property
     def one_row(self) -> float:
-        """Time of the smallest pass."""
+        """Time of the smallest pass, in seconds."""
         return self.passes[min(self.passes)]
 
     @cached_property
     def _curve(self) -> Curve:
         curve = Curve(slope=0.03)
         for size, seconds in self.passes.items():
-            for round in range(2):  # the curve ignores the first of each size
+            for round in range(2):  # the curve ignores the first measurement of each size
                 curve.add(size, seconds, round)
         return curve
 
     def verify(self, rows: float, before: float) -> float:
-        """Return the time of a pass of `rows` (a mean over rounds) after `before` tokens, those of all slots."""
+        """Return the time of a pass in seconds.
+
+        Args:
+            rows: Mean number of rows.
+            before: Context length, summed over all slots.
+        """
         seconds = self._curve.at(rows)
         return max(seconds / 2, seconds + self.growth * (before - PREFIX))
 
     def feed(self, tokens: int, before: int) -> float:
-        """Return the time of a prefill chunk of `tokens` after `before` tokens."""
+        """Return the time of a prefill chunk of `tokens` tokens after `before` tokens, in seconds."""
         small = self.verify(min(tokens, max(self.passes)), before)
         further = max(0.0, before + tokens / 2 - PREFIX / 2)
         return max(small, tokens * (self.prefill + self.prefill_growth * further))
 
 
 class PassTimer:
-    """One slot of a target, and timed passes over it."""
+    """Timed passes over one slot of a target."""
 
     def __init__(self, target: Target, timer: Callable[[], float] = time.perf_counter) -> None:
         self._target, self._timer = target, timer
@@ -78,11 +87,11 @@ class PassTimer:
 
     @property
     def length(self) -> int:
-        """Committed tokens."""
+        """Number of committed tokens."""
         return self._cache.lengths[self._slot]
 
     def feed(self, count: int) -> float:
-        """Prefill and commit `count` tokens; return the seconds."""
+        """Prefill and commit `count` tokens. Return the time in seconds."""
         tokens = [(7 * i) % min(1000, self._target.vocab_size) for i in range(count)]
         began = self._timer()
         rows = pack_prefix(tokens, self._slot, self.length, self._target.device)
@@ -92,7 +101,11 @@ class PassTimer:
         return seconds
 
     def verify(self, rows: int) -> float:
-        """Run a pass over a chain of `rows` without committing it; return the seconds, with those of packing."""
+        """Run a pass over a chain of `rows` rows without committing it.
+
+        Returns:
+            Time in seconds, including packing.
+        """
         began, draft = self._timer(), Draft.chain(tuple(range(1, rows)))
         self._run(pack([0], [draft], [self._slot], [self.length], self._target.device), Want("all"))
         return self._timer() - began
@@ -106,7 +119,13 @@ class PassTimer:
 
 
 def measure_costs(model: Loaded, probe: PassTimer | None = None, most: int = max(ROWS)) -> Costs:
-    """Measure the costs of rounds of up to `most` rows."""
+    """Measure the costs of rounds.
+
+    Args:
+        model: The model.
+        probe: Timer to use. By default, create a new one.
+        most: Maximum number of rows.
+    """
     probe = probe or PassTimer(model.target)
     context = model.target.context_length
     prefix = min(PREFIX, context // 2)
@@ -115,13 +134,13 @@ def measure_costs(model: Loaded, probe: PassTimer | None = None, most: int = max
     sizes = [n for n in (*ROWS, 64, 128, 256) if n <= max(most, max(ROWS)) and probe.length + n < context]
     seconds = passes(probe, sizes)
     later, growth = lengthen(probe, context)
-    # The mean token of the further chunks has so many more before it than the mean token of the prefix.
+    # Difference between the mean context of a token in the additional chunks and of a token in the prefix.
     further = (probe.length + prefix) / 2 - prefix / 2
     return Costs(seconds, growth, prefill, max(0.0, later - prefill) / further, _host(model))
 
 
 def passes(probe: PassTimer, rows: Sequence[int] = ROWS, repeats: int = 9) -> dict[int, float]:
-    """Return the median time of a pass by its rows, interleaved, after one warm-up each."""
+    """Return rows -> median time of a pass in seconds. Sizes are interleaved, after a warm-up pass of each size."""
     for n in rows:
         probe.verify(n)
     turns = [[probe.verify(n) for n in rows] for _ in range(repeats)]
@@ -129,7 +148,11 @@ def passes(probe: PassTimer, rows: Sequence[int] = ROWS, repeats: int = 9) -> di
 
 
 def lengthen(probe: PassTimer, context: int) -> tuple[float, float]:
-    """Prefill further; return (seconds per prompt token, seconds that each further token adds to a pass)."""
+    """Lengthen the context of `probe` and measure its effect.
+
+    Returns:
+        Seconds per prompt token, and additional seconds of a pass for each additional token of context.
+    """
     before = _median(lambda: probe.verify(MIN_ROWS))
     room = (context - probe.length - MIN_ROWS) // PREFILL_ROWS
     chunks = [PREFILL_ROWS] * min(_FURTHER // PREFILL_ROWS, max(1, room))
@@ -139,7 +162,7 @@ def lengthen(probe: PassTimer, context: int) -> tuple[float, float]:
 
 
 def _host(model: Loaded) -> float:
-    """Seconds of a plain round beside its pass: those of the other phases, in the fastest of three replies."""
+    """Return the time of a plain round without its pass in seconds, from the fastest of three replies."""
     llm = LLM(model)
     prompt, rounds = llm.prompt_ids(_PROMPT), []
     for _ in range(3):

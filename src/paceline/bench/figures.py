@@ -1,4 +1,4 @@
-"""Figures computed from the samples of a run."""
+"""Computing figures from the samples of a run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from paceline.engine.stats import Stats
 
 
 def median(values: Iterable[float]) -> float:
-    """Return the median, NaN of nothing."""
+    """Return the median, or NaN if there are no values."""
     values = list(values)
     return statistics.median(values) if values else float("nan")
 
 
 def bootstrap(values: Sequence[float], draws: int = 2000, level: float = 0.95) -> tuple[float, float]:
-    """Return a percentile-bootstrap interval of the median of independent `values`, the same in every run."""
+    """Return a percentile-bootstrap interval of the median of independent values. It is the same in every run."""
     if not values:
         return float("nan"), float("nan")
     generator = random.Random(0)
@@ -28,7 +28,7 @@ def bootstrap(values: Sequence[float], draws: int = 2000, level: float = 0.95) -
 
 
 def ratio_interval(values: Sequence[float]) -> dict[str, float] | None:
-    """Return the median of ratios with its interval, {"median", "low", "high"}, None of nothing."""
+    """Return the median of ratios with its interval, {"median", "low", "high"}, or None if there are no ratios."""
     if not values:
         return None
     low, high = bootstrap(values)
@@ -38,8 +38,10 @@ def ratio_interval(values: Sequence[float]) -> dict[str, float] | None:
 def ratio_of_sums(
     above: Sequence[float], below: Sequence[float], draws: int = 2000, level: float = 0.95
 ) -> dict[str, float]:
-    """Return sum(above) / sum(below) with a percentile-bootstrap interval over the pairs, {"value", "low", "high"}, the
-    same in every run."""
+    """Return sum(above) / sum(below) with a percentile-bootstrap interval over the pairs, {"value", "low", "high"}.
+
+    The result is the same in every run.
+    """
     generator, pairs = random.Random(0), list(zip(above, below, strict=True))
 
     def ratio(chosen: Sequence[tuple[float, float]]) -> float:
@@ -53,7 +55,10 @@ def ratio_of_sums(
 def ratios(
     samples: Sequence[Sample], system: str, base: str, figure: Callable[[Sample], float] = lambda sample: sample.speed
 ) -> list[float]:
-    """Return, per question, the median over repeats of a system's speed over a base's, measured next to each other."""
+    """Return a system's speed relative to a base for each question, as the median over repeats.
+
+    Only samples of the same repeat, which were measured close together, are compared.
+    """
     measured = ((s, figure(s)) for s in samples if s.system in (system, base))
     speeds = {(s.system, s.question.id, s.repeat): value for s, value in measured if value > 0}
     found: dict[str | int, list[float]] = {}
@@ -64,11 +69,17 @@ def ratios(
 
 
 def summarise(samples: Sequence[Sample], system: str, base: str, others: Sequence[str]) -> dict[str, Any]:
-    """Return a system's part of the result.
+    """Summarise the samples of a system.
 
-    `base`: the same system without drafts, to which `same_text`, `decode_ratio` and the categories' `ratio` refer.
-    `ratios`: its end-to-end speed over the base's and the others'. `spread`: relative deviation of its speed on a
-    question between repeats, median over questions, None with a single repeat.
+    In the result, `ratios` is the end-to-end speed relative to the base and to the others. `same_text`, `decode_ratio`
+    and the `ratio` of a category are relative to the base. `spread` is the relative deviation of the speed between
+    repeats, as the median over questions; it is None with a single repeat.
+
+    Args:
+        samples: Samples of all systems.
+        system: Name of the system.
+        base: Name of the same system without drafts.
+        others: Names of other systems to compare with.
     """
     own = [s for s in samples if s.system == system]
     categories = dict.fromkeys(s.question.category for s in own)
@@ -100,16 +111,16 @@ def _category(samples: Sequence[Sample], system: str, base: str, category: str) 
 
 
 def tokens_per_round(stats: Sequence[Stats]) -> float | None:
-    """Return all tokens over all rounds, the target's own token of a round included, None without rounds."""
+    """Return the mean tokens per round, including the target's own token, or None without rounds."""
     total = sum(s.rounds for s in stats)
     return sum(s.tokens for s in stats) / total if total else None
 
 
 def rounds(stats: Sequence[Stats]) -> dict[str, Any] | None:
-    """Return means over all rounds, None without rounds.
+    """Return mean values over all rounds, or None without rounds.
 
-    `accepted_at`: share of rounds that accepted a draft to depth 1, 2, ... at least. `milliseconds`: time of a round by
-    phase, prefill left out.
+    In the result, `accepted_at` is the share of rounds that accepted at least 1, 2, ... draft tokens. `milliseconds` is
+    the time of a round by phase, without prefill.
     """
     total = sum(s.rounds for s in stats)
     if not total:
@@ -126,20 +137,20 @@ def rounds(stats: Sequence[Stats]) -> dict[str, Any] | None:
 
 
 def same_text(samples: Sequence[Sample], system: str, base: str) -> float:
-    """Return the share of a system's replies whose token ids equal the base's."""
+    """Return the share of a system's replies with the same token ids as the base's replies."""
     text = {(s.system, s.question.id, s.repeat): s.reply.token_ids for s in samples}
     keys = [key for key in text if key[0] == system]
     return sum(text[key] == text[(base, *key[1:])] for key in keys) / len(keys)
 
 
 def speed(samples: Sequence[Sample]) -> float:
-    """Return all tokens over all seconds."""
+    """Return the mean tokens per second."""
     seconds = sum(s.seconds for s in samples)
     return sum(len(s.reply.token_ids) for s in samples) / seconds if seconds > 0 else 0.0
 
 
 def decode_speed(samples: Sequence[Sample]) -> float:
-    """Return tokens per second after the first token, that is without prefill."""
+    """Return the mean tokens per second after the first token, which excludes prefill."""
     seconds = sum(s.seconds - s.reply.first for s in samples)
     return sum(len(s.reply.token_ids) - 1 for s in samples if s.reply.token_ids) / seconds if seconds > 0 else 0.0
 
@@ -153,7 +164,10 @@ def _spread(samples: Sequence[Sample]) -> float | None:
 
 
 def findings(summaries: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the result in sentences. The best of several was chosen on the same data, which favours it a little."""
+    """Describe the result in sentences.
+
+    The best system is chosen on the same data, which favours it slightly.
+    """
     ours = [s for s in summaries if s["program"] == "paceline"]
     lines = []
     for temperature in dict.fromkeys(s["temperature"] for s in summaries):
@@ -161,8 +175,8 @@ def findings(summaries: Sequence[dict[str, Any]]) -> list[str]:
         if all(programs):
             best, rival = (max(part, key=lambda s: s["tokens_per_second"]) for part in programs)
             lines.append(
-                f"the best of Paceline's, {best['system']}, writes {_times(best['ratios'][rival['system']])} as fast "
-                f"as the best of the others, {rival['system']}"
+                f"the fastest system of Paceline, {best['system']}, has {_times(best['ratios'][rival['system']])} "
+                f"the speed of the fastest other system, {rival['system']}"
             )
     lines += [
         f"{s['system']}: {_times(ratio)} the throughput of {s['single']}"
@@ -173,14 +187,14 @@ def findings(summaries: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _sampled(sampled: dict[str, Any], ours: Sequence[dict[str, Any]]) -> str | None:
-    """How much of a drafter's greedy speed-up is left when tokens are sampled."""
+    """Describe how much of a drafter's greedy speed-up is left when tokens are sampled."""
     same = ("drafter", "precision", "width")
     greedy = [s for s in ours if not s["temperature"] and all(s[key] == sampled[key] for key in same)]
     hot, cold = ([s["ratios"][s["base"]] for s in part] for part in ([sampled], greedy))
     if not (sampled["temperature"] and sampled["drafter"] and hot[0] and cold and cold[0]):
         return None
     kept = hot[0]["median"] / cold[0]["median"]
-    return f"{sampled['system']}: {_times(hot[0])} as fast as {sampled['base']}, {kept:.2f} of its greedy speed-up"
+    return f"{sampled['system']}: {_times(hot[0])} as fast as {sampled['base']}, {kept:.2f} of the greedy speed-up"
 
 
 def _times(ratio: dict[str, float]) -> str:

@@ -1,4 +1,4 @@
-"""llama.cpp's own server, with its speculation: by n-grams, and by the draft model that Paceline gets."""
+"""llama.cpp's server with its speculation: n-grams, and the same draft model as Paceline."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ SPECULATION = {
     "ngram-simple": ("--spec-type", "ngram-simple"),
     "draft": ("--spec-type", "draft-simple"),
 }
-"""Options by drafter, at the program's defaults."""
+"""Drafter -> command-line options. All other options have the program's defaults."""
 
 
 def llama_server(setup: PeerSetup) -> PeerAnswer:
-    """Start llama-server, found on PATH, once for each kind of speculation that is asked for."""
+    """Start llama-server, which must be on PATH, once for each kind of speculation that is measured."""
     program, path = shutil.which(PROGRAM), gguf(setup, PROGRAM)
     if program is None:
-        raise PeerUnavailable(f"{PROGRAM} is not on PATH", "Build it as benchmarks/README.md says")
+        raise PeerUnavailable(f"{PROGRAM} is not on PATH", "Build it as described in benchmarks/README.md")
 
     @cache
     def server(drafter: str) -> _LlamaServer:
         draft = ("-md", setup.draft, "-td", str(setup.threads)) if drafter == "draft" else ()
         threads = ("-t", str(setup.threads), "-tb", str(setup.threads))
-        # One slot and no cache of prompts: nothing is left of an earlier prompt but ngram-mod's own memory.
+        # With one slot and without a prompt cache, only ngram-mod keeps anything of an earlier prompt.
         slots = ("-np", "1", "-c", str(setup.positions + 64), "--cache-ram", "0", "--no-webui")
         return _LlamaServer([program, "-m", path, *threads, *slots, *SPECULATION[drafter], *draft])
 
@@ -50,10 +50,10 @@ def llama_server(setup: PeerSetup) -> PeerAnswer:
 
 
 class _LlamaServer:
-    """A process of llama-server on a port of its own. It ends with the process that started it."""
+    """A llama-server process on its own port. It ends with the process that started it."""
 
     def __init__(self, command: list[str]) -> None:
-        """Wait until the model is loaded. Raises `PeerUnavailable`."""
+        """Start the server and wait until the model is loaded. Raise `PeerUnavailable` if that fails."""
         with closing(socket.create_server(("127.0.0.1", 0))) as free:
             self._port = free.getsockname()[1]
         self._log = TemporaryFile()  # noqa: SIM115  # read when the server fails to start
@@ -64,7 +64,12 @@ class _LlamaServer:
         self._wait()
 
     def complete(self, prompt: PeerPrompt, setup: PeerSetup) -> MeasuredReply:
-        """Return the reply to a rendered prompt. Raises `OSError`, `RuntimeError`."""
+        """Return the reply to a rendered prompt.
+
+        Raises:
+            OSError: If the connection fails.
+            RuntimeError: If the server answers with an error.
+        """
         timer, ids = FirstTokenTimer(), []
         asked = {"content": prompt.prompt, "add_special": False, "parse_special": True}
         sampling = {"temperature": prompt.temperature, "seed": prompt.seed, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -79,7 +84,7 @@ class _LlamaServer:
         return MeasuredReply(ids[: setup.tokens], timer.seconds)
 
     def _post(self, path: str, body: dict[str, Any]) -> Iterator[bytes]:
-        """Yield the lines of the answer."""
+        """Send a request and yield the lines of the answer."""
         with closing(http.client.HTTPConnection("127.0.0.1", self._port, timeout=600)) as connection:
             connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
             response = connection.getresponse()
@@ -101,9 +106,12 @@ class _LlamaServer:
         self._process.kill()
         self._log.seek(0)
         last = self._log.read().decode(errors="replace").strip().splitlines()[-1:]
-        raise PeerUnavailable(f"{PROGRAM} did not start ({''.join(last) or 'no output'})", "Run it by hand")
+        raise PeerUnavailable(
+            f"{PROGRAM} did not start ({''.join(last) or 'no output'})", "Run it by hand to see the reason"
+        )
 
 
 def _killed_with_parent() -> tuple[str, ...]:
-    """A command prefix of util-linux that ends the server when this process is killed; nothing where it is missing."""
+    """Return a command prefix that ends the server when this process is killed. Empty without util-linux's
+    `setpriv`."""
     return ("setpriv", "--pdeathsig", "KILL", "--") if shutil.which("setpriv") else ()

@@ -13,13 +13,18 @@ from paceline.errors import PacelineError
 
 
 class SystemFailed(PacelineError):
-    """A system that cannot answer any more: it is dropped and the others go on."""
+    """A system failed. It is dropped, and the measurement continues with the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredReply:
-    """Reply to a question: token ids (of all its prompts, in order), seconds to the first token, and Paceline's
-    statistics per prompt (none for other programs)."""
+    """Reply to a question.
+
+    Attributes:
+        token_ids: Token ids of the replies to all its prompts, in order.
+        first: Seconds to the first token.
+        stats: Paceline's statistics for each prompt. Empty for other programs.
+    """
 
     token_ids: list[int]
     first: float
@@ -27,7 +32,7 @@ class MeasuredReply:
 
 
 Answer = Callable[[Question], MeasuredReply]
-"""A system under test: from a question's text to its reply, chat template and tokenising included."""
+"""A system under test. It converts a question's text to a reply, including chat template and tokenisation."""
 
 
 class FirstTokenTimer:
@@ -37,14 +42,22 @@ class FirstTokenTimer:
         self._began, self.seconds = time.perf_counter(), 0.0
 
     def mark(self) -> None:
-        """Note that a token has arrived."""
+        """Record that a token has arrived."""
         self.seconds = self.seconds or time.perf_counter() - self._began
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One reply of one system. `order`: its turn among the systems for this question. `seconds`: wall time from text to
-    text."""
+    """One reply of one system.
+
+    Attributes:
+        system: Name of the system.
+        question: The question.
+        repeat: Number of the repeat.
+        order: Position of the system in the order for this question.
+        seconds: Wall time from text to text.
+        reply: The reply.
+    """
 
     system: str
     question: Question
@@ -75,19 +88,27 @@ class Sample:
 
 WARM_UP = "Count from one to ten, then from ten to one."
 PAUSE = 0.02
-"""Seconds between replies, in which threads of the last system that spin while they wait go to sleep."""
+"""Seconds between replies. Threads of the last system may spin while they wait, and go to sleep during this time."""
 
 
 def measure(
     systems: Mapping[str, Answer], questions: Sequence[Question], repeats: int = 1
 ) -> Iterator[Sample | tuple[str, SystemFailed]]:
-    """Warm every system up with one unrecorded reply to another question, then yield samples as they are made.
+    """Measure systems in turn.
 
-    A machine's speed drifts, so what is compared is measured side by side and only ratios within a question count.
-    A system that fails is yielded once with its error and then dropped.
+    Each system first answers an additional question as a warm-up. The speed of a machine drifts, so systems that are
+    compared answer the same question directly after each other, and only ratios within a question are used.
+
+    Args:
+        systems: Name -> system.
+        questions: Questions to answer.
+        repeats: Number of times that each question is asked.
+
+    Yields:
+        Samples, and the name and error of each system that fails. It is then dropped.
     """
     left = dict(systems)
-    # A drafter that remembers earlier replies must not have seen a question before.
+    # The warm-up uses another text, because a drafter that remembers replies must not have seen a question before.
     warm_up = replace(questions[0], id="warm-up", text=WARM_UP, more=(WARM_UP,) * len(questions[0].more))
     plan = [(-1, warm_up), *((repeat, question) for repeat in range(repeats) for question in questions)]
     for turn, (repeat, question) in enumerate(plan):

@@ -1,4 +1,5 @@
-"""A run as one self-contained page: speed by category, acceptance by depth, time of a round by phase."""
+"""The result of a run as a self-contained HTML page: speed by category, acceptance by depth, time of a round by
+phase."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ _HEAD = (
 
 
 def page(result: Mapping[str, Any]) -> str:
-    """Return a result of `run` as HTML. Needs matplotlib (see `plots.require_matplotlib`)."""
+    """Return the result of `run` as HTML. This needs matplotlib (see `plots.require_matplotlib`)."""
     source, main = result["provenance"], main_grids(result)
     here = escape(f"{source['date']}; {where(source)}")
     lines = remarks(result)
@@ -70,7 +71,7 @@ def _plots(systems: Sequence[Summary]) -> list[str]:
 
 
 def _series(systems: Sequence[Summary]) -> dict[str, Series]:
-    """Filled markers for Paceline, hollow ones for other programs; the same one at every temperature."""
+    """Choose a marker for each system: filled for Paceline, hollow for other programs, the same at all temperatures."""
     indices: dict[bool, dict[tuple[Any, ...], int]] = {False: {}, True: {}}
     series = {}
     for s in systems:

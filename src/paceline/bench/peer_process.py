@@ -1,7 +1,7 @@
-"""A peer in a process of its own, with its own threads and memory; it sleeps while it is not asked.
+"""A peer in its own process, with its own threads and memory. It sleeps between prompts.
 
-The protocol is JSON lines: first the peer's name and setup, answered by {"ready"} or {"unavailable"}; then one reply
-per prompt.
+The protocol is JSON lines. The first line contains the peer's name and setup, and the answer is {"ready"} or
+{"unavailable"}. Each further line is a prompt, and its answer is a reply.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
@@ -22,10 +23,10 @@ from paceline.bench.peers import PeerAnswer, PeerPrompt, PeerSetup, PeerUnavaila
 
 
 class PeerProcess:
-    """Starts a peer, given as module:function, and sends it prompts."""
+    """Starts a peer and sends it prompts."""
 
     def __init__(self, peer: str, setup: PeerSetup) -> None:
-        """Raises `PeerUnavailable`."""
+        """Start a peer, given as module:function. Raise `PeerUnavailable` if it cannot run."""
         self._errors = TemporaryFile()  # noqa: SIM115  # closed by `close`
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__],
@@ -44,7 +45,7 @@ class PeerProcess:
             raise
 
     def ask(self, prompt: PeerPrompt) -> MeasuredReply:
-        """Return the reply. Raises `SystemFailed`."""
+        """Return the reply to a prompt. Raise `SystemFailed` if the peer fails."""
         answer = self._exchange(asdict(prompt))
         if "failed" in answer:
             raise SystemFailed(answer["failed"])
@@ -71,7 +72,7 @@ class PeerProcess:
         except OSError:  # the process has ended
             line = ""
         if not line:
-            raise SystemFailed(f"its process ended by itself ({self._last_error_line()})")
+            raise SystemFailed(f"its process ended unexpectedly ({self._last_error_line()})")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -82,14 +83,16 @@ class PeerProcess:
 
 
 def _environment() -> dict[str, str]:
-    """This process's import path, and its environment without GOMP_SPINCOUNT: what `cli.main` sets suits Paceline, but
-    not a program that waits a thousand times per token."""
+    """Return the environment of this process with its import path and without GOMP_SPINCOUNT.
+
+    `cli.main` sets GOMP_SPINCOUNT for Paceline. It would slow down a program that waits a thousand times per token.
+    """
     kept = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
     return kept | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def _replies(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
-    """Yield the peer's end of the protocol until the lines end."""
+    """Answer the lines of the protocol as the peer."""
     first = json.loads(next(lines))
     module, _, name = first["peer"].partition(":")
     try:
@@ -97,7 +100,8 @@ def _replies(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
     except PeerUnavailable as error:
         yield {"unavailable": [error.cause, error.fix]}
         return
-    except Exception as error:  # another program may raise anything
+    except Exception as error:  # other programs may raise any error
+        traceback.print_exc()
         yield {"unavailable": [f"it could not start ({_one_line(error)})"]}
         return
     yield {"ready": True}
@@ -108,7 +112,8 @@ def _replies(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
 def _reply(answer: PeerAnswer, prompt: PeerPrompt) -> dict[str, Any]:
     try:
         reply = answer(prompt)
-    except Exception as error:
+    except Exception as error:  # other programs may raise any error
+        traceback.print_exc()
         return {"failed": _one_line(error)}
     return {"token_ids": [int(token) for token in reply.token_ids], "first": reply.first}
 
@@ -118,7 +123,7 @@ def _one_line(error: Exception) -> str:
 
 
 def main() -> None:
-    """Serve a peer on stdin and stdout; what its libraries print goes to stderr."""
+    """Serve a peer on stdin and stdout. The output of its libraries goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     for reply in _replies(iter(sys.stdin.readline, "")):

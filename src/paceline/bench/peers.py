@@ -1,7 +1,7 @@
 """Other programs that run the same weights: transformers, llama.cpp (its library and its server), OpenVINO GenAI.
 
-Each runs in a process of its own (`peer_process.py`), reads the same file at its own defaults, tokenises the same
-rendered prompt and ends at the same tokens. None may keep anything of an earlier prompt.
+Each program runs in its own process (`peer_process.py`), reads the same file with its default settings, tokenises the
+same rendered prompt and stops at the same tokens. It must not keep anything of an earlier prompt.
 """
 
 from __future__ import annotations
@@ -19,13 +19,22 @@ from paceline.errors import PacelineError
 
 
 class PeerUnavailable(PacelineError):
-    """A peer that is not installed, or cannot read this model."""
+    """A peer is not installed, or cannot read this model."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerSetup:
-    """Setup of a peer: the model's path, token ids that end a reply, new tokens per reply at most, context length for
-    the longest prompt and its reply, CPU threads, the device as torch names it, a draft model's path or ""."""
+    """Setup of a peer.
+
+    Attributes:
+        path: Path of the model.
+        eos: Token ids that end a reply.
+        tokens: Maximum number of new tokens per reply.
+        positions: Context length for the longest prompt and its reply.
+        threads: CPU threads.
+        device: Device, named as in torch.
+        draft: Path of a draft model, or "".
+    """
 
     path: str
     eos: tuple[int, ...]
@@ -38,7 +47,14 @@ class PeerSetup:
 
 @dataclass(frozen=True, slots=True)
 class PeerPrompt:
-    """A rendered prompt. `temperature`: 0 is greedy. `drafter`: one that the program offers, "" for none."""
+    """A rendered prompt.
+
+    Attributes:
+        prompt: Text after the chat template.
+        temperature: 0 is greedy.
+        drafter: Drafter of the program, or "" for none.
+        seed: Seed of sampling.
+    """
 
     prompt: str
     temperature: float = 0.0
@@ -54,36 +70,36 @@ PEERS: dict[str, str] = {
     "llama-server": "paceline.bench.llama_server:llama_server",
     "openvino": f"{__name__}:openvino",
 }
-"""Name -> the function that starts it, `PeerSetup` to `PeerAnswer`, as module:function."""
+"""Name -> function that starts the peer (`PeerSetup` -> `PeerAnswer`), as module:function."""
 
 LOOKUP = "lookup"
 
 
 def peer_drafters(name: str, draft: str) -> tuple[str, ...]:
-    """Return the drafters to measure of a program. `draft`: path of a draft model, "" if there is none."""
+    """Return the drafters of a program to measure. `draft` is the path of a draft model, or ""."""
     if name != "llama-server":
         return (LOOKUP,)
     return ("ngram-mod", "ngram-simple", *(("draft",) if draft else ()))
 
 
 class Transformers:
-    """A dense model and its tokenizer, with transformers' defaults: sdpa attention, dynamic KV cache."""
+    """A dense model and its tokenizer with transformers' defaults: sdpa attention, dynamic KV cache."""
 
     lookup = 10
-    """Draft tokens of its prompt lookup, as in its documentation."""
+    """Draft length of prompt lookup, as in transformers' documentation."""
 
     def __init__(self, path: Path, dtype: Any, device: str = "cpu") -> None:
-        """Loading a GGUF file takes some 20 s: transformers converts it tensor by tensor."""
+        """Load a model. A GGUF file takes some 20 s, since transformers converts it tensor by tensor."""
         self.library = _library("transformers", "transformers accelerate")
         self.library.logging.disable_progress_bar()
-        # Its warning about packed weights does not apply to this load, as `_check_dense` verifies.
+        # Its warning about packed weights does not apply here, as `_check_dense` verifies.
         self.library.logging.set_verbosity_error()
         where: dict[str, Any] = {"pretrained_model_name_or_path": path}
         dense: dict[str, Any] = {}
         if path.is_file():
             _library("accelerate", "accelerate")
             where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-            # Newer versions leave some GGUF weights packed, which is slow on a CPU and would flatter Paceline.
+            # Newer versions keep some GGUF weights packed, which is slow on a CPU and would make Paceline look better.
             if hasattr(self.library, "GgufConfig"):
                 dense = {"quantization_config": self.library.GgufConfig(dequantize=True)}
         self.tokenizer = self.library.AutoTokenizer.from_pretrained(**where)
@@ -96,7 +112,7 @@ class Transformers:
         return list(self.tokenizer(prompt, add_special_tokens=False)["input_ids"])
 
     def generate(self, ids: list[int], count: int, eos: tuple[int, ...], **options: Any) -> Any:
-        """Return what `generate` returns under `options` of its GenerationConfig; greedy without any."""
+        """Call `generate`. `options` are fields of its GenerationConfig; without any, decoding is greedy."""
         streamer = options.pop("streamer", None)
         choices = {"do_sample": False, "repetition_penalty": 1.0, "max_new_tokens": count} | options
         config = self.library.GenerationConfig(eos_token_id=sorted(eos), pad_token_id=min(eos), **choices)
@@ -130,7 +146,7 @@ def transformers(setup: PeerSetup) -> PeerAnswer:
 
 
 def llama_cpp(setup: PeerSetup) -> PeerAnswer:
-    """Start llama-cpp-python on the GGUF file, at the file's precision, with prompt lookup of 10 tokens."""
+    """Start llama-cpp-python with the GGUF file, at the file's precision, and prompt lookup of 10 tokens."""
     library = _library("llama_cpp", "llama-cpp-python")
     path = gguf(setup, "llama.cpp")
 
@@ -149,7 +165,7 @@ def llama_cpp(setup: PeerSetup) -> PeerAnswer:
     def answer(prompt: PeerPrompt) -> MeasuredReply:
         llama = model(bool(prompt.drafter))
         timer = FirstTokenTimer()
-        llama.reset()  # otherwise it keeps the common prefix of two prompts
+        llama.reset()  # otherwise it would reuse the common prefix of two prompts
         ids = llama.tokenize(prompt.prompt.encode(), add_bos=False, special=True)
         reply: list[int] = []
         sampling = {"temp": prompt.temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0}
@@ -166,7 +182,7 @@ def llama_cpp(setup: PeerSetup) -> PeerAnswer:
 
 
 def openvino(setup: PeerSetup) -> PeerAnswer:
-    """Start OpenVINO GenAI on the GGUF file, with prompt lookup of 5 tokens."""
+    """Start OpenVINO GenAI with the GGUF file, and prompt lookup of 5 tokens."""
     library = _library("openvino_genai", "openvino-genai")
     path = gguf(setup, "OpenVINO GenAI")
 
@@ -185,7 +201,7 @@ def openvino(setup: PeerSetup) -> PeerAnswer:
     @cache
     def pipeline(lookup: bool) -> Any:
         options: dict[str, Any] = {"prompt_lookup": True} if lookup else {}
-        # The default scheduler without its prefix cache, which would answer a repeated question.
+        # Use the default scheduler without its prefix cache, which would speed up repeated questions.
         options["scheduler_config"] = library.SchedulerConfig()
         options["scheduler_config"].max_num_batched_tokens = 2**31 - 1
         options["scheduler_config"].enable_prefix_caching = False
@@ -215,7 +231,7 @@ def openvino(setup: PeerSetup) -> PeerAnswer:
 
 
 class _TransformersStreamer:
-    """Receives the prompt, then each new token, from transformers."""
+    """Receives the prompt and then each new token from transformers."""
 
     def __init__(self, timer: FirstTokenTimer) -> None:
         self._timer, self._prompt = timer, True
@@ -240,22 +256,24 @@ def _library(name: str, packages: str) -> Any:
 
 
 def gguf(setup: PeerSetup, name: str) -> str:
-    """Return the path of the model. Raises `PeerUnavailable` if it is not a GGUF file, or not on the CPU."""
+    """Return the path of the model. Raise `PeerUnavailable` if it is not a GGUF file, or the device is not the CPU."""
     if not setup.path.endswith(".gguf"):
-        raise PeerUnavailable(f"{name} reads the same file, and {setup.path} is not a GGUF file", "Give a GGUF file")
+        raise PeerUnavailable(
+            f"{name} must read the same file as Paceline, but {setup.path} is not a GGUF file", "Use a GGUF file"
+        )
     if setup.device != "cpu":
         raise PeerUnavailable(
-            f"{name} is compared on the CPU only, but the model is on {setup.device}", "Add --device cpu"
+            f"{name} is compared only on the CPU, but the model is on {setup.device}", "Add --device cpu"
         )
     return setup.path
 
 
 def _check_dense(model: Any, dtype: Any) -> None:
-    """Refuse packed weights: a baseline that unpacks them in every pass would flatter Paceline."""
+    """Refuse packed weights. A baseline that unpacks them in every pass would make Paceline look better."""
     linear = import_module("torch.nn").Linear
     for name, module in model.named_modules():
         if name.endswith("_proj") and (type(module) is not linear or module.weight.dtype != dtype):
             kind = type(module).__name__
             raise PeerUnavailable(
-                f"transformers loaded {name} as {kind}, not as a dense {dtype} layer", "Give a dense model"
+                f"transformers loaded {name} as {kind} instead of a dense {dtype} layer", "Use a dense model"
             )

@@ -1,4 +1,4 @@
-"""Perplexity of a target on a text: what quantising its weights costs."""
+"""Perplexity of a target on a text, to measure the loss from quantisation."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from paceline.types import Want
 from paceline.verify.tree import pack_prefix
 
 _ROWS = 128
-"""Rows per pass; their logits take 130 MB with the largest vocabularies."""
+"""Rows per pass. With the largest vocabularies, their logits take 130 MB."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Scores of the predicted tokens, in the text's order: `losses` [n], -log p in nats (float64), and `best` [n], the
-    likeliest token at each position."""
+    """Scores of the predicted tokens, in the order of the text.
+
+    Attributes:
+        losses: -log p in nats, float64 [n].
+        best: The most likely token at each position, int64 [n].
+    """
 
     losses: Tensor
     best: Tensor
@@ -30,31 +34,43 @@ class TokenScores:
         return float(self.losses.mean().exp())
 
     def agreement(self, other: TokenScores) -> float:
-        """Return the share of positions with the same likeliest token, which bounds the acceptance of greedy drafts."""
+        """Return the share of positions with the same most likely token. It limits the acceptance of greedy drafts."""
         return float((self.best == other.best).double().mean())
 
 
 @dataclass(frozen=True, slots=True)
 class TextWindow:
-    """A stretch of text, fed by itself: tokens from `first` on are predicted, those before are context."""
+    """A part of a text that is fed separately.
+
+    Attributes:
+        tokens: Token ids.
+        first: Index of the first token to predict. All tokens before it are context.
+    """
 
     tokens: Sequence[int]
     first: int
 
 
 def windows(tokens: Sequence[int], size: int, context: int, front: Sequence[int] = ()) -> list[TextWindow]:
-    """Cut a text into windows of `size` tokens, each starting with the last `context` tokens of the one before, so that
-    every token is predicted once. `front` (a beginning-of-text token) starts each window.
+    """Cut a text into windows so that every token is predicted once.
 
-    Raises `InvalidOption`, and `InvalidPrompt` for a text with nothing to predict.
+    Args:
+        tokens: The text.
+        size: Window size in tokens.
+        context: Number of tokens at the beginning of a window that repeat the end of the previous window.
+        front: Tokens before each window, such as BOS.
+
+    Raises:
+        InvalidOption: If `context` does not fit `size`.
+        InvalidPrompt: If the text is too short to predict anything.
     """
     if not 1 <= context < size:
         raise InvalidOption(
-            f"context must be 1 or more and less than the window of {size} tokens, got {context}",
-            "Give a shorter context",
+            f"context must be >= 1 and less than the window of {size} tokens, got {context}",
+            "Use a shorter context or a larger window",
         )
     if len(tokens) + len(front) < 2:
-        raise InvalidPrompt("the text has fewer than two tokens", "Give a longer one")
+        raise InvalidPrompt("the text has fewer than two tokens", "Use a longer text")
     pieces = [TextWindow([*front, *tokens[:size]], max(1, len(front)))]
     pieces += [
         TextWindow([*front, *tokens[start : start + size]], len(front) + context)
@@ -64,7 +80,7 @@ def windows(tokens: Sequence[int], size: int, context: int, front: Sequence[int]
 
 
 def score(target: Target, pieces: Sequence[TextWindow]) -> TokenScores:
-    """Feed every window by itself and score its predicted tokens."""
+    """Feed each window separately and score its predicted tokens."""
     cache = target.new_cache()
     losses, best = zip(*(part for piece in pieces for part in _score_window(target, cache, piece)), strict=True)
     return TokenScores(torch.cat(losses), torch.cat(best))

@@ -1,4 +1,4 @@
-"""Plots of a report as SVG text, drawn by matplotlib (extra `bench`): the same input gives the same text."""
+"""Plots of a report as SVG text, drawn by matplotlib (extra `bench`). The same input always gives the same text."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _COLOURS = (
     *("#4269d0", "#ff725c", "#3ca951", "#d9a00f", "#a463f2"),
     *("#6cc5b0", "#ff8ab7", "#9c6b4e", "#97bbf5", "#9498a0"),
 )
-"""Distinguishable on light and on dark ground; after the palette of Observable Plot."""
+"""Distinguishable on light and dark backgrounds, based on the palette of Observable Plot."""
 _INK, _FAINT = "#010203", "#010204"
-"""Replaced by the page's own text colour."""
+"""Placeholders that are replaced by the page's text colour."""
 _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "paceline",
@@ -43,8 +43,13 @@ _STYLE = {
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A system or a phase, drawn alike in every plot: `index` chooses colour and marker, `hollow` is for other
-    programs."""
+    """A system or a phase, which looks the same in every plot.
+
+    Attributes:
+        name: Name in the legend.
+        index: Number of the colour and marker.
+        hollow: True for hollow markers, which mark other programs.
+    """
 
     name: str
     index: int
@@ -56,20 +61,20 @@ class Series:
 
     @property
     def marker(self) -> dict[str, Any]:
-        """Options of matplotlib's `plot`."""
+        """Options for matplotlib's `plot`."""
         shape = "osD^v"[self.index // len(_COLOURS) % 5]
         return {"marker": shape, "color": self.colour, "markerfacecolor": "none" if self.hollow else self.colour}
 
 
 def require_matplotlib() -> None:
-    """Raises `InvalidOption` where matplotlib is not installed."""
+    """Raise `InvalidOption` if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
         fix = f"Install it: {install_line('bench')}"
         raise InvalidOption("an HTML report needs matplotlib for its plots, which is not installed", fix)
 
 
 def dot_plot(rows: Mapping[str, Sequence[float]], series: Sequence[Series], axis: str, unit: str) -> str:
-    """Draw one row per name with one dot per series, on a scale from 0 labelled `axis`."""
+    """Draw a row for each name with a dot for each series, on a scale that begins at 0 and is labelled `axis`."""
 
     def draw(axes: Axes) -> None:
         for y, (name, values) in enumerate(rows.items()):
@@ -82,7 +87,7 @@ def dot_plot(rows: Mapping[str, Sequence[float]], series: Sequence[Series], axis
 
 
 def line_plot(lines: Sequence[Sequence[float]], series: Sequence[Series], x_axis: str, y_axis: str) -> str:
-    """Draw one line of shares per series over 1, 2, 3, ..."""
+    """Draw a line of shares over 1, 2, 3, ... for each series."""
 
     def draw(axes: Axes) -> None:
         from matplotlib.ticker import MaxNLocator, PercentFormatter
@@ -100,7 +105,7 @@ def line_plot(lines: Sequence[Sequence[float]], series: Sequence[Series], x_axis
 
 
 def stacked_bars(bars: Mapping[str, Sequence[float]], series: Sequence[Series], axis: str, unit: str) -> str:
-    """Draw one bar per name, stacked from one part per series, with its sum beside it."""
+    """Draw a bar for each name, stacked from a part for each series and labelled with its sum."""
 
     def draw(axes: Axes) -> None:
         for y, (name, values) in enumerate(bars.items()):
@@ -121,7 +126,7 @@ def _name_rows(axes: Axes, names: Sequence[str], axis: str) -> None:
 
 
 def _svg(title: str, height: float, series: Sequence[Series], draw: Any) -> str:
-    """Draw on `height` inches of axes under a legend; a group whose id starts with "tip:" gets that as its tooltip."""
+    """Draw axes of `height` inches below a legend. A group id that starts with "tip:" becomes a tooltip."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -139,7 +144,7 @@ def _svg(title: str, height: float, series: Sequence[Series], draw: Any) -> str:
 
 
 def _embeddable(svg: str, title: str) -> str:
-    """The SVG element alone, in the page's text colour, without ids that a second plot would repeat."""
+    """Return only the SVG element, in the page's text colour, and without ids that would clash with another plot."""
     svg = svg[svg.index("<svg ") :]
     svg = re.sub(r'<g id="tip:([^"]*)">', r"<g><title>\1</title>", svg)
     svg = re.sub(r'<g id="[^"]*">', "<g>", svg)

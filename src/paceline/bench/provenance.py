@@ -19,11 +19,14 @@ _PACKAGES = (
     *("paceline", "torch", "numpy", "gguf", "transformers", "accelerate", "scikit-learn"),
     *("llama-cpp-python", "openvino", "openvino-genai"),
 )
-"""scikit-learn is listed because transformers drafts at another length where it is installed."""
+"""scikit-learn is listed because transformers uses another draft length if it is installed."""
 
 
 def provenance(**settings: Any) -> dict[str, Any]:
-    """Return what makes a figure worth keeping. `settings` that JSON does not know are stored as strings."""
+    """Return everything that is needed to reproduce a measurement.
+
+    Values of `settings` that JSON does not support are stored as strings.
+    """
     return {
         "command": _command(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -44,14 +47,14 @@ def provenance(**settings: Any) -> dict[str, Any]:
 
 
 def _command() -> str:
-    """The command as it was typed: a script with its interpreter, a program by its name."""
+    """Return the command as it was typed: a script with its interpreter, or the name of a program."""
     program, *arguments = sys.argv
     typed = ("python", program) if program.endswith(".py") else (Path(program).name,)
     return shlex.join([*typed, *arguments])
 
 
 def cpu_name() -> str:
-    """The processor's name as the operating system reports it."""
+    """Return the processor's name as the operating system reports it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -59,7 +62,7 @@ def cpu_name() -> str:
 
 
 def _git(*arguments: str) -> str | None:
-    """The output of git in the checkout that holds this file, None outside a checkout."""
+    """Return the output of git in the checkout of this file, or None outside a checkout."""
     try:
         here = Path(__file__).parent
         done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""Benchmark questions: read, picked evenly over their categories, lengthened, grouped into batches."""
+"""Benchmark questions: reading, picking evenly over categories, lengthening, and grouping into batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from paceline.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt to measure. `id`: its row's, or the row's number. `more`: prompts to answer in one batch with it."""
+    """A prompt to measure.
+
+    Attributes:
+        id: The row's id, or its line number.
+        category: Category, such as "coding".
+        text: The prompt.
+        more: Other prompts to answer in the same batch.
+    """
 
     id: str | int
     category: str
@@ -22,14 +29,16 @@ class Question:
 
     @property
     def texts(self) -> list[str]:
-        """All prompts, one unless the question is a batch."""
+        """All prompts of the question. There is one, unless the question is a batch."""
         return [self.text, *self.more]
 
 
 def read_questions(path: Path) -> list[Question]:
-    """Read rows {"id"?, "category"?, "prompt"} or, as in Spec-Bench, {"turns": [...]}, of which the first turn counts.
+    """Read rows {"id"?, "category"?, "prompt"} or, as in Spec-Bench, {"turns": [...]}. Only the first turn is used.
 
-    Raises `InvalidData` naming file and line, `OSError`.
+    Raises:
+        InvalidData: If a row is not valid. The message names file and line.
+        OSError: If the file cannot be read.
     """
     questions = []
     with path.open("rb") as file:
@@ -41,7 +50,7 @@ def read_questions(path: Path) -> list[Question]:
                     fix = 'Write {"category": ..., "prompt": ...}'
                     raise InvalidData(f"{path}, line {number}: {error}", fix) from None
     if not questions:
-        raise InvalidData(f"{path} holds no prompts", "Give a file with one JSON object per line")
+        raise InvalidData(f"{path} contains no prompts", "Use a file with one JSON object per line")
     return questions
 
 
@@ -62,9 +71,9 @@ def _by_category(questions: Sequence[Question]) -> dict[str, list[Question]]:
 
 
 def pick(questions: Sequence[Question], count: int) -> list[Question]:
-    """Pick `count` questions as evenly over the categories as their sizes allow, spread over each category.
+    """Pick `count` questions as evenly over the categories as possible, spread over each category.
 
-    They alternate between categories, so that a run that is cut short is even too.
+    The questions alternate between categories, so that an interrupted run is even too.
     """
     groups = _by_category(questions)
     quotas = dict.fromkeys(groups, 0)
@@ -76,7 +85,7 @@ def pick(questions: Sequence[Question], count: int) -> list[Question]:
 
 
 def batches(questions: Sequence[Question], size: int) -> list[Question]:
-    """Join the questions, ordered by category, into batches of `size` prompts, each one question to measure."""
+    """Join questions, ordered by category, into batches of `size` prompts. Each batch is one question to measure."""
     ordered = [question for group in _by_category(questions).values() for question in group]
     joined = []
     for start in range(0, len(ordered), size):
@@ -87,9 +96,12 @@ def batches(questions: Sequence[Question], size: int) -> list[Question]:
 
 
 def lengthen(question: Question, others: Sequence[Question], tokens: int, tokenizer: Tokenizer) -> Question:
-    """Put as much of the other questions' text before a question as makes it about `tokens` tokens long.
+    """Lengthen a question to about `tokens` tokens with text of the other questions before it.
 
-    A question of that length or more stays as it is. Raises `InvalidOption` if the others are too short.
+    A question that is long enough is returned unchanged.
+
+    Raises:
+        InvalidOption: If the other questions are too short.
     """
     missing = tokens - len(tokenizer.encode(question.text, special=False))
     if missing <= 0:
@@ -97,7 +109,7 @@ def lengthen(question: Question, others: Sequence[Question], tokens: int, tokeni
     before = tokenizer.encode("\n\n".join(q.text for q in others if q.id != question.id), special=False)
     if len(before) < missing:
         raise InvalidOption(
-            f"the other prompts have {len(before)} tokens in all, but {missing} must precede question {question.id}",
-            "Give a file with more text, or a shorter context",
+            f"the other prompts have {len(before)} tokens in total, but question {question.id} needs {missing}",
+            "Use a file with more text, or a shorter context",
         )
     return replace(question, text=f"{tokenizer.decode(before[:missing])}\n\n{question.text}")

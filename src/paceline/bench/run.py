@@ -1,4 +1,4 @@
-"""A whole benchmark run: from a comparison to its result."""
+"""A whole benchmark run, from a comparison to its result."""
 
 from __future__ import annotations
 
@@ -24,11 +24,23 @@ def run(
     on_sample: Callable[[Sample, int], object] = lambda sample, total: None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Return the result for JSON: {"provenance", "systems", "findings", "missing", "samples"}.
+    """Run a benchmark.
 
-    `targets`: the model by precision, "" where it is not quantised. `on_sample` gets each sample and the expected
-    number of samples. `settings` are added to the provenance. With batch widths above 1 every
-    system answers batches of the largest width, one `width` of requests at a time. Raises `PacelineError`.
+    With batch widths above 1, every system answers batches of the largest width, with up to its own `width` of requests
+    at a time.
+
+    Args:
+        targets: Precision -> model. The precision "" means weights as loaded.
+        comparison: Systems to compare.
+        questions: Questions to answer.
+        on_sample: Called with each sample and the expected number of samples.
+        **settings: Additional values for the provenance.
+
+    Returns:
+        The result for JSON: {"provenance", "systems", "findings", "missing", "samples"}.
+
+    Raises:
+        PacelineError: If a system of Paceline cannot be created.
     """
     llm, width = next(iter(targets.values())), max(comparison.widths)
     settings = {"model": llm.model.path, **asdict(comparison), "questions": len(questions)} | settings
@@ -38,7 +50,7 @@ def run(
         systems = own_systems(targets, comparison)
         peers, missing = _peers(stack, llm, comparison, questions)
         systems |= peers
-        source = provenance(**settings)  # before the run, to record the load at its start
+        source = provenance(**settings)  # recorded before the run, so that it shows the load at the beginning
         samples: list[Sample] = []
         for event in measure({s.name: answer for s, answer in systems.items()}, questions, comparison.repeats):
             if isinstance(event, Sample):
@@ -57,7 +69,7 @@ def run(
 def _peers(
     stack: ExitStack, llm: LLM, comparison: Comparison, questions: Sequence[Question]
 ) -> tuple[dict[System, Answer], list[str]]:
-    """The peers that start, and a line for each that does not."""
+    """Start the peers. Return the systems of all that run, and a line of text for each peer that cannot run."""
     longest = max(len(llm.encode(text)) for question in questions for text in question.texts)
     positions = min(llm.model.target.context_length, longest + comparison.tokens)
     device = str(llm.model.target.device)

@@ -1,4 +1,4 @@
-"""Systems under test: Paceline with a drafter, or another program, each with a name that identifies it fully."""
+"""Systems under test: Paceline with a drafter, or another program. The name of a system identifies it completely."""
 
 from __future__ import annotations
 
@@ -26,8 +26,15 @@ OURS = "paceline"
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """`program`: Paceline or a peer. `drafter`: DRAFTER or DRAFTER@SIZE, a peer's own, "" for none. `precision`:
-    see `split_precision`, "" for weights as loaded. `temperature`: 0 is greedy. `width`: requests in a batch."""
+    """A system under test.
+
+    Attributes:
+        program: "paceline" or a peer.
+        drafter: DRAFTER or DRAFTER@SIZE, or a drafter of the peer, or "" for none.
+        precision: See `split_precision`. "" means weights as loaded.
+        temperature: 0 is greedy.
+        width: Number of requests in a batch.
+    """
 
     program: str = OURS
     drafter: str = ""
@@ -49,18 +56,29 @@ class System:
 
     @property
     def single(self) -> System:
-        """The base answering one request at a time."""
+        """The base with one request at a time."""
         return replace(self, drafter="", width=1)
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Systems to compare: every drafter at every precision, temperature and batch width, beside plain decoding.
+    """Systems to compare: plain decoding and every drafter, at every precision, temperature and batch width.
 
-    `drafters`: as for `paceline.load`, each with its own draft size as DRAFTER@LENGTH or DRAFTER@NODESxDEPTHxBRANCH;
-    without one, Paceline's draft policy decides. `against`: names of `PEERS`, each measured plainly and with its own
-    drafters. `repeats`: how often each question is asked. `widths`: numbers of requests answered together.
-    `draft_vocab`: see `open_drafter`. Raises `InvalidOption`.
+    Attributes:
+        drafters: Drafters as in `paceline.load`. DRAFTER@LENGTH or DRAFTER@NODESxDEPTHxBRANCH fixes the draft size;
+            otherwise the draft policy chooses it.
+        against: Names in `PEERS`. Each program is measured without drafts and with its own drafters.
+        temperatures: Sampling temperatures.
+        rule: Acceptance rule of Paceline's systems.
+        tokens: Maximum length of a reply in tokens.
+        repeats: Number of times that each question is asked.
+        seed: Seed of sampling.
+        threads: CPU threads of the other programs.
+        widths: Numbers of requests in a batch.
+        draft_vocab: See `open_drafter`.
+
+    Raises:
+        InvalidOption: If a value is not valid.
     """
 
     drafters: Sequence[str] = (AUTO,)
@@ -76,10 +94,10 @@ class Comparison:
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.against if name not in PEERS]:
-            raise InvalidOption(f"{unknown[0]!r} is not a program to compare with", f"Choose from {', '.join(PEERS)}")
+            raise InvalidOption(f"{unknown[0]!r} is not a known program", f"Choose from {', '.join(PEERS)}")
         if min(self.widths) < 1:
             raise InvalidOption(
-                f"a batch must have 1 request or more, got {min(self.widths)}", "Give numbers such as 1,8"
+                f"a batch must have 1 request or more, got {min(self.widths)}", "Use numbers such as 1,8"
             )
         if self.against and max(self.widths) > 1:
             raise InvalidOption("other programs answer one request at a time", "Leave out --batch or --against")
@@ -90,25 +108,29 @@ class Comparison:
 
     @property
     def draft_model(self) -> str:
-        """Path of the first draft model among the drafters that is a GGUF file, for programs that take one; or ""."""
+        """Path of the first GGUF draft model among the drafters, for programs that support draft models, or ""."""
         models = (split_size(name)[0].removeprefix("model:") for name in self.drafters if name.startswith("model:"))
         return next((model for model in models if model.endswith(".gguf")), "")
 
     def sampling(self, temperature: float) -> Sampling:
-        """Return the sampling parameters of Paceline's systems; rules differ only above temperature 0."""
+        """Return the sampling parameters of Paceline's systems. Rules differ only at temperatures above 0."""
         rule: RuleName = self.rule if temperature else "match"
         return Sampling(max_new_tokens=self.tokens, temperature=temperature, seed=self.seed, rule=rule)
 
 
 def split_size(drafter: str) -> tuple[str, DraftBudget | None]:
-    """Split DRAFTER@SIZE into drafter and size, None without one. Anything else after an "@" is a LoRA adapter."""
+    """Split DRAFTER@SIZE into drafter and size. The size is None without one: other text after "@" is an adapter."""
     spec, _, text = drafter.rpartition("@")
     size = parse_size(text) if spec else None
     return (drafter, None) if size is None else (spec, size)
 
 
 def split_precision(precision: str) -> tuple[Precision, Precision]:
-    """Split TARGET or TARGET+DRAFTER into the two, each "auto" where it is empty. Raises `InvalidOption`."""
+    """Split TARGET or TARGET+DRAFTER into two precisions. An empty one is "auto".
+
+    Raises:
+        InvalidOption: If a precision is unknown.
+    """
     names = [name or "auto" for name in precision.partition("+")[::2]]
     for name in names:
         check_precision(name)
@@ -117,13 +139,20 @@ def split_precision(precision: str) -> tuple[Precision, Precision]:
 
 
 def own_systems(targets: Mapping[str, LLM], comparison: Comparison) -> dict[System, Answer]:
-    """Return Paceline's systems. Raises `PacelineError`.
+    """Create Paceline's systems. Drafters share the target's weights; temperatures and widths share a drafter.
 
-    `targets`: the model by precision. All drafters share its weights, all temperatures and widths share a drafter.
+    Args:
+        targets: Precision -> model.
+        comparison: Systems to create.
+
+    Raises:
+        PacelineError: If a drafter cannot be opened.
     """
     found: dict[System, Answer] = {}
     names = dict.fromkeys(("none", *comparison.drafters))
-    short = len({shown_name(name) for name in names}) == len(names)  # or else two folders have files of one name
+    short = len({shown_name(name) for name in names}) == len(
+        names
+    )  # false if two folders contain drafters with the same name
     for precision, llm in targets.items():
         for name in names:
             spec, size = split_size(name)
@@ -138,7 +167,7 @@ def own_systems(targets: Mapping[str, LLM], comparison: Comparison) -> dict[Syst
 
 
 def own_system(llm: LLM, sampling: Sampling, width: int = 1) -> Answer:
-    """Return a system that answers with `llm`: one prompt as a stream, several as a batch of `width`."""
+    """Return a system that answers a single prompt as a stream, and several prompts as a batch of `width`."""
 
     def answer(question: Question) -> MeasuredReply:
         timer = FirstTokenTimer()
@@ -158,7 +187,7 @@ def own_system(llm: LLM, sampling: Sampling, width: int = 1) -> Answer:
 
 
 def peer_systems(name: str, process: PeerProcess, llm: LLM, comparison: Comparison) -> dict[System, Answer]:
-    """Return a peer's systems, plain and with its drafters. `llm` renders the prompts, so that all get the same."""
+    """Return a peer's systems, without drafts and with its drafters. `llm` renders the prompts for all programs."""
 
     def system(temperature: float, drafter: str) -> Answer:
         def answer(question: Question) -> MeasuredReply:
@@ -178,7 +207,7 @@ def peer_systems(name: str, process: PeerProcess, llm: LLM, comparison: Comparis
 
 
 def render(llm: LLM, text: str) -> str:
-    """Return the question as a user's message in the model's chat template."""
+    """Render a question as a user's message with the model's chat template."""
     if llm.tokenizer.chat_template is None:
         return text
     return llm.tokenizer.apply_chat_template([{"role": "user", "content": text}])

@@ -1,4 +1,4 @@
-"""Tables of a benchmark, for the terminal, Markdown and HTML."""
+"""Tables of a benchmark for the terminal, Markdown and HTML."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Summary = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A table of strings whose first column names the rows."""
+    """A table of strings. The first column contains the names of the rows."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
 
     def markdown(self) -> str:
-        """Return the table as Markdown, its title in bold above it."""
+        """Return the table as Markdown below its title in bold."""
         lines = [self.columns, ["---", *["---:"] * (len(self.columns) - 1)], *self.rows]
         body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
         return f"**{self.title}**\n\n{body}\n"
@@ -33,14 +33,14 @@ class Grid:
 
 
 def main_grids(result: Mapping[str, Any]) -> list[Grid]:
-    """Return the main tables of a run: every system's speed, and Paceline's over the other programs'."""
+    """Return the main tables of a run: the speed of every system, and Paceline's speed relative to other programs."""
     parts = by_temperature(result["systems"])
     over = [_over(part) for part in parts if any(s["program"] != "paceline" for s in part)]
     return [_speeds(result["systems"]), *over]
 
 
 def all_grids(result: Mapping[str, Any]) -> list[Grid]:
-    """Return the main tables and the details behind them: by category, by depth and by phase of a round."""
+    """Return the main tables, and tables with details by category, by depth and by phase of a round."""
     summaries = result["systems"]
     ours = [s for s in summaries if s["inside"]]
     grids = [
@@ -48,7 +48,7 @@ def all_grids(result: Mapping[str, Any]) -> list[Grid]:
         _by_category("Tok/s, end to end", summaries, lambda c: f"{c['tokens_per_second']:.1f}"),
     ]
     if drafting := [s for s in ours if s["drafter"]]:
-        over = "Speed over the same without drafts, median of questions"
+        over = "Speed relative to the same system without drafts, median of questions"
         grids += [
             _by_category(over, drafting, lambda c: f"{c['ratio']:.2f}"),
             _by_category("Tokens per round", drafting, lambda c: f"{c['tokens_per_round'] or 0:.2f}"),
@@ -58,24 +58,24 @@ def all_grids(result: Mapping[str, Any]) -> list[Grid]:
 
 
 def by_temperature(summaries: Sequence[Summary]) -> list[list[Summary]]:
-    """Group the summaries that may be compared with each other."""
+    """Group summaries by temperature, since only these may be compared with each other."""
     temperatures = dict.fromkeys(s["temperature"] for s in summaries)
     return [[s for s in summaries if s["temperature"] == temperature] for temperature in temperatures]
 
 
 def temperature_suffix(part: Sequence[Summary]) -> str:
-    """Return the end of a title that names the temperature, "" for greedy decoding."""
+    """Return the end of a title, which names the temperature, or "" for greedy decoding."""
     temperature = part[0]["temperature"]
     return f", T={temperature:g}" if temperature else ""
 
 
 def interval(ratio: Mapping[str, float] | None) -> str:
-    """Format a ratio as 1.25 [1.20, 1.31], None as ""."""
+    """Format a ratio as 1.25 [1.20, 1.31], and None as ""."""
     return "" if ratio is None else f"{ratio['median']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]"
 
 
 def _speeds(summaries: Sequence[Summary]) -> Grid:
-    columns = ["system", "tok/s", "x undrafted [95 %]", "decoding alone", "decode tok/s", "first token, ms"]
+    columns = ["system", "tok/s", "x undrafted [95 %]", "decoding only", "decode tok/s", "first token, ms"]
     rows = []
     for s in summaries:
         inside, categories, drafts = s["inside"], s["categories"], bool(s["drafter"])
@@ -101,7 +101,7 @@ def _speeds(summaries: Sequence[Summary]) -> Grid:
 def _over(part: Sequence[Summary]) -> Grid:
     peers = [s["system"] for s in part if s["program"] != "paceline"]
     rows = [[s["system"], *(interval(s["ratios"][peer]) for peer in peers)] for s in part if s["program"] == "paceline"]
-    title = f"Times as fast as, median of questions [95 %]{temperature_suffix(part)}"
+    title = f"Speed relative to, median of questions [95 %]{temperature_suffix(part)}"
     return Grid(title, ["system", *peers], rows)
 
 
@@ -130,19 +130,19 @@ def _rounds(ours: Sequence[Summary]) -> Grid:
 
 
 def where(source: Mapping[str, Any]) -> str:
-    """Format machine and versions of a provenance."""
+    """Format the machine and the versions of a provenance."""
     machine, versions = source["machine"], source["versions"]
     used = ", ".join(f"{key} {value}" for key, value in versions.items() if value)
     return f"{machine['gpu'] or machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads; {used}"
 
 
 def remarks(result: Mapping[str, Any]) -> list[str]:
-    """Return the findings of a run, and what was not measured, a line each."""
+    """Return a line for each finding of a run, and for each system that was not measured."""
     return [*result["findings"], *(f"not measured: {line}" for line in result["missing"])]
 
 
 def markdown(name: str, source: Mapping[str, Any], grids: Sequence[Grid], lines: Sequence[str] = ()) -> str:
-    """Return a report: command and machine, tables, then lines."""
+    """Return a report in Markdown: command and machine, tables, then lines of text."""
     commit = f"{(source['commit'] or 'no commit')[:12]}{' with changes' if source['dirty'] else ''}"
     heading = f"# {name}, {source['date'][:10]}\n\n`{source['command']}` at {commit}; {where(source)}.\n"
     return "\n".join([heading, *(grid.markdown() for grid in grids), *(f"- {line}" for line in lines)]) + "\n"

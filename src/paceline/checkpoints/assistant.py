@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoints.checkpoint import open_weights
+from paceline.checkpoints.model_config import read_config
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.files.reading import read_json
 from paceline.files.schema import CORRECT, OBJECT, check_value, whole
-from paceline.models.families import read_config
 from paceline.models.heads import AssistantConfig, HeadFile
 from paceline.models.lazy import Renamed
 
@@ -34,7 +34,7 @@ def open_assistant(path: Path, *, allow_pickle: bool = False) -> HeadFile:
         layer = read_config({**text, "model_type": "gemma4_text", "num_kv_shared_layers": layers}, file)
     except KeyError as missing:
         raise CorruptModel(f"{file} lacks {missing}", CORRECT) from missing
-    if layer.token_inputs or layer.experts:
+    if layer.token_inputs or layer.mixture:
         raise UnsupportedModel(f"{path} has experts or tables by the token", "Use an assistant of Gemma 4")
     tensors = open_weights(path, "model.safetensors", "pytorch_model.bin", allow_pickle)
     names = {name: name for name in tensors if not name.startswith("masked_embedding.")}

@@ -13,16 +13,14 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from paceline.checkpoints.expert_tensors import ExpertTensors
+from paceline.checkpoints.registry import ARCHITECTURES, family_of, text_config, ties_head
+from paceline.checkpoints.tensor_names import translated
 from paceline.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from paceline.files.locate import is_adapter
 from paceline.files.reading import MIB, library_errors, map_file, read_json, read_json_if_exists
 from paceline.files.schema import GENERATION, IDENTITY, INDEX, check, shown
 from paceline.kernels.stored import FLOATS, Stored
-from paceline.models.families import ties_head
-from paceline.models.hybrids import text_config
 from paceline.models.lazy import LazyTensors, Renamed
-from paceline.models.tensor_names import translated
 from paceline.text.tokenizer import Tokenizer
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -56,7 +54,9 @@ def open_checkpoint(path: Path, *, allow_pickle: bool = False) -> Checkpoint:
         from paceline.checkpoints.gguf import open_gguf
 
         config, tensors, fields = open_gguf(path)
-        return Checkpoint(path, config, {}, tensors, Tokenizer.from_gguf(fields))
+        layout = ARCHITECTURES[fields["general.architecture"]][1]
+        tokenizer = Tokenizer.from_gguf(fields, strips_spaces=layout.strips_spaces)
+        return Checkpoint(path, config, {}, tensors, tokenizer)
     config, weights = open_folder(path, allow_pickle=allow_pickle)
     generation = read_json_if_exists(path / "generation_config.json", GENERATION)
     return Checkpoint(path, config, generation, weights, Tokenizer.from_folder(path))
@@ -66,8 +66,6 @@ def open_folder(path: Path, *, allow_pickle: bool = False) -> tuple[dict[str, An
     """Open a folder in Hugging Face's layout: config and tensors, as in `Checkpoint`. Raises as `open_checkpoint`."""
     config = text_config(_config(path))
     weights = open_weights(path, "model.safetensors", "pytorch_model.bin", allow_pickle)
-    if config.get("model_type") == "gpt_oss":
-        weights = ExpertTensors(weights)
     weights = translated(config, weights)
     if EMBEDDING not in weights and ties_head(config):
         # transformers writes a matrix that two modules share under the name of one of them, which may be the head.
@@ -100,7 +98,7 @@ def _config(path: Path) -> dict[str, Any]:
     config = read_json(path / "config.json", IDENTITY)
     if quantised := config.get("quantization_config"):
         method = quantised.get("quant_method", "?") if isinstance(quantised, dict) else "?"
-        if (config.get("model_type"), method) == ("gpt_oss", "mxfp4"):
+        if method in family_of(config).quantised:
             return config
         raise UnsupportedModel(f"{path} is quantised with {method}", "Use the unquantised checkpoint or a GGUF file")
     return config

@@ -1,19 +1,15 @@
-"""GGUF files in Hugging Face's terms: the config. (Tensors: `gguf_tensors`; tokenizer: `text.gguf_tokenizer`.)
-
-A new family takes one entry in `ARCHITECTURES` and one in `gguf_tensors.LAYOUTS`.
-"""
+"""GGUF files in Hugging Face's terms: the config. (Tensors: `gguf_tensors`; tokenizer: `text.gguf_tokenizer`.)"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoints.family import GGUFLayout
 from paceline.checkpoints.gguf_file import GGUFFile, read_gguf
-from paceline.checkpoints.gguf_hybrids import delta_net, falcon_h1, granite, granite_hybrid, lfm2, mamba2, nemotron_h
-from paceline.checkpoints.gguf_metadata import Config, Fields, Metadata, layer_types, widest
-from paceline.checkpoints.gguf_more import MORE
-from paceline.checkpoints.gguf_tensors import LAYOUTS, ROPE_FACTORS, GGUFTensors
+from paceline.checkpoints.gguf_metadata import ROPE_FACTORS, Config, Fields, Metadata, widest
+from paceline.checkpoints.gguf_tensors import GGUFTensors
+from paceline.checkpoints.registry import ARCHITECTURES
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.files.schema import GGUF, check
 
@@ -26,12 +22,12 @@ def open_gguf(path: Path) -> tuple[Config, GGUFTensors, Fields]:
     """
     file = read_gguf(path)
     check(path, file.fields, GGUF)
-    name = _architecture(file)
+    family, layout = ARCHITECTURES[_architecture(file)]
     try:
-        config = config_of(Metadata(file, name), ARCHITECTURES[name])
+        config = {"model_type": family.name, **config_of(file, layout)}
     except KeyError as missing:
         raise CorruptModel(f"{path} lacks {missing}", "Fetch the file again") from missing
-    return config, GGUFTensors(file, LAYOUTS[name], config), file.fields
+    return config, GGUFTensors(file, layout, config), file.fields
 
 
 _OTHER_KINDS = (
@@ -69,18 +65,16 @@ def _architecture(file: GGUFFile) -> str:
 
 
 _PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
-_UNEVEN = ("lfm2", "lfm2moe", "granitehybrid", "nemotron_h", "nemotron_h_moe")
-"""Architectures of which some layers have no heads, or no feed-forward part."""
 
 
-def config_of(meta: Metadata, own: Callable[[Metadata, Config], Config]) -> Config:
-    """Return the config in Hugging Face's terms. `own`: the architecture's part of it. Raises `KeyError` for metadata
-    that is missing, `CorruptModel`, `UnsupportedModel`."""
+def config_of(file: GGUFFile, layout: GGUFLayout) -> Config:
+    """Return the config in Hugging Face's terms. Raises `KeyError` for metadata that is missing, `CorruptModel`,
+    `UnsupportedModel`."""
+    meta = Metadata(file, layout.architecture, layout.keys)
     title = meta.file.path.name
     widths = [set(value) - {0} for key in _PER_LAYER if isinstance(value := meta.get(key), list)]
-    mixed = meta.architecture in ("gemma4", "deepseek2")  # which read their sizes themselves
-    uneven = any(len(found) > 1 for found in widths) or (widths and meta.architecture not in _UNEVEN)
-    if not mixed and uneven:
+    uneven = any(len(found) > 1 for found in widths) or (widths and not layout.uneven)
+    if uneven and not layout.own_sizes:
         raise UnsupportedModel(f"{title} has layers of different widths", "Use a uniform model")
     if meta.get("pooling_type", 0):
         raise UnsupportedModel(f"{title} embeds or ranks texts and writes none", "Use a language model")
@@ -90,7 +84,7 @@ def config_of(meta: Metadata, own: Callable[[Metadata, Config], Config]) -> Conf
     heads, hidden = max(1, widest(meta["attention.head_count"])), meta["embedding_length"]
     kv_heads = max(1, widest(meta.get("attention.head_count_kv", heads)))
     head_dim = meta.get("attention.key_length") or hidden // heads
-    if not mixed and meta.get("attention.value_length", head_dim) != head_dim:
+    if not layout.own_sizes and meta.get("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModel(f"{title} has keys and values of different sizes", "Use another model")
     experts = "expert_" if meta.get("expert_count") else ""
     config = {
@@ -115,10 +109,10 @@ def config_of(meta: Metadata, own: Callable[[Metadata, Config], Config]) -> Conf
         "bos_token_id": meta.file.fields.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _eos(meta.file.fields),
     }
-    config |= own(meta, config)
+    config |= layout.read(meta, config)
     rotated = meta.get("rope.dimension_count", head_dim)
     encodes = meta.get("rope.scaling.finetuned", True)  # for llama.cpp: whether positions are encoded
-    if encodes and not mixed and rotated != head_dim * config.get("partial_rotary_factor", 1):
+    if encodes and not layout.own_sizes and rotated != head_dim * config.get("partial_rotary_factor", 1):
         raise UnsupportedModel(f"{title} rotates only part of each head", "Use another model")
     return {key: value for key, value in config.items() if value is not None}
 
@@ -127,107 +121,6 @@ def _vocab_size(meta: Metadata) -> int:
     """Return the tokenizer's count, or more where the vocabulary is padded. A drafter may have no embedding."""
     table = meta.file.tensors.get("token_embd.weight")
     return table.shape[0] if table else meta.get("vocab_size") or len(meta.file.fields["tokenizer.ggml.tokens"])
-
-
-def _llama(meta: Metadata, config: Config) -> Config:
-    """Llama, or Mistral and Mixtral, which are stored under this name too: windows and experts tell them apart."""
-    if meta.get("expert_count", 0):
-        return {
-            "model_type": "mixtral",
-            "num_local_experts": meta["expert_count"],
-            "num_experts_per_tok": meta["expert_used_count"],
-        }
-    return {"model_type": "mistral" if config["sliding_window"] else "llama"}
-
-
-def _qwen3moe(meta: Metadata, config: Config) -> Config:
-    return {
-        "model_type": "qwen3_moe",
-        "num_experts": meta["expert_count"],
-        "num_experts_per_tok": meta["expert_used_count"],
-        "moe_intermediate_size": meta["expert_feed_forward_length"],
-        # Not in the metadata; llama.cpp always does so.
-        "norm_topk_prob": True,
-    }
-
-
-def _gpt_oss(meta: Metadata, config: Config) -> Config:
-    """The trained YaRN does not round its planes, which no metadata says."""
-    rope = {**config["rope_scaling"], "truncate": False} if config["rope_scaling"] else {"rope_type": "default"}
-    return {
-        "model_type": "gpt_oss",
-        "num_local_experts": meta["expert_count"],
-        "num_experts_per_tok": meta["expert_used_count"],
-        "intermediate_size": meta["expert_feed_forward_length"],
-        "layer_types": layer_types(meta, config["num_hidden_layers"], 2),
-        "rope_scaling": rope,
-    }
-
-
-def _phi3(meta: Metadata, config: Config) -> Config:
-    return {
-        "model_type": "phi3",
-        "original_max_position_embeddings": meta.get("rope.scaling.original_context_length"),
-        "partial_rotary_factor": meta.get("rope.dimension_count", config["head_dim"]) / config["head_dim"],
-    }
-
-
-def _gemma2(meta: Metadata, config: Config) -> Config:
-    return {
-        "model_type": "gemma2",
-        "sliding_window": meta.get("attention.sliding_window"),
-        "layer_types": layer_types(meta, config["num_hidden_layers"], 2),
-        "query_pre_attn_scalar": _query_scalar(config, 46),
-        "attn_logit_softcapping": meta.get("attn_logit_softcapping"),
-        "final_logit_softcapping": meta.get("final_logit_softcapping"),
-    }
-
-
-def _gemma3(meta: Metadata, config: Config) -> Config:
-    pattern = 6 if config["sliding_window"] else 1
-    return {
-        "model_type": "gemma3_text",
-        "rope_theta": meta.get("rope.freq_base", 1000000.0),
-        "rope_local_base_freq": meta.get("rope.freq_base_swa"),
-        "layer_types": layer_types(meta, config["num_hidden_layers"], pattern),
-        "query_pre_attn_scalar": _query_scalar(config, 62),
-        "final_logit_softcapping": meta.get("final_logit_softcapping"),
-    }
-
-
-def _query_scalar(config: Config, layers_of_27b: int) -> int:
-    """Return what the metadata lacks: the head's size, except in the 27B models, told by their depth as in
-    llama.cpp."""
-    if config["num_hidden_layers"] == layers_of_27b:
-        return int(config["hidden_size"] // config["num_attention_heads"])
-    return int(config["head_dim"])
-
-
-def _named(model_type: str) -> Callable[[Metadata, Config], Config]:
-    return lambda meta, config: {"model_type": model_type}
-
-
-ARCHITECTURES: dict[str, Callable[[Metadata, Config], Config]] = {
-    "llama": _llama,
-    "smollm3": _named("smollm3"),
-    "qwen2": _named("qwen2"),
-    "qwen3": _named("qwen3"),
-    "qwen3moe": _qwen3moe,
-    **{"mamba2": mamba2, "granitehybrid": granite_hybrid, "falcon-h1": falcon_h1},
-    **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), nemotron_h),
-    **dict.fromkeys(("lfm2", "lfm2moe"), lfm2),
-    "gpt-oss": _gpt_oss,
-    "granite": granite,
-    **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), delta_net),
-    "phi3": _phi3,
-    "gemma": lambda meta, config: {"model_type": "gemma", "hidden_act": "gelu_pytorch_tanh"},
-    "seed_oss": _named("seed_oss"),
-    "gemma2": _gemma2,
-    "gemma3": _gemma3,
-    **MORE,
-}
-"""GGUF architecture -> its fields of the config: Hugging Face's model type, and what differs from its defaults (as for
-the layers of SmolLM3 without rotary embedding, which the metadata does not name)."""
 
 
 def _rope_scaling(meta: Metadata) -> dict[str, Any] | None:

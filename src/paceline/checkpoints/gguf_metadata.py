@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,28 +11,32 @@ import torch
 
 from paceline.checkpoints.gguf_file import GGUFFile
 from paceline.errors import CorruptModel
-from paceline.files.schema import GGUF_ARCHITECTURE, check_value
+from paceline.files.schema import GGUF_ARCHITECTURE, FieldKind, check_value
 
 Fields = Mapping[str, Any]
 Config = dict[str, Any]
 _AGAIN = "Fetch the file again"
+ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors that become fields of the config."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
     """A file's metadata by key without the architecture's name in front.
 
-    Each value is checked against `schema.GGUF_ARCHITECTURE` when it is read.
+    Each value is checked against `schema.GGUF_ARCHITECTURE`, or the architecture's own `keys`, when it is read.
     """
 
     file: GGUFFile
     architecture: str
+    keys: Mapping[str, FieldKind] = field(default_factory=dict)
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return a value, or `default` where the file has none."""
         name = f"{self.architecture}.{key}"
         if name in self.file.fields:
-            check_value(self.file.path, name, self.file.fields[name], GGUF_ARCHITECTURE[key])
+            kind = self.keys.get(key) or GGUF_ARCHITECTURE[key]
+            check_value(self.file.path, name, self.file.fields[name], kind)
         value = self.file.fields.get(name, default)
         # Stored as float32; the shortest decimal that rounds to it is what config.json says.
         return float(str(np.float32(value))) if isinstance(value, float) else value
@@ -60,6 +64,16 @@ def layer_types(meta: Metadata, layers: int, every: int) -> list[str]:
         raise CorruptModel(f"of {layers} layers only {len(pattern)} are said to have a window or not", _AGAIN)
     windowed = pattern[:layers] if isinstance(pattern, list) else [(i + 1) % pattern != 0 for i in range(layers)]
     return ["sliding_attention" if window else "full_attention" for window in windowed]
+
+
+def rotated_share(meta: Metadata, config: Config) -> Config:
+    """The rotated part of each head, as configs name it."""
+    return {"partial_rotary_factor": meta.get("rope.dimension_count", config["head_dim"]) / config["head_dim"]}
+
+
+def has_part(meta: Metadata, part: str) -> bool:
+    """Whether the first layer has a weight of this name."""
+    return f"blk.0.{part}.weight" in meta.file.tensors
 
 
 def by_layer(value: Any, layers: int, least: int = 1) -> list[int]:

@@ -129,7 +129,7 @@ def _layer(c: ModelConfig, index: int, width: int) -> tuple[Shapes, Shapes]:
         "mlp.down_proj": (c.hidden, c.ffn),
     }
     norms: Shapes = {"input_layernorm": (c.hidden,), "post_attention_layernorm": (c.hidden,)}
-    if c.qk_norm:
+    if c.norms.heads:
         norms |= {f"self_attn.{x}_norm": (c.head_dim,) for x in "qk"}
     biases: Shapes = {f"{start}{name}.bias": (shape[0],) for name, shape in parts.items()}
     return {f"{start}{name}.weight": shape for name, shape in (parts | norms).items()}, biases

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.checkpoints.head_folder import Found, HeadFolder, Raw, Tensors
+from paceline.checkpoints.model_config import read_config
 from paceline.errors import UnsupportedModel
 from paceline.models.config import ModelConfig
-from paceline.models.families import read_config
 from paceline.models.heads import BlockConfig
 from paceline.types import Tap
 

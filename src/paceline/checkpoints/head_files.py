@@ -23,13 +23,13 @@ from paceline.checkpoints.head_codes import decode
 from paceline.checkpoints.head_dflash import read_dflash, read_speculators_dflash
 from paceline.checkpoints.head_folder import Found, HeadFolder, Raw, Tensors
 from paceline.checkpoints.head_gguf import is_head_gguf, open_head_gguf
+from paceline.checkpoints.model_config import read_config
 from paceline.checkpoints.mtp import open_mtp
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.files.locate import resolve
 from paceline.files.reading import read_json
 from paceline.files.schema import HEAD, HEAD_IDENTITY, check
 from paceline.models.config import ModelConfig
-from paceline.models.families import read_config
 from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, HeadFile, MedusaConfig, TrainableConfig
 from paceline.types import Tap
 
@@ -249,10 +249,10 @@ def _eagle_layers(folder: HeadFolder, raw: Raw) -> ModelConfig:
     if raw.get("model_type") == _LLAMA4:
         raise UnsupportedModel(f"{folder.path} is an EAGLE head with layers of {_LLAMA4}", "Use one with Llama's")
     config = read_config({"model_type": "qwen3", "num_hidden_layers": 1, **raw})
-    if any(layer.window for layer in config.plan) or config.layer_norm:
+    if any(layer.window for layer in config.plan) or config.norms.kind == "layer":
         raise UnsupportedModel(f"{folder.path} is an EAGLE head with sliding windows or layer norms", "Use another")
     normed = any(_canonical(name) == "layers.0.self_attn.q_norm.weight" for name in folder.tensors)
-    return replace(config, qk_norm=normed, special=(), tied=False)
+    return replace(config, norms=replace(config.norms, heads="shared" if normed else None), special=(), tied=False)
 
 
 # --- Medusa

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoints.family import LAYER, QK_NORMS, GGUFLayout
 from paceline.checkpoints.gguf import config_of
 from paceline.checkpoints.gguf_file import GGUFFile, read_gguf
-from paceline.checkpoints.gguf_metadata import Metadata, layer_types
-from paceline.checkpoints.gguf_tensors import LAYER, QK_NORMS, GGUFTensors, TensorLayout
+from paceline.checkpoints.gguf_metadata import Config, Metadata, layer_types
+from paceline.checkpoints.gguf_tensors import GGUFTensors
 from paceline.checkpoints.head_dflash import block_layer
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.files.schema import GGUF, check
@@ -21,21 +22,6 @@ from paceline.models.heads import BlockConfig, EagleConfig, HeadConfig, HeadFile
 from paceline.models.lazy import Renamed
 from paceline.types import Tap
 
-_LAYOUTS = {
-    "eagle3": TensorLayout(
-        {**LAYER, "attn_norm_2": "hidden_norm"},
-        paired=True,
-        top={"fc.weight": "fc.weight", "enc.output_norm.weight": "input_norm.weight", "d2t": "d2t"},
-    ),
-    "dflash": TensorLayout(
-        {**LAYER, **QK_NORMS},
-        top={
-            **{"fc.weight": "fc.weight", "enc.output_norm.weight": "hidden_norm.weight", "d2t": "d2t"},
-            **{f"markov_w{i}.weight": f"markov_head.markov_w{i}.weight" for i in (1, 2)},
-            **{f"conf_proj.{part}": f"confidence_head.proj.{part}" for part in ("weight", "bias")},
-        },
-    ),
-}
 _STRANGE = ("logit_scale", "embedding_scale", "attention.scale", "attention.value_scale", "final_logit_softcapping")
 """Metadata of drafters that compute something else."""
 
@@ -56,11 +42,11 @@ def open_head_gguf(path: Path) -> HeadFile | None:
     if name not in _LAYOUTS:
         return None
     check(path, file.fields, GGUF)
-    meta = Metadata(file, name)
+    layout, make = _LAYOUTS[name]
     try:
-        raw = config_of(meta, lambda meta, config: _own(meta))
-        tensors = _tensors(file, _LAYOUTS[name], raw)
-        config = (_eagle3 if name == "eagle3" else _block)(meta, raw, tensors)
+        raw = config_of(file, layout)
+        tensors = _tensors(file, layout, raw)
+        config = make(Metadata(file, name), raw, tensors)
     except KeyError as missing:
         raise CorruptModel(f"{path} lacks {missing}", "Fetch the file again") from missing
     if isinstance(config, BlockConfig):
@@ -70,18 +56,24 @@ def open_head_gguf(path: Path) -> HeadFile | None:
     return HeadFile(path, "llama.cpp", config, tensors)
 
 
-def _own(meta: Metadata) -> dict[str, Any]:
-    """The fields of the config that these architectures do not share with models."""
+def _refuse_strange(meta: Metadata) -> None:
     if strange := [key for key in _STRANGE if meta.get(key, 1) not in (0, 1)]:
         raise UnsupportedModel(f"{meta.file.path.name} is a drafter with {', '.join(strange)}", "Use one without")
-    if meta.architecture == "eagle3":
-        return {"model_type": "llama"}
+
+
+def _eagle3_metadata(meta: Metadata, config: Config) -> Config:
+    _refuse_strange(meta)
+    return {"model_type": "llama"}
+
+
+def _dflash_metadata(meta: Metadata, config: Config) -> Config:
+    _refuse_strange(meta)
     window = meta.get("attention.sliding_window", 0)
     kinds = layer_types(meta, meta["block_count"], 1)
     return {"model_type": "qwen3", "use_sliding_window": bool(window), "layer_types": kinds if window else None}
 
 
-def _tensors(file: GGUFFile, layout: TensorLayout, raw: Mapping[str, Any]) -> Renamed:
+def _tensors(file: GGUFFile, layout: GGUFLayout, raw: Mapping[str, Any]) -> Renamed:
     """By the names of `models/heads.py`."""
     tensors = GGUFTensors(file, layout, raw)
     return Renamed(tensors, {name.removeprefix("model."): name for name in tensors})
@@ -127,3 +119,24 @@ def _block(meta: Metadata, raw: Mapping[str, Any], tensors: Renamed) -> HeadConf
 def _width(tensors: Renamed, name: str) -> int:
     """Columns of a matrix; 0 without it."""
     return tensors.shape(name)[-1] if name in tensors else 0
+
+
+_EAGLE3 = GGUFLayout(
+    "eagle3",
+    {**LAYER, "attn_norm_2": "hidden_norm"},
+    top={"fc.weight": "fc.weight", "enc.output_norm.weight": "input_norm.weight", "d2t": "d2t"},
+    interleaved=True,
+    read=_eagle3_metadata,
+)
+_DFLASH = GGUFLayout(
+    "dflash",
+    {**LAYER, **QK_NORMS},
+    top={
+        **{"fc.weight": "fc.weight", "enc.output_norm.weight": "hidden_norm.weight", "d2t": "d2t"},
+        **{f"markov_w{i}.weight": f"markov_head.markov_w{i}.weight" for i in (1, 2)},
+        **{f"conf_proj.{part}": f"confidence_head.proj.{part}" for part in ("weight", "bias")},
+    },
+    read=_dflash_metadata,
+)
+_LAYOUTS = {"eagle3": (_EAGLE3, _eagle3), "dflash": (_DFLASH, _block)}
+"""Layout of each architecture, and what makes its config."""

@@ -145,7 +145,7 @@ def _layer_fields(c: ModelConfig, family: str, tensors: Tensors) -> Raw:
         "num_key_value_heads": c.kv_heads,
         "head_dim": c.head_dim,
         "hidden_act": c.activation,
-        "rms_norm_eps": c.norm_eps,
+        "rms_norm_eps": c.norms.eps,
         "max_position_embeddings": c.context_length,
         "rope_theta": c.rope.theta,
         "rope_scaling": scaling,
@@ -188,7 +188,7 @@ def _eagle3(head: HeadFile, c: EagleConfig, tensors: Tensors) -> Raw:
     _refuse({"EAGLE-1 and 2": c.version != 3, "P-EAGLE": c.mask_token is not None})
     _refuse({"windows": any(x.window for x in c.layer.plan)})
     return _speculators(head, "eagle3", "Eagle3Speculator", _PROPOSED, tensors) | {
-        "transformer_layer_config": _layer_fields(c.layer, "qwen3" if c.layer.qk_norm else "llama", tensors),
+        "transformer_layer_config": _layer_fields(c.layer, "qwen3" if c.layer.norms.heads else "llama", tensors),
         "draft_vocab_size": c.draft_vocab,
         "target_hidden_size": None if c.target_hidden == c.layer.hidden else c.target_hidden,
         "eagle_aux_hidden_state_layer_ids": list(c.taps) or None,

@@ -18,7 +18,9 @@ from torch import Tensor
 from paceline.checkpoints.adapters import Adapter, read_factors
 from paceline.checkpoints.checkpoint import Checkpoint, eos_token_ids
 from paceline.checkpoints.lora import Merged, open_model
+from paceline.checkpoints.model_config import read_config
 from paceline.checkpoints.mtp import has_mtp
+from paceline.checkpoints.registry import FAMILIES
 from paceline.errors import InvalidOption, UnsupportedModel, install_line, memory_named
 from paceline.files.progress import progress_bar
 from paceline.kernels.cpu.build import library
@@ -29,7 +31,6 @@ from paceline.kernels.threads import limit_threads
 from paceline.models.config import LayerConfig, ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.models.divided import DividedDecoder
-from paceline.models.families import FAMILIES, read_config
 from paceline.models.lazy import Outlines, Quantised, mostly_codes
 from paceline.models.mirror import Mirror
 from paceline.models.placement import DeviceMap, Devices, free_memory, parse_map, place, plan, sizes
@@ -156,20 +157,20 @@ def check_divisible(reference: str, config: ModelConfig | None, exact: bool, ran
         what = "with exact=True" if config else "through transformers"
         raise UnsupportedModel(f"{reference} is loaded {what} and cannot be divided", "Use one process and device")
     if (
-        any(layer != LayerConfig(layer.rope, layer.window, layer.sparse) for layer in config.plan)
+        any(layer != LayerConfig(layer.rope, layer.window, sparse=layer.sparse) for layer in config.plan)
         or config.token_inputs
     ):
         raise UnsupportedModel(
             f"{reference} has recurrent layers, layers of several sizes, or chunked attention, which are not divided",
             "Use one process and device",
         )
-    if ranks and config.latent:
+    if ranks and config.attention.latent:
         raise UnsupportedModel(
             f"{reference} has one vector for the keys and values of all heads, which every process would need",
             "Use one process; a device map places whole layers",
         )
-    if ranks and config.qk_norm and (config.wide_norm or config.own_head_norms):
-        how = "over all heads" if config.wide_norm else "with a weight for each head"
+    if ranks and config.norms.heads in ("joint", "own"):
+        how = "over all heads" if config.norms.heads == "joint" else "with a weight for each head"
         raise UnsupportedModel(
             f"{reference} norms queries and keys {how}",
             "Use one process; a device map places whole layers",
@@ -249,7 +250,7 @@ def native(checkpoint: Checkpoint) -> ModelConfig | None:
     wrong or the names and shapes of the tensors do not fit it.
     """
     where = checkpoint.path / "config.json" if checkpoint.path.is_dir() else checkpoint.path
-    refuse_other_kinds(checkpoint.config, where)
+    refuse_other_kinds(checkpoint.config, where, FAMILIES)
     refuse_other_heads(checkpoint.config, where)
     try:
         config = read_config(checkpoint.config, where)

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoints.checkpoint import EMBEDDING, HEAD, Checkpoint, open_checkpoint, open_weights
+from paceline.checkpoints.registry import family_of, ties_head
+from paceline.checkpoints.tensor_names import module_name
 from paceline.errors import AdapterMismatch, CorruptModel, InvalidOption, ModelNotFound, UnsupportedModel
 from paceline.files.locate import ADAPTER_CONFIG, is_adapter, resolve
 from paceline.files.reading import library_errors, read_json
 from paceline.files.schema import ADAPTER, shown
 from paceline.kernels.quantize import Codes
 from paceline.kernels.stored import Stored
-from paceline.models.families import ties_head
 from paceline.models.lazy import LazyTensors, codes_of, shape_of, stored_of
-from paceline.models.tensor_names import module_name, unlike_file
 from paceline.text.tokenizer import Tokenizer
 
 _PREFIX = "base_model.model."
@@ -161,7 +161,7 @@ class LoraAdapter:
 
     def _own_name(self, module: str, base: Mapping[str, Any]) -> str:
         name = module_name(base, module)
-        if reason := unlike_file(base, name):
+        if reason := family_of(base).unlike_file(base, name):
             raise UnsupportedModel(
                 f"the adapter {self.path} cannot be added to {module} of a {base.get('model_type')} model: {reason}",
                 "Merge it with the peft package, and load (or convert) the result",

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from paceline.checkpoints.checkpoint import open_folder
 from paceline.checkpoints.gguf import open_gguf
+from paceline.checkpoints.model_config import read_config
+from paceline.checkpoints.registry import FAMILIES
 from paceline.models.config import LayerConfig, ModelConfig
-from paceline.models.families import read_config
 from paceline.models.heads import EagleConfig, HeadFile
 from paceline.models.lazy import Renamed
 
@@ -45,15 +46,17 @@ def open_mtp(path: Path, *, allow_pickle: bool = False) -> HeadFile | None:
 
 def _config(model: ModelConfig, names: Mapping[str, str]) -> EagleConfig:
     """`names`: of its tensors, which tell whether its feed-forward part is a mixture of experts."""
-    experts = model.experts
+    experts = model.mixture
     sparse = experts is not None and f"layers.0.{experts.block}.{experts.router}.weight" in names
     layer = replace(model, layers=1, special=(LayerConfig(model.rope, sparse=sparse),))
-    # By Xiaomi's code for vLLM, MiMo's sees the stream before the last norm, and ahead of the embedding.
-    raw = model.family == "mimo"
+    early = FAMILIES[model.family].mtp_early
     return EagleConfig(
-        *(layer, (model.layers if raw else "final",), model.hidden, model.vocab_size),
+        layer,
+        taps=(model.layers if early else "final",),
+        target_hidden=model.hidden,
+        draft_vocab=model.vocab_size,
         version=1,
         norm_output=True,
         built_in=True,
-        hidden_first=raw,
+        hidden_first=early,
     )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.util import find_spec
-from inspect import Signature
 from pathlib import Path
 from typing import Any
 
 from paceline.checkpoints.adapters import Adapter
 from paceline.checkpoints.checkpoint import eos_token_ids
+from paceline.checkpoints.load_arguments import LoadArguments
 from paceline.checkpoints.loader import Loaded, load_model
 from paceline.errors import InvalidOption
 from paceline.files.progress import progress_bar
@@ -17,44 +17,34 @@ from paceline.models.decoder import Decoder
 from paceline.models.runner_choice import runner_of, suggest_codes, warn_of
 from paceline.text.tokenizer import Tokenizer
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "fast": {"quantize": "int4"},
-    "low-memory": {"quantize": "int4", "drafter": "suffix"},
-    "exact": {"quantize": "none", "exact": True},
-}
-"""Name -> what `load` takes instead of its defaults."""
 
-
-def with_preset(name: str, given: Mapping[str, Any], of: Signature) -> dict[str, Any]:
-    """Return the arguments of `load`, with a preset's where the default of its signature was left. Raises
-    `InvalidOption`."""
-    if name not in PRESETS:
-        raise InvalidOption(f"preset {name!r} is unknown", f"Choose from {', '.join(PRESETS)}")
-    defaults = {key: option.default for key, option in of.parameters.items()}
-    preset = {key: value for key, value in PRESETS[name].items() if given[key] == defaults[key]}
-    return {**given, **preset, "preset": None}
-
-
-def load_target(given: Mapping[str, Any], adapters: Mapping[str, Adapter]) -> Loaded:
-    """Load the target that all arguments of `paceline.load` describe, with `adapters` beside it; raises as `load`."""
-    model, tokenizer, quantize = given["model"], given["tokenizer"], given["quantize"]
+def load_target(arguments: LoadArguments, adapters: Mapping[str, Adapter]) -> Loaded:
+    """Load the target that `arguments` describes, with `adapters` for requests that name one; raises as `load` does."""
+    model = arguments.model
     if isinstance(model, (str, Path)):
-        if tokenizer is not None:
+        if arguments.tokenizer is not None:
             raise InvalidOption(f"{model} brings its own tokenizer", "Give tokenizer=... with a model object only")
-        loaded = load_model(model, adapters=adapters, **{name: given[name] for name in _NAMED_ONLY})
-        _advise(loaded, floats_chosen=(quantize, given["dtype"]) != ("auto", "auto"))
+        loaded = load_model(
+            model,
+            adapter=arguments.adapter,
+            adapters=adapters,
+            dtype=arguments.dtype,
+            device=arguments.device,
+            device_map=arguments.device_map,
+            quantize=arguments.quantize,
+            revision=arguments.revision,
+            token=arguments.token,
+            allow_pickle=arguments.allow_pickle,
+            progress=arguments.progress,
+            exact=arguments.exact,
+            tensor_parallel=arguments.tensor_parallel,
+        )
+        _advise(loaded, floats_chosen=(arguments.quantize, arguments.dtype) != ("auto", "auto"))
         return loaded
-    placed = [given[name] for name in ("dtype", "device", "revision", "device_map", "tensor_parallel")]
-    adapted = given["adapter"] is not None or bool(adapters)
-    _check_held(placed != ["auto", "auto", None, None, False], quantize not in ("auto", "none"), adapted)
-    return _wrap(model, tokenizer, given["progress"])
-
-
-_NAMED_ONLY = (
-    *("adapter", "device", "device_map", "dtype", "exact", "quantize", "revision", "tensor_parallel"),
-    *("allow_pickle", "progress", "token"),
-)
-"""Arguments that are of no use to a model object, or are refused."""
+    placed = (arguments.dtype, arguments.device, arguments.revision, arguments.device_map, arguments.tensor_parallel)
+    adapted = arguments.adapter is not None or bool(adapters)
+    _check_held(placed != ("auto", "auto", None, None, False), arguments.quantize not in ("auto", "none"), adapted)
+    return _wrap(model, arguments.tokenizer, arguments.progress)
 
 
 def _advise(loaded: Loaded, floats_chosen: bool) -> None:

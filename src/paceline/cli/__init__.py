@@ -30,7 +30,7 @@ from paceline.cli.train import train
 
 app = typer.Typer(
     cls=PacelineGroup,
-    help="Run language models locally, faster: speculative decoding that writes the same text.",
+    help="Run language models locally, and faster: speculative decoding writes the same text in less time.",
     epilog="Options of a command: paceline COMMAND --help",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -70,7 +70,7 @@ def _global(
 def compile_kernels(*, as_json: AsJson = False) -> None:
     """Compile the CPU kernels now instead of at the first model load.
 
-    Those that the installed wheel brought are not compiled again. If they cannot be compiled, the error says why.
+    Kernels that came with the installed wheel are not compiled again. If compiling fails, the error explains why.
     """
     from paceline.files.progress import progress_bar
     from paceline.files.wheels import cache_folder
@@ -94,19 +94,19 @@ for _command in (chat, serve, pull, rm, demo, info, doctor, bench, record, repla
     add_command(app, _command)
 add_command(app, compile_kernels, "compile")
 add_command(app, list_models, "list")
-# The names under which users of Ollama know them.
+# The names of these commands in Ollama.
 add_command(app, run)
 add_command(app, info, "show")
 
 
 def main() -> None:
     """Entry point of the `paceline` command."""
-    # Torch's threads spin while they wait, and take the cores that other programs need: a pass of 25 ms then took a
-    # second. About 10 us of spinning costs nothing (docs/notes/kernels.md#idle-threads). torch reads the variable when
-    # it is imported.
+    # torch's threads spin while they wait, and take cores from other programs: a pass of 25 ms then took a second.
+    # About 10 us of spinning cost nothing (docs/notes/kernels.md#idle-threads). torch reads the variable when it is
+    # imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     for stream in (sys.stdout, sys.stderr):
-        # A pipe on Windows has a code page instead of UTF-8, which lacks most of what models write.
+        # On Windows, a pipe uses a code page instead of UTF-8, which lacks most of the characters that models write.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="replace")
     app(prog_name="paceline")

@@ -1,4 +1,4 @@
-"""Values of --adapter."""
+"""Parsing of --adapter."""
 
 from __future__ import annotations
 
@@ -14,9 +14,16 @@ if TYPE_CHECKING:
 
 
 def parse_adapters(texts: Sequence[str]) -> tuple[str | None, dict[str, str | Adapter]]:
-    """Return the values of --adapter: the one to merge, and those beside the model by name. Raises `InvalidOption`."""
+    """Parse the values of --adapter.
+
+    Returns:
+        The adapter to merge (or None), and the adapters to keep apart from the model, by name.
+
+    Raises:
+        InvalidOption: If a value is not an adapter, or two have the same name.
+    """
     merged: list[str] = []
-    beside: dict[str, str | Adapter] = {}
+    named: dict[str, str | Adapter] = {}
     for text in texts:
         adapter: str | Adapter
         name, _, path = text.partition("=")
@@ -27,18 +34,16 @@ def parse_adapters(texts: Sequence[str]) -> tuple[str | None, dict[str, str | Ad
         else:
             merged.append(text)
             continue
-        if name in beside:
-            raise InvalidOption(f"two adapters are called {name}", "Give one of them another name")
-        beside[name] = adapter
+        if name in named:
+            raise InvalidOption(f"two adapters have the name {name}", "Give one of them another name")
+        named[name] = adapter
     if len(merged) > 1:
-        raise InvalidOption(
-            f"{len(merged)} adapters are to be merged", "Merge one, and give the others as NAME=ADAPTER"
-        )
-    return next(iter(merged), None), beside
+        raise InvalidOption(f"only one adapter can be merged, got {len(merged)}", "Write the others as NAME=ADAPTER")
+    return next(iter(merged), None), named
 
 
 def _parse_adapter(text: str) -> tuple[str, Adapter]:
-    """Return name and adapter of a JSON object, as vLLM's --lora-modules has them. Raises `InvalidOption`."""
+    """Parse name and adapter from a JSON object, as in vLLM's --lora-modules."""
     from paceline.checkpoints.adapters import Adapter
 
     try:

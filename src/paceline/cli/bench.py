@@ -1,4 +1,4 @@
-"""`paceline bench`: speed on this machine, on your prompts, beside other programs."""
+"""`paceline bench`: speed on this machine and on your prompts, compared with other programs."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ _output = options_of("Output")
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """Systems to compare, their workload, and where the results go."""
+    """Systems to compare, their workload, and output files."""
 
     prompts: Path = _workload(
         'JSONL file of {"category", "prompt"}, or of Spec-Bench questions.', metavar="FILE", default=MISSING
     )
     count: int = _workload("Prompts to measure, spread evenly over the categories.", min=1, default=13)
-    context: int | None = _workload("Lengthen every prompt to N tokens by putting the text of others before it.", min=1)
+    context: int | None = _workload("Lengthen every prompt to N tokens with text of other prompts before it.", min=1)
     tokens: int = _workload("Maximum length of a reply, in tokens.", min=1, default=96)
     repeats: int = _workload("Measurements of every prompt.", min=1, default=1)
     batch: str = _workload("Batch widths to measure, separated by commas, such as 1,8.", metavar="N,N", default="1")
-    temperature: str = _workload("Temperatures, separated by commas; 0 is greedy.", metavar="X,X", default="0")
+    temperature: str = _workload("Temperatures, separated by commas. 0 is greedy.", metavar="X,X", default="0")
     seed: int = _workload("Seed of sampled replies.", default=0)
     drafters: str = _systems(
-        "Drafters, separated by commas. Plain decoding is always measured.\n\nA drafter gets its own draft size "
-        "with @LENGTH or @NODESxDEPTHxBRANCH after it, such as eagle3@24x6x4.",
+        "Drafters, separated by commas. Plain decoding is always measured.\n\nAppend @LENGTH or @NODESxDEPTHxBRANCH to "
+        "a drafter to set its draft size, such as eagle3@24x6x4.",
         metavar="DRAFTERS",
         default="suffix",
     )
@@ -62,8 +62,8 @@ class BenchOptions:
         "Acceptance rule above temperature 0: match, rejection, block or typical.", metavar="RULE", default="match"
     )
     quantize: str = _systems(
-        "Precisions to measure, separated by commas: auto, none, int8, int4 (as for generate).\n\nWith +int8 or "
-        "+int4 after it the drafters are quantised too, such as int4+int8.",
+        "Precisions to measure, separated by commas: auto, none, int8, int4 (as for generate).\n\nAppend +int8 or "
+        "+int4 to quantise the drafters too, such as int4+int8.",
         metavar="MODES",
         default="auto",
     )
@@ -79,7 +79,7 @@ class BenchOptions:
     report: list[Path] | None = _output("Write tables (.md) or a page with plots (.html). Repeatable.", metavar="FILE")
 
     def comparison(self) -> Comparison:
-        """Return what to compare. Raises `InvalidOption`."""
+        """Return the systems to compare. Raise `InvalidOption` if an option is not valid."""
         import torch
 
         from paceline.bench.systems import Comparison
@@ -101,14 +101,15 @@ class BenchOptions:
         )
 
     def precisions(self) -> dict[str, Any]:
-        """Return the precisions, "" for auto, each with its --quantize for the target. Raises `InvalidOption`."""
+        """Return precision ("" for auto) -> value of --quantize for the target. Raise `InvalidOption` if one is
+        unknown."""
         from paceline.bench.systems import split_precision
 
         names = ["" if name == "auto" else name for name in parse_names(self.quantize)] or [""]
         return {name: split_precision(name)[0] for name in names}
 
     def load(self, *, progress: bool) -> dict[str, LLM]:
-        """Load the model at each precision; precisions with the same weights share them. Raises `PacelineError`."""
+        """Load the model at each precision. Precisions with the same weights share them."""
         import paceline.llm
 
         where: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "progress": progress}
@@ -119,24 +120,24 @@ class BenchOptions:
         return {name: loaded[mode] for name, mode in modes.items()}
 
     def check_outputs(self) -> None:
-        """Raises `PacelineError` before hours are spent on results that cannot be written."""
+        """Raise `PacelineError` if results cannot be written, before hours are spent on measuring."""
         from paceline.bench.plots import require_matplotlib
 
         reports = self.report or []
         for path in [*([self.out] if self.out else []), *reports]:
             if not path.absolute().parent.is_dir():
-                raise InvalidOption(f"{path.absolute().parent} is not a folder", "Name a file in an existing folder")
+                raise InvalidOption(f"{path.absolute().parent} is not a folder", "Use a file in an existing folder")
         for path in reports:
             if path.suffix == ".html":
                 require_matplotlib()
             if path.suffix not in (".md", ".html"):
-                raise InvalidOption(f"--report must end in .md or .html, got {path}", "Name such a file")
+                raise InvalidOption(f"--report must end in .md or .html, got {path}", "Use report.html, for example")
 
 
 def bench(*, options: BenchOptions, quiet: Quiet = False) -> None:
-    """Compare drafters, and other programs, on your prompts.
+    """Compare drafters and other programs on your prompts.
 
-    The systems take turns on every prompt and are timed from text to text.
+    The systems take turns on every prompt, and are timed from text to text.
     """
     comparison = options.comparison()
     options.precisions()
@@ -194,4 +195,4 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise CannotWrite(f"{path} could not be written ({error})", "Name another file") from error
+        raise CannotWrite(f"{path} could not be written ({error})", "Use another file") from error

@@ -1,4 +1,4 @@
-"""Room that texts may take in a server's memory: positions, whose keys and values are cached, and states."""
+"""Memory of a server for texts: the number of cached positions, and the size of recurrent states."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ if TYPE_CHECKING:
 
 
 def cache_positions(llm: LLM, memory: float | None) -> int:
-    """Return the positions whose keys and values fit into `memory` GiB, or into a quarter of each device's free one."""
+    """Return the number of positions with keys and values that fit into `memory` GiB.
+
+    Without `memory`, use a quarter of the free memory of each device.
+    """
     import psutil
     import torch
 
@@ -31,17 +34,17 @@ def cache_positions(llm: LLM, memory: float | None) -> int:
 
 
 def position_bytes(llm: LLM) -> int:
-    """Return the bytes that the cache holds for one position, 0 where they are not known."""
+    """Return the bytes of one position in the cache, or 0 if they are not known."""
     from paceline.models.decoder import Decoder
 
     target = llm.model.target
     if not isinstance(target, Decoder):
         return 0
-    return max(1, target.config.cache_bytes(1, target.dtype.itemsize))  # a model may have nothing but states
+    return max(1, target.config.cache_bytes(1, target.dtype.itemsize))  # a model may have only recurrent states
 
 
 def state_positions(llm: LLM) -> float:
-    """Return the positions that take as much memory as one state of a text."""
+    """Return the size of a text's recurrent state, as a number of positions."""
     from paceline.models.decoder import Decoder
 
     target = llm.model.target

@@ -1,4 +1,4 @@
-"""`paceline chat`: a conversation at the terminal."""
+"""`paceline chat`: a conversation in the terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from paceline.cli.commands import option, print_error
-from paceline.cli.options import LoadOptions, ModelArgument, Quiet, SamplingOptions, progress_wanted
+from paceline.cli.options import LoadFlags, ModelArgument, Quiet, SamplingOptions, progress_wanted
 from paceline.cli.prompts import piped_prompt
 from paceline.cli.show import Display, has_colour, loaded_line, sampling_line, summary
 from paceline.cli.wrapping import say
@@ -34,28 +34,28 @@ _HELP = f"""\
 /help              show this text
 /reset             start a new conversation
 /system [TEXT]     set the system message; without TEXT, remove it
-/set [NAME VALUE]  change a sampling parameter, as in /set temperature 0.7; without one, show those in effect
-/retry             write the last reply again; it differs only at a temperature above 0, without a seed of yours
+/set [NAME VALUE]  change a sampling parameter, such as /set temperature 0.7; without one, show the current ones
+/retry             write the last reply again; it differs only at a temperature above 0 and without --seed
 /model [NAME]      continue with another model; without NAME, show this one
 /save FILE         write the conversation to a file
 /load FILE         continue the conversation of a file
-/stats             show the time that the last reply took, and the gain from speculation
-/quit              leave; Ctrl-D does too
-To send several lines, paste them, or put {_FENCE} before and after them.
-Ctrl-C stops a reply; the part that was written stays in the conversation."""
+/stats             show the time of the last reply, and the gain from speculation
+/quit              leave, like Ctrl-D
+To send several lines, paste them, or write {_FENCE} before and after them.
+Ctrl-C stops a reply. The part that was written stays in the conversation."""
 
 
 def chat(
     argument: ModelArgument = None,
     *,
-    load: LoadOptions,
+    load: LoadFlags,
     sampling: SamplingOptions,
     system: Annotated[str | None, option("System message, the first of the conversation.")] = None,
     quiet: Quiet = False,
 ) -> None:
     """Chat with a model in the terminal.
 
-    The model sees the whole conversation; /help lists the commands. On a terminal, drafted tokens that the model
+    The model sees the whole conversation. /help lists the commands. On a terminal, drafted tokens that the model
     accepted are green.
     """
     load = load.with_model(argument)
@@ -78,7 +78,7 @@ def run(
         ),
     ] = None,
     *,
-    load: LoadOptions,
+    load: LoadFlags,
     sampling: SamplingOptions,
     system: Annotated[str | None, option("System message, the first of the conversation.")] = None,
     quiet: Quiet = False,
@@ -96,7 +96,7 @@ def run(
 
 
 class _Chat:
-    def __init__(self, load: LoadOptions, options: SamplingOptions, system: str | None, quiet: bool) -> None:
+    def __init__(self, load: LoadFlags, options: SamplingOptions, system: str | None, quiet: bool) -> None:
         self._load, self._options, self._quiet = load, options, quiet
         self._changes: dict[str, Any] = {}
         self._more = "raise -n"
@@ -106,8 +106,8 @@ class _Chat:
         self._open(load)
         self._sampling = options.resolve(self._llm)
 
-    def _open(self, load: LoadOptions) -> None:
-        """Load a model; the one before stays if that fails."""
+    def _open(self, load: LoadFlags) -> None:
+        """Load a model. If that fails, the previous model stays."""
         llm = load.load(progress=progress_wanted(self._quiet))
         if llm.tokenizer.chat_template is None:
             raise UnsupportedModel(
@@ -152,7 +152,7 @@ class _Chat:
                     print_error(f"{error.filename or rest}: {error.strerror or error}")
 
     def answer_once(self, line: str) -> None:
-        """Answer one message. Raises `PacelineError`."""
+        """Answer a single message."""
         self._reply([*self._messages, {"role": "user", "content": line}])
 
     def _reset(self, _: str) -> None:
@@ -178,9 +178,9 @@ class _Chat:
             say("There is no reply yet.", err=False)
             return
         if self._sampling.temperature == 0:
-            say("Greedy decoding answers the same conversation with the same text; /set temperature 0.7 varies it.")
+            say("Greedy decoding always gives the same reply. To vary it, use /set temperature 0.7.")
         elif self._sampling.seed is not None:
-            say("With a seed the same conversation gets the same text; /set seed none draws another for each reply.")
+            say("With a fixed seed, the reply is always the same. To vary it, use /set seed none.")
         line, before = self._messages[asked[-1]]["content"], self._messages
         self._messages = before[: asked[-1]]
         if not self._answer(line):
@@ -196,9 +196,9 @@ class _Chat:
     def _save(self, name: str) -> None:
         path = Path(name).expanduser()
         if not name:
-            raise InvalidOption("/save needs the name of a file", "Write, for example, /save chat.json")
+            raise InvalidOption("/save needs the name of a file", "Write /save chat.json, for example")
         if path.exists():
-            read_conversation(path)  # nothing but another conversation is written over
+            read_conversation(path)  # raises for any other file, so that only a conversation is overwritten
         path.write_text(json.dumps({"model": self._load.model, "messages": self._messages}, indent=1) + "\n", "utf-8")
         say(f"Saved in {path}.", err=False)
 
@@ -211,14 +211,14 @@ class _Chat:
         say(_details(self._last, self._sampling) if self._last else "There is no reply yet.", err=False)
 
     def _answer(self, line: str) -> bool:
-        """Answer a message. Returns whether there is an answer."""
+        """Answer a message. Return True if there is an answer."""
         messages = [*self._messages, {"role": "user", "content": line}]
         try:
             text = self._reply(messages)
         except PacelineError as error:
             print_error(f"{error}. The message was dropped; /reset starts a new conversation")
             return False
-        # A reply stopped before its first word leaves no trace: an empty turn would only confuse the model.
+        # A reply that was stopped before its first word is dropped, since an empty turn would confuse the model.
         if text:
             self._messages = [*messages, {"role": "assistant", "content": text}]
         return bool(text)
@@ -244,7 +244,7 @@ def _system_message(text: str | None) -> list[dict[str, str]]:
 
 
 def _value(text: str) -> Any:
-    """Return the value of a parameter: a number, true, a list, or text; None for none."""
+    """Parse the value of a parameter: a number, true, a list, or text. "none" means None."""
     try:
         return None if text == "none" else json.loads(text)
     except ValueError:
@@ -252,7 +252,12 @@ def _value(text: str) -> Any:
 
 
 def read_conversation(path: Path) -> list[dict[str, str]]:
-    """Return the messages of a file that /save has written. Raises `InvalidData`, and `OSError`."""
+    """Read the messages of a file that /save has written.
+
+    Raises:
+        InvalidData: If the file contains anything else.
+        OSError: If the file cannot be read.
+    """
     with path.open("rb") as file:
         data = file.read(_LARGEST + 1)
     try:
@@ -262,27 +267,27 @@ def read_conversation(path: Path) -> list[dict[str, str]]:
             return found
     except (ValueError, TypeError, KeyError, RecursionError):
         pass
-    raise InvalidData(f"{path} holds no conversation", "Name a file that /save has written")
+    raise InvalidData(f"{path} contains no conversation", "Use a file that /save has written")
 
 
 def _edit_lines() -> None:
-    """Give input() line editing, history and multi-line paste. Windows has its own and no such module."""
+    """Add line editing, history and multi-line paste to input(). Windows has its own, and no readline module."""
     with contextlib.suppress(ImportError):
         import readline
 
-        # Python turns this off. With it, line breaks in pasted text do not end the line.
+        # Python turns bracketed paste off. With it, line breaks in pasted text do not end the input.
         readline.parse_and_bind("set enable-bracketed-paste on")
 
 
 class _ChatInput(NamedTuple):
-    """Message or command. `fenced`: it stood between fences, where nothing is a command."""
+    """A message or a command. `fenced` is True for text between fences, which is never a command."""
 
     text: str
     fenced: bool = False
 
 
 def _read_message() -> _ChatInput | None:
-    """Return the next message: None at the end of the input, an empty one after Ctrl-C."""
+    """Read the next message. Return None at the end of the input, and an empty message after Ctrl-C."""
     try:
         line = _read_line("> ").strip()
         return _read_fenced(line.removeprefix(_FENCE)) if line.startswith(_FENCE) else _ChatInput(line)
@@ -301,7 +306,7 @@ def _read_line(prompt: str) -> str:
 
 
 def _read_fenced(text: str) -> _ChatInput:
-    """Read up to the closing fence, or to the end of the input. `text`: the first line."""
+    """Read up to the closing fence or to the end of the input. `text` is the first line."""
     with contextlib.suppress(EOFError):
         while not text.endswith(_FENCE):
             text += "\n" + _read_line("... ")

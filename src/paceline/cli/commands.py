@@ -1,4 +1,4 @@
-"""Commands made of plain functions: options declared once, a short and a complete --help, errors of one line."""
+"""Commands from plain functions: shared options, a short and a complete --help, and errors on one line."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ EVERYDAY = {
     "run": "model drafter quantize max-new-tokens temperature seed system quiet",
     "show": "model json",
 }
-"""Options that the --help of each command shows, in this order. --help-all shows every option, by panel."""
+"""Options that --help of each command shows, in this order. --help-all shows all options, grouped by panel."""
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 INTERRUPTED = 130
-"""128 + SIGINT, as shells report it."""
+"""Exit code 128 + SIGINT, as shells report it."""
 
 BROKEN_PIPE = 141
-"""128 + SIGPIPE: the program that read the output has exited."""
+"""Exit code 128 + SIGPIPE: the program that read the output has exited."""
 
 _METAVARS = {int: "N", float: "X", Path: "PATH", bool: ""}
 _ALL = "paceline.help_all"
@@ -57,16 +57,19 @@ _OPTION = "option"
 
 
 def option(help: str, *names: str, panel: str | None = None, **settings: Any) -> Any:
-    """Declare an option, inside `Annotated`. `names`: its flags; the long one may be omitted where it is the
-    parameter's name.
+    """Declare an option inside `Annotated`.
 
-    The first paragraph of `help` stands in the short help. `settings`: further arguments of `typer.Option`.
+    Args:
+        help: Help text. Its first paragraph appears in the short help.
+        *names: Flags. The long flag may be omitted if it equals the parameter's name.
+        panel: Panel in --help-all.
+        **settings: Other arguments of `typer.Option`.
     """
     return typer.Option(..., *names, help=help, rich_help_panel=panel, **settings)
 
 
 def options_of(panel: str) -> Callable[..., Any]:
-    """Return a function that declares an option as a field of a dataclass, under `panel` in --help-all."""
+    """Return a function that declares an option as a field of a dataclass, in this panel of --help-all."""
 
     def declare(help: str, *names: str, default: Any = None, **settings: Any) -> Any:
         return field(default=default, metadata={_OPTION: option(help, *names, panel=panel, **settings)})
@@ -75,14 +78,14 @@ def options_of(panel: str) -> Callable[..., Any]:
 
 
 class Command(TyperCommand):
-    """Command whose --help shows its everyday options, and whose --help-all shows them all."""
+    """A command with a --help for everyday options and a --help-all for all options."""
 
     def invoke(self, ctx: Any) -> Any:
         source = ctx.get_parameter_source("model")
-        # Of two arguments of `generate` the first is the model.
+        # If `generate` has two arguments, the first one is the model.
         named = ctx.params.get("argument" if ctx.params.get("second") is None else "first")
         if named is not None and source is not None and source.name != "COMMANDLINE":
-            # MODEL goes before what the environment and the configuration file say.
+            # MODEL overrides the environment and the configuration file.
             ctx.params["model"] = named
         return super().invoke(ctx)
 
@@ -100,7 +103,7 @@ class Command(TyperCommand):
 
 
 def _short_help(param: Any) -> list[tuple[str, Any]]:
-    """Return (name, option as the short help shows it) for each name of an option."""
+    """Return (name, option for the short help) for each name of an option."""
     short = copy(param)
     short.rich_help_panel, short.help = None, (param.help or "").partition("\n\n")[0]
     long = [name for name in param.opts if name.startswith("--")]
@@ -116,13 +119,23 @@ def _show_all(ctx: typer.Context, wanted: bool) -> None:
 
 
 def add_command(app: typer.Typer, function: Callable[..., Any], name: str | None = None, **context: Any) -> None:
-    """Make `function` a command of `app`. `context`: typer's settings of its context."""
+    """Add `function` as a command of `app`. `context` holds typer's context settings."""
     app.command(name, cls=Command, context_settings=context)(with_options(function))
 
 
 def parsed(function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
-    """Return the context of `function` as a command with these options, checked but not run: its command's `invoke`
-    runs it. `options`: as in a file, by name. Raises click's `UsageError`."""
+    """Parse options for `function` as a command, without running it. The context's `command.invoke` runs it.
+
+    Args:
+        function: The function of a command.
+        options: Name -> value, as in a configuration file.
+
+    Returns:
+        The command's context.
+
+    Raises:
+        click.UsageError: If an option is not valid.
+    """
     arguments: list[str] = []
     for name, value in options.items():
         for one in value if isinstance(value, list) else [value]:
@@ -135,7 +148,7 @@ def parsed(function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
 
 
 def with_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` as typer needs it: a parameter whose type is a dataclass becomes the fields of that class."""
+    """Convert `function` for typer: replace each parameter with a dataclass type by the fields of the dataclass."""
     hints = get_type_hints(function, include_extras=True)
     hints.pop("return", None)
     groups = {name: kind for name, kind in hints.items() if isinstance(kind, type) and is_dataclass(kind)}
@@ -170,7 +183,7 @@ def with_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _parameter(name: str, hint: Any, default: Any, declared: OptionInfo | None = None) -> Parameter:
-    """Return the parameter for typer. `declared`: the option of a field; others are declared inside `Annotated`."""
+    """Return the parameter for typer. `declared` is the option of a field; others are declared inside `Annotated`."""
     for part in getattr(hint, "__metadata__", ()):
         if isinstance(part, OptionInfo):
             declared, hint = part, hint.__origin__
@@ -190,7 +203,7 @@ def _parameter(name: str, hint: Any, default: Any, declared: OptionInfo | None =
 
 
 class PacelineGroup(TyperGroup):
-    """Commands of `paceline`, which report every error that a user can cause or fix in one line."""
+    """The commands of `paceline`. Errors that a user can cause or fix are reported on one line."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -199,7 +212,7 @@ class PacelineGroup(TyperGroup):
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:
-            # Python flushes stdout once more when it exits, which would fail with a message.
+            # Python flushes stdout again when it exits, which would fail and print a message.
             with contextlib.suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(BROKEN_PIPE) from None

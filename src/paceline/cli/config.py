@@ -1,4 +1,4 @@
-"""The configuration file: options of the commands, in TOML."""
+"""The configuration file with options of the commands, in TOML."""
 
 from __future__ import annotations
 
@@ -17,25 +17,31 @@ else:
     import tomli as tomllib
 
 Defaults = dict[str, dict[str, Any]]
-"""Command -> parameter -> value, as click takes them."""
+"""Command -> parameter -> value, in the form of click's `default_map`."""
 
 _LARGEST = 1 << 20
 SECOND_NAMES = {"run": "chat", "show": "info"}
-"""Commands that have the options of another one."""
+"""Command -> another command with the same options."""
 
 
 def default_path() -> Path:
-    """Return the file that is read where none is named."""
+    """Return the path of the default configuration file."""
     base = os.environ.get("XDG_CONFIG_HOME")
     return (Path(base) if base else Path.home() / ".config") / "paceline/config.toml"
 
 
 def read_config(path: Path | None, commands: Mapping[str, Any]) -> Defaults:
-    """Return the values of a configuration file for each of the commands.
+    """Read a configuration file.
 
-    A table [COMMAND] holds options of a command under their long names; what stands before the tables is for every
-    command that has such an option. `path` None: the file at `default_path`, if there is one. Raises `InvalidOption`
-    for a file that cannot be read, and for names and kinds of values that no command takes.
+    A table [COMMAND] contains options of a command under their long names. Options before the first table apply to
+    every command that has them.
+
+    Args:
+        path: The file. None means the file at `default_path`, if it exists.
+        commands: Name -> command.
+
+    Raises:
+        InvalidOption: If the file cannot be read, or it contains an unknown name or a value of the wrong kind.
     """
     if path is None and not default_path().is_file():
         return {}
@@ -62,14 +68,14 @@ def _read(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             data = file.read(_LARGEST + 1)
         if len(data) > _LARGEST:
-            raise InvalidOption(f"{path} is larger than {_LARGEST >> 20} MiB", "Name a configuration file")
+            raise InvalidOption(f"{path} is larger than {_LARGEST >> 20} MiB", "Use a configuration file")
         return tomllib.loads(data.decode())
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, InvalidOption):
             raise
         reason = getattr(error, "strerror", None) or error
         raise InvalidOption(
-            f"the configuration {path} cannot be read: {reason}", "Correct it, or name another"
+            f"the configuration {path} cannot be read: {reason}", "Correct it, or use another file"
         ) from error
 
 
@@ -95,7 +101,7 @@ def _near(name: str, known: Any) -> str:
 
 
 def _value(path: Path, param: Any, key: str, value: Any) -> Any:
-    """Return a value as the command line gives it: a list for a repeatable option, else a single value."""
+    """Convert a value to the form of the command line: a list for a repeatable option, otherwise a single value."""
     values = value if isinstance(value, list) else [value]
     single = all(isinstance(one, (str, int, float)) for one in values)
     if not single or (isinstance(value, list) and not param.multiple) or param.is_flag != isinstance(values[0], bool):

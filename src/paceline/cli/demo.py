@@ -1,4 +1,4 @@
-"""`paceline demo`: the same answer with and without speculation, timed."""
+"""`paceline demo`: the same answer with and without speculation, with the time of both."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.options import LoadOptions, SamplingOptions
+from paceline.cli.options import LoadFlags, SamplingOptions
 from paceline.cli.prompts import single_prompt
 from paceline.cli.show import decode_speed, has_colour, percent, print_figures, speed, stream_reply
 
@@ -23,7 +23,7 @@ Correct the grammar of this text.
 My sister and me goes to the market every Saturday. The market are in the old square beside the church, and it open \
 at seven. We buys bread, cheese and apples there. The man who sell the cheese know us well, and he always give us a \
 piece to try. Then we walk home along the river and eats the apples on the bridge."""
-"""A text to edit: much of the answer stands in the prompt, which is where drafts from the text itself gain most."""
+"""A text to correct. Most of the answer is in the prompt, so drafts from the text itself gain most."""
 
 _WARM_UP = "Name three colours."
 
@@ -34,13 +34,13 @@ def demo(
         typer.Argument(metavar="PROMPT", help="Prompt to answer; by default, a text to correct.", show_default=False),
     ] = None,
     *,
-    load: LoadOptions,
+    load: LoadFlags,
     sampling: SamplingOptions,
 ) -> None:
-    """Answer a prompt with and without speculation, timed.
+    """Compare the speed of an answer with and without speculation.
 
-    The answers have 192 tokens at most, unless -n sets another length. Exit code 1: the two texts differ although this
-    machine guarantees that they are identical bit for bit.
+    The answers have at most 192 tokens, unless -n sets another length. The exit code is 1 if the two texts differ
+    although this machine guarantees that they are identical bit for bit.
     """
     from rich.console import Console
     from rich.text import Text
@@ -55,19 +55,17 @@ def demo(
 
     plain = LLM(fast.model, None)
     parameters = sampling.resolve(fast, max_new_tokens=192)
-    # The first passes of a process are slower: memory is touched, kernels are chosen. Neither answer pays for it.
+    # The first passes of a process are slower, since memory is allocated and kernels are chosen. Warm up before timing.
     with Console(stderr=True).status("warming up"):
         for llm in (fast, plain):
             llm.generate(_WARM_UP, replace(parameters, max_new_tokens=8))
     legend = Text("a terminal with colours shows accepted draft tokens in green")
     if has_colour(sys.stdout):
-        legend = Text.assemble(
-            ("green", "green"), ": drafted tokens that the model accepted; it added the others itself"
-        )
+        legend = Text.assemble(("green", "green"), ": drafted tokens that the model accepted")
     title = Text.assemble("\n", (f"With speculation, by {fast.drafter}", "bold"), " (", legend, ")")
     console.print(title, soft_wrap=not console.is_terminal)
     drafted = stream_reply(fast, question, parameters, sys.stdout)
-    # The seed drawn for the first answer gives the second the same noise, hence the same text.
+    # With the seed of the first answer, the second one gets the same noise, and so the same text.
     typer.echo("\n" + typer.style("Without", bold=True))
     undrafted = stream_reply(plain, question, replace(parameters, seed=drafted.stats.seed), sys.stdout)
     _report(undrafted, drafted)
@@ -85,11 +83,12 @@ def _report(plain: Completion, fast: Completion) -> None:
     if differs is None:
         console.print(f"texts identical: [green]yes[/green], all {len(fast.token_ids)} tokens")
         return
-    console.print(f"texts identical: [red]NO[/red], they differ from token {differs} on")
+    console.print(f"texts identical: [red]NO[/red], they differ at token {differs}")
     if fast.stats.guarantee == "bits":
         raise typer.Exit(1)
     console.print(
-        "This machine guarantees equal texts only up to rounding; see what multiplies its matrices: `paceline info`."
+        "This machine guarantees equal texts only up to rounding. `paceline info` shows how it computes matrix "
+        "products."
     )
 
 

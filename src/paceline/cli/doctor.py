@@ -1,4 +1,4 @@
-"""`paceline doctor`: the gain from speculation on this machine, and what limits it."""
+"""`paceline doctor`: how much speculation gains on this machine, and what limits it."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _machine(m: Mapping[str, Any]) -> Table:
     rows = [
         ("pass, by rows", ", ".join(f"{rows}: {ms:.1f} ms" for rows, ms in m["pass_ms"].items())),
         ("prefill", f"{m['prefill_tokens_per_second']:.0f} tokens per second"),
-        ("round besides its pass", f"{m['host_ms']:.2f} ms"),
+        ("round without its pass", f"{m['host_ms']:.2f} ms"),
         ("memory", f"{m['read_gb_per_second']:.1f} GB/s read"),
     ]
     if m["floor_ms"]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from paceline.cli.commands import options_of
-from paceline.cli.options import DEMO, LoadOptions, Quiet, SamplingOptions, follows, note, progress_wanted
+from paceline.cli.options import DEMO, LoadFlags, Quiet, SamplingOptions, follows, note, progress_wanted
 from paceline.cli.prompts import STDIN, read_rows, single_prompt
 from paceline.cli.record import recording
 from paceline.cli.show import summary
@@ -30,27 +30,25 @@ _io = options_of("Input and output")
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """Prompts, number of replies, and where they go."""
+    """Prompts, number of replies, and output."""
 
-    raw: bool = _io("Give the text to the model as it is, without the chat template.", default=False)
+    raw: bool = _io("Pass the text to the model unchanged, without the chat template.", default=False)
     prompts: Path | None = _io(
         'JSONL file of prompts, one {"prompt": ...} per line; - is stdin.\n\nA row has an optional "id" and one of '
-        '"prompt", "turns" (the first is used) and "messages".',
+        '"prompt", "turns" (only the first is used) and "messages".',
         metavar="FILE",
     )
     as_json: bool = _io(
-        "Print each reply as one line of JSON.\n\nIts keys are token_ids, text, finish_reason and stats, and id or "
-        "sample if there are several.",
+        "Print each reply as one line of JSON.\n\nIts keys are token_ids, text, finish_reason and stats, and also id "
+        "or sample if there are several replies.",
         "--json",
         default=False,
     )
     logprobs: int | None = _io(
-        "With --json: log-probabilities before any sampling option, of each token and of the N likeliest."
+        "With --json: log-probabilities of each token and of the N most likely ones, before any sampling option."
     )
     samples: int = _io("Replies per prompt; they share its prefill.", metavar="N", min=1, default=1)
-    batch: int = _io(
-        "Prompts of --prompts to answer at once. Each gets the reply that it gets alone.", min=1, default=1
-    )
+    batch: int = _io("Prompts of --prompts to answer at once. The replies do not depend on it.", min=1, default=1)
     record: Path | None = _io("Append the replies to this recording, for replay and tune.", metavar="FILE")
     output: Path | None = _io("Write to this file instead of stdout.", "-o", metavar="FILE")
 
@@ -72,24 +70,29 @@ def generate(
         ),
     ] = None,
     *,
-    load: LoadOptions,
+    load: LoadFlags,
     sampling: SamplingOptions,
     out: OutputOptions,
     quiet: Quiet = False,
 ) -> None:
     """Answer a prompt, or a file of prompts.
 
-    The reply appears as it is written; on a terminal, drafted tokens that the model accepted are green. Statistics go
-    to stderr.
+    The reply appears while it is written. On a terminal, drafted tokens that the model accepted are green. Statistics
+    go to stderr.
     """
     model, prompt = _model_and_prompt(first, second, ctx.args, load.model)
     load = load.with_model(model)
     if prompt is not None and out.prompts is not None:
         raise InvalidOption("both a prompt and --prompts were given", "Give only one of them")
     if out.logprobs is not None and not out.as_json:
-        raise InvalidOption("--logprobs needs JSON output", "Give --json too")
+        raise InvalidOption("--logprobs needs JSON output", "Add --json")
     sampling.check(logprobs=out.logprobs)
-    rows = [] if follows() else _rows(prompt, out.prompts)
+    rows: list[PromptRow] = []
+    if not follows():
+        if out.prompts is None:
+            rows = [PromptRow(None, single_prompt(prompt, with_stdin=True))]
+        else:
+            rows = read_rows(out.prompts)
     with _destination(out.output, out.prompts) as file:
         llm = _load(load, model, out.raw, quiet)
         if out.output is not None:
@@ -103,13 +106,8 @@ def generate(
             raise typer.Exit(1)
 
 
-def _rows(prompt: str | None, file: Path | None) -> list[PromptRow]:
-    """Return the prompts: those of the file, or the one given."""
-    return [PromptRow(None, single_prompt(prompt, with_stdin=True))] if file is None else read_rows(file)
-
-
 def _write(writer: ReplyWriter, rows: list[PromptRow], out: OutputOptions, quiet: bool) -> int:
-    """Answer the rows. Return how many failed."""
+    """Answer the rows. Return the number of failures."""
     if out.samples > 1 or (out.batch > 1 and out.prompts is not None):
         return write_batch(writer, rows, out.samples, max(out.batch, out.samples), quiet)
     if out.prompts is not None:
@@ -123,7 +121,20 @@ def _write(writer: ReplyWriter, rows: list[PromptRow], out: OutputOptions, quiet
 def _model_and_prompt(
     first: str | None, second: str | None, more: list[str], option_value: str
 ) -> tuple[str | None, str | None]:
-    """Return (model, prompt). `more`: arguments after the second; `option_value`: --model. Raises `InvalidOption`."""
+    """Tell model and prompt apart.
+
+    Args:
+        first: First argument.
+        second: Second argument.
+        more: Further arguments, which are an error.
+        option_value: Value of --model.
+
+    Returns:
+        Model and prompt.
+
+    Raises:
+        InvalidOption: If the prompt is missing or not quoted.
+    """
     if more:
         raise InvalidOption(f"the prompt has several arguments ({second} {' '.join(more)})", "Quote the prompt")
     if second is not None:
@@ -136,14 +147,16 @@ def _model_and_prompt(
     return None, first
 
 
-def _load(load: LoadOptions, model: str | None, raw: bool, quiet: bool) -> LLM:
-    """Load the model. `model`: the MODEL argument, which may be the first word of a prompt without quotes."""
+def _load(load: LoadFlags, model: str | None, raw: bool, quiet: bool) -> LLM:
+    """Load the model. `model` is the MODEL argument, which may be the first word of a prompt without quotes."""
     try:
         llm = load.load(progress=progress_wanted(quiet))
     except ModelNotFound as error:
         if model is None or "/" in model:
             raise
-        raise ModelNotFound(error.cause, f"{error.fix}. If {model!r} begins the prompt, quote the prompt") from error
+        raise ModelNotFound(
+            error.cause, f"{error.fix}. If {model!r} is part of the prompt, quote the prompt"
+        ) from error
     if llm.tokenizer.chat_template is None and not raw:
         note("no chat template: the model continues your text")
     return llm

@@ -1,4 +1,4 @@
-"""`paceline info`: facts about a model or a learned drafter, read from its files."""
+"""`paceline info`: facts about a model or a learned drafter from its files."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ _HEADS = {
     "assistant": ("Gemma 4 assistant", "layers", "{layers}, over the target's keys and values"),
     "exit": ("early exit", "exit", "after {layers} layers, projection of rank {rank}"),
 }
-"""Kind -> title, and a row of its own: name and value."""
+"""Kind -> title, and name and value of an additional row."""
 _COVERAGE = "coverage"
-"""Share of the training text that the draft vocabulary holds, as training stores it."""
+"""Key of the share of the training text that the draft vocabulary covers. Training stores it."""
 
 
 def info(
@@ -57,7 +57,7 @@ def info(
 ) -> None:
     """Describe a model or drafter without running it.
 
-    A model on the hub is downloaded first.
+    A model of the hub is downloaded first.
     """
     from rich.console import Console
 
@@ -75,7 +75,7 @@ def info(
 
 
 def _dtypes(tensors: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """Sum (dtype, elements) of each tensor up by dtype, most elements first."""
+    """Sum (dtype, elements) of tensors by dtype, most elements first."""
     sizes: Counter[str] = Counter()
     for dtype, size in tensors:
         sizes[dtype.removeprefix("torch.")] += size
@@ -127,13 +127,13 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
     names = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "context_length")
     facts = {name: getattr(config, name) for name in names}
     recurrent = sum(bool(layer.recurrent) for layer in config.plan)
-    facts["latent"] = asdict(config.latent) if config.latent else None
+    facts["latent"] = asdict(config.attention.latent) if config.attention.latent else None
     facts |= {"rope": rope, "tied_head": config.tied, "recurrent_layers": recurrent, "state_bytes": config.state_bytes}
     return facts | {"cache_bytes": config.cache_bytes(config.context_length)}
 
 
 def _runner() -> str:
-    """Return what multiplies matrices with default options, and how to get a faster runner."""
+    """Return the runner of matrix products with default options, and how to get a faster one."""
     from paceline.checkpoints.loader import pick_device, pick_dtype
     from paceline.files.progress import progress_bar
     from paceline.models.runner_choice import runner_of
@@ -149,7 +149,7 @@ def _weights(checkpoint: Checkpoint, header: GGUFFile | None) -> tuple[str, dict
     from paceline.models.lazy import kind_of, shape_of
 
     if header:
-        # From the header: the checkpoint would dequantise every tensor. Rotary factors are no parameters.
+        # Read the header, since the checkpoint would dequantise every tensor. Rotary factors are not parameters.
         held = [tensor for name, tensor in header.tensors.items() if not name.startswith("rope_")]
         return "GGUF", _dtypes((tensor.kind, math.prod(tensor.shape)) for tensor in held)
     form, tensors = "safetensors" if any(checkpoint.path.glob("*.safetensors")) else "pickle", checkpoint.tensors
@@ -157,7 +157,7 @@ def _weights(checkpoint: Checkpoint, header: GGUFFile | None) -> tuple[str, dict
 
 
 def _folder_codes(dtypes: dict[str, int]) -> dict[str, float]:
-    """`_gguf_codes` of a folder, where gpt-oss's MXFP4 are the only codes."""
+    """Return `_gguf_codes` of a folder. Its only possible codes are gpt-oss's MXFP4."""
     from paceline.kernels.cpu.build import library
 
     share = dtypes.get("MXFP4", 0) / max(1, sum(dtypes.values()))
@@ -165,7 +165,7 @@ def _folder_codes(dtypes: dict[str, int]) -> dict[str, float]:
 
 
 def _gguf_codes(header: GGUFFile) -> dict[str, float]:
-    """Return the codes that --quantize keeps: bits -> share of the elements of the file's matrices."""
+    """Return the codes that --quantize keeps: bits -> share of all matrix elements in the file."""
     matrices = [x for x in header.tensors.values() if len(x.shape) > 1]
     sizes = _dtypes((str(x.kept_bits() or ""), math.prod(x.shape)) for x in matrices)
     return {bits: sizes[bits] / sum(sizes.values()) for bits in sorted(sizes) if bits}
@@ -197,7 +197,7 @@ def _model_rows(f: dict[str, Any]) -> list[tuple[str, str]]:
         ("default drafter", f"{AUTO}+{built_in}" if built_in else AUTO),
         (
             "default sampling",
-            f"{sampling} (recommended by the model)" if sampling else "greedy (the model recommends nothing)",
+            f"{sampling} (recommended by the model)" if sampling else "greedy (the model recommends no other)",
         ),
         ("chat template", "yes" if f["chat_template"] else "no"),
         *(_architecture_rows(f) if native else []),
@@ -210,14 +210,12 @@ def _architecture_rows(f: dict[str, Any]) -> list[tuple[str, str]]:
     cache, rope = f["cache_bytes"], f["rope"]
     scaling = "not scaled" if rope["kind"] == "default" else f"scaling {rope['kind']}"
     scaling += "".join(f", {key.replace('_', ' ')} {value:g}" for key, value in rope["scaling"].items())
-    factors = f", {len(rope['factors'])} factors of its own" if rope["factors"] else ""
-    state = (
-        f"{f['recurrent_layers']} of them; state of a text: {amount(f['state_bytes'], 'bytes')}, whatever its length"
-    )
+    factors = f", {len(rope['factors'])} individual factors" if rope["factors"] else ""
+    state = f"{f['recurrent_layers']}; state of a text of any length: {amount(f['state_bytes'], 'bytes')}"
     shape = f"{f['heads']} of {f['head_dim']} channels, {f['kv_heads']} for keys and values"
     if latent := f["latent"]:
         shape = (
-            f"{f['heads']} of {latent['plain'] + latent['rotary']} channels, keys and values of all in {f['head_dim']}"
+            f"{f['heads']} of {latent['plain'] + latent['rotary']} channels, latent keys and values of {f['head_dim']}"
         )
     return [
         ("context", f"{f['context_length']:,} tokens; KV cache at full length: {amount(cache, 'bytes')}"),
@@ -231,7 +229,7 @@ def _architecture_rows(f: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _quantize_text(codes: dict[str, float]) -> str:
     if not codes:
-        return "auto leaves the weights as they are; int8 and int4 are possible"
+        return "auto keeps the weights as they are; int8 and int4 are possible"
     held = " and ".join(f"{percent(share)} in {bits} bits" for bits, share in codes.items())
     return f"auto keeps the file's own codes, {held}" + ("" if sum(codes.values()) > 0.995 else ", and rounds the rest")
 
@@ -304,7 +302,7 @@ def _head_rows(f: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("vocabulary", f"{f['vocab_size']:,}"))
         if f["draft_vocab"] != f["vocab_size"]:
             share = f["extra"].get(_COVERAGE)
-            held = f", {percent(share)} of the text it was trained on" if isinstance(share, (int, float)) else ""
+            held = f", {percent(share)} of its training text" if isinstance(share, (int, float)) else ""
             rows.append(("draft vocabulary", f"{f['draft_vocab']:,}{held}"))
     if own:
         output = "the target's output head" if f.get("shared_head") else "their own output heads"

@@ -1,4 +1,4 @@
-"""`paceline pull`, `list` and `rm`: models on this disk."""
+"""`paceline pull`, `list` and `rm`: models on this machine."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def pull(
 ) -> None:
     """Download a model from the Hugging Face hub.
 
-    MODEL is a short name (qwen3:0.6b), or a hub id (owner/name), with a quantisation after a colon if you want another
-    GGUF file than Q4_K_M (qwen3:0.6b:Q8_0, owner/name:Q8_0). An interrupted download continues where it ended. A model
-    that is on the disk is compared with the hub's.
+    MODEL is a short name (qwen3:0.6b) or a hub id (owner/name). To get another GGUF file than Q4_K_M, add its
+    quantisation after a colon (qwen3:0.6b:Q8_0, owner/name:Q8_0). An interrupted download continues where it stopped.
+    If the model is already on this machine, it is updated.
     """
     from paceline.files.hub import hub_model
     from paceline.files.locate import resolve
@@ -44,13 +44,13 @@ def pull(
 
 def list_models(
     *,
-    everything: Annotated[bool, option("Also the models of Ollama and LM Studio.", "--all", "-a")] = False,
+    everything: Annotated[bool, option("Include models of Ollama and LM Studio.", "--all", "-a")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the models on this disk.
+    """List the models on this machine.
 
-    They are those that Paceline has downloaded and those in the cache of Hugging Face's libraries. Every command
-    takes the names as MODEL.
+    These are models that Paceline has downloaded, and models in the cache of Hugging Face's libraries. Use the names as
+    MODEL in any command.
     """
     from paceline.files.stores import stored_models
 
@@ -59,7 +59,7 @@ def list_models(
         typer.echo(json.dumps([model._asdict() | {"path": str(model.path)} for model in models]))
         return
     if not models:
-        typer.echo("There is no model on this disk. Fetch one: paceline pull qwen3:0.6b", err=True)
+        typer.echo("There is no model on this machine. Download one: paceline pull qwen3:0.6b", err=True)
     widths = [max((len(text) for text in column), default=0) for column in zip(*map(_row, models), strict=True)]
     for model in models:
         typer.echo("  ".join(text.ljust(width) for text, width in zip(_row(model), widths, strict=True)).rstrip())
@@ -70,7 +70,7 @@ def _row(model: StoredModel) -> tuple[str, str, str]:
 
 
 def rm(name: Name) -> None:
-    """Delete a model from this disk."""
+    """Delete a model from this machine."""
     from paceline.files.stores import find, remove
 
     model = find(name)

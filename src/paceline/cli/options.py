@@ -1,4 +1,4 @@
-"""Options that several commands share, each declared once, and their meaning in the library."""
+"""Options that several commands share, and their conversion to arguments of the library."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 DEMO = "demo"
 
 _LOG = logging.getLogger("paceline")
-"""Logger of the library, whose warnings go to stderr. --quiet raises its level."""
+"""Logger of the library. Its warnings go to stderr; --quiet raises its level."""
 
 _model = partial(option, panel="Model and memory")
 _speculation = options_of("Speculation")
@@ -68,7 +68,7 @@ DeviceMap = Annotated[
     str | None,
     _model(
         "Layers over several devices: auto, or a map such as cuda:0=20,cpu.\n\nauto fills the GPUs, then the CPU. A "
-        "map gives each device a number of layers; the last may be without, and takes the rest.",
+        "map gives each device a number of layers. The last count may be omitted: that device takes the rest.",
         metavar="MAP",
     ),
 ]
@@ -79,14 +79,14 @@ Token = Annotated[
     _model("Access token for a gated or private hub model.", metavar="TOKEN", envvar="HF_TOKEN", show_default=False),
 ]
 AllowPickle = Annotated[
-    bool, _model("Read pytorch_model.bin where there are no safetensors (tensors only; no code is run).")
+    bool, _model("Read pytorch_model.bin if there are no safetensors (tensors only; no code is run).")
 ]
 Quantize = Annotated[
     str,
     _model(
-        "Hold weights as integers: auto, none, int8 or int4.\n\nauto keeps a GGUF file's own 2- to 8-bit codes (as "
-        "int8 and int4 do) and leaves other weights as they are. none, or a --dtype, makes floats of them. "
-        "`paceline perplexity` measures the loss in quality.",
+        "Quantise weights to integers: auto, none, int8 or int4.\n\nauto keeps a GGUF file's own 2- to 8-bit codes (as "
+        "int8 and int4 do) and does not change other weights. none, or a --dtype, converts them to floats. "
+        "`paceline perplexity` measures the loss of quality.",
         metavar="MODE",
     ),
 ]
@@ -101,7 +101,8 @@ ChatTemplate = Annotated[
 DraftQuantize = Annotated[
     str,
     option(
-        "The same for the drafter; auto is 4 bits for draft models, and for EAGLE heads of quantised models.",
+        "Quantise the drafter's weights, as --quantize does the model's. auto is 4 bits for draft models, and for "
+        "EAGLE heads of quantised models.",
         panel="Speculation",
         metavar="MODE",
     ),
@@ -109,9 +110,9 @@ DraftQuantize = Annotated[
 DraftVocab = Annotated[
     str,
     option(
-        "Tokens a draft model or EAGLE head chooses from: auto, a number or FILE.\n\n0 is all of them. FILE holds "
-        "answers of the model (JSONL, as `paceline train` writes them): the most frequent tokens are taken. auto takes "
-        "the 49,152 lowest ids of a vocabulary beyond 65,536.",
+        "Tokens that a draft model or EAGLE head can draft: auto, a number or FILE.\n\n0 means all tokens. FILE "
+        "contains answers of the model (JSONL, as `paceline train` writes them), and its most frequent tokens are "
+        "used. auto uses the 49,152 lowest ids of a vocabulary of more than 65,536.",
         panel="Speculation",
         metavar="SIZE",
     ),
@@ -128,24 +129,24 @@ def note(text: str) -> None:
 
 
 def progress_wanted(quiet: bool) -> bool:
-    """Return whether progress bars belong on stderr."""
+    """Return True if progress bars should be shown on stderr."""
     return not quiet and sys.stderr.isatty()
 
 
 def model_name(argument: str | None, option_value: str) -> str:
-    """Return the model that MODEL or --model names. Raises `InvalidOption` where they differ."""
+    """Return the model that MODEL or --model names. Raise `InvalidOption` if they differ."""
     if argument is not None and option_value not in (DEMO, argument):
         raise InvalidOption(f"MODEL is {argument} but --model is {option_value}", "Name the model once")
     return option_value if argument is None else argument
 
 
 def processes() -> int:
-    """Return the number of processes that torchrun started, which share a model; 1 without torchrun."""
+    """Return the number of processes that torchrun started to share a model, or 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
 
 
 def follows() -> bool:
-    """Return whether this process only computes for another, which reads the prompts."""
+    """Return True if this process only computes for another process, which reads the prompts."""
     return processes() > 1 and os.environ["RANK"] != "0"
 
 
@@ -158,22 +159,22 @@ def set_threads(threads: int | None) -> None:
     if threads is None:
         return
     if threads > (most := cores()):
-        note(f"warning: --threads {threads} is more than the {most} cores available, which slows every pass down")
-    limit_threads()  # before, since it lowers what has been set
+        note(f"warning: --threads {threads} is more than the {most} cores available, which slows down every pass")
+    limit_threads()  # call it first, because it would lower the number that is set below
     torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """Model and where it runs."""
+    """The model and where it runs."""
 
     model: ModelName = DEMO
     adapter: Annotated[
         list[str] | None,
         _model(
-            "LoRA adapter, a PEFT folder or a hub id; NAME=ADAPTER is not merged. Repeatable.\n\nOne without a name is "
-            "merged into the model. Those with one stay beside it: each request of a server may give one's name as its "
-            "model; other replies have the first. Several are added up as JSON: "
+            "LoRA adapter: a PEFT folder or a hub id; NAME=ADAPTER is not merged. Repeatable.\n\nAn adapter without a "
+            "name is merged into the model. Adapters with names are kept apart: a server's request selects one by "
+            "giving its name as the model, and all other replies use the first one. JSON adds up several adapters: "
             '{"name": "mix", "path": ["DIR", "DIR"], "weights": [0.7, 0.3], "drafter": "ngram"}.',
             metavar="ADAPTER",
         ),
@@ -187,44 +188,49 @@ class ModelOptions:
     device_map: DeviceMap = None
 
     def with_model(self: _Options, argument: str | None) -> _Options:
-        """Return these options with the model named by the MODEL argument, if given. Raises `InvalidOption`."""
+        """Return these options with the model of the MODEL argument, if given. Raise `InvalidOption` on a conflict."""
         return replace(self, model=model_name(argument, self.model))
 
     def located(self) -> Path:
-        """Return the model's file or folder, downloaded if necessary. Raises `PacelineError`."""
+        """Return the model's file or folder. Download it if necessary."""
         from paceline.files.locate import resolve
 
         return resolve(self.model, revision=self.revision, token=self.token, allow_pickle=self.allow_pickle)
 
     def open(self, *, progress: bool, **more: Any) -> LLM:
-        """Load the model; replies have the first named adapter. `more`: other arguments of `paceline.load`. Raises
-        `PacelineError`."""
+        """Load the model. Replies use the first named adapter.
+
+        Args:
+            progress: Show progress bars.
+            **more: Other arguments of `paceline.load`.
+        """
         import paceline.llm
 
         set_threads(self.threads)
         names = ("dtype", "device", "device_map", "revision", "token", "allow_pickle")
         given: dict[str, Any] = {name: getattr(self, name) for name in names}
         given |= {"progress": progress and not follows(), "tensor_parallel": processes() > 1}
-        merged, beside = parse_adapters(self.adapter or ())
-        llm = paceline.llm.load(self.model, adapter=merged, adapters=beside, **given, **more)
-        llm.adapter = next(iter(beside), None)
+        merged, named = parse_adapters(self.adapter or ())
+        llm = paceline.llm.load(self.model, adapter=merged, adapters=named, **given, **more)
+        llm.adapter = next(iter(named), None)
         return llm
 
 
 @dataclass(frozen=True, slots=True)
-class LoadOptions(ModelOptions):
-    """Model, where it runs, and its drafter."""
+class LoadFlags(ModelOptions):
+    """The model, where it runs, and its drafter."""
 
     quantize: Quantize = "auto"
     chat_template: ChatTemplate = None
     drafter: str = _speculation(
         "auto (suffix), found, none, ngram, suffix, eagle3, medusa or KIND:REF. Never changes the text.\n\n"
-        "found is a head trained for the model, beside it or in the hub's cache, else the smallest model on this disk "
-        "with the same vocabulary, else suffix; `paceline serve` takes it for auto. "
+        "A drafter guesses the next tokens, and the model checks all guesses in one pass. found looks for a head "
+        "trained for the model (next to it or in the hub's cache), then for the smallest model on this machine with "
+        "the same vocabulary, and otherwise uses suffix; `paceline serve` uses it for auto. "
         "KIND:REF is model:REF (a small model with any tokenizer; REF@ADAPTER merges a LoRA adapter), "
         "a head trained for the model (eagle3:REF, medusa:REF, block:REF, early-exit:REF, or head:REF for any of "
-        "them) or early-exit:LAYERS (early-exit:8@0.7 ends a chain below that probability). eagle3 and medusa "
-        "alone are the heads that come with Paceline. Join several with '+': the first that has a proposal drafts. The "
+        "them) or early-exit:LAYERS (early-exit:8@0.7 ends a chain below that probability). eagle3 and medusa without "
+        "REF are the heads included in Paceline. Join several with '+': the first one that has a proposal drafts. The "
         "text stays the same with --rule match.",
         "-d",
         metavar="DRAFTER",
@@ -232,13 +238,13 @@ class LoadOptions(ModelOptions):
     )
     draft: str = _speculation(
         "Tokens drafted per round: auto, a number, or a tree such as 16x4x2.\n\nA tree is written "
-        "NODESxDEPTHxBRANCH. auto chooses what is fastest here, which may be no draft at all.",
+        "NODESxDEPTHxBRANCH. auto chooses the fastest size on this machine, which may be no draft at all.",
         metavar="SIZE",
         default="auto",
     )
     draft_quantize: DraftQuantize = "auto"
     draft_device_map: str | None = _speculation(
-        "The same as --device-map for a draft model; cpu puts all of it there.", metavar="MAP", default=None
+        "Like --device-map, for a draft model. cpu keeps the whole draft model on the CPU.", metavar="MAP", default=None
     )
     draft_revision: str | None = _speculation(
         "Branch, tag or commit of the drafter's hub id.", metavar="NAME", default=None
@@ -246,7 +252,7 @@ class LoadOptions(ModelOptions):
     draft_vocab: DraftVocab = "auto"
 
     def load(self, *, progress: bool, drafter: str | list[str] | None = None) -> LLM:
-        """Load the model with its drafter, or with `drafter` if given. Raises `PacelineError`."""
+        """Load the model with its drafter, or with `drafter` if given."""
         return self.open(
             progress=progress,
             drafter=self.drafter if drafter is None else drafter,
@@ -261,7 +267,7 @@ class LoadOptions(ModelOptions):
 
 
 def parse_draft_vocab(text: str) -> int | str:
-    """Return the value of --draft-vocab. Raises `InvalidOption`."""
+    """Parse the value of --draft-vocab. Raise `InvalidOption` if it is not valid."""
     from paceline.drafters.trimmed import check_draft_vocab
 
     wanted = int(text) if text.isdecimal() else text
@@ -270,24 +276,24 @@ def parse_draft_vocab(text: str) -> int | str:
 
 
 def parse_draft(text: str) -> DraftBudget | Literal["auto"]:
-    """Return the value of --draft. Raises `InvalidOption`."""
+    """Parse the value of --draft. Raise `InvalidOption` if it is not valid."""
     from paceline.drafters.factory import parse_size
 
     size: DraftBudget | Literal["auto"] | None = "auto" if text == "auto" else parse_size(text)
     if size is None:
         raise InvalidOption(
-            f"--draft must be auto, a number or NODESxDEPTHxBRANCH, got {text!r}", "Write, for example, 5 or 16x4x2"
+            f"--draft must be auto, a number or NODESxDEPTHxBRANCH, got {text!r}", "Write 5 or 16x4x2, for example"
         )
     return size
 
 
 def parse_names(text: str) -> tuple[str, ...]:
-    """Return the names in a list that is separated by commas."""
+    """Parse names that are separated by commas."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def parse_numbers(name: str, text: str, number: Callable[[str], Number], example: str) -> tuple[Number, ...]:
-    """Return the numbers of option `name`, which are separated by commas. Raises `InvalidOption`."""
+    """Parse numbers of option `name` that are separated by commas. Raise `InvalidOption` if one is not a number."""
     try:
         return tuple(number(part) for part in text.split(","))
     except ValueError:
@@ -296,69 +302,73 @@ def parse_numbers(name: str, text: str, number: Callable[[str], Number], example
 
 
 def parse_bias(text: str) -> tuple[int, float]:
-    """Return (token id, bias) of one --logit-bias. Raises `InvalidOption`."""
+    """Parse one --logit-bias to (token id, bias). Raise `InvalidOption` if it is not valid."""
     token, _, number = text.partition("=")
     try:
         return int(token), float(number)
     except ValueError:
-        raise InvalidOption(f"--logit-bias must be ID=NUMBER, got {text!r}", "Write, for example, 42=-1.5") from None
+        raise InvalidOption(f"--logit-bias must be ID=NUMBER, got {text!r}", "Write 42=-1.5, for example") from None
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """Choice of tokens and end of a reply. None: not given."""
+    """Choice of tokens and end of a reply. None means that an option was not given."""
 
     max_new_tokens: int | None = _length(
         "Maximum length of a reply, in tokens.", "--max-new-tokens", "--max-tokens", "-n", show_default="512"
     )
-    min_new_tokens: int | None = _length("Minimum length, in tokens: no end-of-sequence or stop token before it.")
+    min_new_tokens: int | None = _length(
+        "Minimum length in tokens. Before it, end-of-sequence and stop tokens are banned."
+    )
     stop: list[str] | None = _length("End the reply before this text. Repeatable.")
     stop_token_id: list[int] | None = _length("End the reply at this token id. Repeatable.", metavar="ID")
-    thinking_budget: int | None = _length("Maximum length of a model's reasoning, in tokens; its end is then forced.")
+    thinking_budget: int | None = _length("Maximum length of a model's reasoning, in tokens. Then its end is forced.")
     ignore_eos: bool = _length("Continue past the model's end-of-sequence tokens.", default=False)
     temperature: float | None = _sampling(
-        "Randomness; 0 is greedy.\n\nEvery sampling option that is not given comes from the model's generation_config.",
+        "Randomness; 0 is greedy.\n\nAll sampling options that are not given come from the model's generation_config.",
         "-t",
         show_default="from the model, else 0",
     )
-    top_k: int | None = _sampling("Sample from the N likeliest tokens; 0: from all.")
-    top_p: float | None = _sampling("Sample from the likeliest tokens whose probabilities add up to X; 1: from all.")
-    min_p: float | None = _sampling("Drop tokens that are less than X times as likely as the likeliest.")
+    top_k: int | None = _sampling("Sample from the N most likely tokens. 0: from all.")
+    top_p: float | None = _sampling("Sample from the most likely tokens with a total probability of X. 1: from all.")
+    min_p: float | None = _sampling("Drop tokens that are less than X times as likely as the most likely one.")
     typical_p: float | None = _sampling(
-        "Sample from the most typical tokens whose probabilities add up to X; 1: from all."
+        "Sample from the most typical tokens with a total probability of X. 1: from all."
     )
     top_n_sigma: float | None = _sampling(
-        "Drop tokens whose logit is more than X standard deviations below the highest; 0: off."
+        "Drop tokens with a logit more than X standard deviations below the highest. 0: off."
     )
     xtc_probability: float | None = _sampling(
-        "With this probability, at each token, drop all likely tokens but the least likely of them; 0: off."
+        "Probability, at each token, of dropping all likely tokens except the least likely of them. 0: off."
     )
-    xtc_threshold: float | None = _sampling("Probability from which XTC takes a token as likely.", show_default="0.1")
+    xtc_threshold: float | None = _sampling("Minimum probability of a likely token for XTC.", show_default="0.1")
     seed: int | None = _sampling("The same seed gives the same text.", "-s", show_default="random")
-    repetition_penalty: float | None = _penalty("Above 1, tokens of the prompt and the reply become less likely.")
+    repetition_penalty: float | None = _penalty("Values above 1 make tokens of prompt and reply less likely.")
     frequency_penalty: float | None = _penalty(
-        "Subtract X from a token's logit for each time it is in the reply (-2 to 2)."
+        "Subtract X from a token's logit for each occurrence in the reply (-2 to 2)."
     )
-    presence_penalty: float | None = _penalty("Subtract X from a token's logit once it is in the reply (-2 to 2).")
+    presence_penalty: float | None = _penalty("Subtract X from a token's logit if it occurs in the reply (-2 to 2).")
     dry_multiplier: float | None = _penalty(
-        "DRY: subtract X, and more for longer ones, from the logit of a token that would continue a repetition; 0: off."
+        "DRY: subtract X from the logit of a token that would extend a repetition, and more for longer ones. 0: off."
     )
-    dry_base: float | None = _penalty("Factor of DRY's penalty for each further repeated token.", show_default="1.75")
-    dry_allowed_length: int | None = _penalty("Longest repetition that DRY leaves alone, in tokens.", show_default="2")
+    dry_base: float | None = _penalty(
+        "Factor of DRY's penalty for each additional repeated token.", show_default="1.75"
+    )
+    dry_allowed_length: int | None = _penalty("Longest repetition without a DRY penalty, in tokens.", show_default="2")
     dry_penalty_last_n: int | None = _penalty(
-        "Number of last tokens in which DRY looks for repetitions; -1: all.", show_default="-1"
+        "Number of last tokens where DRY looks for repetitions. -1: all.", show_default="-1"
     )
     dry_sequence_breaker: list[str] | None = _penalty(
-        "Text beyond which no repetition goes. Repeatable.", show_default='line break, :, ", *'
+        "Text that ends a repetition for DRY. Repeatable.", show_default='line break, :, ", *'
     )
     logit_bias: list[str] | None = _penalty(
         "Add a number to the logit of a token id; -inf bans the token. Repeatable.", metavar="ID=NUMBER"
     )
     bad_word: list[str] | None = _penalty("Never write this text. Repeatable.")
-    no_repeat_ngram_size: int | None = _penalty("Never repeat N tokens in a row, those of the prompt included; 0: off.")
+    no_repeat_ngram_size: int | None = _penalty("Never repeat N consecutive tokens of prompt or reply. 0: off.")
     rule: str | None = _speculation(
-        "Acceptance rule: match, rejection, block or typical.\n\nmatch: the text does not depend on the drafter. "
-        "rejection and block: its distribution does not. typical: lossy.",
+        "Acceptance rule: match, rejection, block or typical.\n\nWith match, the text does not depend on the drafter. "
+        "With rejection and block, its distribution does not. typical is lossy.",
         metavar="RULE",
         show_default="match",
     )
@@ -372,7 +382,7 @@ class SamplingOptions:
     )
 
     def given(self) -> dict[str, Any]:
-        """Return the options that were given, under the names of `Sampling`. Raises `InvalidOption`."""
+        """Return the given options under the names of `Sampling`. Raise `InvalidOption` if one is not valid."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         given = {name: value for name, value in values.items() if value is not None and value != []}
         for name in ("stop_token_id", "bad_word", "dry_sequence_breaker"):
@@ -385,15 +395,19 @@ class SamplingOptions:
         return given
 
     def check(self, **defaults: Any) -> None:
-        """Raises `InvalidOption` for values that no model could accept."""
+        """Raise `InvalidOption` for values that are not valid for any model."""
         from paceline.sampling.parameters import Sampling
 
         given = self.given()
+        if "thinking_budget" in given and "grammar" in given:
+            raise InvalidOption(
+                "--thinking-budget and a grammar exclude each other: the grammar has no reasoning", "Drop one of them"
+            )
         reasoning = ("", "</think>") if "thinking_budget" in given else ()
         Sampling(**(defaults | given), reasoning=reasoning)
 
     def resolve(self, llm: LLM, **defaults: Any) -> Sampling:
-        """Return the parameters for this model: the given options, else `defaults`, else what the model recommends."""
+        """Return the parameters for this model: given options, then `defaults`, then the model's recommendations."""
         given = self.given()
         if "thinking_budget" in given:
             given["thinking_budget"] = _thinking_budget(llm, given["thinking_budget"])
@@ -406,33 +420,35 @@ class SamplingOptions:
 
 
 def _thinking_budget(llm: LLM, tokens: int) -> ThinkingBudget:
-    """Return a budget with the texts around the model's reasoning. Raises `InvalidOption` if it does not reason."""
-    from paceline.server.thinking import family
+    """Return a budget with the model's markers around reasoning. Raise `InvalidOption` if it does not reason."""
+    from paceline.chat.thinking import family
 
     form = family(llm.tokenizer.chat_template)
     if form is None:
-        raise InvalidOption("--thinking-budget: the model's chat template has no reasoning", "Leave it out")
+        raise InvalidOption(
+            "the model's chat template has no reasoning to limit with --thinking-budget", "Leave it out"
+        )
     return form.budget(tokens, inside=False)
 
 
 def parse_grammar(**options: str) -> Grammar:
-    """Return the grammar of `json_schema`, `regex` or `grammar`. Raises `InvalidOption`."""
+    """Return the grammar of `json_schema`, `regex` or `grammar`. Raise `InvalidOption` if it is not valid."""
     from paceline.sampling.grammar import Grammar
 
     if len(options) != 1:
-        raise InvalidOption("a reply can follow only one grammar", "Give one of --json-schema, --regex and --grammar")
+        raise InvalidOption("a reply can follow only one grammar", "Use one of --json-schema, --regex and --grammar")
     ((name, text),) = options.items()
     if name == "regex":
         return Grammar.regex(text)
     is_schema = name == "json_schema"
     option_name, kind, mark = ("--json-schema", "JSON schema", "{") if is_schema else ("--grammar", "grammar", ":")
     try:
-        if os.path.isfile(text):  # False for what cannot be a path
+        if os.path.isfile(text):  # False if the text is not a valid path
             text = Path(text).read_text(encoding="utf-8")
         elif mark not in text:
-            raise InvalidOption(f"{option_name} {text!r} is neither a file nor a {kind}", "Give one of them")
+            raise InvalidOption(f"{option_name} {text!r} is neither a file nor a {kind}", "Pass one of them")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidOption(
-            f"{option_name} {text!r} cannot be read: {error}", "Give a UTF-8 file, or the text"
+            f"{option_name} {text!r} cannot be read: {error}", "Pass a UTF-8 file, or the text itself"
         ) from error
     return Grammar.json_schema(text) if is_schema else Grammar.lark(text)

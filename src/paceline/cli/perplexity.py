@@ -30,11 +30,10 @@ def perplexity(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measure how much quality --quantize costs on a text.
+    """Measure the loss of quality from --quantize on a text.
 
-    The table shows the perplexity, and how often the likeliest token stays the same.
+    The table shows the perplexity, and how often the most likely token stays the same.
     """
-
     from paceline.kernels.quantize import check_precision
 
     modes = ["none", *dict.fromkeys(quantize or ("int8", "int4"))]
@@ -56,7 +55,7 @@ def perplexity(
         settings = {"model": model.model, "file": str(file), "window": window, "context": context}
         typer.echo(json.dumps(settings | {"results": results}))
         return
-    columns = ("weights", "perplexity", "change", "same likeliest token", "tokens")
+    columns = ("weights", "perplexity", "change", "same top token", "tokens")
     rows = [
         (
             r["weights"],
@@ -80,7 +79,11 @@ def _text(file: Path) -> str:
 def _measure(
     model: ModelOptions, mode: str, text: str, tokens: int, size: tuple[int, int], progress: bool
 ) -> tuple[str, TokenScores]:
-    """Load the model with weights of this mode and predict the text. Return (name of the weights, scores)."""
+    """Load the model with this quantisation and predict the text.
+
+    Returns:
+        Name of the weights, and scores.
+    """
     from rich.console import Console
 
     from paceline.bench.perplexity import score, windows
@@ -91,7 +94,7 @@ def _measure(
     floats = str(target.dtype).removeprefix("torch.") if isinstance(target, TargetWithHead) else "as it is"
     name = floats if mode == "none" else mode
     plain, marked = llm.tokenizer.encode(text, special=False), llm.tokenizer.encode(text)
-    front = marked[: len(marked) - len(plain)]  # what the tokenizer puts in front of a text
+    front = marked[: len(marked) - len(plain)]  # tokens that the tokenizer adds before a text
     length = min(size[0], target.context_length - len(front))
     pieces = windows(plain[:tokens], length, size[1], front)
     with Console(stderr=True, quiet=not progress).status(f"reading {name}"):

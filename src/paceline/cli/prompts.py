@@ -1,4 +1,4 @@
-"""Prompts from the command line, stdin, or a file with one JSON object per line."""
+"""Reading prompts from the command line, stdin, or a file with one JSON object per line."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ from paceline.text.prompt_rows import PromptRow, parse_row, text_of
 
 STDIN = "-"
 _PATIENCE = 2.0
-"""Seconds of silence on stdin before a line says that the command waits for it."""
+"""Seconds without input on stdin before a line explains that the command is waiting for it."""
 
 
 def single_prompt(prompt: str | None, with_stdin: bool = False) -> str:
-    """Return the prompt of the command line, else all of stdin. `with_stdin`: piped text follows the prompt.
+    """Return the prompt of the command line, or else all of stdin.
 
-    Raises `InvalidPrompt`.
+    Args:
+        prompt: Prompt of the command line. None and "-" mean stdin.
+        with_stdin: Append piped text to the prompt.
+
+    Raises:
+        InvalidPrompt: If there is no prompt, or it is not valid text.
     """
     if prompt is None or prompt == STDIN:
         prompt = _read_stdin(from_terminal=prompt == STDIN)
@@ -33,11 +38,15 @@ def single_prompt(prompt: str | None, with_stdin: bool = False) -> str:
     try:
         return text_of(prompt, "the prompt")
     except ValueError as error:
-        raise InvalidPrompt(str(error), "Give it as an argument, on stdin, or with --prompts FILE") from None
+        raise InvalidPrompt(str(error), "Pass it as an argument, on stdin, or with --prompts FILE") from None
 
 
 def piped_prompt(prompt: str) -> str:
-    """Return the prompt of the command line, followed by piped text; "" without either. Raises `InvalidPrompt`."""
+    """Return the prompt of the command line followed by piped text, or "" without either.
+
+    Raises:
+        InvalidPrompt: If it is not valid text.
+    """
     if prompt:
         return single_prompt(prompt, with_stdin=True)
     text = _read_stdin(from_terminal=False) if _is_piped() else ""
@@ -45,7 +54,7 @@ def piped_prompt(prompt: str) -> str:
 
 
 def _is_piped() -> bool:
-    """Return whether stdin is a file or a pipe. Print a line if it stays silent: a pipe may stay open forever."""
+    """Return True if stdin is a file or a pipe. Print a line while waiting, since a pipe may stay open forever."""
     try:
         kind = os.fstat(sys.stdin.fileno()).st_mode
     except (AttributeError, OSError, ValueError):
@@ -53,14 +62,14 @@ def _is_piped() -> bool:
     if not (S_ISFIFO(kind) or S_ISREG(kind) or S_ISSOCK(kind)):
         return False
     if os.name != "nt" and not select([sys.stdin], [], [], _PATIENCE)[0]:
-        # Even with --quiet: without this line the command seems to hang.
-        say("waiting for stdin, which is added to the prompt; </dev/null keeps it out")
+        # Print this even with --quiet, because otherwise the command seems to hang.
+        say("waiting for text on stdin to add to the prompt; </dev/null prevents this")
     return True
 
 
 def _read_stdin(from_terminal: bool) -> str:
     if sys.stdin is None or (sys.stdin.isatty() and not from_terminal):
-        raise InvalidPrompt("there is no prompt", "Give it as an argument, on stdin, or with --prompts FILE")
+        raise InvalidPrompt("there is no prompt", "Pass it as an argument, on stdin, or with --prompts FILE")
     try:
         text = sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
@@ -70,9 +79,11 @@ def _read_stdin(from_terminal: bool) -> str:
 
 
 def read_rows(path: Path) -> list[PromptRow]:
-    """Return the checked rows of a JSONL file ("-": stdin).
+    """Read and check the rows of a JSONL file. The path "-" means stdin.
 
-    Raises `InvalidPrompt`, which names file and line, and `OSError`.
+    Raises:
+        InvalidPrompt: If a row is not valid. The message names file and line.
+        OSError: If the file cannot be read.
     """
     from_stdin = str(path) == STDIN
     name = "stdin" if from_stdin else str(path)
@@ -86,7 +97,7 @@ def read_rows(path: Path) -> list[PromptRow]:
             if row.id in rows:
                 raise ValueError(f"the id {row.id!r} was already used on line {rows[row.id][0]}")
         except ValueError as error:
-            raise InvalidPrompt(f"{name}, line {number}: {error}") from None
+            raise InvalidPrompt(f"{name}, line {number}: {error}", "Correct or remove the line") from None
         rows[row.id] = (number, row)
     if not rows:
         raise InvalidPrompt(f"{name} contains no prompts", 'Write one JSON object per line, such as {"prompt": "Hi"}')

@@ -1,4 +1,4 @@
-"""`paceline record`, `replay` and `tune`: replies on disk, and what any drafter would make of them."""
+"""`paceline record`, `replay` and `tune`: recording replies, and predicting the speed of drafters over them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.cli.options import (
     AsJson,
     DraftQuantize,
     DraftVocab,
-    LoadOptions,
+    LoadFlags,
     ModelOptions,
     Quantize,
     Quiet,
@@ -55,19 +55,19 @@ def record(
     prompts: Annotated[
         Path, option("JSONL file of prompts, as for generate; - is stdin.", metavar="FILE", panel="Input and output")
     ],
-    load: LoadOptions,
+    load: LoadFlags,
     sampling: SamplingOptions,
     raw: Annotated[
-        bool, option("Give the text to the model as it is, without the chat template.", panel="Input and output")
+        bool, option("Pass the text to the model unchanged, without the chat template.", panel="Input and output")
     ] = False,
     samples: Annotated[int, option("Replies per prompt; they share its prefill.", min=1, panel="Input and output")] = 1,
     batch: Annotated[int, option("Prompts to answer at once.", min=1, panel="Input and output")] = 1,
     states: Annotated[
         float,
         option(
-            "GiB of hidden states to store in FILE.states at most; 0: none.\n\nreplay and tune read those that heads "
-            "draft from (a low, a middle, a high layer and the last) instead of computing them. Replies are then "
-            "written without drafting.",
+            "Maximum size of hidden states to store in FILE.states, in GiB. 0: none.\n\nreplay and tune then read the "
+            "states that heads need (an early, a middle, a late layer and the last) instead of computing them. "
+            "Replies are written without drafts.",
             min=0,
             metavar="GIB",
             panel="Input and output",
@@ -77,19 +77,19 @@ def record(
 ) -> None:
     """Answer prompts, and record the replies for replay and tune.
 
-    A recording holds the token ids of prompts and replies, seeds and sampling parameters. generate and serve record
-    what they write, too: --record.
+    A recording contains the token ids of prompts and replies, seeds and sampling parameters. generate and serve can
+    also record their replies with --record.
     """
     from paceline.llm import LLM
-    from paceline.recording.states import StateKeeper, states_beside
+    from paceline.recording.states import StateKeeper, states_folder
     from paceline.types import DraftBudget
 
     sampling.check()
     rows = read_rows(prompts)
     if states and load.drafter not in ("auto", "none"):
-        raise InvalidOption("--states writes replies without drafts, so it takes no --drafter", "Leave out --drafter")
+        raise InvalidOption("--states and --drafter exclude each other", "Leave out --drafter")
     if not states < 1 << 20:
-        raise InvalidOption(f"--states must be a number of GiB, got {states:g}", "Give 4, for example")
+        raise InvalidOption(f"--states must be a number of GiB, got {states:g}", "Use 4, for example")
     llm = load.load(progress=progress_wanted(quiet), drafter="none" if states else None)
     files = _state_files(llm, file, states) if states else None
     if files:
@@ -101,24 +101,29 @@ def record(
     left_out = f", {llm.recorder.skipped} left out" if llm.recorder.skipped else ""
     note(f"{llm.recorder.count} replies recorded in {file}{left_out}: `paceline tune {shlex.quote(str(file))}`")
     if files:
-        lacking = f", those of {files.refused} did not fit" if files.refused else ""
-        note(f"hidden states of {files.count} texts stored in {states_beside(file)}{lacking}")
+        lacking = f", states of {files.refused} texts did not fit" if files.refused else ""
+        note(f"hidden states of {files.count} texts stored in {states_folder(file)}{lacking}")
     if failed:
         raise typer.Exit(1)
 
 
 def _state_files(llm: LLM, file: Path, gib: float) -> StateFiles:
-    """Return where hidden states are stored beside the recording. Raises `UnsupportedModel`."""
-    from paceline.recording.states import StateFiles, states_beside
+    """Return the storage for hidden states next to the recording. Raise `UnsupportedModel` if there are no states."""
+    from paceline.recording.states import StateFiles, states_folder
     from paceline.train.eagle3 import default_taps
     from paceline.train.kinds import native
 
-    return StateFiles(states_beside(file), default_taps(native(llm).config.layers), int(gib * 2**30))
+    return StateFiles(states_folder(file), default_taps(native(llm).config.layers), int(gib * 2**30))
 
 
 @contextlib.contextmanager
 def recording(llm: LLM, path: Path | None) -> Iterator[None]:
-    """Record the replies that begin in this block, if there is a path. Raises `InvalidData`, `CannotWrite`."""
+    """Record the replies that begin in this block, if there is a path.
+
+    Raises:
+        InvalidData: If the file is not a recording of this model.
+        CannotWrite: If recording stopped.
+    """
     if path is None:
         yield
         return
@@ -129,36 +134,36 @@ def recording(llm: LLM, path: Path | None) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """Replies to replay, and the drafters to replay them with."""
+    """Replies to replay, and drafters."""
 
     drafters: str | None = _replay(
-        "Drafters, separated by commas.\n\nreplay takes a draft size after each, as bench does: @LENGTH or "
-        "@NODESxDEPTHxBRANCH. tune tries sizes, and lookups before each other drafter.",
+        "Drafters, separated by commas.\n\nFor replay, append @LENGTH or @NODESxDEPTHxBRANCH to set a draft size, as "
+        "for bench. tune tries all sizes, and combines lookups with other drafters.",
         metavar="DRAFTERS",
-        show_default="those that need no file of yours",
+        show_default="all that need no files",
     )
-    count: int = _replay("Replies to replay at most, spread evenly.", min=1, default=200)
+    count: int = _replay("Maximum number of replies to replay, spread evenly.", min=1, default=200)
     batch: int = _replay("Replies to replay at once, as if they shared passes.", min=1, default=1)
-    prefix_memory: float = _replay("GiB for the prefix cache, as serve has it; 0: off.", min=0, default=0.0)
+    prefix_memory: float = _replay("GiB for the prefix cache, as for serve. 0: off.", min=0, default=0.0)
 
     def open(
         self, file: Path, model: ModelOptions, quantize: str, draft_quantize: str, draft_vocab: str, progress: bool
     ) -> tuple[Predictor, list[RecordedReply]]:
-        """Read the recording, load its model and measure what its rounds cost. Raises `PacelineError`."""
+        """Read the recording, load its model and measure the costs of its rounds."""
         from paceline.bench.replay.predict import Predictor, check_model, measured
         from paceline.recording.file import Recording
-        from paceline.recording.states import states_beside
+        from paceline.recording.states import states_folder
 
         vocab, recorded = parse_draft_vocab(draft_vocab), Recording(file)
         if not recorded:
-            raise InvalidData(f"{file} holds no replies", "Record some: paceline record")
+            raise InvalidData(f"{file} contains no replies", "Record some with paceline record")
         replies = recorded[:: max(1, -(-len(recorded) // self.count))]
         if model.model == DEMO:
             model = model.with_model(recorded.header.model)
         llm = model.open(progress=progress, drafter=None, quantize=quantize)
         check_model(recorded.header, llm.model)
         prices = measured(llm.model, replies[0], self.batch)
-        same = recorded.header.quantize == llm.model.quantize and model.dtype == "auto"  # or states are others
+        same = recorded.header.quantize == llm.model.quantize and model.dtype == "auto"  # otherwise the states differ
         predictor = Predictor(
             llm.model,
             prices,
@@ -166,7 +171,7 @@ class ReplayOptions:
             draft_vocab=vocab,
             width=self.batch,
             prefix_bytes=int(self.prefix_memory * 2**30),
-            states=states_beside(file) if same else None,
+            states=states_folder(file) if same else None,
         )
         return predictor, replies
 
@@ -182,10 +187,10 @@ def replay(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Predict drafters over recorded replies, without generating.
+    """Predict the speed of drafters from recorded replies.
 
-    Only the drafters run. Tokens per round are exact where a drafter has a draft size; speeds are predicted from what
-    passes cost on this machine now.
+    Only the drafters run, not the model. Tokens per round are exact for drafters with a draft size. Speeds are
+    predicted from the time that passes take on this machine.
     """
     from paceline.bench.replay.predict import Candidate
     from paceline.bench.replay.search import parts_of
@@ -217,8 +222,8 @@ def tune(
 ) -> None:
     """Find the fastest drafter and draft size for recorded replies.
 
-    Drafters are tried alone and behind each other, in many sizes, and the best over all replies. Nothing is recommended
-    that might be slower than plain decoding.
+    Drafters are tried in many sizes, first separately, then combined. Only drafters whose interval stays above 1.0 are
+    recommended.
     """
     from paceline.bench.replay.search import parts_of, recommended, search
     from paceline.bench.systems import split_size
@@ -227,7 +232,7 @@ def tune(
 
     named = parse_names(options.drafters or "")
     if any(part in ("none", "auto") or split_size(part)[1] for part in named):
-        raise InvalidOption("tune takes drafters by their own names, without sizes", "Write, say, suffix,eagle3")
+        raise InvalidOption("tune needs names of drafters without sizes", "Write suffix,eagle3, for example")
     for part in named:
         check_spec(part)
     with _status("timing passes", quiet) as say:
@@ -238,12 +243,14 @@ def tune(
     name = model.model if model.model != DEMO else name_of(predictor.model.path)
     line = f"paceline generate -m {shlex.quote(name)} {given}".rstrip()
     line += f" {best.candidate.options if best else '--drafter none'}"
-    gain = f"{_interval(best.ratio)} times as fast as plain decoding, predicted" if best else "no drafter surely gains"
+    gain = "no drafter is certain to be faster than plain decoding"
+    if best:
+        gain = f"predicted: {_interval(best.ratio)} times as fast as plain decoding"
     _show(file, predictor, replies, found, as_json, fastest={"command": line, "predicted": gain})
 
 
 def _given(model: ModelOptions, **more: str) -> list[str]:
-    """Return the options under which the model was measured, for another command: no default, model or token."""
+    """Return the options of the measured model as command-line arguments, without defaults, model and token."""
     kept = [field for field in fields(model) if field.name not in ("model", "token")]
     values = {field.name: getattr(model, field.name) for field in kept if getattr(model, field.name) != field.default}
     values |= {name: value for name, value in more.items() if value != "auto"}
@@ -288,7 +295,7 @@ def _show(
     print_figures(list(_COLUMNS), [[cell(row) for cell in _COLUMNS.values()] for row in rows], title=title, least=3)
     took, saved = (sum(row[key] for row in rows) for key in ("replay_seconds", "predicted_seconds"))
     ratio = f"{saved / max(took, 1e-9):.0f} times"
-    say(f"replayed in {took:.1f} s what takes {saved:.0f} s to generate ({ratio})", err=False)
+    say(f"The replay took {took:.1f} s. Generating would take {saved:.0f} s ({ratio} as long).", err=False)
     if fastest:
         typer.echo(f"fastest: {fastest['command']}\n{fastest['predicted']}")  # a command is copied as one line
 
@@ -299,12 +306,12 @@ _COLUMNS: Mapping[str, Any] = {
     "x plain [95 %]": lambda row: _interval(row["ratio"]),
     "tok/s": lambda row: f"{row['tokens_per_second']:.1f}",
     "tokens/round": lambda row: f"{row['tokens_per_round']:.2f}" + ("" if row["exact"] else " ~"),
-    "decoding alone": lambda row: f"{row['decode_ratio']:.2f}",
+    "decoding only": lambda row: f"{row['decode_ratio']:.2f}",
     "draft, ms": lambda row: f"{row['milliseconds']['draft']:.2f}",
     "drafted": lambda row: f"{row['drafted_per_round']:.1f}",
     "accepted to depth 1, 2, ...": lambda row: " ".join(f"{share:.2f}" for share in row["accepted_at"][:6]),
 }
-"""Columns of a prediction: heading -> cell. "~": predicted, since the controller chose sizes."""
+"""Heading -> cell of a prediction. "~" marks predicted values, if the controller chose sizes."""
 
 
 def _interval(ratio: Mapping[str, float]) -> str:

@@ -16,7 +16,7 @@ from paceline.cli.cache_room import cache_positions, position_bytes, state_posit
 from paceline.cli.commands import LOG_FORMAT, option, options_of
 from paceline.cli.options import (
     DEMO,
-    LoadOptions,
+    LoadFlags,
     ModelArgument,
     Quiet,
     follows,
@@ -46,50 +46,53 @@ _limit = options_of("Limits")
 _several = options_of("Several models")
 _STORES = ("pulled", "all")
 _IN_MEMORY = 1.25
-"""Bytes that a model takes for each of its file (benchmarks/results/2026-11-23-real-models.md)."""
+"""Memory of a model relative to the size of its file (benchmarks/results/2026-11-23-real-models.md)."""
 _WEIGHTLESS = ("suffix", "ngram")
-"""Drafters that requests can always name: they have no weights."""
+"""Drafters without weights, which requests can always name."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Address of the server, and who may use it."""
+    """Address of the server, and access to it."""
 
-    host: str = _server("Address to listen on; 0.0.0.0 is every interface.", metavar="HOST", default="127.0.0.1")
-    port: int = _server("Port to listen on; 0: any free one.", "-p", min=0, max=65535, default=8000)
+    host: str = _server("Address to listen on. 0.0.0.0 means all interfaces.", metavar="HOST", default="127.0.0.1")
+    port: int = _server("Port to listen on. 0: any free port.", "-p", min=0, max=65535, default=8000)
     served_model_name: list[str] | None = _server(
-        "Name of the model in the API. Repeatable.\n\nClients may ask for any of the names; replies have the first.",
+        "Name of the model in the API. Repeatable.\n\nClients may use any of the names. Replies contain the first one.",
         metavar="NAME",
     )
     api_key: list[str] | None = _server(
-        "Key that clients must send. Repeatable.\n\nThe environment is safer than the command line.",
+        "Key that clients must send. Repeatable.\n\nAn environment variable is safer than the command line.",
         metavar="KEY",
         envvar="PACELINE_API_KEY",
         show_default=False,
     )
     allowed_host: list[str] | None = _server(
-        "Further host name that requests may be addressed to. Repeatable.\n\nIt is needed only if the server "
-        "listens on the loopback interface without a key.",
+        "Additional host name that requests may use. Repeatable.\n\nThis is needed only if the server listens on the "
+        "loopback interface without a key.",
         metavar="NAME",
     )
     cors: list[str] | None = _server("Origin whose web pages may use the server. Repeatable.", metavar="ORIGIN")
-    grace: float = _server("Seconds that active replies have to finish after SIGTERM.", min=0, default=20.0)
+    grace: float = _server("Seconds for active replies to finish after SIGTERM.", min=0, default=20.0)
     log_prompts: bool = _server("Log requests with their prompts.", default=False)
     record: Path | None = _server(
-        "Append all prompts and replies to this recording, for replay and tune.\n\nIt holds what users write, as "
-        "token ids, and a new file can be read by its owner alone. Tell your users.",
+        "Append all prompts and replies to this recording, for replay and tune.\n\nIt contains what users write, as "
+        "token ids. Only the owner can read a new file. Tell your users.",
         metavar="FILE",
     )
     special_tokens_in_messages: bool = _messages(
-        "Let text of messages form the model's special tokens.\n\nBy default it stays text, so that a tool's result "
-        "cannot write a message of its own.",
+        "Let text of messages form the model's special tokens.\n\nBy default it stays text, so that, for example, the "
+        "result of a tool cannot imitate a message.",
         default=False,
     )
     traces: str | None = _server("Send OpenTelemetry traces to this OTLP/HTTP endpoint.", metavar="URL")
 
     def hosts(self, addresses: Collection[str]) -> list[str]:
-        """Return the host names that requests may be addressed to, given the IP addresses that --host stands for;
-        empty: any. See `Settings.hosts`."""
+        """Return the host names that requests may use (`Settings.hosts`). An empty list allows all.
+
+        Args:
+            addresses: IP addresses of --host.
+        """
         if self.api_key or not all(map(_is_loopback, addresses)):
             return []
         named = (self.host, *(self.allowed_host or ()))
@@ -98,19 +101,19 @@ class ServerOptions:
 
 @dataclass(frozen=True, slots=True)
 class LimitOptions:
-    """Bounds of memory, requests and time."""
+    """Limits of memory, requests and time."""
 
     slots: int = _limit("Replies generated at the same time.", min=1, default=32)
-    queue: int = _limit("Replies that may wait; further requests get status 429.", min=0, default=128)
+    queue: int = _limit("Replies that may wait. Additional requests get status 429.", min=0, default=128)
     prefill: int = _limit(
-        "Prompt tokens to prefill between two rounds.\n\nMore favours new requests, less favours active ones.",
+        "Prompt tokens to prefill between two rounds.\n\nA higher number favours new requests over active ones.",
         min=1,
         default=128,
     )
     cache_memory: float | None = _limit(
         "GiB for keys and values.", min=0.001, show_default="a quarter of the free memory"
     )
-    prefix_memory: float = _limit("GiB for the prefix cache; 0: off.", min=0, default=1.0)
+    prefix_memory: float = _limit("GiB for the prefix cache. 0: off.", min=0, default=1.0)
     max_prompt: int | None = _limit("Maximum length of a prompt, in tokens.", min=1, show_default="the model's context")
     max_body: int = _limit("Maximum size of a request, in bytes.", min=1, default=4 << 20)
     timeout: float | None = _limit(
@@ -118,7 +121,7 @@ class LimitOptions:
     )
 
     def worker_limits(self, llm: LLM) -> WorkerLimits:
-        """Return the limits of a worker that runs this model."""
+        """Return the limits of a worker with this model."""
         from paceline.server.worker import WorkerLimits
 
         positions, state = cache_positions(llm, self.cache_memory), state_positions(llm)
@@ -127,28 +130,28 @@ class LimitOptions:
 
 @dataclass(frozen=True, slots=True)
 class ModelsOptions:
-    """Further models, loaded on request."""
+    """Additional models, loaded on request."""
 
     models: list[str] | None = _several(
-        "Serve every model in this folder too. Repeatable.\n\nGGUF files and folders in Hugging Face's layout, also in "
-        "subfolders. `pulled`: what `paceline list` shows; `all`: what `paceline list --all` shows. Requests name the "
-        "model, and /v1/models lists the names.",
+        "Also serve all models in this folder. Repeatable.\n\nThese are GGUF files and folders in Hugging Face's "
+        "layout, also in subfolders. `pulled` means the models of `paceline list`, `all` the models of `paceline list "
+        "--all`. Requests name the model, and /v1/models lists the names.",
         metavar="DIR",
     )
     keep_alive: float = _several(
-        "Seconds after its last reply that a model of --models stays in memory; -1: for ever.",
+        "Seconds that a model of --models stays in memory after its last reply. -1: forever.",
         metavar="SECONDS",
         default=300.0,
     )
     max_memory: float | None = _several(
-        "GiB that models may take together.\n\nThose that are idle for longest make room for others. "
-        "MODEL counts too, and draft models once they are loaded; keys and values (--cache-memory) do not.",
+        "Memory budget for all models, in GiB.\n\nModels that have been idle for longest are unloaded first. The "
+        "budget includes MODEL and loaded draft models, but not keys and values (--cache-memory).",
         min=0.001,
-        show_default="what is free",
+        show_default="the free memory",
     )
 
     def found(self) -> list[StoredModel]:
-        """Return the models, without learned drafters. Raises `ModelNotFound`."""
+        """Return the models, without learned drafters. Raise `ModelNotFound` if a folder does not exist."""
         from paceline.files.stores import models_in, stored_models
 
         found: list[StoredModel] = []
@@ -167,14 +170,14 @@ def _is_head(folder: Path) -> bool:
 
     try:
         return holds_head(folder)
-    except PacelineError:  # of a kind that does not run, or damaged
+    except PacelineError:  # an unsupported or damaged drafter
         return True
 
 
 Also = Annotated[
     list[str] | None,
     option(
-        "Further drafter that requests may name. Repeatable.\n\nsuffix and ngram are always available.",
+        "Additional drafter that requests may name. Repeatable.\n\nsuffix and ngram are always available.",
         panel="Speculation",
         metavar="DRAFTER",
     ),
@@ -183,7 +186,7 @@ Also = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class ServedModels:
-    """The application that the options of `paceline serve` describe. `close`: to be called once it has stopped."""
+    """The application for the options of `paceline serve`. Call `close` after it has stopped."""
 
     app: FastAPI
     models: Models
@@ -194,60 +197,34 @@ class ServedModels:
 def application(
     argument: ModelArgument = None,
     *,
-    model: LoadOptions,
+    model: LoadFlags,
     server: ServerOptions,
     limits: LimitOptions,
     several: ModelsOptions,
     also: Also = None,
     quiet: Quiet = False,
 ) -> ServedModels:
-    """Load what `serve` serves, for any ASGI server. Its parameters are the options of `serve` too."""
+    """Create the application of `serve`, for any ASGI server. `serve` has the same options."""
     began = time.perf_counter()
-    has_first = argument is not None or model.model != DEMO or not several.models  # else --models alone
+    has_first = argument is not None or model.model != DEMO or not several.models  # otherwise there is only --models
     model = model.with_model(argument)
-    missing = [module for module in ("fastapi", "uvicorn", "prometheus_client", "psutil") if not find_spec(module)]
-    if missing:
-        raise InvalidOption(f"the server needs {' and '.join(missing)}", f"Install it: {install_line('serve')}")
+    _check_installed()
     _set_up_logging(quiet)
     if has_first:
         note(f"loading {model.model}")
-    import psutil
-
     from paceline.server.app import create_app
     from paceline.server.listen import check_address
-    from paceline.server.models import Models, ModelSource
 
     if follows():
-        model.load(progress=False)  # does not return
+        model.load(progress=False)  # never returns in such a process
     addresses = check_address(server.host, server.port)
     if processes() > 1 and several.models:
-        raise InvalidOption("several processes share one model", "Leave out --models")
+        raise InvalidOption("several processes can share only one model", "Leave out --models")
     if server.record and several.models:
-        raise InvalidOption("--record is for one model", "Leave out --models")
+        raise InvalidOption("--record works only with one model", "Leave out --models")
     recorders: list[ReplyRecorder] = []
     opened = partial(_open_worker, also=also or [], limits=limits, server=server, recorders=recorders)
-
-    def on_request(name: str, path: Path, size: int) -> ModelSource:
-        other = replace(model, model=str(path), adapter=None, revision=None, chat_template=None)
-        load = partial(opened, other, progress=False)
-        return ModelSource((name,), load, int(size * _IN_MEMORY), path=path.resolve())
-
-    sources = [on_request(found.name, found.path, found.size) for found in several.found()]
-    if has_first:
-        path = model.located() if sources and not parse_adapters(model.adapter or ())[0] else None
-        sources.insert(0, _first(model, server, partial(opened, model, progress=progress_wanted(quiet)), path))
-    if not sources:
-        raise InvalidOption(
-            f"there is no model in {', '.join(several.models or ())}", "Name a MODEL, or another folder"
-        )
-    most = None if several.max_memory is None else int(several.max_memory * 2**30)
-    models = Models(
-        sources,
-        keep_alive=several.keep_alive if several.keep_alive >= 0 else None,
-        max_memory=most,
-        free_memory=lambda: int(psutil.virtual_memory().available),
-        pull=partial(_pull, on_request, most) if set(several.models or ()) & set(_STORES) else None,
-    )
+    models = _models(model, has_first, server, several, opened, progress_wanted(quiet))
     settings = _settings(server, limits, addresses)
 
     def close() -> None:
@@ -264,7 +241,7 @@ def application(
 def serve(**options: Any) -> None:
     """Serve models over OpenAI's API to many clients at once.
 
-    MODEL is loaded before the server starts, and stays. The models of --models are loaded when a request names them.
+    MODEL is loaded before the server starts, and stays loaded. Models of --models are loaded when a request names them.
     """
     served, server, quiet = application(**options), options["server"], options["quiet"]
     from paceline.server.listen import run
@@ -274,8 +251,62 @@ def serve(**options: Any) -> None:
     served.close()
 
 
+def _check_installed() -> None:
+    """Raise `InvalidOption` if a package that only the server needs is missing."""
+    missing = [module for module in ("fastapi", "uvicorn", "prometheus_client", "psutil") if not find_spec(module)]
+    if missing:
+        raise InvalidOption(f"the server needs {' and '.join(missing)}", f"Install it: {install_line('serve')}")
+
+
+def _models(
+    model: LoadFlags,
+    has_first: bool,
+    server: ServerOptions,
+    several: ModelsOptions,
+    opened: Callable[..., Worker],
+    progress: bool,
+) -> Models:
+    """Return the models to serve: the one on the command line, if any, and those of --models.
+
+    Args:
+        model: Options of the command line, which also apply to the models of --models.
+        has_first: True if there is a model on the command line.
+        server: Options of the server.
+        several: Options for additional models.
+        opened: Loads a model and starts its worker.
+        progress: Show bars while the first model is loaded.
+
+    Raises:
+        ModelNotFound: If a folder of --models does not exist.
+        InvalidOption: If there is no model.
+    """
+    import psutil
+
+    from paceline.server.models import Models, ModelSource
+
+    def on_request(name: str, path: Path, size: int) -> ModelSource:
+        other = replace(model, model=str(path), adapter=None, revision=None, chat_template=None)
+        load = partial(opened, other, progress=False)
+        return ModelSource((name,), load, int(size * _IN_MEMORY), path=path.resolve())
+
+    sources = [on_request(found.name, found.path, found.size) for found in several.found()]
+    if has_first:
+        path = model.located() if sources and not parse_adapters(model.adapter or ())[0] else None
+        sources.insert(0, _first(model, server, partial(opened, model, progress=progress), path))
+    if not sources:
+        raise InvalidOption(f"there is no model in {', '.join(several.models or ())}", "Use a MODEL, or another folder")
+    most = None if several.max_memory is None else int(several.max_memory * 2**30)
+    return Models(
+        sources,
+        keep_alive=several.keep_alive if several.keep_alive >= 0 else None,
+        max_memory=most,
+        free_memory=lambda: int(psutil.virtual_memory().available),
+        pull=partial(_pull, on_request, most) if set(several.models or ()) & set(_STORES) else None,
+    )
+
+
 def _settings(server: ServerOptions, limits: LimitOptions, addresses: Collection[str]) -> Settings:
-    """Return the settings of a server that listens at these IP addresses."""
+    """Return the settings of a server that listens on these IP addresses."""
     from paceline.server.limits import Settings
 
     return Settings(
@@ -290,8 +321,8 @@ def _settings(server: ServerOptions, limits: LimitOptions, addresses: Collection
     )
 
 
-def _first(model: LoadOptions, server: ServerOptions, load: Callable[[], Worker], path: Path | None) -> ModelSource:
-    """Return the model that is named on the command line."""
+def _first(model: LoadFlags, server: ServerOptions, load: Callable[[], Worker], path: Path | None) -> ModelSource:
+    """Return the source of the model on the command line."""
     from paceline.server.models import ModelSource
 
     names = dict.fromkeys(server.served_model_name or [Path(model.model).name])
@@ -305,8 +336,14 @@ def _pull(
     name: str,
     progress: Callable[[str, int, int], None],
 ) -> ModelSource:
-    """Fetch a GGUF file from the hub for /api/pull, without the operator's token. `most`: bytes of memory that it may
-    need."""
+    """Download a GGUF file from the hub for /api/pull, without the operator's token.
+
+    Args:
+        served: Creates the source of a file by name, path and size.
+        most: Maximum memory of the model in bytes. None means all memory.
+        name: Name of the model.
+        progress: Called with file name, bytes so far, and total bytes.
+    """
     import psutil
 
     from paceline.files.gguf_names import parts_of
@@ -315,7 +352,7 @@ def _pull(
 
     if not (hub := hub_name(name.removesuffix(":latest"))):
         raise ModelNotFound(
-            f"there is no model {name!r:.200}", f"Give {' or '.join(similar(name)) or 'a hub id like owner/name'}"
+            f"there is no model {name!r:.200}", f"Use {' or '.join(similar(name)) or 'a hub id like owner/name'}"
         )
     memory = psutil.virtual_memory().total if most is None else most
     path = hub_gguf(*hub, quiet=True, most=memory / _IN_MEMORY, token=False, progress=progress)
@@ -324,7 +361,7 @@ def _pull(
 
 
 def _open_worker(
-    model: LoadOptions,
+    model: LoadFlags,
     *,
     progress: bool,
     also: list[str],
@@ -332,7 +369,7 @@ def _open_worker(
     server: ServerOptions,
     recorders: list[ReplyRecorder],
 ) -> Worker:
-    """Load a model with its drafters, of which the first is the default."""
+    """Load a model with its drafters. The first drafter is the default."""
     from paceline.drafters.factory import FOUND, spec_name
     from paceline.engine.draft_policy import OFF
     from paceline.server.worker import Worker
@@ -340,7 +377,7 @@ def _open_worker(
     off = model.drafter == "none"
     first = [] if off else [FOUND if model.drafter == "auto" else spec_name(model.drafter)]
     llm = model.load(progress=progress, drafter=list(dict.fromkeys([*first, *also, *_WEIGHTLESS])))
-    llm.adapter = None  # requests name theirs
+    llm.adapter = None  # requests select their adapters
     llm.tokenizer.special_tokens_in_messages = server.special_tokens_in_messages
     if server.record:
         recorders.append(llm.record(server.record))
@@ -348,7 +385,7 @@ def _open_worker(
 
 
 def _announce(models: Models, has_keys: bool, quiet: bool, address: str) -> None:
-    """Print address, model, drafter and memory once the server listens, with a warning if it is open to everybody."""
+    """Print address, model, drafter and memory when the server listens. Warn if everybody can use it."""
     if quiet:
         return
     import psutil
@@ -374,7 +411,7 @@ def _default_drafter(worker: Worker) -> str:
 
 
 def _set_up_logging(quiet: bool) -> None:
-    """Log a line per request, and errors, to stderr."""
+    """Log a line for each request, and errors, to stderr."""
     logging.basicConfig(format=LOG_FORMAT)
     log = logging.getLogger("paceline")
     if log.level != logging.DEBUG:  # --verbose

@@ -1,4 +1,4 @@
-"""Replies, statistics and tables as the terminal shows them."""
+"""Showing replies, statistics and tables in the terminal."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ del _CONTROLS[ord("\n")], _CONTROLS[ord("\t")]
 
 
 def has_colour(file: TextIO) -> bool:
-    """Return whether `file` is a terminal that takes colours. See https://no-color.org."""
+    """Return True if `file` is a terminal with colours. See https://no-color.org."""
     return file.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 class Display:
-    """Writer of a reply, chunk by chunk: plain text to a file or pipe. On a terminal, lines end between words, and
-    accepted draft tokens are green."""
+    """Writes a reply chunk by chunk.
+
+    A file or pipe gets plain text. On a terminal, lines are broken between words, and accepted draft tokens are green.
+    """
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -58,7 +60,7 @@ class Display:
             self._put(self._wrap.add(Piece(text.translate(_CONTROLS), green)))
 
     def end(self) -> None:
-        """End the last line, unless it has ended."""
+        """End the last line if necessary."""
         if self._line_is_open:
             self._put([*(self._wrap.rest() if self._wrap else ()), Piece("\n", False)])
             self._wrap = self._wrap and WordWrap()
@@ -81,7 +83,7 @@ def stream_reply(llm: LLM, prompt: Prompt, sampling: Sampling, file: TextIO, raw
 
 
 def facts_table(rows: Iterable[tuple[str, str]], **settings: Any) -> Table:
-    """Return a table of (name, value). `settings`: those of `rich.table.Table`."""
+    """Return a table of (name, value) pairs. `settings` are arguments of `rich.table.Table`."""
     from rich.table import Table
     from rich.text import Text
 
@@ -101,10 +103,16 @@ def print_figures(
     caption: str | None = None,
     least: int = 2,
 ) -> None:
-    """Print a table whose first column holds names and whose others are figures, the most important first.
+    """Print a table with names in the first column and figures in all others, the most important ones first.
 
-    Where a terminal is too narrow, the last columns are left out, down to `least`, and a line names them. Names are
-    never cut.
+    If the terminal is too narrow, the last columns are omitted, and a line names them. Names are never cut.
+
+    Args:
+        columns: Headings.
+        rows: Cells of each row.
+        title: Title above the table.
+        caption: Caption below the table.
+        least: Minimum number of columns to show.
     """
     from rich.console import Console
 
@@ -168,7 +176,7 @@ def amount(size: float, unit: str = "") -> str:
 
 
 def loaded_line(name: str, llm: LLM) -> str:
-    """Return what is loaded: a model, its drafter, and the memory of this process where psutil tells it."""
+    """Describe a loaded model: its name, its drafter and, if psutil is installed, the memory of this process."""
     about = f"{name} (drafter: {llm.drafter})"
     if find_spec("psutil") is None:
         return about
@@ -178,8 +186,10 @@ def loaded_line(name: str, llm: LLM) -> str:
 
 
 def summary(reply: Completion, sampling: Sampling, more: str = "raise -n") -> str:
-    """Return one line of statistics: size, speed, gain from speculation, seed, guarantee, and a limit that was hit.
-    `more`: how to get longer replies."""
+    """Return a line of statistics: length, speed, gain from speculation, seed, guarantee, and the limit that was hit.
+
+    `more` tells the user how to get longer replies.
+    """
     stats = reply.stats
     parts = [f"{stats.tokens} tokens", f"{speed(stats):.1f} tok/s", f"{stats.tokens_per_round:.2f} tokens per round"]
     if stats.drafter is not None:
@@ -188,14 +198,14 @@ def summary(reply: Completion, sampling: Sampling, more: str = "raise -n") -> st
     if sampling.temperature > 0:
         parts.append(f"seed {stats.seed}")
     if stats.guarantee == "lossy":
-        parts.append("lossy: not the target's own text")
+        parts.append("lossy: this is not the target's own text")
     if cut := length_limit(reply, sampling, more):
         parts.append(cut)
     return " · ".join(parts)
 
 
 def length_limit(reply: Completion, sampling: Sampling, more: str = "raise -n") -> str:
-    """Return which limit cut the reply, and how to raise it; empty for a reply that ended by itself."""
+    """Return the limit that cut off the reply, and how to raise it. Empty for a reply that ended normally."""
     if reply.finish_reason != "length":
         return ""
     full = reply.stats.tokens < sampling.max_new_tokens
@@ -203,7 +213,7 @@ def length_limit(reply: Completion, sampling: Sampling, more: str = "raise -n") 
 
 
 def sampling_line(sampling: Sampling, given: Mapping[str, Any]) -> str:
-    """Return the parameters in effect: those given on the command line, then those that the model recommends."""
+    """Describe the current parameters: first the ones given on the command line, then the model's recommendations."""
     from paceline.sampling.parameters import RECOMMENDED, Sampling
 
     plain = Sampling()
@@ -215,14 +225,19 @@ def sampling_line(sampling: Sampling, given: Mapping[str, Any]) -> str:
 
 
 _RANDOM = {
-    **{"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "seed": None},
-    **{"top_n_sigma": 0.0, "xtc_probability": 0.0},
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "seed": None,
+    "top_n_sigma": 0.0,
+    "xtc_probability": 0.0,
 }
-"""Parameters that have no effect on greedy text, with the values that turn them off."""
+"""Parameters without effect on greedy text -> values that turn them off."""
 
 
 def ignored_line(given: Mapping[str, Any]) -> str:
-    """Return which of the given options have no effect on greedy text; empty if all have."""
+    """Return a line that names given options without effect on greedy text. Empty if there are none."""
     ignored = [f"--{name.replace('_', '-')}" for name, off in _RANDOM.items() if given.get(name, off) != off]
     verb = "has" if len(ignored) == 1 else "have"
     return f"{', '.join(ignored)} {verb} no effect: decoding is greedy; set -t" if ignored else ""

@@ -1,4 +1,4 @@
-"""`paceline train`: a drafter for your own target model."""
+"""`paceline train`: training a drafter for your own target."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _data = options_of("Data")
 _drafter = options_of("Drafter")
 _training = options_of("Training")
 _INTERVAL = 60.0
-"""Seconds between progress lines if stderr is not a terminal."""
+"""Seconds between lines of progress if stderr is not a terminal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class TrainOptions:
     own_prompts: int = _data("Prompts that the target writes if no --prompts are given.", min=1, default=5000)
     answers: Path | None = _data("JSONL file of the target's answers.", metavar="FILE", show_default="it writes them")
     answer_tokens: int = _data("Maximum length of an answer, in tokens.", min=1, default=192)
-    temperatures: str = _data("Temperatures; each prompt gets an answer at each.", metavar="X,X", default="0,0.8")
-    documents: int | None = _data("Use at most N answers.", min=1, show_default="all")
+    temperatures: str = _data("Temperatures. Each prompt gets an answer at each.", metavar="X,X", default="0,0.8")
+    documents: int | None = _data("Maximum number of answers to use.", min=1, show_default="all")
     max_length: int = _data("Maximum length of a document (prompt and answer), in tokens.", min=16, default=2048)
     cache: float = _data("GiB of hidden states to keep on disk between epochs.", min=0, default=8.0)
     start: Path | None = _drafter("Start from the weights of this drafter of the same shape.", "--from", metavar="DIR")
@@ -49,7 +49,7 @@ class TrainOptions:
     ffn: int | None = _drafter("Feed-forward width.", min=1, show_default="the target's")
     layers: int | None = _drafter("Layers: of a block drafter, of a Medusa head, or before an early exit.", min=1)
     rank: int = _drafter("Rank of an early exit's projection.", min=1, default=256)
-    bits: int = _drafter("Bits of the weights in the file: 16 (bfloat16), or 4, for Paceline alone.", default=16)
+    bits: int = _drafter("Bits of the weights in the file: 16 (bfloat16), or 4 (only for Paceline).", default=16)
     steps: int = _training("Draft length to train for, in tokens.", min=1, default=5)
     epochs: float = _training("Passes over the data.", default=1.0)
     batch: int = _training("Documents per step.", min=1, default=4)
@@ -57,7 +57,7 @@ class TrainOptions:
     seed: int = _training("Seed of the data, its order and the weights.", min=0, max=2**63 - 1, default=0)
 
     def job(self, target: str, kind: str, out: Path) -> TrainJob:
-        """Return what to train. Raises `InvalidOption`."""
+        """Return the training job. Raise `InvalidOption` if an option is not valid."""
         from paceline.train import answers, kinds, loop
 
         fields = asdict(self)
@@ -77,7 +77,7 @@ class TrainOptions:
 
 def train(
     *,
-    out: Annotated[Path, option("Folder for the drafter; DIR.work beside it keeps the work.", "-o", metavar="DIR")],
+    out: Annotated[Path, option("Folder for the drafter. DIR.work keeps unfinished work.", "-o", metavar="DIR")],
     target: Annotated[str, option("Model to draft for, as for generate --model.", "-m", metavar="MODEL")] = "demo",
     kind: Annotated[str, option("eagle3, medusa, early-exit or block.", "-k", metavar="KIND")] = "eagle3",
     device: Device = "auto",
@@ -90,8 +90,9 @@ def train(
     Repeat the same command to continue after an interruption: DIR.work keeps finished answers, hidden states and the
     last checkpoint. Use the drafter with --drafter head:DIR.
     """
-    # oneDNN keeps what it prepared for the last 1024 shapes of each kind, a few MB apiece, and no two batches are
-    # alike: 5 GB in half an hour. Preparing anew costs nothing beside a product. Read when torch is imported.
+    # oneDNN caches prepared products for the last 1024 shapes of each kind, a few MB each. Batches hardly ever have the
+    # same shape, so this grew to 5 GB in half an hour. Preparing a product again costs little compared with the
+    # product. torch reads these variables when it is imported.
     for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(cache, "64")
     job = options.job(target, kind, out)
@@ -104,7 +105,7 @@ def train(
     with _progress(quiet) as listener:
         acceptance = run.train(llm, job, listener).acceptance
     if not quiet:
-        measured = "not measured: too few prompts to hold any out"
+        measured = "not measured, since there were too few prompts to hold one out"
         if acceptance is not None:
             measured = f"{acceptance:.2f} tokens per round on held-out answers (greedy, chain of {options.steps})"
         typer.echo(f"{out}: {measured}", err=True)
@@ -112,13 +113,13 @@ def train(
 
 @dataclass(slots=True)
 class _TimeLeft:
-    """Estimate of a stage's end from what has been done since its first report."""
+    """Estimates the remaining time of a stage from its progress since the first report."""
 
     began: float = 0.0
     first: int | None = None
 
     def after(self, done: int, total: int, now: float) -> str:
-        """Return the time left at `now` (seconds), such as "12 min left, "; "" while it is unknown."""
+        """Return the remaining time, such as "12 min left, ", or "" while it is unknown. `now` is in seconds."""
         if self.first is None:
             self.began, self.first = now, done
         if done <= self.first:
@@ -129,7 +130,7 @@ class _TimeLeft:
 
 @contextmanager
 def _progress(quiet: bool) -> Iterator[Listener]:
-    """Show a run on stderr: a bar for its current stage on a terminal, one line per minute elsewhere."""
+    """Show progress on stderr: a bar for the current stage on a terminal, otherwise a line per minute."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 

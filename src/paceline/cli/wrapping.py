@@ -1,4 +1,4 @@
-"""Lines that end between words, before a terminal would end them anywhere."""
+"""Breaking lines between words, before the terminal breaks them within words."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import NamedTuple
 import typer
 
 _MARGIN = 24
-"""Columns at the end of a line in which a word waits until it is complete. Longer words are seldom."""
+"""Number of columns at the end of a line. A word there is held back until it is complete. Longer words are rare."""
 _PARTS = re.compile(r"\n|[^\S\n]|\S+")
 _FENCES = ("```", "~~~")
 
 
 class Piece(NamedTuple):
-    """Part of a reply. `green`: the model accepted it from a draft."""
+    """Part of a reply. `green` is True if the model accepted it from a draft."""
 
     text: str
     green: bool
 
 
 class WordWrap:
-    """Adds line breaks to a text that arrives in pieces. A word near the end of a line is held back until it is
-    complete, all others are returned at once.
+    """Adds line breaks to a text that arrives in pieces.
 
-    Words longer than a line, and code between fences, are left to the terminal, which copies them as one line.
+    A word near the end of a line is held back until it is complete. All other words are returned at once. Words longer
+    than a line, and code between fences, get no line breaks, so that they can be copied from the terminal as one line.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class WordWrap:
         self._line = ""
 
     def add(self, piece: Piece) -> list[Piece]:
-        """Return what may be written now that this piece has arrived."""
+        """Add a piece, and return the pieces to write now."""
         out: list[Piece] = []
         for part in _PARTS.findall(piece.text):
             if part == "\n":
@@ -51,12 +51,12 @@ class WordWrap:
         return out
 
     def rest(self) -> list[Piece]:
-        """Return the word that is held back: it is complete."""
+        """Return the word that is held back, which is complete now."""
         out, self._begun = self._release(), False
         return out
 
     def _space(self, piece: Piece) -> list[Piece]:
-        """Return the space, or nothing at the end of a line, where the terminal would put it on the next one."""
+        """Return the space, or nothing at the end of a line, where the terminal would move it to the next line."""
         self._line += piece.text
         if self._column >= _columns() and not self._in_code:
             return []
@@ -88,7 +88,7 @@ class WordWrap:
 
 
 def say(text: str, *, err: bool = True) -> None:
-    """Print prose, by default on stderr. On a terminal its lines end between words."""
+    """Print text, by default on stderr. On a terminal, lines are broken between words."""
     typer.echo(_filled(text) if (sys.stderr if err else sys.stdout).isatty() else text, err=err)
 
 

@@ -1,4 +1,4 @@
-"""Replies to many prompts: one after the other, or in a batch."""
+"""Writing replies to many prompts, one after the other or in a batch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ReplyWriter:
     file: TextIO
 
     def write(self, row: PromptRow) -> Completion:
-        """Generate one reply and write it: text as it is generated, JSON when it is complete."""
+        """Generate and write a reply: text while it is generated, JSON when it is complete."""
         if self.as_json:
             completion = self.llm.generate(row.prompt, self.sampling, raw=self.raw)
             self.write_completion(row, completion)
@@ -43,12 +43,12 @@ class ReplyWriter:
         return stream_reply(self.llm, row.prompt, self.sampling, self.file, self.raw)
 
     def write_completion(self, row: PromptRow, completion: Completion, sample: int | None = None) -> None:
-        """Write a complete reply under the id of its prompt and, if there are several, its number."""
+        """Write a complete reply with the id of its prompt and, if there are several replies, its number."""
         name = {} if row.id is None else {"id": row.id}
         if sample is not None:
             name["sample"] = sample
         if self.as_json:
-            # ASCII: safe in any encoding, and free of U+2028, which some readers take for the end of a line.
+            # ASCII is safe in any encoding, and avoids U+2028, which some readers treat as the end of a line.
             self.file.write(json.dumps(name | completion.as_dict()) + "\n")
             self.file.flush()
             return
@@ -60,11 +60,11 @@ class ReplyWriter:
 
 
 def write_one_by_one(writer: ReplyWriter, rows: list[PromptRow], quiet: bool) -> int:
-    """Answer the rows one after the other. Return how many failed."""
+    """Answer the rows one after the other. Return the number of failures."""
     failed = 0
     progress = _ProgressLine(len(rows), quiet)
     for row in rows:
-        # The line stays while a JSON reply is computed; text would be written over it.
+        # The line stays while a JSON reply is computed, but must be hidden before text is written.
         if not writer.as_json:
             progress.hide()
         try:
@@ -83,7 +83,8 @@ def write_one_by_one(writer: ReplyWriter, rows: list[PromptRow], quiet: bool) ->
 def write_batch(writer: ReplyWriter, rows: list[PromptRow], samples: int, width: int, quiet: bool) -> int:
     """Answer the rows in a batch of `width`, and write the replies in the order of the rows.
 
-    Return how many rows failed.
+    Returns:
+        Number of rows that failed.
     """
     progress = _ProgressLine(len(rows) * samples, quiet, "prompts" if samples == 1 else "replies")
     prompts = [(row, ids) for row in rows if (ids := _prompt_ids(writer, row))]
@@ -94,7 +95,7 @@ def write_batch(writer: ReplyWriter, rows: list[PromptRow], samples: int, width:
     num_written = 0
 
     def write_finished() -> None:
-        """Write the replies that have finished, up to the first that has not."""
+        """Write finished replies, up to the first unfinished one."""
         nonlocal num_written
         while num_written in finished:
             row, sample = divmod(num_written, samples)
@@ -126,7 +127,7 @@ def write_batch(writer: ReplyWriter, rows: list[PromptRow], samples: int, width:
 
 
 def _prompt_ids(writer: ReplyWriter, row: PromptRow) -> list[int] | None:
-    """Return the token ids of a row; None, with an error on stderr, if it cannot be answered."""
+    """Return the token ids of a row. If it cannot be answered, print an error on stderr and return None."""
     try:
         return writer.llm.prompt_ids(row.prompt, raw=writer.raw)
     except InvalidPrompt as error:
@@ -143,7 +144,7 @@ class _ProgressLine:
         self._began = self._printed = time.perf_counter()
 
     def count(self, reply: Completion, sampling: Sampling) -> None:
-        """Count one more reply."""
+        """Count a reply."""
         self._cut += bool(length_limit(reply, sampling))
         self.advance(reply.stats.tokens)
 

@@ -62,7 +62,7 @@ class EarlyExit(CacheSharing, Growing):
         weights = Weights(tensors, target.dtype, target.device)
         self._norm, self._projection = target.norm, None
         if "norm.weight" in weights:
-            self._norm = RMSNorm(weights.get("norm.weight", (hidden,)), target.config.norm_eps)
+            self._norm = RMSNorm(weights.get("norm.weight", (hidden,)), target.config.norms.eps)
         if rank := config.rank:
             self._projection = weights.linear({"proj.down": rank}, hidden), weights.linear({"proj.up": hidden}, rank)
         weights.finish()

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from paceline.checkpoints.head_files import open_head
 from paceline.checkpoints.head_fit import fits, host_of, shipped, sizes_of, vocabulary_of
+from paceline.checkpoints.load_arguments import LoadArguments
 from paceline.checkpoints.loader import Loaded, load_model
 from paceline.checkpoints.lora import split_adapter
 from paceline.drafters.base import Drafter
@@ -193,19 +194,34 @@ def open_drafters(
     return found
 
 
-def load_drafters(given: Mapping[str, Any], more: Sequence[str], target: Loaded) -> Drafter | dict[str, Drafter] | None:
-    """`open_drafters`, by all arguments of `paceline.load`."""
-    common = {name: given[name] for name in ("token", "allow_pickle")} | {"revision": given["draft_revision"]}
-    places = {"device": given["device"], "device_map": given["draft_device_map"], "dtype": given["dtype"]}
+def load_drafters(arguments: LoadArguments, more: Sequence[str], target: Loaded) -> Drafter | dict[str, Drafter] | None:
+    """Load the drafter or drafters that `arguments` names, and those that `more` names: see `open_drafters`."""
+    read = partial(
+        load_model,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        device_map=arguments.draft_device_map,
+        revision=arguments.draft_revision,
+        token=arguments.token,
+        allow_pickle=arguments.allow_pickle,
+        progress=arguments.progress,
+    )
+    head = partial(
+        open_head,
+        revision=arguments.draft_revision,
+        token=arguments.token,
+        allow_pickle=arguments.allow_pickle,
+        quiet=not arguments.progress,
+    )
     opened = partial(
         open_drafter,
         target=target,
-        quantize=given["draft_quantize"],
-        read=partial(load_model, progress=given["progress"], **places, **common),
-        head=partial(open_head, quiet=not given["progress"], **common),
-        draft_vocab=given["draft_vocab"],
+        quantize=arguments.draft_quantize,
+        read=read,
+        head=head,
+        draft_vocab=arguments.draft_vocab,
     )
-    return open_drafters(given["drafter"], more, target, opened)
+    return open_drafters(arguments.drafter, more, target, opened)
 
 
 def spec_name(spec: str) -> str:

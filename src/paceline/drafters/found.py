@@ -12,11 +12,11 @@ from paceline.checkpoints.gguf_file import gguf_vocab_size
 from paceline.checkpoints.head_files import holds_head, open_head, verifier_of
 from paceline.checkpoints.head_fit import fingerprint, fits, same_target, vocabulary_of
 from paceline.checkpoints.loader import Loaded
+from paceline.checkpoints.registry import text_config
 from paceline.errors import PacelineError
 from paceline.files.reading import read_json
 from paceline.files.schema import HEAD, IDENTITY
 from paceline.files.stores import StoredModel, models_in, stored_models
-from paceline.models.hybrids import text_config
 from paceline.protocols import TargetWithHead
 
 _LOG = logging.getLogger("paceline")
@@ -62,8 +62,8 @@ def _heads(target: Loaded, beside: list[StoredModel], stored: list[StoredModel])
             elif verifier_of(config) in names:
                 fits(open_head(model.path), target)
                 yield f"head:{model.path}"
-        except Exception as error:  # this search is optional: no file of a store may stop a target
-            _LOG.debug("%s: %r", model.path, error)
+        except Exception:  # this search is optional: no file of a store may stop a target
+            _LOG.debug("%s is not a drafter for this model", model.path, exc_info=True)
 
 
 def _siblings(target: Loaded, models: list[StoredModel]) -> Iterator[str]:
@@ -74,8 +74,8 @@ def _siblings(target: Loaded, models: list[StoredModel]) -> Iterator[str]:
     for model in islice((model for model in seen if _may_share(model.path, rows)), _MOST):
         try:
             tokenizer = open_checkpoint(model.path).tokenizer
-        except Exception as error:  # a head, or a model that does not run here, or a damaged one
-            _LOG.debug("%s: %r", model.path, error)
+        except Exception:  # a head, or a model that does not run here, or a damaged one
+            _LOG.debug("%s cannot be a draft model", model.path, exc_info=True)
             continue
         ours = ours or vocabulary_of(target.tokenizer)
         if vocabulary_of(tokenizer) == ours:
@@ -90,8 +90,8 @@ def _may_share(path: Path, rows: int) -> bool:
         else:
             found = text_config(read_json(path / "config.json", IDENTITY)).get("vocab_size") or rows
         return bool(abs(found - rows) <= _PADDING * rows)
-    except Exception as error:
-        _LOG.debug("%s: %r", path, error)
+    except Exception:  # a damaged file
+        _LOG.debug("the vocabulary size of %s is unknown", path, exc_info=True)
         return False
 
 

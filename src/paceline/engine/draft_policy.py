@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from paceline.engine.draft_length import Controller
 from paceline.errors import InvalidOption
 from paceline.types import Draft, DraftBudget
 from paceline.verify.tree import check
+
+_LOG = logging.getLogger("paceline")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,25 +34,35 @@ OFF = Speculation(None, DraftBudget.chain(0))
 class DraftPolicy:
     """A drafter and its draft size: fixed to `draft`, or chosen by a controller up to the drafter's own maximum.
 
-    `controllers`: one for each stage of the drafter; none for a fixed size.
+    `controllers`: one for each part of the drafter; none for a fixed size.
     """
 
     def __init__(self, name: str, drafter: Drafter, draft: DraftBudget | None) -> None:
         self.name, self.drafter = name, drafter
         self.draft = draft or drafter.draft
         self.controllers = () if draft else self._fresh()
+        self._has_failed = False
 
     def forget(self) -> None:
         """Let the controllers begin anew, as if nothing had been drafted yet."""
         self.controllers = self.controllers and self._fresh()
 
     def _fresh(self) -> tuple[Controller, ...]:
-        return tuple(Controller(*stage) for stage in self.drafter.stages)
+        return tuple(Controller(*part) for part in self.drafter.parts)
 
     def propose(self, asks: Sequence[Ask], vocab_size: int) -> list[Draft]:
         """Return a draft for each ask. Raises `InvalidOption` for an invalid draft, which names the drafter: it may be
         the user's own."""
+        failures = sum(ask.sampler.draft_failures for ask in asks)
         drafts = self.drafter.propose(asks)
+        if not self._has_failed and sum(ask.sampler.draft_failures for ask in asks) > failures:
+            self._has_failed = True
+            _LOG.warning(
+                "Drafter %s failed on a token and proposed nothing for it: its logits are not finite, or a logits "
+                "processor raised an error. Replies stay correct, but may be slower. Statistics count these failures "
+                "as draft_failures; the debug log shows each. Further ones are not reported here.",
+                self.name,
+            )
         if len(drafts) != len(asks):
             raise InvalidOption(
                 f"{type(self.drafter).__name__} made {len(drafts)} drafts for {len(asks)} requests",
@@ -57,7 +70,7 @@ class DraftPolicy:
             )
         for draft, ask in zip(drafts, asks, strict=True):
             check(draft)
-            most = (ask.room or ask.budget).nodes
+            most = ask.budget.nodes
             if len(draft.tokens) > most or any(not 0 <= t < vocab_size for t in draft.tokens):
                 raise InvalidOption(
                     f"{type(self.drafter).__name__} drafted {len(draft.tokens)} tokens {draft.tokens}",

@@ -13,7 +13,7 @@ from paceline.cache.attention import BLOCK
 from paceline.errors import InvalidOption
 from paceline.protocols import Adaptable, Divisible, KVCache, Target
 from paceline.types import Draft, DraftBudget, Guarantee, Rows, Want
-from paceline.verify.tree import PREFILL_ROWS, beside, pack
+from paceline.verify.tree import PREFILL_ROWS, pack, with_siblings
 
 _PREFIX, _ROWS, _LONGEST = 61, 5, 32
 """Tokens before the compared rows; compared rows; rows of the longest pass, rounded up."""
@@ -58,7 +58,7 @@ def _same_bits(target: Target, adapter: int, neighbour: int) -> bool:
     chain, numbers = Draft.chain(path[1:]), [*range(1, _ROWS)]
     ways = [(Draft.chain(path[1:] + path * 5), numbers), (chain, numbers)]
     if cache.fit(slot, DraftBudget(nodes=8, depth=4, branch=2)).branch > 1:
-        ways.append(beside(path[1:], path[0]))
+        ways.append(with_siblings(path[1:], path[0]))
     other = cache.fork(slot)
     singles, alone = _singly(target, cache, other, (*path, path[0])), list[Tensor]()
     # The longest pass first, row by row: where rows do change each other's bits, its first row shows it at once.

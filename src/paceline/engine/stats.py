@@ -22,7 +22,8 @@ class Stats:
     accepted of them. `accepted_at[i]`: rounds accepted to depth i + 1 or deeper. `cached`: prompt tokens found in the
     prefix cache. `seed`: the seed used. `guarantee`: see `Guarantee`. `drafter`, `adapter`: their names, None for plain
     decoding and for the model itself. `predicted`, `confirmed`: tokens of the text that the reply was expected to be,
-    and those of them that it has. `seconds`: time by phase. `timer`: the engine's.
+    and those of them that it has. `draft_failures`: rows for which the drafter failed and proposed nothing.
+    `seconds`: time by phase. `timer`: the engine's.
     """
 
     seed: int
@@ -37,6 +38,7 @@ class Stats:
     cached: int = 0
     predicted: int = 0
     confirmed: int = 0
+    draft_failures: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*get_args(Phase), "other"), 0.0))
     timer: Timer = field(default=time.perf_counter, repr=False, compare=False)
     _began: float = field(init=False, repr=False, compare=False)
@@ -83,6 +85,7 @@ class Stats:
             "drafter": self.drafter,
             **({"adapter": self.adapter} if self.adapter else {}),
             **({"predicted": self.predicted, "confirmed": self.confirmed} if self.predicted else {}),
+            **({"draft_failures": self.draft_failures} if self.draft_failures else {}),
             "seconds": {phase: round(seconds, 6) for phase, seconds in self.seconds.items()},
         }
 

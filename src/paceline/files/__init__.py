@@ -1,1 +1,1 @@
-"""Finding and reading a model's files, which are untrusted input."""
+"""Finding, downloading and reading model files, which are untrusted input."""

@@ -1,6 +1,7 @@
-"""Models of the Hugging Face hub: folders of safetensors through its client, GGUF files with a download of our own.
+"""Models of the Hugging Face hub.
 
-The client keeps nothing of an interrupted file, and checks no hashes; a GGUF has gigabytes.
+Folders of safetensors are downloaded by the hub's client, GGUF files by code of our own. The client discards an
+interrupted file and does not check hashes, which is not acceptable for files of several gigabytes.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", ".gitattributes"]
-"""Every repository has the last: where nothing matches, the client warns."""
+"""Every repository contains .gitattributes. Without any match, the client would print a warning."""
 _PICKLES = ["pytorch_model*.bin", "adapter_model.bin", "medusa_lm_head.pt"]
 _UNWANTED = ["*/*", "consolidated*"]
-"""Subfolders and consolidated files of a hub model repeat its weights in other layouts."""
+"""Files to skip: subfolders and consolidated files contain the same weights in other layouts."""
 _TRANSPORTS = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "hf_xet")
-"""Modules of the hub client's transports, whose errors may be no OSError."""
+"""Modules of the hub client's transports. Some of their errors are not an OSError."""
 _PIECE = 1 << 20
 _SPARE = 1 << 28
-"""Bytes that a download leaves free on the disk."""
+"""Bytes that a download must leave free on the disk."""
 
 
 def store_folder() -> Path:
-    """Return the folder of downloaded GGUF files, as OWNER/NAME/FILE."""
+    """Return the folder of downloaded GGUF files, which are stored in it as OWNER/NAME/FILE."""
     return cache_folder() / "models"
 
 
@@ -53,14 +54,26 @@ def hub_model(
     allow_pickle: bool = False,
     newest: bool = False,
 ) -> Path:
-    """Return the folder or the GGUF file of a hub model, downloaded if necessary.
+    """Return the folder or the GGUF file of a hub model. Download it if necessary.
 
-    `quantization`: choose this GGUF file (`gguf_names.choose`); None: the safetensors, or a GGUF file where there are
-    none. `newest`: ask the hub even if a GGUF file is here. Raises `ModelNotFound`, `UnsupportedModel`, `CorruptModel`.
+    Args:
+        name: Repository, "owner/name".
+        quantization: GGUF file to choose (`gguf_names.choose`). None means the safetensors, or a GGUF file if there are
+            no safetensors.
+        revision: Branch, tag or commit. None means the main branch.
+        token: Access token of the hub. None uses the token of the user.
+        quiet: Show no progress bars.
+        allow_pickle: Download pickled weights if there are no safetensors.
+        newest: Ask the hub for a newer version even if a GGUF file is already on this machine.
+
+    Raises:
+        ModelNotFound: If the model does not exist or cannot be downloaded.
+        UnsupportedModel: If the repository contains neither safetensors nor GGUF files.
+        CorruptModel: If a downloaded file has the wrong hash.
     """
     if not newest and (path := _stored(name, quantization, revision)):
         return path
-    if quantization is None and "gguf" not in name.lower():  # repositories of GGUF files say so in their names
+    if quantization is None and "gguf" not in name.lower():  # repositories of GGUF files have it in their names
         folder = _snapshot(name, revision, token, quiet, _WANTED)
         if any(folder.glob("*.safetensors")):
             return folder
@@ -79,23 +92,34 @@ def hub_gguf(
     most: float = inf,
     progress: Progress | None = None,
 ) -> Path:
-    """Return the GGUF file of a hub model, downloaded unless the same is here. Raises as `hub_model`.
+    """Return the GGUF file of a hub model. Download it unless the same file is already on this machine.
 
-    `token`: False sends none, and None that of the user. `most`: bytes that it may have. `progress` is called with
-    (file, bytes so far, bytes in all).
+    Args:
+        name: Repository, "owner/name".
+        quantization: See `gguf_names.choose`.
+        revision: Branch, tag or commit. None means the main branch.
+        token: Access token of the hub. None uses the token of the user, and False sends none.
+        quiet: Show no progress bars.
+        most: Maximum size in bytes.
+        progress: Called with file name, bytes so far, and total bytes.
+
+    Raises:
+        ModelNotFound: If the model does not exist or cannot be downloaded.
+        UnsupportedModel: If there are no GGUF files, or the file is too large.
+        CorruptModel: If a downloaded file has the wrong hash.
     """
     with _hub_errors(name, revision):
         files = _listing(name, revision, token)
     if not any(file.name.endswith(".gguf") for file in files):
         raise UnsupportedModel(
-            f"the hub model {name} holds neither safetensors nor GGUF files",
+            f"the hub model {name} contains neither safetensors nor GGUF files",
             "Use another model, or set allow_pickle=True",
         )
     names = choose([file.name for file in files], quantization, name)
     chosen = [file for file in files if file.name in names]
     if (size := sum(file.size for file in chosen)) > most:
         raise UnsupportedModel(
-            f"{names[0]} has {size / 1e9:.1f} GB, and {most / 1e9:.1f} are allowed", "Use a smaller model"
+            f"{names[0]} has {size / 1e9:.1f} GB, but at most {most / 1e9:.1f} GB are allowed", "Use a smaller model"
         )
     folder = _folder(name, revision)
     with _hub_errors(name, revision):
@@ -109,7 +133,7 @@ def _folder(name: str, revision: str | None) -> Path:
 
 
 def _stored(name: str, quantization: str | None, revision: str | None) -> Path | None:
-    """Return the GGUF file that is here already: downloaded by us, or by the hub's client."""
+    """Return a GGUF file that Paceline or the hub's client has downloaded before, or None."""
     for folder in (_folder(name, revision), snapshot_of(name, revision)):
         if folder and (files := complete(folder)):
             try:
@@ -120,14 +144,14 @@ def _stored(name: str, quantization: str | None, revision: str | None) -> Path |
 
 
 def client_cache() -> Path:
-    """Return the folder of the hub's own client."""
+    """Return the cache folder of the hub's client."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
 
 
 def snapshot_of(name: str, revision: str | None) -> Path | None:
-    """Return the folder of a revision of a model in the cache of the hub's client, or None."""
+    """Return the folder of a model's revision in the cache of the hub's client, or None."""
     folder = client_cache() / f"models--{name.replace('/', '--')}"
     commit = revision or "main"
     with suppress(OSError, ValueError):
@@ -137,7 +161,14 @@ def snapshot_of(name: str, revision: str | None) -> Path | None:
 
 
 class _HubFile(NamedTuple):
-    """A file of a repository; `sha256` of its content; `commit` of the repository."""
+    """A file of a repository.
+
+    Attributes:
+        name: Path in the repository.
+        size: Size in bytes.
+        sha256: Hash of the content.
+        commit: Commit of the repository.
+    """
 
     name: str
     size: int
@@ -146,7 +177,7 @@ class _HubFile(NamedTuple):
 
 
 def _listing(name: str, revision: str | None, token: str | Literal[False] | None) -> list[_HubFile]:
-    """Return the repository's large files."""
+    """Return the large files of a repository."""
     from huggingface_hub import HfApi
 
     found = HfApi(token=token).model_info(name, revision=revision, files_metadata=True)
@@ -158,13 +189,13 @@ def _listing(name: str, revision: str | None, token: str | Literal[False] | None
 
 
 def _is_safe(name: str) -> bool:
-    """Whether a file's name stays in its folder, wherever it is used."""
+    """Return True if a file's name cannot lead out of its folder, on any system."""
     parts = PurePosixPath(name).parts
     return bool(parts) and not any(part in ("..", "/") or set(part) & set("\\:\0") for part in parts)
 
 
 class _Watched(BufferedWriter):
-    """A file that is appended to. `watch` is called with its size after every write."""
+    """A file opened for appending. It calls `watch` with its size after every write."""
 
     def __init__(self, path: Path, watch: Callable[[int], None]) -> None:
         super().__init__(FileIO(path, "ab"))
@@ -179,7 +210,7 @@ class _Watched(BufferedWriter):
 def _download(
     name: str, file: _HubFile, folder: Path, token: str | Literal[False] | None, quiet: bool, progress: Progress
 ) -> None:
-    """Download a file unless the same is here, going on where an earlier download ended, and check its SHA-256."""
+    """Download a file unless the same file exists, continue an interrupted download, and check the SHA-256."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils._fixes import WeakFileLock
@@ -193,7 +224,7 @@ def _download(
     def watch(done: int) -> None:
         progress(target.name, done, file.size)
 
-    # The hash is in the name: the rest of another version is never appended.
+    # The name contains the hash, so that a download never continues a part of another version.
     part = target.with_name(f".{target.name}.{file.sha256[:16]}.incomplete")
     with WeakFileLock(part.with_suffix(".lock")), _Watched(part, watch) as out:
         begun = out.tell()
@@ -217,7 +248,7 @@ def _download(
         if (digest := _sha256(part, quiet)) != file.sha256:
             part.unlink()
             raise CorruptModel(
-                f"the SHA-256 of {target.name} is {digest}, and the hub says {file.sha256}",
+                f"the SHA-256 of {target.name} is {digest}, but the hub expects {file.sha256}",
                 "Try again without a proxy or mirror in between; the download was discarded",
             )
         os.replace(part, target)
@@ -246,14 +277,14 @@ def _snapshot(name: str, revision: str | None, token: str | None, quiet: bool, p
 
 @contextmanager
 def _hub_errors(name: str, revision: str | None) -> Iterator[None]:
-    """Turn the errors of the hub's client and its transports into `ModelNotFound`."""
+    """Convert errors of the hub's client and its transports to `ModelNotFound`."""
     from huggingface_hub.errors import HFValidationError
 
     try:
         yield
     except PacelineError:
         raise
-    except Exception as error:
+    except Exception as error:  # transports have error types of their own; all others are raised again
         known = isinstance(error, (OSError, HFValidationError))
         if not known and type(error).__module__.partition(".")[0] not in _TRANSPORTS:
             raise
@@ -262,8 +293,8 @@ def _hub_errors(name: str, revision: str | None) -> Iterator[None]:
 
 @contextmanager
 def _progress_bars(quiet: bool) -> Iterator[None]:
-    """Turn the hub client's progress bars off where `quiet`, and restore them afterwards."""
-    # The functions are public by documentation, but not in the module's __all__.
+    """Turn off the progress bars of the hub's client if `quiet`, and restore them afterwards."""
+    # These functions are documented, but missing in the module's __all__.
     utils: Any = importlib.import_module("huggingface_hub.utils")
     silence = quiet and not utils.are_progress_bars_disabled()
     if silence:
@@ -283,20 +314,20 @@ def _download_error(name: str, revision: str | None, error: Exception) -> ModelN
 
     reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
     cause = f"the hub model {name} is not on this machine and cannot be downloaded ({reason})"
-    fix = "Check the network and free disk space, or download it elsewhere and name the folder"
+    fix = "Check the network and free disk space, or download it elsewhere and pass the folder"
     if isinstance(error, errors.GatedRepoError):
         cause = f"the hub model {name} is gated"
         fix = "Accept its terms on huggingface.co, then give token=... or run `hf auth login`"
     elif isinstance(error, errors.RepositoryNotFoundError):
-        cause = f"there is no hub model {name}, or it is private, and no such folder here"
+        cause = f"the hub model {name} does not exist or is private, and there is no such folder on this machine"
         fix = "Check the name; a private model needs token=... or `hf auth login`"
     elif isinstance(error, errors.RevisionNotFoundError):
-        cause, fix = f"the hub model {name} has no revision {revision!r}", "Name a branch, tag or commit of it"
+        cause, fix = f"the hub model {name} has no revision {revision!r}", "Use one of its branches, tags or commits"
     elif isinstance(error, errors.HFValidationError):
         cause, fix = f"{name!r} is not a hub id ({reason})", "Write it as 'owner/name'"
     elif isinstance(error, errors.OfflineModeIsEnabled):
         cause = f"the hub model {name} is not on this machine and offline mode is on"
-        fix = "Unset HF_HUB_OFFLINE, or download it on a machine with a network and name the folder"
+        fix = "Unset HF_HUB_OFFLINE, or download it on a machine with a network and pass the folder"
     elif isinstance(error, errors.HfHubHTTPError):
         cause, fix = f"the hub refused {name} ({reason})", "Check the token and the name, or try again later"
     return ModelNotFound(cause, fix)

@@ -1,4 +1,4 @@
-"""JSONL files of any size: random access by line without loading them, and appending that survives a kill."""
+"""JSONL files of any size: random access to lines without loading the file, and appending that survives a kill."""
 
 from __future__ import annotations
 
@@ -17,19 +17,31 @@ from paceline.protocols import Closable
 
 _BOM = b"\xef\xbb\xbf"
 LONGEST = 1 << 26
-"""Bytes of a line at most."""
-_START_OVER = "Use the options it was made with or another folder, or delete it to start over"
+"""Maximum length of a line in bytes."""
+_START_OVER = "Use the same options again or another folder, or delete the file to start over"
 
 
 class JsonlFile:
-    """The lines of a file that are not blank, read from disk at each access; 8 bytes per line stay in memory.
+    """The non-blank lines of a file, read from disk at each access. Only 8 bytes per line stay in memory.
 
-    `digest`: hash of the file's content. Lines that are appended later are not seen.
+    Lines that are appended later are ignored.
+
+    Attributes:
+        path: The file.
+        digest: Hash of the file's content.
     """
 
     def __init__(self, path: Path, visit: Callable[[bytes, int], None]) -> None:
-        """Call `visit(line, number)` for each line, numbered from 1; its `ValueError` becomes an `InvalidData` that
-        names file and line. Raises `OSError`."""
+        """Read a file once.
+
+        Args:
+            path: The file.
+            visit: Called with each non-blank line and its number, counted from 1. It may raise `ValueError`.
+
+        Raises:
+            InvalidData: If `visit` raises `ValueError`, or a line is too long. The message names file and line.
+            OSError: If the file cannot be read.
+        """
         self.path = path
         self._offsets = array("q")
         digest = hashlib.blake2b(digest_size=16)
@@ -38,7 +50,9 @@ class JsonlFile:
             file.seek(offset)
             for number, line in enumerate(iter(partial(file.readline, LONGEST + 1), b""), 1):
                 if len(line) > LONGEST:
-                    raise InvalidData(f"{path}, line {number}: longer than {LONGEST >> 20} MiB", "Remove the line")
+                    raise InvalidData(
+                        f"{path}, line {number}: the line is longer than {LONGEST >> 20} MiB", "Remove it"
+                    )
                 digest.update(line)
                 if line.strip():
                     self._offsets.append(offset)
@@ -58,20 +72,28 @@ class JsonlFile:
         return len(self._offsets)
 
     def __getitem__(self, index: int) -> bytes:
-        # Opened anew: a file that stays open would share its position with forks and threads.
+        # Open the file each time, because an open file would share its position with forks and threads.
         with self.path.open("rb") as file:
             file.seek(self._offsets[index])
             return file.readline()
 
 
 class Journal(Closable):
-    """A JSONL file that is appended to line by line; after a kill it holds every line that was appended.
+    """A JSONL file for appending lines. After a kill, it contains every line that was appended.
 
-    A partial last line, which a kill can leave, is removed when the file is opened again.
+    A kill can leave a partial last line, which is removed when the file is opened again.
     """
 
     def __init__(self, path: Path, mode: int = 0o666) -> None:
-        """`mode`: permissions of a new file, before the umask. Raises `OSError`."""
+        """Open or create a file.
+
+        Args:
+            path: The file. Missing folders are created.
+            mode: Permissions of a new file, before the umask.
+
+        Raises:
+            OSError: If the file cannot be opened.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, mode), "ab+")
         if size := path.stat().st_size:
@@ -80,8 +102,8 @@ class Journal(Closable):
             self._file.truncate(size)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Add a row, and hand it to the operating system at once."""
-        # ASCII, and one write per line: nothing but a kill inside that write can tear it.
+        """Append a row and pass it to the operating system at once."""
+        # Each line is a single write of ASCII text, so only a kill during that write can leave a partial line.
         self._file.write((json.dumps(row) + "\n").encode())
         self._file.flush()
 
@@ -90,19 +112,22 @@ class Journal(Closable):
 
 
 def check_settings(path: Path, settings: Mapping[str, Any]) -> None:
-    """Make sure that a file is continued with the settings it was begun with.
+    """Check that a file is continued with the settings of its beginning.
 
-    They are stored beside it (`answers.jsonl` -> `answers.settings.json`), before its first line is written. Raises
-    `InvalidData` where they differ or are missing.
+    The settings are stored next to the file (`answers.jsonl` -> `answers.settings.json`) before its first line is
+    written.
+
+    Raises:
+        InvalidData: If the stored settings differ or are missing.
     """
-    beside = path.with_suffix(".settings.json")
+    companion = path.with_suffix(".settings.json")
     wanted = json.loads(json.dumps(settings))
     if not path.exists() or not path.stat().st_size:
-        replace_with(beside, lambda new: new.write_text(json.dumps(wanted, indent=2) + "\n"))
-    elif not beside.exists():
-        raise InvalidData(f"{path} exists without {beside.name}, which records its settings", _START_OVER)
+        replace_with(companion, lambda new: new.write_text(json.dumps(wanted, indent=2) + "\n"))
+    elif not companion.exists():
+        raise InvalidData(f"{path} exists without {companion.name}, which records its settings", _START_OVER)
     else:
-        known = _settings(beside)
+        known = _settings(companion)
         for name in wanted:
             if known.get(name) != wanted[name]:
                 raise InvalidData(f"{path} was made with {name} {known.get(name)}, not {wanted[name]}", _START_OVER)
@@ -112,13 +137,15 @@ def _settings(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
-        raise InvalidData(f"{path} is damaged ({error})", "Delete it together with the file it describes") from None
+        raise InvalidData(
+            f"{path} is damaged ({error})", "Delete it together with the file that it describes"
+        ) from None
 
 
 def replace_with(path: Path, write: Callable[[Path], object]) -> None:
-    """Replace a file atomically: `write` fills a new file beside it, which is then renamed.
+    """Replace a file atomically.
 
-    An error in between is raised again and leaves the old file alone.
+    `write` fills a new file next to it, which is then renamed. If that fails, the old file stays unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(path.name + ".new")

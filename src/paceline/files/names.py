@@ -1,4 +1,4 @@
-"""Names of models: a table of short ones, and hub ids."""
+"""Short names and hub ids of models."""
 
 from __future__ import annotations
 
@@ -33,20 +33,25 @@ ALIASES = {
     "smollm2:1.7b": "bartowski/SmolLM2-1.7B-Instruct-GGUF",
     "smollm3:3b": "ggml-org/SmolLM3-3B-GGUF",
 }
-"""Short name -> the hub repository of GGUF files that it stands for."""
+"""Short name -> hub repository with GGUF files."""
 
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w.-]+))?")
 
 
 class HubName(NamedTuple):
-    """A model of the hub: "owner/name", and the quantisation to choose where it has GGUF files; None: the default."""
+    """A model of the hub.
+
+    Attributes:
+        repository: "owner/name".
+        quantization: Quantisation to choose among GGUF files. None means the default.
+    """
 
     repository: str
     quantization: str | None
 
 
 def hub_name(name: str) -> HubName | None:
-    """Return what a short name or a hub id stands for, with the quantisation after its last colon, or None."""
+    """Parse a short name or a hub id, with an optional quantisation after a colon. Return None for any other name."""
     if name in ALIASES:
         return HubName(ALIASES[name], None)
     alias, _, quantization = name.rpartition(":")
@@ -57,12 +62,12 @@ def hub_name(name: str) -> HubName | None:
 
 
 def short_name(repository: str, quantization: str | None) -> str:
-    """Return the shortest name of a model of the hub."""
+    """Return the shortest name for a model of the hub."""
     name = next((alias for alias, other in ALIASES.items() if other == repository), repository)
     return f"{name}:{quantization}" if quantization else name
 
 
 def similar(name: str) -> list[str]:
-    """Return the short names that begin like `name`."""
+    """Return the short names of the same family as `name`."""
     family = name.partition(":")[0].lower()
     return [alias for alias in ALIASES if family and alias.startswith(family)]

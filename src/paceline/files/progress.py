@@ -1,4 +1,4 @@
-"""Progress bars for whatever takes longer than people like to wait without a word."""
+"""Progress bars for long operations."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ PATIENCE = 2.0
 """Seconds before a bar appears."""
 
 Advance = Callable[[int, int], None]
-"""(units done, units in all)"""
+"""(finished units, total units)"""
 
 
 @contextmanager
 def progress_bar(title: str, visible: bool) -> Iterator[Advance]:
-    """Show a bar on stderr while the context lasts, once it has lasted `PATIENCE` seconds; it moves to and fro until
-    the yielded function is called."""
+    """Show a progress bar on stderr if the context lasts for longer than `PATIENCE` seconds.
+
+    The bar moves to and fro until the yielded function is called.
+    """
     if not visible:
         yield lambda done, total: None
         return
@@ -33,5 +35,5 @@ def progress_bar(title: str, visible: bool) -> Iterator[Advance]:
     finally:
         starter.cancel()
         starter.join()
-        if bar.live.is_started:  # stopping writes an empty line where stderr is no terminal
+        if bar.live.is_started:  # stopping a bar that never started writes an empty line if stderr is not a terminal
             bar.stop()

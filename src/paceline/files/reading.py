@@ -1,7 +1,7 @@
-"""Reading the small files of a model folder, which are untrusted input.
+"""Reading files of a model folder, which are untrusted input.
 
-Only regular files (or links to them) are opened, so that a pipe or a device cannot hang the reader; sizes are limited;
-and JSON has a bounded depth, so that code that walks the values cannot exhaust the stack.
+Only regular files (or links to them) are opened, so that a pipe or a device cannot block the reader. Sizes are limited.
+The depth of JSON is limited too, so that recursive code cannot exhaust the stack.
 """
 
 from __future__ import annotations
@@ -28,41 +28,55 @@ _DEEPEST = 64
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading. Raises `ModelNotFound` where that fails, `CorruptModel` where it is not a regular
-    file."""
+    """Open a file for reading.
+
+    Raises:
+        ModelNotFound: If the file cannot be opened.
+        CorruptModel: If it is not a regular file.
+    """
     try:
-        # Without O_NONBLOCK, opening a named pipe waits until another program writes to it.
+        # Without O_NONBLOCK, opening a named pipe would wait until another program writes to it.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except FileNotFoundError as error:
-        raise ModelNotFound(f"{path} is missing", "The model is incomplete; fetch it again") from error
+        raise ModelNotFound(f"{path} is missing", "The model is incomplete; download it again") from error
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
         reason = getattr(error, "strerror", None) or error
         raise ModelNotFound(f"cannot open {path}: {reason}", "Check the path and its permissions") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise CorruptModel(f"{path} is not a regular file", "Replace it with a copy of the model's own file")
+        raise CorruptModel(f"{path} is not a regular file", "Replace it by a copy of the model's file")
     return os.fdopen(descriptor, "rb")
 
 
 class Mapped(NamedTuple):
-    """A mapped file. `identity`: what another file, or another state of this one, does not have."""
+    """A mapped file.
+
+    Attributes:
+        buffer: The mapped memory.
+        identity: Values that differ for any other file, and for another version of this file.
+    """
 
     buffer: mmap
     identity: tuple[Any, ...]
 
     def bytes(self, start: int, size: int) -> Tensor:
-        """Return `size` > 0 bytes of the file, uint8, without reading them."""
+        """Return `size` > 0 bytes of the file as uint8, without reading them."""
         return torch.frombuffer(self.buffer, dtype=torch.uint8, count=size, offset=start)
 
 
 def map_file(path: Path) -> Mapped:
-    """Map a regular file that is not empty. Raises `ModelNotFound` or `CorruptModel`."""
+    """Map a regular file into memory.
+
+    Raises:
+        ModelNotFound: If the file cannot be opened or mapped.
+        CorruptModel: If it is empty or not a regular file.
+    """
     with open_regular(path) as file:
         state = os.fstat(file.fileno())
         if not state.st_size:
-            raise CorruptModel(f"{path} is empty", "Fetch the model again")
+            raise CorruptModel(f"{path} is empty", "Download the model again")
         try:
-            # Copy-on-write: torch wants writable memory, and the file stays unchanged.
+            # torch needs writable memory. With copy-on-write, the file stays unchanged.
             buffer = mmap(file.fileno(), 0, access=ACCESS_COPY)
         except (OSError, ValueError) as error:
             raise ModelNotFound(f"cannot map {path} into memory ({error})", "Check memory and file system") from error
@@ -70,9 +84,12 @@ def map_file(path: Path) -> Mapped:
 
 
 def read_text(path: Path, limit: int = _CONFIG_LIMIT) -> str:
-    """Return the text of a UTF-8 file of at most `limit` bytes.
+    """Read a UTF-8 file of at most `limit` bytes.
 
-    Raises `ModelNotFound` (missing or unreadable), `UnsupportedModel` (too large) or `CorruptModel`.
+    Raises:
+        ModelNotFound: If the file is missing or cannot be read.
+        UnsupportedModel: If it is too large.
+        CorruptModel: If it is not UTF-8 text.
     """
     with open_regular(path) as file:
         try:
@@ -88,8 +105,18 @@ def read_text(path: Path, limit: int = _CONFIG_LIMIT) -> str:
 
 
 def read_json(path: Path, fields: Mapping[str, FieldKind], limit: int = _CONFIG_LIMIT) -> dict[str, Any]:
-    """Return the JSON object in a file, its `fields` checked. Raises the errors of `read_text`, and `CorruptModel` for
-    JSON that is malformed or nested deeper than 64 levels, and for a field of the wrong kind."""
+    """Read the JSON object in a file.
+
+    Args:
+        path: The file.
+        fields: Fields to check.
+        limit: Maximum size in bytes.
+
+    Raises:
+        ModelNotFound: If the file is missing or cannot be read.
+        UnsupportedModel: If it is too large.
+        CorruptModel: If it is not a JSON object, is nested too deeply, or a field has the wrong kind.
+    """
     text = read_text(path, limit)
     try:
         with uncollected():
@@ -100,7 +127,7 @@ def read_json(path: Path, fields: Mapping[str, FieldKind], limit: int = _CONFIG_
     except ValueError as error:
         raise CorruptModel(f"{path} is not valid JSON ({error})", CORRECT) from error
     if not isinstance(data, dict):
-        raise CorruptModel(f"{path} must hold a JSON object", CORRECT)
+        raise CorruptModel(f"{path} must contain a JSON object", CORRECT)
     if depth > _DEEPEST:
         raise CorruptModel(f"{path} is nested deeper than {_DEEPEST} levels", CORRECT)
     check(path, data, fields)
@@ -108,16 +135,16 @@ def read_json(path: Path, fields: Mapping[str, FieldKind], limit: int = _CONFIG_
 
 
 def read_json_if_exists(path: Path, fields: Mapping[str, FieldKind]) -> dict[str, Any]:
-    """Return `read_json`, or {} where there is no such file."""
+    """Return `read_json`, or {} if there is no such file."""
     return read_json(path, fields) if path.exists() else {}
 
 
 @contextmanager
 def library_errors(cause: str, fix: str = CORRECT) -> Iterator[None]:
-    """Turn any error of a library into a `CorruptModel` with this cause and the library's reason; `MemoryError` says
-    nothing of the file and stays.
+    """Convert any error of a library to a `CorruptModel` with this cause and the library's reason.
 
-    tokenizers raises bare `Exception`, and for a panic in its Rust code a `BaseException` that cannot be imported.
+    A `MemoryError` is not converted, since it does not depend on the file. tokenizers raises plain `Exception` and, for
+    a panic in its Rust code, a `BaseException` that cannot be imported.
     """
     try:
         yield
@@ -130,7 +157,7 @@ def library_errors(cause: str, fix: str = CORRECT) -> Iterator[None]:
 
 
 def _depth(data: Any) -> int:
-    """Return how deep lists and objects are nested; deeper than `_DEEPEST` is not examined further."""
+    """Return the nesting depth of lists and objects. Stop counting beyond `_DEEPEST`."""
     depth, level = 0, [data] if isinstance(data, (dict, list)) else []
     while level and depth <= _DEEPEST:
         depth += 1

@@ -1,4 +1,4 @@
-"""Folders that one process works in at a time."""
+"""Folders that only one process may use at a time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ from paceline.errors import InvalidOption
 
 @contextmanager
 def sole_user(folder: Path) -> Iterator[None]:
-    """Keep other processes out of a folder until the block ends, or this process. Raises `InvalidOption` if one is at
-    work in it. On Windows, and on file systems without locks, nothing is kept out."""
+    """Lock a folder against other processes until the block or this process ends.
+
+    On Windows, and on file systems without locks, this does nothing.
+
+    Raises:
+        InvalidOption: If another process is using the folder.
+    """
     with (folder / ".lock").open("w") as file:
         with suppress(ImportError, OSError):
             import fcntl
@@ -21,6 +26,6 @@ def sole_user(folder: Path) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise InvalidOption(
-                    f"another process is at work in {folder}", "Wait until it has ended, or choose another folder"
+                    f"another process is using {folder}", "Wait until it has ended, or choose another folder"
                 ) from None
         yield

@@ -1,4 +1,4 @@
-"""Models on this disk: those that Paceline downloaded, and those of the hub's client, Ollama and LM Studio."""
+"""Models on this machine, downloaded by Paceline, the hub's client, Ollama or LM Studio."""
 
 from __future__ import annotations
 
@@ -24,15 +24,22 @@ _OLLAMA_HOSTS = ("registry.ollama.ai", "ollama.com")
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 _LONGEST_MANIFEST = 1 << 20
 _MOST = 10_000
-"""Files of a store that are looked at."""
+"""Maximum number of files of a store to look at."""
 
 
 _OTHERS = {"ollama": "Delete it with `ollama rm`", "lmstudio": "Delete it in LM Studio"}
-"""Stores of other programs, and how these delete a model."""
+"""Store of another program -> how to delete a model in it."""
 
 
 class StoredModel(NamedTuple):
-    """A model on the disk: the name that finds it, its file or folder, its bytes, and the store that holds it."""
+    """A model on this machine.
+
+    Attributes:
+        name: Name for `find`.
+        path: File or folder.
+        size: Size in bytes.
+        store: Name of the store that contains it.
+    """
 
     name: str
     path: Path
@@ -41,7 +48,7 @@ class StoredModel(NamedTuple):
 
 
 def stored_models(everything: bool = False) -> list[StoredModel]:
-    """Return the models that have been downloaded; `everything`: also those of Ollama and LM Studio."""
+    """Return the downloaded models. With `everything`, include models of Ollama and LM Studio."""
     found = [*_packaged(), *_pulled(), *_hub_cache()]
     if everything:
         found += [*_ollama(), *_lm_studio()]
@@ -54,8 +61,11 @@ def name_of(path: Path) -> str:
 
 
 def find(name: str) -> StoredModel:
-    """Return the model that `stored_models` lists under this name, of which the quantisation may be left out where
-    there is one. Raises `ModelNotFound`."""
+    """Find a model by its name in `stored_models`. The quantisation may be omitted if it is unambiguous.
+
+    Raises:
+        ModelNotFound: If there is no such model, or there are several.
+    """
     models = stored_models(name.startswith((OLLAMA, LM_STUDIO)))
     found = [model for model in models if model.name == name] or [
         model for model in models if model.name.rpartition(":")[0] == name
@@ -63,12 +73,14 @@ def find(name: str) -> StoredModel:
     if len(found) == 1:
         return found[0]
     if found:
-        raise ModelNotFound(f"there are {len(found)} models {name!r}", f"Name {' or '.join(one.name for one in found)}")
-    raise ModelNotFound(f"there is no model {name!r} on this disk", "`paceline list --all` shows what there is")
+        raise ModelNotFound(f"there are {len(found)} models {name!r}", f"Use {' or '.join(one.name for one in found)}")
+    raise ModelNotFound(
+        f"there is no model {name!r} on this machine", "Run `paceline list --all` to see the available models"
+    )
 
 
 def remove(model: StoredModel) -> None:
-    """Delete a model's files. Raises `InvalidOption` for one that another program looks after."""
+    """Delete a model's files. Raise `InvalidOption` if the model belongs to another program."""
     if model.store in _OTHERS:
         raise InvalidOption(f"{model.name} belongs to {model.store}", _OTHERS[model.store])
     names = parts_of(model.path.name) or [model.path.name]
@@ -81,7 +93,7 @@ def remove(model: StoredModel) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Delete a file; of a link into the `blobs` of the hub's client also the blob, unless another snapshot links to
+    """Delete a file. If it links to a blob of the hub's client, also delete the blob, unless another snapshot uses
     it."""
     blob = path.resolve()
     path.unlink()
@@ -92,11 +104,17 @@ def _delete(path: Path) -> None:
 
 
 def models_in(folder: Path, subfolders: bool = True) -> list[StoredModel]:
-    """Return the models in a folder and all its subfolders: GGUF files under their names without the ending, and
-    folders in Hugging Face's layout. Without `subfolders` only files and folders that lie in it directly. Raises
-    `ModelNotFound` for what is no folder."""
+    """Return the models in a folder: GGUF files, named without the extension, and folders in Hugging Face's layout.
+
+    Args:
+        folder: The folder.
+        subfolders: Search subfolders at any depth. If False, look only at direct entries of the folder.
+
+    Raises:
+        ModelNotFound: If there is no such folder.
+    """
     if not folder.is_dir():
-        raise ModelNotFound(f"there is no folder {folder}", "Name a folder of GGUF files")
+        raise ModelNotFound(f"there is no folder {folder}", "Use a folder of GGUF files")
     files = _ggufs(folder, subfolders)
     found = [StoredModel(_stem(parts[0]), folder / parts[0], _size(folder, parts), "folder") for parts in files]
     for config in islice(folder.glob("**/config.json" if subfolders else "*/config.json"), _MOST):
@@ -104,7 +122,7 @@ def models_in(folder: Path, subfolders: bool = True) -> list[StoredModel]:
         if weights:
             size = _size(config.parent, weights)
             found.append(StoredModel(config.parent.relative_to(folder).as_posix(), config.parent, size, "folder"))
-    # A file's own name is enough where no other has it.
+    # Use only the last part of a name if it is unique.
     last = [model.name.rpartition("/")[2] for model in found]
     return [
         model._replace(name=short) if last.count(short) == 1 else model
@@ -157,19 +175,19 @@ def _hub_cache() -> Iterator[StoredModel]:
 def _ollama_folder() -> Path | None:
     named = os.environ.get("OLLAMA_MODELS")
     folders = [Path(named).expanduser()] if named else [Path.home() / ".ollama/models"]
-    folders.append(Path("/usr/share/ollama/.ollama/models"))  # where Linux runs it as a service
+    folders.append(Path("/usr/share/ollama/.ollama/models"))  # used when Linux runs Ollama as a service
     return next((folder for folder in folders if _is_folder(folder / "blobs")), None)
 
 
 def _is_folder(path: Path) -> bool:
     try:
         return path.is_dir()
-    except OSError:  # of another user
+    except OSError:  # it may belong to another user
         return False
 
 
 def _ollama() -> Iterator[StoredModel]:
-    """Models by their manifests, HOST/OWNER/NAME/TAG, each a JSON document that names the blob of the weights."""
+    """Yield Ollama's models. Each has a JSON manifest HOST/OWNER/NAME/TAG, which names the blob of its weights."""
     if not (folder := _ollama_folder()):
         return
     for path in islice(folder.glob("manifest*/*/*/*/*"), _MOST):
@@ -183,7 +201,7 @@ def _ollama() -> Iterator[StoredModel]:
 
 
 def _weights_of(manifest: Path, blobs: Path) -> Path | None:
-    """Return the GGUF file that a manifest of Ollama names, or None where there is none."""
+    """Return the GGUF file that a manifest of Ollama names, or None if there is none."""
     try:
         if manifest.stat().st_size > _LONGEST_MANIFEST:
             return None
@@ -197,7 +215,7 @@ def _weights_of(manifest: Path, blobs: Path) -> Path | None:
 
 
 def _lm_studio() -> Iterator[StoredModel]:
-    """GGUF files as PUBLISHER/REPOSITORY/FILE."""
+    """Yield LM Studio's models, which are stored as PUBLISHER/REPOSITORY/FILE."""
     for place in (".lmstudio/models", ".cache/lm-studio/models"):
         folder = Path.home() / place
         if folder.is_dir():

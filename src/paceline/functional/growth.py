@@ -190,7 +190,12 @@ class _LevelGrowth:
 
     def trees(self, width: int) -> CandidateTree:
         """Grow the trees and return them, padded to `width` nodes."""
-        grow_trees(self._growths, self._roots, self._level, lambda growth, *row: growth.ask.rank(*row))
+        grow_trees(
+            self._growths,
+            lambda growths: self._read(growths, self._out),
+            self._level,
+            lambda growth, *row: growth.ask.rank(*row),
+        )
         drafts, log_probs = [], []
         for growth, floor in zip(self._growths, self._floors, strict=True):
             nodes, scores = growth.nodes, _path_scores(growth.nodes)
@@ -203,9 +208,6 @@ class _LevelGrowth:
             log_probs.append([scores[node] - above[node] for node in nodes.others(())])
         like = widen(self._out[:0])
         return pack_trees(drafts, log_probs, width, like, self._broken, self._config.depth, self._config.branch)
-
-    def _roots(self, growths: Sequence[Growth]) -> list[Tensor]:
-        return self._read(growths, self._out)
 
     def _level(self, growths: Sequence[Growth]) -> list[Tensor]:
         self._depth += 1

@@ -1,1 +1,1 @@
-"""Integrations of Paceline with other libraries."""
+"""Integrations with other libraries: transformers and Ray Serve."""

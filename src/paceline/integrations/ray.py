@@ -1,8 +1,7 @@
-"""Replicas of `paceline serve` on Ray Serve: `serve run paceline.integrations.ray:app model=demo`. Needs the extra
-"ray".
+"""Replicas of `paceline serve` on Ray Serve: `serve run paceline.integrations.ray:app model=demo`.
 
-`Front` reads a request's body and sends it to the `Replica` that knows the beginning of its prompt. A replica runs the
-same ASGI application as `paceline serve`, so that routes, errors and streams are the server's own.
+This needs the extra "ray". `Front` reads a request's body and sends it to the `Replica` that knows the beginning of its
+prompt. A replica runs the same ASGI application as `paceline serve`, so routes, errors and streams are the same.
 """
 
 from __future__ import annotations
@@ -35,20 +34,23 @@ from paceline.server.listen import check_address
 from paceline.server.preprocessing import LONG, Preprocessor, client_of
 
 _ATTEMPTS = 2
-"""Replicas that may die before they have begun to answer a request."""
+"""Number of replicas to try if they die before they begin to answer a request."""
 _PAUSE = 0.02
-"""Seconds between two parts of a stream: each costs processor time in three processes (benchmarks/replicas.py)."""
+"""Seconds between two parts of a stream. Each part costs processor time in three processes (benchmarks/replicas.py)."""
 _UNSENT = 256
-"""Messages of one answer that may wait for Ray."""
+"""Maximum number of messages of an answer that wait for Ray."""
 _NO_BODY = ("GET", "HEAD", "OPTIONS")
 
 
 class PrefixRouter(RequestRouter):
-    """Sends requests that begin alike to the same replica."""
+    """Sends requests with the same beginning to the same replica."""
 
     @property
     def max_num_routing_tasks(self) -> int:
-        """As many as requests wait, which `max_queued_requests` bounds: one whose replica is full keeps its task."""
+        """Number of waiting requests, which `max_queued_requests` limits.
+
+        A request keeps its task while its replica is full, so fewer tasks would block other requests.
+        """
         return int(self.num_pending_requests)
 
     async def choose_replicas(
@@ -57,7 +59,7 @@ class PrefixRouter(RequestRouter):
         """Return groups of replicas, the preferred group first."""
         route = Route()
         if pending_request is not None:
-            pending_request.routing_context.should_backoff = True  # if all of them are full
+            pending_request.routing_context.should_backoff = True  # in case all of them are full
             route = pending_request.kwargs["route"]
         names = [replica.replica_id.unique_id for replica in candidate_replicas]
         loads = [self.replica_queue_len_cache.get(replica.replica_id) or 0 for replica in candidate_replicas]
@@ -65,7 +67,7 @@ class PrefixRouter(RequestRouter):
 
 
 class Replica:
-    """One server: its models, their workers, its application."""
+    """One server with its models, their workers and the application."""
 
     async def __init__(self, arguments: Mapping[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
         self._running, self._gauges = AsyncExitStack(), dict[str, Gauge]()
@@ -77,19 +79,19 @@ class Replica:
         await self._running.aclose()
 
     async def check_health(self) -> None:
-        """Raise an error if a worker has ended or fails: Serve then replaces this replica. Reports metrics too."""
+        """Report metrics. Raise an error if a worker has ended or fails, so that Serve replaces this replica."""
         if not self._served.models.alive:
-            raise RuntimeError("a worker of this replica has ended, see its log")
+            raise RuntimeError("a worker of this replica has ended; see its log")
         if self._served.models.failing:
-            raise RuntimeError("the latest replies of this replica ended with internal errors, see its log")
+            raise RuntimeError("the latest replies of this replica ended with internal errors; see its log")
         for name, labels, value in self._served.models.metrics.samples():
-            name = name.replace(":", "_")  # which Ray does not allow
+            name = name.replace(":", "_")  # Ray does not allow colons
             if name not in self._gauges:
                 self._gauges[name] = Gauge(name, "See /metrics of paceline serve.", tuple(labels))
             self._gauges[name].set(value, labels)
 
     async def answer(self, scope: dict[str, Any], body: bytes, route: Route) -> AsyncIterator[list[Message]]:
-        """Yield the application's messages as they come. `route` is for `PrefixRouter`."""
+        """Yield the application's messages as they arrive. `PrefixRouter` reads `route`."""
         sent: asyncio.Queue[Message | None] = asyncio.Queue(_UNSENT)
         unread, gone = [body], asyncio.Event()
 
@@ -104,7 +106,9 @@ class Replica:
                 await sent.put(message)
 
         task = asyncio.ensure_future(self._served.app(scope, receive, send))
-        task.add_done_callback(lambda _: None if sent.full() else sent.put_nowait(None))  # a full queue needs no end
+        task.add_done_callback(
+            lambda _: None if sent.full() else sent.put_nowait(None)
+        )  # a full queue wakes the reader anyway
         try:
             while not task.done() or not sent.empty():
                 messages = [await sent.get()]
@@ -117,13 +121,13 @@ class Replica:
             await task
         finally:
             gone.set()
-            while not sent.empty():  # the application may wait for room
+            while not sent.empty():  # the application may be waiting for room in the queue
                 sent.get_nowait()
             await asyncio.wait([task])
 
 
 class Front:
-    """Reads requests, finds their replicas, and passes on what those answer."""
+    """Reads requests, finds their replicas, and forwards the answers."""
 
     def __init__(self, replicas: DeploymentHandle, settings: Settings) -> None:
         self._replicas, self._settings = replicas.options(stream=True), settings
@@ -131,23 +135,23 @@ class Front:
         self._bodies = BodyReader(self._preprocessor, settings.max_body, settings.max_bodies)
 
     async def __call__(self, request: Request) -> Response:
-        """Answer one request."""
+        """Answer a request."""
         path = request.url.path
         try:
             if path == "/metrics":
-                raise ApiError(404, "the metrics of all replicas are at Ray's metrics ports", code="not_found")
-            if request.method in _NO_BODY:  # the replica checks host and key, unless anyone may ask
+                raise ApiError(404, "Ray's metrics ports have the metrics of all replicas", code="not_found")
+            if request.method in _NO_BODY:  # the replica checks host and key where it is necessary
                 stream, head = await self._begin(request, b"")
             else:
                 check_host(self._settings.hosts, request.headers.get("host", ""))
                 check_key(self._settings.api_keys, authorization(request.headers))
                 async with self._bodies.receive(request) as (body, _):
                     stream, head = await self._begin(request, body)
-        except Exception as error:
+        except Exception as error:  # `api_error` logs unexpected errors with their traceback
             return api_error(known(error)).response(path)
         start, *rest = head
         response = StreamingResponse(parts(stream, rest, path), start["status"])
-        response.raw_headers = [pair for pair in start["headers"] if pair[0] != b"x-request-id"]  # Ray sends it
+        response.raw_headers = [pair for pair in start["headers"] if pair[0] != b"x-request-id"]  # Ray adds its own
         return response
 
     async def _route(self, request: Request, body: bytes) -> Route:
@@ -155,8 +159,11 @@ class Front:
         return work() if len(body) <= LONG else await self._preprocessor.run("parse", client_of(request), work)
 
     async def _begin(self, request: Request, body: bytes) -> tuple[Any, list[Message]]:
-        """Return the stream of a replica's answer, and its first messages: all, unless the answer is streamed. Another
-        replica takes the place of one that dies meanwhile, since nothing has been sent to the client."""
+        """Start a replica's answer. If the replica dies, try another one, since the client has received nothing yet.
+
+        Returns:
+            The stream of the answer, and its first messages. These are all messages unless the answer is streamed.
+        """
         sent = {name: value for name, value in request.scope.items() if isinstance(value, str | bytes | list | tuple)}
         route = await self._route(request, body)
         for left in reversed(range(_ATTEMPTS)):
@@ -176,17 +183,28 @@ class Front:
 
 
 def front_settings(given: Mapping[str, Any]) -> Settings:
-    """Return what `Front` checks before it reads a body. `given`: all options of `paceline serve` by name."""
+    """Return the settings that `Front` checks before it reads a body.
+
+    Args:
+        given: All options of `paceline serve` by name.
+    """
     who = ServerOptions(host=given["host"], api_key=given["api_key"], allowed_host=given["allowed_host"])
     hosts = who.hosts(check_address(who.host, 0))
     return Settings(tuple(who.api_key or ()), hosts, max_body=given["max_body"])
 
 
 def app(arguments: dict[str, Any]) -> serve.Application:
-    """Return the application for `serve run` and `serve deploy`. `arguments`: options of `paceline serve` by name."""
+    """Return the application for `serve run` and `serve deploy`.
+
+    Args:
+        arguments: Options of `paceline serve` by name.
+
+    Raises:
+        InvalidOption: If an option is not valid or not supported on Ray.
+    """
     if "record" in arguments:
-        raise InvalidOption("a recording has one writer, and replicas are many", "Leave out record")
-    arguments = {**arguments, "port": 0}  # replicas listen on none
+        raise InvalidOption("several replicas cannot write one recording", "Leave out record")
+    arguments = {**arguments, "port": 0}  # replicas do not listen on a port
     given = parsed(application, arguments).params
     replicas = serve.deployment(
         Replica,

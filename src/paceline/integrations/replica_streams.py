@@ -1,4 +1,4 @@
-"""Streams of answers that come from a replica on Ray, which may die meanwhile."""
+"""Streams of answers from a replica on Ray, which may die before the stream ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.server.errors import api_error, dialect, retry_later
 
 
 async def parts(stream: Any, messages: list[Message], path: str) -> AsyncIterator[bytes]:
-    """Yield the bytes of an answer. If its replica dies the stream ends with an error, as the server's own does."""
+    """Yield the bytes of an answer. If its replica dies, the stream ends with an error in the format of the API."""
     try:
         while True:
             for message in messages:
@@ -32,7 +32,7 @@ async def parts(stream: Any, messages: list[Message], path: str) -> AsyncIterato
 
 
 def known(error: Exception) -> Exception:
-    """Return an error of Ray in the server's words, and any other as it is."""
+    """Convert errors of Ray to the server's errors. Return all other errors unchanged."""
     if isinstance(error, BackPressureError):
         return retry_later(429, "all replicas are full", "queue_full")
     if isinstance(error, RayActorError):

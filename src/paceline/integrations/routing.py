@@ -1,4 +1,4 @@
-"""Which replica should answer a request: the one that has read the beginning of its prompt before."""
+"""Choosing the replica for a request: the one that has already processed the beginning of its prompt."""
 
 from __future__ import annotations
 
@@ -15,27 +15,32 @@ from paceline.server.bodies import parse
 from paceline.server.errors import ApiError
 
 SESSION = "x-session-id"
-"""Header of requests that must reach the replica that answered the others of their session."""
+"""Header for sessions. All requests of a session go to the same replica."""
 
 _BLOCKS = 512, 4096
-"""Characters of the beginnings that are compared: requests that share a system prompt, those of one conversation."""
+"""Lengths in characters of the beginnings to compare. The shorter one covers a shared system prompt, the longer one a
+conversation."""
 _FIELDS = ("model", "tools", "system", "instructions", "messages", "input", "prompt")
-"""Fields of a body that its prompt is made of, in about the order of the prompt."""
+"""Fields of a body that form its prompt, in approximately the order of the prompt."""
 _SLACK = 1.25
-"""Load of a replica, relative to the mean, from which it is busy (benchmarks/replicas.py)."""
+"""A replica is busy if its load exceeds the mean load by this factor (benchmarks/replicas.py)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where a request should go. `keys`: hashes of longer and longer beginnings. `pinned`: nowhere but to the first
-    key's owner."""
+    """The destination of a request.
+
+    Attributes:
+        keys: Hashes of beginnings of the prompt, shortest first.
+        pinned: True if only the owner of the first key may answer.
+    """
 
     keys: tuple[bytes, ...] = ()
     pinned: bool = False
 
 
 def route_of(headers: Mapping[str, str], body: bytes) -> Route:
-    """Return the route of a request. One whose body no server would accept may go anywhere."""
+    """Return the route of a request. A request with an invalid body may go to any replica."""
     if session := headers.get(SESSION):
         return Route((_digest(session),), pinned=True)
     try:
@@ -46,13 +51,21 @@ def route_of(headers: Mapping[str, str], body: bytes) -> Route:
 
 
 def ranks(route: Route, names: Sequence[str], load: Callable[[int], int]) -> list[list[int]]:
-    """Return groups of indices of `names`, the preferred group first; of a group, the one with the least load is taken.
+    """Rank the replicas for a request.
 
-    The owner of a key has the highest hash of key and name (rendezvous hashing: Thaler and Ravishankar, 1998), so that
-    a replica that comes or goes changes the owner of its own share of the keys alone. If the owner of the shortest
-    beginning has more than its share of the load (bounded loads: Mirrokni, Thorup and Zadimoghaddam, arXiv 1608.01350),
-    two follow (power of two choices): the first two in the order of the longest beginning, so that a conversation keeps
-    its replicas. Two at random are the last resort.
+    The owner of a key is the replica with the highest hash of key and name (rendezvous hashing: Thaler and Ravishankar,
+    1998). So a replica that is added or removed changes only the owner of its own share of the keys. If the owner of
+    the shortest beginning is overloaded (bounded loads: Mirrokni, Thorup and Zadimoghaddam, arXiv 1608.01350), the less
+    loaded of two replicas is used (power of two choices). These are the first two for the longest beginning, so that a
+    conversation stays with its replicas. The last resort is two random replicas.
+
+    Args:
+        route: Route of the request.
+        names: Names of the replicas.
+        load: Returns the load of a replica by its index.
+
+    Returns:
+        Groups of indices, the preferred group first. In a group, the replica with the lowest load is used.
     """
     everyone = range(len(names))
     if not route.keys:
@@ -74,8 +87,8 @@ def _digest(text: str) -> bytes:
 
 
 def _opening(body: Mapping[str, Any]) -> str:
-    """Return what the prompt begins with: of a chat, up to the first message of the user, so that every turn of it has
-    the same."""
+    """Return the beginning of the prompt. A chat is cut after the user's first message, so all its turns begin
+    alike."""
     parts = []
     for name in _FIELDS:
         value = body.get(name)

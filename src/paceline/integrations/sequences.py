@@ -1,4 +1,4 @@
-"""One sequence of a transformers batch, as logits processors and stopping criteria see it."""
+"""The sequences of a transformers batch, as logits processors and stopping criteria see them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,18 @@ if TYPE_CHECKING:
 _SHAPING = ("Temperature", "TopK", "TopP", "TopH", "MinP", "Typical", "Epsilon", "Eta")
 _BANS = ("NoBadWords", "NoRepeatNGram", "MinLength", "MinNewTokensLength", "SuppressTokens", "SuppressTokensAtBegin")
 _BY_ROW = {f"{name}LogitsWarper" for name in _SHAPING} | {f"{name}LogitsProcessor" for name in _BANS}
-"""Processors of transformers that treat all sequences of a batch alike."""
+"""Processors of transformers that treat all sequences of a batch in the same way."""
 
 
 class BatchSequence:
-    """Sequence `index` of a batch of `count`. `prompt`: its tokens without the padding.
+    """A sequence of a batch.
 
-    Some processors and criteria hold state per sequence (a padding length, a function of the batch index). They get a
-    whole batch in which every sequence is this one, and only the row of this sequence is read.
+    Some processors and criteria hold state for each sequence, such as a padding length. They receive a whole batch that
+    repeats this sequence, and only the row of this sequence is used.
+
+    Attributes:
+        index: Index in the batch.
+        prompt: Prompt tokens without padding.
     """
 
     def __init__(
@@ -38,7 +42,16 @@ class BatchSequence:
         processors: LogitsProcessorList,
         criteria: StoppingCriteriaList,
     ) -> None:
-        """`input_ids`: this sequence [T], of which the first `padding` tokens are padding."""
+        """Prepare a sequence.
+
+        Args:
+            index: Index in the batch.
+            count: Number of sequences in the batch.
+            input_ids: Prompt with padding, [T].
+            padding: Number of padding tokens at the beginning.
+            processors: Logits processors of the call.
+            criteria: Stopping criteria of the call.
+        """
         self.index, self._count, self._padding = index, count, padding
         self._processors, self._criteria = processors, criteria
         alike = all(
@@ -51,14 +64,14 @@ class BatchSequence:
 
     @property
     def left(self) -> int:
-        """Tokens that the length limit leaves for the reply."""
+        """Number of reply tokens that the length limit allows."""
         limit = self._criteria.max_length
         return 2**31 if limit is None else int(limit) - self._padding - len(self.prompt)
 
     def process(self, prefix: Prefix, logits: Tensor) -> Tensor:
-        """Apply all processors of transformers in order, in float32 as in `generate` (a `LogitsProcessor`)."""
+        """Apply all processors of transformers in order, in float32 as in `generate`. This is a `LogitsProcessor`."""
         scores = logits.to(self._ids.device, torch.float32)
-        # Tokens that were committed at the last call are not copied again.
+        # Do not copy tokens again that were already committed at the last call.
         ids = self._extended([*prefix.token_ids[self._known :], *prefix.path])
         self._known = len(prefix.token_ids)
         if self._processors:
@@ -66,12 +79,12 @@ class BatchSequence:
         return scores.to(logits)
 
     def ended(self, reply: Sequence[int], text: str) -> bool:
-        """Whether a criterion ends the sequence after these reply tokens (a `Sampling.stop_when`)."""
+        """Return True if a criterion ends the sequence after these reply tokens. This is a `Sampling.stop_when`."""
         ids = self._extended(reply[self._known - len(self.prompt) :])
         return bool(self._criteria(ids.repeat(self._count, 1), None)[self.index])
 
     def _extended(self, new: Sequence[int]) -> Tensor:
-        """Return the padded sequence [length]: the known tokens and then these new ones."""
+        """Return the padded sequence [length]: the known tokens, then the new ones."""
         start = self._padding + self._known
         if start + len(new) > len(self._ids):
             self._ids = torch.cat([self._ids, self._ids.new_zeros(max(256, start + len(new)))])
@@ -81,8 +94,12 @@ class BatchSequence:
 
 @dataclass(slots=True)
 class Recorder(Sampler):
-    """A sampler that keeps the rows it chooses from. `logits`, `scores`: [V] by position, before and after
-    processors."""
+    """A sampler that keeps the rows of its choices.
+
+    Attributes:
+        logits: Position -> logits before processors, [V].
+        scores: Position -> logits after processors, [V].
+    """
 
     logits: dict[int, Tensor] = field(default_factory=dict)
     scores: dict[int, Tensor] = field(default_factory=dict)
@@ -99,8 +116,12 @@ def rows_of(
     processors: LogitsProcessorList,
     criteria: StoppingCriteriaList,
 ) -> list[BatchSequence]:
-    """Return the sequences of a batch [B, T]. Raises `InvalidOption` unless masks and positions describe padding on the
-    left and nothing else."""
+    """Return the sequences of a batch [B, T].
+
+    Raises:
+        InvalidOption: If the attention mask or the positions describe more than padding on the left, or a prompt is
+            empty.
+    """
     count, width = input_ids.shape
     mask = model_kwargs.get("attention_mask")
     keep = torch.ones_like(input_ids) if mask is None else mask.to(input_ids)
@@ -108,13 +129,15 @@ def rows_of(
     if keep.shape != input_ids.shape or not torch.equal(
         keep, (torch.arange(width).to(keep) >= padding[:, None]).long()
     ):
-        raise InvalidOption("the attention mask is more than padding on the left", 'Use padding_side="left"')
+        raise InvalidOption(
+            "the attention mask must describe only padding on the left", 'Use a tokenizer with padding_side="left"'
+        )
     if int(padding.max()) == width:
         raise InvalidOption("a prompt is empty", "Give at least one token")
     positions = model_kwargs.get("position_ids")
     usual = torch.arange(width).to(keep) - padding[:, None]
     if positions is not None and not bool(((positions.to(usual) == usual) | (keep == 0)).all()):
-        raise InvalidOption("position_ids are not those of the text", "Leave position_ids out")
+        raise InvalidOption("position_ids must count the tokens of each text from 0", "Leave out position_ids")
     return [
         BatchSequence(i, count, ids, pad, processors, criteria)
         for i, (ids, pad) in enumerate(zip(input_ids, padding.tolist(), strict=True))

@@ -41,29 +41,42 @@ def speculate(
     tokenizer: Any = None,
     streamer: BaseStreamer | None = None,
 ) -> Speculator:
-    """Return a `custom_generate` that writes what `generate` writes, with drafts.
+    """Return a `custom_generate` for transformers' `generate` that speculates.
 
-    drafter, draft: as in `paceline.load`; "model:REF" also needs the target's `tokenizer`, to compare vocabularies.
-    streamer: give it here and not to `generate`, which (in 5.23) does not pass it on to a callable.
+    Greedy text equals the text of `generate`, up to rounding. In bfloat16, passes that verify drafts round differently
+    from passes with one row, so texts may diverge where two tokens are nearly equal. With drafter=None, `generate`'s
+    own loop writes greedy text, which is then identical. Sampled text has the same distribution. It depends on a seed
+    drawn from torch's generator, so `torch.manual_seed` makes it reproducible.
 
-    Greedy text is `generate`'s own, up to rounding where two tokens are nearly equal: in bfloat16, passes that verify
-    drafts round differently from passes of one row, so texts may diverge after a while. With drafter=None greedy text
-    is written by `generate`'s own loop, and is identical. Sampled text has the same distribution and depends on a seed
-    drawn from torch's generator, so `torch.manual_seed` makes it reproducible. Every logits processor and stopping
-    criterion of the call applies to every token; their results must depend on their arguments alone. (`stop_strings`
-    needs a tokenizer, which transformers does not pass on either: give a `StopStringCriteria`.)
+    All logits processors and stopping criteria of the call apply to every token. Their results must depend only on
+    their arguments. `stop_strings` needs a tokenizer, which transformers does not pass on; use a `StopStringCriteria`
+    instead. The model is set to eval().
 
-    The model is set to eval(). Raises `InvalidOption` for a drafter that does not exist and, when called, for options
-    that speculation does not support.
+    Args:
+        drafter: As in `paceline.load`. "model:REF" also needs `tokenizer`.
+        draft: As in `paceline.load`.
+        tokenizer: The target's tokenizer, to compare vocabularies with a draft model.
+        streamer: A streamer. Pass it here instead of to `generate`, which (in version 5.23) does not pass it on.
+
+    Returns:
+        A callable, `generate(..., custom_generate=speculate())`. It raises `InvalidOption` for options of `generate`
+        that are not supported.
+
+    Raises:
+        InvalidOption: If there is no such drafter, or the tokenizer is missing.
     """
     check_spec(drafter)
     if isinstance(drafter, str) and "model:" in drafter and tokenizer is None:
-        raise InvalidOption(f"{drafter!r} is compared with the target's vocabulary", "Give tokenizer=... too")
+        raise InvalidOption(f"{drafter!r} needs the target's tokenizer to compare vocabularies", "Pass tokenizer=...")
     return Speculator(drafter, to_tree(draft), tokenizer, streamer)
 
 
 class Speculator:
-    """The callable that `speculate` returns. It keeps the drafter, with its state, from call to call."""
+    """The callable that `speculate` returns. It keeps the drafter and its state between calls.
+
+    Attributes:
+        stats: Statistics of the latest call, one for each sequence.
+    """
 
     def __init__(
         self, drafter: str | Drafter | None, draft: DraftBudget | None, tokenizer: Any, streamer: BaseStreamer | None
@@ -72,7 +85,6 @@ class Speculator:
         self._engine: Engine | None = None
         self._model: PreTrainedModel | None = None
         self.stats: list[Stats] = []
-        """Statistics of the latest call, one per sequence."""
 
     def __call__(
         self,
@@ -84,7 +96,23 @@ class Speculator:
         streamer: BaseStreamer | None = None,
         **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        """Called by transformers' `generate`. `input_ids`: int64 [B, T], padded on the left."""
+        """Generate the sequences of a call of transformers' `generate`.
+
+        Args:
+            model: The target.
+            input_ids: Prompts, int64 [B, T], padded on the left.
+            logits_processor: Processors of the call.
+            stopping_criteria: Criteria of the call.
+            generation_config: Config of the call.
+            streamer: Receives the tokens.
+            **model_kwargs: Arguments for the model.
+
+        Returns:
+            As `generate`.
+
+        Raises:
+            InvalidOption: If an option is not supported.
+        """
         from transformers.generation import EosTokenCriteria
 
         refuse(generation_config, logits_processor, model_kwargs)
@@ -106,7 +134,7 @@ class Speculator:
     def _undrafted(
         self, model: PreTrainedModel, input_ids: Tensor, *choice: Any, **rest: Any
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        """Run `generate`'s own loop: passes of other sizes would round bfloat16 differently."""
+        """Run `generate`'s own loop, because passes of other sizes would round bfloat16 differently."""
         self.stats = [Stats(0, "bits") for _ in input_ids]
         out: Any = model._sample(input_ids, *choice, **rest)
         whole = out if isinstance(out, Tensor) else out.sequences
@@ -116,7 +144,7 @@ class Speculator:
         return out
 
     def _ready(self, model: PreTrainedModel) -> Engine:
-        """Return the engine for this model: that of the last call, if the model is the same."""
+        """Return the engine for this model. Reuse the engine of the last call if the model is the same."""
         from paceline.models.transformers import CausalLM
 
         if self._engine is None or self._model is not model:
@@ -139,9 +167,11 @@ class Speculator:
 
 
 class _GenerateCall:
-    """One call of `generate`: a request per sequence, all in the same passes. `pad`: the token after the end of a
-    sequence. Without end-of-sequence tokens, transformers lets sequences that a criterion has stopped run on until all
-    are stopped."""
+    """One call of `generate`, with a request for each sequence. All requests share the passes.
+
+    `pad` is the token after the end of a sequence. It is None if there are no end-of-sequence tokens. Then transformers
+    continues sequences that a criterion has stopped until all are stopped, and so does this class.
+    """
 
     def __init__(
         self,
@@ -157,12 +187,12 @@ class _GenerateCall:
         self._seed = int(torch.randint(2**62, ())) if config.do_sample else 0
         self._samplers = [self._sampler(row) for row in rows]
         self._texts = [row.prompt for row in rows]
-        """Prompt and reply so far of every sequence."""
+        """Prompt and reply so far of each sequence."""
         self.stats = [Stats(self._seed, "rounding") for _ in rows]
         self._put = 0
 
     def run(self) -> Tensor | GenerateDecoderOnlyOutput:
-        """Write all sequences."""
+        """Generate all sequences."""
         self._write([row.left for row in self._rows], criteria=True)
         longest = max(map(len, self._replies))
         if self._pad is None:
@@ -186,16 +216,18 @@ class _GenerateCall:
         )
 
     def _write(self, left: Sequence[int], criteria: bool) -> None:
-        """Continue every sequence that has tokens left until it has ended."""
+        """Continue every sequence that has tokens left until it ends."""
         tasks = {i: Task(partial(self._start, i, count, criteria)) for i, count in enumerate(left) if count}
         with Batch(self._engine, list(tasks.values()), len(tasks)) as batch:
             for _ in batch:
-                for error in batch.errors.values():  # at once: a batch would finish the other sequences first
+                for (
+                    error
+                ) in batch.errors.values():  # raise at once, while a batch would first finish the other sequences
                     raise error
                 self._stream([i for i, task in tasks.items() if not task.done])
 
     def _start(self, index: int, left: int, criteria: bool, source: Request | None) -> Request:
-        """Start a sequence's request. `criteria`: False to stop after `left` tokens only."""
+        """Start the request of a sequence. Without `criteria`, it stops only after `left` tokens."""
         sampling = Sampling(max_new_tokens=left, stop_when=(self._rows[index].ended,) if criteria else ())
         stream = TextStream(sampling, (), lambda ids: "", left)
         request = self._engine.start(self._texts[index], self._samplers[index], stream, self.stats[index])
@@ -203,7 +235,7 @@ class _GenerateCall:
         return request
 
     def _stream(self, live: Sequence[int]) -> None:
-        """Give the streamer the tokens that all sequences have by now, one [B] after the other, as `generate` does."""
+        """Pass the tokens that all sequences have so far to the streamer, one [B] at a time, like `generate`."""
         if self._streamer is None:
             return
         replies = self._replies
@@ -233,7 +265,7 @@ class _GenerateCall:
         )
 
     def _steps(self, rows: Sequence[Mapping[int, Tensor]], width: int) -> tuple[Tensor, ...]:
-        """Return [B, V] by step, from [V] by sequence and position; zeros where a sequence has ended."""
+        """Return [B, V] for each step, from rows [V] by sequence and position. Sequences that have ended get zeros."""
         none = torch.zeros_like(next(iter(rows[0].values())))
         steps = [
             [kept[at] for at in range(len(row.prompt), len(text))]
@@ -246,7 +278,8 @@ def _fits(criteria: StoppingCriteriaList, engine: Engine) -> None:
     limit, room = criteria.max_length or 0, engine.target.context_length
     if limit > room:
         raise InvalidOption(
-            f"a text of up to {limit} tokens does not fit the model's context of {room}", "Give fewer max_new_tokens"
+            f"a text of up to {limit} tokens exceeds the model's context length of {room} tokens",
+            "Lower max_new_tokens",
         )
 
 
@@ -258,21 +291,24 @@ def refuse(config: GenerationConfig, processors: LogitsProcessorList, model_kwar
 
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise InvalidOption(f"{mode.value} is not drafted", "Ask for greedy text or sampling (num_beams=1)")
+        raise InvalidOption(f"{mode.value} is not supported", "Use greedy decoding or sampling, with num_beams=1")
     for processor in processors:
         if isinstance(processor, (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)):
             raise InvalidOption(
-                f"{type(processor).__name__} counts its calls and cannot look at drafts", "Generate without drafts"
+                f"{type(processor).__name__} counts its calls, so it does not work with drafts",
+                "Generate without custom_generate",
             )
     if config.output_attentions or config.output_hidden_states:
-        raise InvalidOption("drafted generation returns no attentions or hidden states", "Ask the model for them")
+        raise InvalidOption(
+            "output_attentions and output_hidden_states are not supported", "Call the model on the text to get them"
+        )
     past = model_kwargs.get("past_key_values")
-    # generate() makes an empty cache itself; newer versions mark the one that a user gave.
+    # generate() creates an empty cache itself. Newer versions mark a cache that the user passed.
     own = past is not None and (getattr(past, "_is_user_defined", False) or past.get_seq_length() > 0)
     if own or type(past) not in (DynamicCache, type(None)):
-        raise InvalidOption(
-            f"a cache of one's own ({type(past).__name__}) is neither read nor filled", "Leave past_key_values out"
-        )
+        raise InvalidOption(f"your own cache ({type(past).__name__}) is not supported", "Leave out past_key_values")
     known = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
     if others := sorted(name for name in model_kwargs.keys() - known if model_kwargs[name] is not None):
-        raise InvalidOption(f"drafted generation takes no {', '.join(others)}", "Generate without drafts")
+        raise InvalidOption(
+            f"not supported: {', '.join(others)}", "Leave them out, or generate without custom_generate"
+        )

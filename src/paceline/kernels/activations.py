@@ -39,7 +39,7 @@ def _gelu(x: Tensor, approximate: str) -> Tensor:
 
 
 UNGATED: dict[str, Activation] = {
-    "squared_relu": lambda up: F.relu(up).square(),
+    "relu2": lambda up: F.relu(up).square(),
     "gelu": lambda up: _gelu(up, "none"),
     **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), lambda up: _gelu(up, "tanh")),
 }

@@ -43,7 +43,7 @@ class AssistantNetwork:
         self.logits = linear(head).precise
         """Logits [..., V] of the first result of `step`."""
         self._attentions = [
-            LayerAttention(c.query_scale or 1.0, one.window, heads=(one.kv_heads, one.head_dim), source=one.source)
+            LayerAttention(c.attention.scale or 1.0, one.window, heads=(one.kv_heads, one.head_dim), source=one.source)
             for one in c.plan
         ]
         ropes = [(one.rope, one.head_dim) for one in c.plan]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Literal
 
 from paceline.cache.slab import ring
 
@@ -12,7 +13,8 @@ class RopeConfig:
     """Rotary embedding: base, scaling rule (see `rope.KINDS`) with its numbers in Hugging Face's terms.
 
     `factors`: divisors per frequency, if the checkpoint has them (GGUF's rope_freqs, longrope's short ones);
-    `long_factors`: those for prompts beyond the original context. `share`: rotated part of each head.
+    `long_factors`: those for prompts beyond the original context. `share`: rotated part of each head. `interleaved`: in
+    the files, the two halves of each rotary pair lie side by side.
     """
 
     theta: float = 10000.0
@@ -21,6 +23,7 @@ class RopeConfig:
     factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     share: float = 1.0
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,7 @@ class LayerConfig:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """A row uses experts of `used` of `count` equal groups alone: those whose `best` experts score most together."""
+    """A row uses experts of `used` of `count` equal groups only: those whose `best` experts score most together."""
 
     count: int
     used: int
@@ -120,19 +123,20 @@ class Groups:
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class MixtureConfig:
     """A mixture of `count` experts of width `ffn`, `used` for each row, their weights summing to 1 if `normalised`.
 
     `block`, `names`, `router`: names in the checkpoint of the block, of an expert's gate, up and down projections, and
     of what chooses among them. `shared`: width of one more expert that every row uses (0: none), named `shared_block`.
-    `sigmoid`: a score is the expert's own, not a share of all; `scale`: factor of the weights. `beside`: they add to
-    the result of the dense network (Gemma 4). `groups`: limits what a row chooses among. `weighs_inputs`: what an
-    expert sees has its weight, not its result.
+    `sigmoid`: a score is the expert's own, not a share of all; `scale`: factor of the weights. `with_dense`: a dense
+    network adds to the experts' result, each with norms of its own (Gemma 4). `groups`: limits what a row chooses
+    among. `weighs_inputs`: what an expert sees has its weight, not its result.
     """
 
     count: int
     used: int
     ffn: int
+    _: KW_ONLY
     normalised: bool
     block: str = "mlp"
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
@@ -141,7 +145,7 @@ class Experts:
     shared_block: str = "mlp.shared_expert"
     sigmoid: bool = False
     scale: float = 1.0
-    beside: bool = False
+    with_dense: bool = False
     groups: Groups | None = None
     weighs_inputs: bool = False
 
@@ -150,8 +154,8 @@ class Experts:
 class LatentConfig:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
 
-    Keys and values of all heads are products of one vector of `rank` elements by token; beside it, each key has a part
-    of `rotary` elements that encodes its position, the same for all heads. Query heads have `plain` elements for the
+    Keys and values of all heads are products of one vector of `rank` elements by token; each key also has a part of
+    `rotary` elements that encodes its position, the same for all heads. Query heads have `plain` elements for the
     former and `rotary` for the latter, value heads `value`. `query_rank`: of the vector that queries are products of
     (0: they are products of the stream).
     """
@@ -164,23 +168,70 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """Attention, but for its sizes, positions and norms.
+
+    Attributes:
+        scale: Factor of the scores; None: head_dim ** -0.5.
+        softcap: Bound of the scores, by tanh.
+        sinks: Each query head has a score for seeing nothing.
+        gated: The output is multiplied by a gate, which is stored with the queries.
+        latent: Keys and values are products of one vector, and the cache holds that: one key head of `head_dim`
+            elements.
+    """
+
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    gated: bool = False
+    latent: LatentConfig | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NormConfig:
+    """Norms of the stream and of heads.
+
+    Attributes:
+        eps: Added to the variance.
+        kind: "rms", or "layer": they subtract the mean too, and may have biases.
+        offset: Added to every weight.
+        before: Attention and feed-forward part see normed rows.
+        after: The outputs of attention and feed-forward part are normed.
+        shared: Attention and feed-forward part see the rows of one norm.
+        heads: Norms of query and key heads: with one weight for all heads ("shared"), with a weight for each head
+            ("own"), or over all heads together ("joint"). None: there are none.
+        rotated_first: Norms of query and key heads come after the rotation.
+        values: Value heads are normed, without a weight.
+    """
+
+    eps: float = 1e-6
+    kind: Literal["rms", "layer"] = "rms"
+    offset: float = 0.0
+    before: bool = True
+    after: bool = False
+    shared: bool = False
+    heads: Literal["shared", "own", "joint"] | None = None
+    rotated_first: bool = False
+    values: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Architecture of a decoder-only model. Sizes in elements, `context_length` in tokens.
 
-    `special`: the layers one by one, unless all are alike (full attention, dense, with `rope`). `qk_norm`: query and
-    key heads are normed. `gated`: the output of attention is multiplied by a gate, which is stored with the queries.
-    `sandwich`: the outputs of attention and feed-forward are normed too. `norm_shift`: added to the weight of every
-    norm. `embed_scale`, `query_scale`: factors of the embedding and of the scores (None: head_dim ** -0.5). `softcap`,
-    `final_softcap`: bounds of scores and logits, by tanh. `sinks`: each query head has a score for seeing nothing.
-    `residual_scale`: factor of what attention and feed-forward add to the stream. `logits_divisor`: of the logits.
-    `prenorm`: attention and feed-forward see normed rows. `wide_norm`: the norms of queries and keys go over all heads.
-    `paired`: in the files, the two halves of each rotary pair lie side by side.
-    `value_norm`: value heads are normed, without a weight. `layer_scale`: each layer's result has a factor.
-    `token_inputs`: size of what each layer gets from a table of its own by the token (0: no such tables).
-    `latent`: keys and values are products of one vector, and the cache holds that: one key head of `head_dim` elements.
-    `layer_norm`: all norms subtract the mean too, and may have biases. `own_head_norms`: those of queries and keys have
-    a weight for each head. `parallel`: attention and feed-forward both see the stream that enters the layer, through
-    `one_norm`, or two. `plain_mlp`: feed-forward networks have no gate.
+    Attributes:
+        ffn: Width of dense feed-forward networks.
+        gated_mlp: Feed-forward networks have a gate.
+        tied: The output head is the embedding.
+        parallel: Attention and feed-forward part both see the stream that enters the layer.
+        special: The layers one by one, unless all are alike (full attention, dense, with `rope`).
+        mixture: The experts of sparse layers.
+        embed_scale: Factor of the embedding.
+        residual_scale: Factor of what attention and feed-forward part add to the stream.
+        logits_divisor: Divisor of the logits.
+        final_softcap: Bound of the logits, by tanh.
+        layer_scale: Each layer's result has a factor.
+        token_inputs: Size of what each layer gets from a table of its own by the token; 0: no such tables.
     """
 
     family: str
@@ -192,40 +243,27 @@ class ModelConfig:
     head_dim: int
     ffn: int
     context_length: int
-    norm_eps: float = 1e-6
     activation: str = "silu"
+    gated_mlp: bool = True
     tied: bool = False
+    parallel: bool = False
+    attention: AttentionConfig = AttentionConfig()
     rope: RopeConfig = RopeConfig()
+    norms: NormConfig = NormConfig()
+    mixture: MixtureConfig | None = None
     special: tuple[LayerConfig, ...] = ()
-    experts: Experts | None = None
-    qk_norm: bool = False
-    gated: bool = False
-    sandwich: bool = False
-    norm_shift: float = 0.0
     embed_scale: float = 1.0
-    query_scale: float | None = None
-    softcap: float | None = None
-    final_softcap: float | None = None
-    sinks: bool = False
     residual_scale: float = 1.0
     logits_divisor: float = 1.0
-    prenorm: bool = True
-    wide_norm: bool = False
-    paired: bool = False
-    value_norm: bool = False
+    final_softcap: float | None = None
     layer_scale: bool = False
     token_inputs: int = 0
-    latent: LatentConfig | None = None
-    layer_norm: bool = False
-    own_head_norms: bool = False
-    parallel: bool = False
-    one_norm: bool = False
-    plain_mlp: bool = False
 
     @property
     def mixed(self) -> int:
         """Outputs of attention."""
-        return self.heads * (self.latent.value if self.latent else self.head_dim)
+        latent = self.attention.latent
+        return self.heads * (latent.value if latent else self.head_dim)
 
     @property
     def plan(self) -> tuple[LayerConfig, ...]:
@@ -241,7 +279,9 @@ class ModelConfig:
         own = [layer for layer in self.plan if layer.attends and layer.source is None]
         held = [min(tokens, ring(layer.window)) if layer.window else tokens for layer in own]
         sizes = [(layer.kv_heads or self.kv_heads) * (layer.head_dim or self.head_dim) for layer in own]
-        return (1 if self.latent else 2) * sum(n * size for n, size in zip(held, sizes, strict=True)) * itemsize
+        return (
+            (1 if self.attention.latent else 2) * sum(n * size for n, size in zip(held, sizes, strict=True)) * itemsize
+        )
 
     def of(self, layer: LayerConfig) -> ModelConfig:
         """The same with the sizes that this layer has."""

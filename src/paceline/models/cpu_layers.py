@@ -252,7 +252,7 @@ def _parts(layer: Layer) -> _Parts | None:
     """None if the kernels cannot run the layer."""
     if not isinstance(layer.attention, Attention) or layer.attention.gated or layer.attention.value_norm:
         return None
-    if layer.attention.tempered:
+    if layer.attention.tempered or layer.attention.rotated_first:
         return None
     if isinstance(layer.attention.norm, WideNorm) or layer.token_input or layer.scale is not None:
         return None

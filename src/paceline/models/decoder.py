@@ -16,7 +16,7 @@ from paceline.kernels.activations import ACTIVATIONS, UNGATED
 from paceline.kernels.cpu.matrix import NativeLinear, softcap_
 from paceline.kernels.linear import Linear, linear
 from paceline.kernels.low_rank import Factors, adapted_pass
-from paceline.models.config import Experts, LayerConfig, ModelConfig
+from paceline.models.config import LayerConfig, MixtureConfig, ModelConfig, RopeConfig
 from paceline.models.latent import make_latent
 from paceline.models.layers import (
     Addend,
@@ -242,20 +242,20 @@ def make_layer(c: ModelConfig, layer: LayerConfig, weights: Weights, prefix: str
     mixer, out = _make_mixer(c, layer, weights, prefix, entry or c.hidden)
     mlp: FeedForward | None = None
     if layer.feeds:
-        sparse = layer.sparse and c.experts
-        mlp = _mixture(c, c.experts, weights, prefix) if sparse and c.experts else make_mlp(c, weights, prefix + "mlp.")
-    second = "pre_feedforward" if c.sandwich else "post_attention"
-    normed = c.prenorm and not c.one_norm and not isinstance(mlp, MixtureBeside)
+        sparse = layer.sparse and c.mixture
+        mlp = _mixture(c, c.mixture, weights, prefix) if sparse and c.mixture else make_mlp(c, weights, prefix + "mlp.")
+    second = "pre_feedforward" if c.norms.after else "post_attention"
+    normed = c.norms.before and not c.norms.shared and not isinstance(mlp, MixtureBeside)
     return (ParallelLayer if c.parallel else Layer)(
-        norm("input") if mixer and entry is None and c.prenorm else None,
+        norm("input") if mixer and entry is None and c.norms.before else None,
         mixer,
         out,
         norm(second if mixer else "input") if mlp and normed else None,
         mlp,
-        (norm("post_attention"), norm("post_feedforward")) if c.sandwich else None,
-        c.residual_scale,
-        _token_input(c, weights, prefix) if c.token_inputs else None,
-        weights.get(prefix + "layer_scalar", (1,)) if c.layer_scale else None,
+        post=(norm("post_attention"), norm("post_feedforward")) if c.norms.after else None,
+        residual_scale=c.residual_scale,
+        token_input=_token_input(c, weights, prefix) if c.token_inputs else None,
+        scale=weights.get(prefix + "layer_scalar", (1,)) if c.layer_scale else None,
     )
 
 
@@ -274,7 +274,7 @@ def _make_mixer(
     """The mixer of a layer, if it has one, and its output product."""
     attention, state, products = None, None, list[Linear]()
     if spec.attends:
-        make = make_latent if c.latent else make_attention
+        make = make_latent if c.attention.latent else make_attention
         attention = make(c, spec, weights, prefix + "self_attn.", width)
         products.append(weights.linear({prefix + "self_attn.o_proj": c.hidden}, c.mixed))
     if spec.recurrent:
@@ -296,12 +296,12 @@ def make_attention(
         product = weights.linear({prefix + "q_proj": q}, width)
         norm = make_head_norms(replace(c, kv_heads=0), weights, prefix, names=("q_norm", "q_norm"))
         return SharedAttention(product, c.heads, c.head_dim, norm)
-    parts = {prefix + "q_proj": 2 * q if c.gated else q, prefix + "k_proj": kv, prefix + "v_proj": kv}
+    parts = {prefix + "q_proj": 2 * q if c.attention.gated else q, prefix + "k_proj": kv, prefix + "v_proj": kv}
     if layer.keys_as_values:
         del parts[prefix + "v_proj"]
     if prefix + "qkv_proj.weight" in weights:  # Phi-3
         parts = {prefix + "qkv_proj": q + 2 * kv}
-    within = _unpaired(c, layer) if c.paired else None
+    within = _unpaired(c, layer.rope) if layer.rope and layer.rope.interleaved else None
     order = None if within is None else _each_head(c, within)
     if prefix + "query_key_value.weight" in weights:  # GPT-NeoX: those of one key head after those of another
         parts = {prefix + "query_key_value": q + 2 * kv}
@@ -309,17 +309,28 @@ def make_attention(
         order = torch.cat([part.flatten() for part in (rows[:, :-2], rows[:, -2], rows[:, -1])])
     norm = make_head_norms(c, weights, prefix, within)
     if layer.unit_heads:
-        norm = HeadNorm(weights.ones(c.head_dim), weights.ones(c.head_dim), c.heads, c.kv_heads, c.norm_eps)
-    sinks = weights.get(prefix + "sinks.weight", (c.heads,), weights.precise) if c.sinks else None
-    value_norm = RMSNorm(weights.ones(c.head_dim), c.norm_eps) if c.value_norm else None
+        norm = HeadNorm(weights.ones(c.head_dim), weights.ones(c.head_dim), c.heads, c.kv_heads, c.norms.eps)
+    sinks = weights.get(prefix + "sinks.weight", (c.heads,), weights.precise) if c.attention.sinks else None
+    value_norm = RMSNorm(weights.ones(c.head_dim), c.norms.eps) if c.norms.values else None
     product = weights.linear(parts, width, order)
     tempered = layer.temperature is not None
-    return Attention(product, c.heads, c.kv_heads, c.head_dim, norm, sinks, c.gated, value_norm, tempered)
+    return Attention(
+        product,
+        c.heads,
+        c.kv_heads,
+        c.head_dim,
+        norm=norm,
+        sinks=sinks,
+        gated=c.attention.gated,
+        value_norm=value_norm,
+        tempered=tempered,
+        rotated_first=c.norms.rotated_first,
+    )
 
 
-def _unpaired(c: ModelConfig, layer: LayerConfig) -> Tensor:
+def _unpaired(c: ModelConfig, rope: RopeConfig) -> Tensor:
     """The order of a head's elements in which the first halves of rotary pairs come before the second ones."""
-    rotated, order = int(c.head_dim * layer.rope.share) if layer.rope else 0, torch.arange(c.head_dim)
+    rotated, order = int(c.head_dim * rope.share), torch.arange(c.head_dim)
     order[:rotated] = order[:rotated].view(-1, 2).T.flatten()
     return order
 
@@ -340,15 +351,15 @@ def _dense(c: ModelConfig, weights: Weights, parts: Sequence[str], down: str, ff
     """`parts`: gate and up projection, which may also be one tensor (Phi-3), or the latter be all there is."""
     fused = parts[1].removesuffix("up_proj") + "gate_up_proj"
     out = weights.linear({down: c.hidden}, ffn)
-    if c.plain_mlp:
+    if not c.gated_mlp:
         act, up = UNGATED[c.activation], weights.linear({parts[1]: ffn}, c.hidden)
         return Dense(lambda x: act(up(x)), out)
     parts = [fused] if fused + ".weight" in weights else parts
     return Dense(weights.gated(parts, (ffn, c.hidden), c.activation), out)
 
 
-def _mixture(c: ModelConfig, e: Experts, weights: Weights, prefix: str) -> FeedForward:
-    if e.beside:
+def _mixture(c: ModelConfig, e: MixtureConfig, weights: Weights, prefix: str) -> FeedForward:
+    if e.with_dense:
         return _mixture_beside(c, e, weights, prefix)
     block = f"{prefix}{e.block}."
     names = [[f"{block}experts.{number}.{name}" for name in e.names] for number in range(e.count)]
@@ -359,11 +370,13 @@ def _mixture(c: ModelConfig, e: Experts, weights: Weights, prefix: str) -> FeedF
         experts,
         e.used,
         e.normalised,
-        torch.full((e.count,), e.scale, dtype=weights.precise, device=weights.device) if e.scale != 1.0 else None,
-        e.sigmoid,
-        weights.get(bias, (e.count,), weights.precise) if bias in weights else None,
-        e.groups,
-        e.weighs_inputs,
+        scales=torch.full((e.count,), e.scale, dtype=weights.precise, device=weights.device)
+        if e.scale != 1.0
+        else None,
+        sigmoid=e.sigmoid,
+        bias=weights.get(bias, (e.count,), weights.precise) if bias in weights else None,
+        groups=e.groups,
+        weighs_inputs=e.weighs_inputs,
     )
     if not e.shared:
         return mixture
@@ -375,7 +388,7 @@ def _mixture(c: ModelConfig, e: Experts, weights: Weights, prefix: str) -> FeedF
     )
 
 
-def _mixture_beside(c: ModelConfig, e: Experts, weights: Weights, prefix: str) -> MixtureBeside:
+def _mixture_beside(c: ModelConfig, e: MixtureConfig, weights: Weights, prefix: str) -> MixtureBeside:
     experts = [make_mlp(replace(c, ffn=e.ffn), weights, f"{prefix}experts.{number}.") for number in range(e.count)]
     router = weights.router(prefix + "router.proj", (e.count, c.hidden))
     scales = weights.get(prefix + "router.per_expert_scale", (e.count,), weights.precise)
@@ -387,6 +400,6 @@ def _mixture_beside(c: ModelConfig, e: Experts, weights: Weights, prefix: str) -
     return MixtureBeside(
         make_mlp(c, weights, prefix + "mlp."),
         Mixture(router, experts, e.used, e.normalised, scales),
-        (norm("pre_feedforward_layernorm"), norm("pre_feedforward_layernorm_2"), RMSNorm(judged, c.norm_eps)),
+        (norm("pre_feedforward_layernorm"), norm("pre_feedforward_layernorm_2"), RMSNorm(judged, c.norms.eps)),
         (norm("post_feedforward_layernorm_1"), norm("post_feedforward_layernorm_2")),
     )

@@ -36,7 +36,9 @@ class EagleNetwork:
     def __init__(self, config: EagleConfig, tensors: Mapping[str, Tensor], host: TargetWithHead) -> None:
         """`tensors`: under the names of `heads.py`, any float dtype. Raises `CorruptModel` for missing or misshapen
         ones, and if the head's vocabulary is not the host's."""
-        layer = replace(config.layer, sandwich=False)  # a head has no further norms, not even one for Gemma
+        layer = replace(
+            config.layer, norms=replace(config.layer.norms, after=False)
+        )  # a head has no further norms, not even one for Gemma
         weights = Weights(tensors, host.dtype, host.device)
         self._embed = _embedding(config, weights, host)
         self._entry = (_Eagle3Input if config.version == 3 else _Eagle1Input)(config, weights)

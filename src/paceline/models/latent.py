@@ -72,11 +72,12 @@ def _by_head(weight: Tensor, x: Tensor) -> Tensor:
 def make_latent(c: ModelConfig, layer: LayerConfig, weights: Weights, prefix: str, width: int) -> LatentAttention:
     """Build latent attention from DeepSeek's names; its files may hold the product of latents as one matrix or, as
     newer ones of llama.cpp, as two stacks. See `decoder.make_attention`."""
-    m = c.latent
+    m = c.attention.latent
     assert m
     outputs = c.heads * (m.plain + m.rotary)
     latent, direct = f"{prefix}kv_a_proj_with_mqa", f"{prefix}q_proj"
-    own, key = _halves(c, c.heads, m.plain), _halves(c, 1, m.rank)
+    interleaved = layer.rope is not None and layer.rope.interleaved
+    own, key = _halves(m, c.heads, m.plain, interleaved), _halves(m, 1, m.rank, interleaved)
     if m.query_rank:
         parts = {f"{prefix}q_a_proj": m.query_rank, latent: m.rank + m.rotary}
         order = torch.cat([torch.arange(m.query_rank), m.query_rank + key])
@@ -93,11 +94,10 @@ def _norm(weights: Weights, name: str, size: int) -> RMSNorm:
     return RMSNorm(weights.get(name, (size,)), _EPS)
 
 
-def _halves(c: ModelConfig, heads: int, plain: int) -> Tensor:
+def _halves(m: LatentConfig, heads: int, plain: int, interleaved: bool) -> Tensor:
     """The order of heads [plain + rotary] in which the first halves of rotary pairs come before the second ones."""
-    assert c.latent
-    size = plain + c.latent.rotary
-    within = [*range(plain), *range(plain, size, 2), *range(plain + 1, size, 2)] if c.paired else [*range(size)]
+    size = plain + m.rotary
+    within = [*range(plain), *range(plain, size, 2), *range(plain + 1, size, 2)] if interleaved else [*range(size)]
     return torch.arange(heads * size).view(heads, size)[:, within].flatten()
 
 

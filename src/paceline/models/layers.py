@@ -63,13 +63,15 @@ class Attention(Mixer):
         gated: bool = False,
         value_norm: Norm | None = None,
         tempered: bool = False,
+        rotated_first: bool = False,
     ) -> None:
         """`qkv`: values may be missing where they are the keys before norm and rotation. `sinks` [heads]: see
         `cache.attention.LayerAttention`, of which they are a part. `tempered`: rotary factors are of queries alone, by
-        which they are multiplied (Llama 4)."""
+        which they are multiplied (Llama 4). `rotated_first`: `norm` comes after the rotation (Hunyuan)."""
         self.qkv, self.norm, self.sinks, self.gated, self.value_norm = qkv, norm, sinks, gated, value_norm
         self.split = (heads + kv_heads, kv_heads)
         self.heads, self.head_dim, self.tempered = heads, head_dim, tempered
+        self.rotated_first = rotated_first
 
     def mix(self, x: Tensor, layer: int, rope: Rope, attention: Pass) -> Tensor:
         """Attend. Returns [B, T, heads * D], before the output product. `rope`: None where the layer encodes no
@@ -82,12 +84,14 @@ class Attention(Mixer):
         qk, v = every[:, :, : self.split[0]], every[:, :, -self.split[1] :]
         if self.value_norm is not None:
             v = self.value_norm(v)
-        if self.norm is not None:
+        if self.norm is not None and not self.rotated_first:
             qk = self.norm(qk)
         if rope is not None and self.tempered:
             qk = torch.cat([rotate(qk[:, :, : self.heads], *rope), qk[:, :, self.heads :]], 2)
         elif rope is not None:
             qk = rotate(qk, *rope)
+        if self.norm is not None and self.rotated_first:
+            qk = self.norm(qk)
         mixed = attention.attend(layer, qk[:, :, : self.heads], qk[:, :, self.heads :], v)
         return mixed if gate is None else mixed * sigmoid(gate)
 

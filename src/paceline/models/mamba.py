@@ -139,7 +139,7 @@ def make_state(c: ModelConfig, kind: RecurrentConfig, weights: Weights, prefix: 
 
     values, norm = kind.heads * kind.value_dim, None
     if (name := prefix + "mamba.norm.weight") in weights:
-        norm = GroupNorm(weights.get(name, (values,), weights.precise), kind.key_heads, c.norm_eps, kind.norm_first)
+        norm = GroupNorm(weights.get(name, (values,), weights.precise), kind.key_heads, c.norms.eps, kind.norm_first)
     product = weights.linear({prefix + "mamba.in_proj": values + kind.channels + kind.heads}, c.hidden)
     state = Selective(kind, make_convolution(kind, weights, prefix + "mamba.conv1d"), each_head("D"))
     mixer = Mamba2(kind, product, state, (-each_head("A_log").exp(), each_head("dt_bias")), norm)

@@ -94,18 +94,18 @@ HeadNorms = HeadNorm | WideNorm | HeadLayerNorm
 
 def make_norm(c: ModelConfig, weights: Weights, name: str, size: int) -> Norm:
     """Build a norm over `size` elements from `name`.weight, and `name`.bias if it is a layer norm that has one."""
-    if not c.layer_norm:
-        return RMSNorm(norm_weight(c, weights, name, size), c.norm_eps)
+    if c.norms.kind == "rms":
+        return RMSNorm(norm_weight(c, weights, name, size), c.norms.eps)
     bias = weights.get(name + ".bias", (size,)) if name + ".bias" in weights else None
-    return LayerNorm(weights.get(name + ".weight", (size,)), bias, c.norm_eps)
+    return LayerNorm(weights.get(name + ".weight", (size,)), bias, c.norms.eps)
 
 
 def norm_weight(c: ModelConfig, weights: Weights, name: str, size: int) -> Tensor:
     """The weight [size] of a norm, with the family's shift added."""
-    if not c.norm_shift:
+    if not c.norms.offset:
         return weights.get(name + ".weight", (size,))
     # bfloat16 would lose most of a weight that is stored as its distance from 1.
-    return weights.get(name + ".weight", (size,), weights.precise) + c.norm_shift
+    return weights.get(name + ".weight", (size,), weights.precise) + c.norms.offset
 
 
 def make_head_norms(
@@ -117,16 +117,16 @@ def make_head_norms(
 ) -> HeadNorms | None:
     """Build the norms of queries and keys, if there are any. `order`: of the elements of each head; None: as
     stored."""
-    if not c.qk_norm:
+    if not c.norms.heads:
         return None
-    if c.layer_norm:
+    if c.norms.kind == "layer":
         return _head_layer_norm(c, weights, prefix, order)
-    if not c.wide_norm:
+    if c.norms.heads != "joint":
         q, k = (norm_weight(c, weights, prefix + name, c.head_dim) for name in names)
-        return HeadNorm(q, k, c.heads, c.kv_heads, c.norm_eps)
+        return HeadNorm(q, k, c.heads, c.kv_heads, c.norms.eps)
     sizes = c.heads * c.head_dim, c.kv_heads * c.head_dim
     q, k = (norm_weight(c, weights, prefix + name, size) for name, size in zip(names, sizes, strict=True))
-    return WideNorm(q, k, c.kv_heads, c.norm_eps)
+    return WideNorm(q, k, c.kv_heads, c.norms.eps)
 
 
 def _head_layer_norm(c: ModelConfig, weights: Weights, prefix: str, order: Tensor | None) -> HeadLayerNorm:
@@ -137,9 +137,9 @@ def _head_layer_norm(c: ModelConfig, weights: Weights, prefix: str, order: Tenso
                 for i, row in enumerate(part):
                     row.copy_(weights.get(f"{name}.{i}.{kind}", (c.head_dim,), weights.precise))
             else:
-                shape = (len(part), c.head_dim) if c.own_head_norms else (c.head_dim,)
+                shape = (len(part), c.head_dim) if c.norms.heads == "own" else (c.head_dim,)
                 part.copy_(weights.get(f"{name}.{kind}", shape, weights.precise))
         return rows if order is None else rows[:, order]
 
     bias = table("bias") if f"{prefix}q_norm.bias" in weights else None
-    return HeadLayerNorm(table("weight"), bias, c.norm_eps)
+    return HeadLayerNorm(table("weight"), bias, c.norms.eps)

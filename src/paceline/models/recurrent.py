@@ -297,7 +297,7 @@ def make_recurrent(
     prefix += "linear_attn."
     rate = -weights.get(prefix + "A_log", (kind.heads,), weights.precise).exp()
     bias = weights.get(prefix + "dt_bias", (kind.heads,), weights.precise)
-    norm = RMSNorm(weights.get(prefix + "norm.weight", (kind.value_dim,), weights.precise), c.norm_eps)
+    norm = RMSNorm(weights.get(prefix + "norm.weight", (kind.value_dim,), weights.precise), c.norms.eps)
     mixed, gates = _projections(c, kind, weights, prefix)
     mixer = DeltaNet(kind, make_convolution(kind, weights, prefix + "conv1d"), mixed, gates, (rate, bias), norm)
     return mixer, "linear_attn.out_proj", kind.heads * kind.value_dim

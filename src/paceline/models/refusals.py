@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.files.schema import CORRECT, IDENTITY, check
-from paceline.models.mamba_hybrids import MAMBA_FAMILIES
 
 Raw = Mapping[str, Any]
 
@@ -21,9 +20,10 @@ def refuse_other_heads(raw: Raw, where: str | Path = "config.json") -> None:
         raise UnsupportedModel(f"{where} is of a {name}, which is not a language model", "Use a model that writes text")
 
 
-def refuse_other_kinds(raw: Raw, where: str | Path = "config.json") -> None:
+def refuse_other_kinds(raw: Raw, where: str | Path = "config.json", native: Container[str] = ()) -> None:
     """Raise `UnsupportedModel` for multimodal, encoder-decoder and recurrent models, `CorruptModel` for a config
-    without a model type. `where`: name of the source in error messages."""
+    without a model type. `where`: name of the source in error messages. `native`: model types whose states can drop
+    rejected tokens."""
     check(where, raw, IDENTITY)
     if "model_type" not in raw:
         raise CorruptModel(f"{where} lacks model_type", CORRECT)
@@ -33,8 +33,7 @@ def refuse_other_kinds(raw: Raw, where: str | Path = "config.json") -> None:
     if raw.get("is_encoder_decoder"):
         raise UnsupportedModel(f"{name} is an encoder-decoder model", "Use a decoder-only model")
     recurrent = ("mamba", "rwkv", "recurrent", "jamba", "zamba", "xlstm", "ssm")
-    native = raw["model_type"] in MAMBA_FAMILIES
-    if not native and any(word in raw["model_type"].lower() for word in recurrent):
+    if raw["model_type"] not in native and any(word in raw["model_type"].lower() for word in recurrent):
         raise UnsupportedModel(
             f"{name} is a recurrent model, whose state cannot drop rejected tokens", "Use an attention-only model"
         )

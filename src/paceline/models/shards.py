@@ -19,7 +19,7 @@ from paceline.kernels.cpu.matrix import block_elements
 from paceline.kernels.low_rank import Factors
 from paceline.kernels.quantize import GROUP, Codes
 from paceline.kernels.stored import Stored
-from paceline.models.config import Experts, ModelConfig
+from paceline.models.config import MixtureConfig, ModelConfig
 from paceline.models.lazy import Renamed, codes_of, kind_of, shape_of, stored_of
 
 _HEADS = ("q_proj", "k_proj", "v_proj", "query_key_value", "sinks")
@@ -58,9 +58,9 @@ class Division:
             return end - first
 
         first, end = self.tokens()[rank]
-        experts = c.experts and replace(c.experts, ffn=own(c.experts.ffn), shared=own(c.experts.shared))
+        experts = c.mixture and replace(c.mixture, ffn=own(c.mixture.ffn), shared=own(c.mixture.shared))
         heads, kv_heads = c.heads // self.count, c.kv_heads // self.count
-        return replace(c, vocab_size=end - first, heads=heads, kv_heads=kv_heads, ffn=own(c.ffn), experts=experts)
+        return replace(c, vocab_size=end - first, heads=heads, kv_heads=kv_heads, ffn=own(c.ffn), mixture=experts)
 
 
 def divide(config: ModelConfig, tensors: Mapping[str, Tensor], count: int) -> Division:
@@ -71,10 +71,10 @@ def divide(config: ModelConfig, tensors: Mapping[str, Tensor], count: int) -> Di
             f"the model's {config.kv_heads} key heads cannot be divided by {count} processes",
             f"Start {' or '.join(fitting)}: torchrun --nproc-per-node {fitting[-1]}",
         )
-    narrow = min(width for width in (config.ffn, config.experts and config.experts.ffn) if width)
+    narrow = min(width for width in (config.ffn, config.mixture and config.mixture.ffn) if width)
     if min(narrow, config.vocab_size) < count:
         raise UnsupportedModel(f"the model is too small for {count} processes", "Start fewer")
-    down = _block(tensors, ("down_proj", config.experts.names[2] if config.experts else "down_proj"))
+    down = _block(tensors, ("down_proj", config.mixture.names[2] if config.mixture else "down_proj"))
     cut, block = config.heads // count * config.head_dim, _block(tensors, ("o_proj",))
     if cut % block and block > 1:
         raise UnsupportedModel(
@@ -148,7 +148,7 @@ class RankTensors(Renamed):
     def _cut(self, name: str) -> tuple[slice | Tensor | None, slice | None]:
         """The rows, or the columns, of a tensor that are this rank's."""
         module, config, count = name.rpartition(".")[0].rpartition(".")[2], self._division.config, self._division.count
-        experts = config.experts
+        experts = config.mixture
         gate, up, down = experts.names if experts and ".experts." in name else ("gate_proj", "up_proj", "down_proj")
         if module in _TOKENS:
             return slice(*self._division.tokens()[self._rank]), None
@@ -167,7 +167,7 @@ class RankTensors(Renamed):
         return (_rows([config.ffn] * 2, [inner] * 2), None) if module == "gate_up_proj" else (None, None)
 
 
-def _width(config: ModelConfig, experts: Experts | None, name: str) -> int:
+def _width(config: ModelConfig, experts: MixtureConfig | None, name: str) -> int:
     """Width of the feed-forward network that a tensor is of."""
     if experts and ".experts." in name:
         return experts.ffn

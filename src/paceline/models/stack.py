@@ -54,7 +54,7 @@ class LayerStack:
         mixers = [layer.attention for layer in layers]
         self._recurrences = {i: mixer.recurrence for i, mixer in enumerate(mixers) if isinstance(mixer, RecurrentMixer)}
         precise = torch.promote_types(host.dtype, torch.float32)
-        rotary = config.latent.rotary if config.latent else config.head_dim
+        rotary = config.attention.latent.rotary if config.attention.latent else config.head_dim
         ropes = [(layer.rope or layer.temperature, layer.head_dim or rotary) for layer in plan]
         self.ropes = RotarySet(ropes, precise, host.device)
         self._parts = list[_PlacedLayers]()
@@ -101,11 +101,21 @@ class LayerStack:
     ) -> LayerAttention:
         """Attention of one layer, as the cache knows it."""
         own = config.of(spec)
-        scale = config.query_scale or own.head_dim**-0.5
+        scale = config.attention.scale or own.head_dim**-0.5
         sizes = own.kv_heads, whole(own.head_dim) if native else own.head_dim
         heads = sizes if spec.kv_heads or spec.head_dim else None
-        seen, held = (spec.window, config.softcap, mutual), (config.latent is not None, spec.chunked)
-        return LayerAttention(scale, *seen, mixer.sinks, heads, spec.source, part, *held)
+        return LayerAttention(
+            scale,
+            window=spec.window,
+            softcap=config.attention.softcap,
+            mutual=mutual,
+            sinks=mixer.sinks,
+            heads=heads,
+            source=spec.source,
+            part=part,
+            single=config.attention.latent is not None,
+            chunked=spec.chunked,
+        )
 
     def new_cache(self, kind: type[SlabCache] = SlabCache) -> SlabCache:
         """A cache for these layers, as long as the host's context: of this kind unless there are recurrent ones."""

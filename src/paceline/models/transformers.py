@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from functools import lru_cache
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,6 +29,8 @@ from paceline.models.transformers_excerpt import first_layers
 from paceline.protocols import KVCache
 from paceline.types import Forward, Rows, Tap, Want
 from paceline.verify.tree import MIN_ROWS
+
+_LOG = getLogger("paceline")
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 """Names of the context length in configs."""
@@ -94,6 +97,7 @@ class CausalLM:
         try:
             model = first_layers(self.model)
         except Exception:  # of a config that takes no other number of layers, for example
+            _LOG.debug("all layers of %s are checked, not only the first", type(self.model).__name__, exc_info=True)
             return self
         if model is self.model:
             return self

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.protocols import TargetWithHead
 from paceline.types import Draft, Want
-from paceline.verify.tree import beside, pack
+from paceline.verify.tree import pack, with_siblings
 
 _FINE, _COARSE = 1e-2, 0.1
 """Relative error of a row's logits that rounding explains: in a model of 32 bits (with TF32 products), and of 16."""
@@ -19,11 +19,11 @@ _LENGTHS, _DEPTH = (8, 13), 4
 weights, so there are few passes, not few rows."""
 
 Plain = Callable[[Tensor], Tensor]
-"""From whole texts [B, T] to their logits [B, T, V], by the model alone."""
+"""Whole texts [B, T] -> their logits [B, T, V], from the model itself."""
 
 
 def verification_error(target: TargetWithHead, trees: bool, plain: Plain) -> str | None:
-    """Why the target's passes are not the model's own; None if they are.
+    """Return the reason why the target's passes differ from the model's own, or None if they do not.
 
     Two slots of unequal length are fed together, verify a draft (`trees`: a tree whose accepted path has a wrong
     sibling at every level; else a chain), commit it and go on: three passes, compared with a plain one. Every row must
@@ -41,7 +41,7 @@ def _verification_error(target: TargetWithHead, trees: bool, plain: Plain) -> st
     texts = [ids[: _LENGTHS[0]], ids[_LENGTHS[0] :]]
     path = ids[3 : 3 + _DEPTH]
     # A draft, and the rows of its accepted path.
-    draft, path_rows = beside(path, ids[-1]) if trees else (Draft.chain(path), list(range(1, _DEPTH + 1)))
+    draft, path_rows = with_siblings(path, ids[-1]) if trees else (Draft.chain(path), list(range(1, _DEPTH + 1)))
     cache = target.new_cache()
     slots = [cache.acquire() for _ in texts]
 
@@ -88,7 +88,7 @@ def _plain_logits(
 
 
 def _differ(ours: Tensor, right: Tensor, allowed: float, misled: Tensor) -> str | None:
-    """Why logits [R, V] are not the right ones. `misled`: those of rows that see other tokens than they should."""
+    """Return the reason why logits [R, V] are wrong, or None. `misled`: logits of rows that see the wrong tokens."""
     error = _error(ours, right)
     if not error < allowed:
         return f"its logits differ from its plain forward's by {error:.1g}"

@@ -22,7 +22,7 @@ _HEADER = 1024
 """Upper bound of the size of a file's header, in bytes."""
 
 
-def states_beside(recording: Path) -> Path:
+def states_folder(recording: Path) -> Path:
     """Return the folder with the hidden states of a recording's texts."""
     return recording.with_name(recording.name + ".states")
 

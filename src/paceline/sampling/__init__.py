@@ -1,1 +1,1 @@
-"""From a row of logits to a token: parameters, processors, truncation, noise, grammars."""
+"""Turning a row of logits into a token: parameters, processors, truncation, noise and grammars."""

@@ -1,19 +1,16 @@
-"""DRY ("don't repeat yourself"): a penalty that grows with the length of the repetition that a token would continue.
+"""DRY ("don't repeat yourself"): a penalty that grows with the length of the repetition that a token would extend.
 
-A token that followed an earlier copy of the text's last n tokens loses `multiplier * base ** (n - allowed_length)` from
-its logit. Sequence breakers end a repetition, so that the form of a list or of a dialogue may recur. Source:
-text-generation-webui, pull request 5677; llama.cpp has the same defaults and the same breakers.
+If a token followed an earlier copy of the text's last n tokens, `multiplier * base ** (n - allowed_length)` is
+subtracted from its logit. Sequence breakers end a repetition, so that the form of a list or a dialogue may recur.
+Source: text-generation-webui, pull request 5677; llama.cpp has the same defaults and breakers.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -26,99 +23,107 @@ if TYPE_CHECKING:
     from paceline.text.tokenizer import Tokenizer
 
 Counts = npt.NDArray[np.int32]
+Tails = Sequence[tuple[int, ...]]
 
 _MOST_TAIL = 20
-"""Tokens of a breaker after its first one, as in llama.cpp."""
-_MOST_KNOWN = 16
-"""Sets of breakers that are kept for one tokenizer."""
+"""Maximum number of tokens of a breaker after its first token, as in llama.cpp."""
 _FLOAT32_LOG = 88.7228391
-"""The logarithm of the highest float32."""
+"""Logarithm of the largest float32."""
+_MOST_PENALTY = 1e30
+"""A logit minus this is finite in float32 even after it is divided by the lowest temperature."""
 
 
-@dataclass(frozen=True, slots=True)
 class Breakers:
-    """Sequence breakers as tokens: the first token -> what may follow it, () if the token is a breaker by itself."""
+    """Sequence breakers as tokens."""
 
-    tails: Mapping[int, Sequence[tuple[int, ...]]] = field(default_factory=dict)
+    def __init__(self, tails: Callable[[int], Tails] = lambda token: ()) -> None:
+        """Set the breakers.
+
+        Args:
+            tails: First token of a breaker -> token sequences that complete it. () means that the token is a whole
+                breaker.
+        """
+        self._tails = tails
 
     def alone(self, token: int) -> bool:
-        """Return True if the token is a breaker by itself."""
-        return () in self.tails.get(token, ())
+        """Return True if the token is a whole breaker."""
+        return () in self._tails(token)
 
-    def since(self, tokens: Sequence[int] | Counts, most: int) -> int:
-        """Return the number of tokens since the last breaker; `most` if there are at least as many."""
-        for i in range(min(len(tokens), most + _MOST_TAIL) if self.tails else 0):
-            at = len(tokens) - 1 - i
-            tails = self.tails.get(int(tokens[at]), ())
-            fitting = [len(t) for t in tails if len(t) <= i and tuple(tokens[at + 1 : at + 1 + len(t)]) == t]
-            if fitting:
-                return min(i - max(fitting), most)
-        return most
+    def last(self, tokens: Sequence[int], within: int) -> tuple[int, int] | None:
+        """Find the last breaker that begins in the last `within` tokens.
+
+        Returns:
+            The place of its first token, and the place after its last one. None if there is no breaker.
+        """
+        for at in range(len(tokens) - 1, max(len(tokens) - within, 0) - 1, -1):
+            if tails := self._tails(tokens[at]):
+                following = tuple(tokens[at + 1 : at + 1 + _MOST_TAIL])
+                if fitting := [len(tail) for tail in tails if following[: len(tail)] == tail]:
+                    return at, at + 1 + max(fitting)
+        return None
 
     @staticmethod
     def of(texts: Sequence[str], tokenizer: Tokenizer) -> Breakers:
-        """Return texts as tokens of a tokenizer: whatever tokens a model writes them with. Results are kept."""
-        known = _known.setdefault(tokenizer, {})
-        if (key := tuple(texts)) not in known:
-            if len(known) >= _MOST_KNOWN:
-                known.clear()
-            known[key] = Breakers(_tails(key, tokenizer))
-        return known[key]
+        """Convert texts to tokens, including all ways in which a model may write them."""
+        return Breakers(_Spelled(texts, tokenizer).tails)
 
 
-_known: WeakKeyDictionary[Tokenizer, dict[tuple[str, ...], Breakers]] = WeakKeyDictionary()
+class _Spelled:
+    """The tokens with which texts may begin. Each token is looked at when needed, since vocabularies are large."""
 
+    def __init__(self, texts: Sequence[str], tokenizer: Tokenizer) -> None:
+        self._bytes, self._spell = tokenizer.token_bytes, tokenizer.spell
+        self._texts = {text: text.encode() for text in texts}
+        self._special = {tokenizer.token_id(text) for text in texts}
+        self._rests: dict[bytes, list[tuple[str, str]]] = {}
+        """Bytes of the beginning of a text -> texts that begin so, and what then follows."""
+        for text in self._texts:
+            for size in range(1, len(text)):
+                self._rests.setdefault(text[:size].encode(), []).append((text, text[size:]))
+        self._longest = max(map(len, self._rests), default=0)
+        self._known: dict[int, Tails] = {}
+        self._spelled: dict[str, tuple[int, ...]] = {}
 
-def _tails(texts: Sequence[str], tokenizer: Tokenizer) -> dict[int, list[tuple[int, ...]]]:
-    found: dict[int, list[tuple[int, ...]]] = {}
-    vocabulary = _Spellings(tokenizer.token_bytes)
-    for text in texts:
-        special = tokenizer.token_id(text)
-        whole = {*vocabulary.holding(text.encode()), *(() if special is None else (special,))}
-        begun: list[tuple[int, tuple[int, ...]]] = [(token, ()) for token in whole]
-        for size in range(1, len(text)):
-            heads = vocabulary.holding(text[:size].encode(), at_end=True)
-            tail = tuple(tokenizer.spell(text[size:])[:_MOST_TAIL])
-            begun += [(token, tail) for token in heads if token not in whole]
-        for token, tail in begun:
-            if tail not in (tails := found.setdefault(token, [])):
-                tails.append(tail)
-    return found
+    def tails(self, token: int) -> Tails:
+        """See `Breakers`."""
+        if token not in self._known:
+            self._known[token] = tuple(self._find(token))
+        return self._known[token]
 
+    def _find(self, token: int) -> set[tuple[int, ...]]:
+        spelling = self._bytes.get(token, b"")
+        whole = {text for text, own in self._texts.items() if own in spelling}
+        found: set[tuple[int, ...]] = {()} if whole or token in self._special else set()
+        for size in range(1, min(len(spelling), self._longest) + 1):
+            for text, rest in self._rests.get(spelling[-size:], ()):
+                if text not in whole:
+                    found.add(self._tail(rest))
+        return found
 
-class _Spellings:
-    """The bytes of all tokens in one text, which is searched many times as fast as the tokens one by one."""
-
-    _BETWEEN = b"\xff"  # no part of UTF-8
-
-    def __init__(self, token_bytes: Mapping[int, bytes]) -> None:
-        self._ids = [*token_bytes]
-        self._text = b"".join(spelling + self._BETWEEN for spelling in token_bytes.values())
-        self._starts = [0, *accumulate(len(spelling) + 1 for spelling in token_bytes.values())]
-
-    def holding(self, part: bytes, at_end: bool = False) -> set[int]:
-        """Return the tokens that hold a part, or end with it."""
-        wanted = part + self._BETWEEN if at_end else part
-        return {self._ids[bisect_right(self._starts, at) - 1] for at in self._places(wanted)}
-
-    def _places(self, part: bytes) -> Iterator[int]:
-        at = self._text.find(part)
-        while at >= 0:
-            yield at
-            at = self._text.find(part, at + 1)
+    def _tail(self, text: str) -> tuple[int, ...]:
+        if text not in self._spelled:
+            self._spelled[text] = tuple(self._spell(text)[:_MOST_TAIL])
+        return self._spelled[text]
 
 
 @dataclass(frozen=True, slots=True)
 class _Repetitions:
-    """A text of n tokens. `common` [n - 1]: for each place but the last, the number of tokens up to it that are also
-    the text's last ones."""
+    """The repetitions in a text of n tokens.
+
+    Attributes:
+        tokens: The text, [n].
+        common: For each place except the last, how many tokens before and at it equal the last tokens of the text,
+            [n - 1].
+        breaker: Places of the first token of the last breaker, and after it.
+    """
 
     tokens: Counts
     common: Counts
+    breaker: tuple[int, int] | None
 
     @staticmethod
-    def of(tokens: Sequence[int]) -> _Repetitions:
-        """Return the text of these tokens. Takes linear time (the Z algorithm, on the reversed text)."""
+    def of(tokens: Sequence[int], breakers: Breakers) -> _Repetitions:
+        """Find the repetitions of a text in linear time, with the Z algorithm on the reversed text."""
         ids, found = [*reversed(tokens)], [0] * len(tokens)
         left = right = 0
         for i in range(1, len(ids)):
@@ -128,20 +133,25 @@ class _Repetitions:
             found[i] = size
             if i + size > right:
                 left, right = i, i + size
-        return _Repetitions(np.array(tokens, np.int32), np.array(found[:0:-1], np.int32))
+        breaker = breakers.last(tokens, len(tokens))
+        return _Repetitions(np.array(tokens, np.int32), np.array(found[:0:-1], np.int32), breaker)
 
-    def then(self, token: int) -> _Repetitions:
-        """Return the text with one token more."""
+    def then(self, token: int, breakers: Breakers) -> _Repetitions:
+        """Return the repetitions after appending a token."""
         common = np.ones(len(self.tokens), np.int32)
         common[1:] += self.common
         common *= self.tokens == token
-        return _Repetitions(np.append(self.tokens, np.int32(token)), common)
+        tokens = np.append(self.tokens, np.int32(token))
+        # A breaker that begins earlier has been completed before, if at all.
+        start = max(len(tokens) - _MOST_TAIL - 1, 0)
+        found = breakers.last(tokens[start:].tolist(), _MOST_TAIL + 1)
+        return _Repetitions(tokens, common, (start + found[0], start + found[1]) if found else self.breaker)
 
 
 class Dry:
-    """Subtracts DRY's penalty. It depends on the tokens before a row alone.
+    """Subtracts DRY's penalty, which depends only on the tokens before a row.
 
-    The committed text is read once and then grows token by token; each drafted path adds its tokens to it.
+    The committed text is read once and then grows token by token. Drafted paths are appended to it temporarily.
     """
 
     def __init__(
@@ -152,12 +162,20 @@ class Dry:
         last_n: int = -1,
         breakers: Breakers | None = None,
     ) -> None:
-        """`last_n`: number of last tokens, of prompt and reply, that are looked at; -1: all."""
+        """Set the parameters.
+
+        Args:
+            multiplier: See the module's docstring.
+            base: See the module's docstring.
+            allowed_length: See the module's docstring.
+            last_n: Number of last tokens of prompt and reply to look at. -1 means all.
+            breakers: Sequence breakers.
+        """
         self._multiplier, self._base, self._allowed, self._last = multiplier, base, allowed_length, last_n
         self._breakers = breakers or Breakers()
         self._most_exponent = int(_FLOAT32_LOG / math.log(base)) if base > 1.000001 else 2**31 - 1
         self._texts: dict[tuple[int, ...], _Repetitions] = {}
-        """The committed text and, by their drafted tokens, longer ones."""
+        """Drafted tokens -> repetitions of the committed text followed by these tokens."""
         self._size = -1
 
     def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
@@ -170,24 +188,25 @@ class Dry:
         return logits.index_add_(0, ids, penalties.to(logits.device), alpha=-1)
 
     def _penalty(self, size: int) -> float:
-        return min(self._multiplier * self._base ** min(size - self._allowed, self._most_exponent), 1e38)
+        exponent = min(size - self._allowed, self._most_exponent)
+        return min(self._multiplier * self._base**exponent, _MOST_PENALTY)
 
     def _at(self, prefix: Prefix) -> _Repetitions:
         if self._size != len(prefix.token_ids):
             text = self._texts.get(())
             if text is None or self._size > len(prefix.token_ids):
-                text = _Repetitions.of(prefix.token_ids)
+                text = _Repetitions.of(prefix.token_ids, self._breakers)
             for token in prefix.token_ids[len(text.tokens) :]:
-                text = text.then(token)
+                text = text.then(token, self._breakers)
             self._texts, self._size = {(): text}, len(prefix.token_ids)
         path = tuple(prefix.path)
         for size in range(1, len(path) + 1):
             if path[:size] not in self._texts:
-                self._texts[path[:size]] = self._texts[path[: size - 1]].then(path[size - 1])
+                self._texts[path[:size]] = self._texts[path[: size - 1]].then(path[size - 1], self._breakers)
         return self._texts[path]
 
     def _repeated(self, text: _Repetitions, width: int) -> Counts:
-        """Return for each token [width] the length of the longest repetition that it would continue, -1 for none."""
+        """Return for each token [width] the length of the longest repetition that it would extend, or -1."""
         found = np.full(width, -1, np.int32)
         size = len(text.tokens) if self._last < 0 else min(self._last, len(text.tokens))
         if size <= self._allowed:
@@ -195,7 +214,9 @@ class Dry:
         tokens = text.tokens[len(text.tokens) - size :]
         common = np.minimum(text.common[len(text.common) - size + 1 :], np.arange(1, size, dtype=np.int32))
         longest = min(int(common.max(initial=0)), self._allowed + self._most_exponent)
-        limit = self._breakers.since(tokens, longest)
+        limit = longest
+        if text.breaker and text.breaker[0] >= len(text.tokens) - size:
+            limit = min(limit, len(text.tokens) - text.breaker[1])
         if limit >= self._allowed:
             at = np.flatnonzero((common >= self._allowed) & (tokens[1:] < width))
             np.maximum.at(found, tokens[at + 1], np.minimum(common[at], limit))

@@ -1,10 +1,14 @@
-"""GBNF, the grammars of llama.cpp. The converter is llguidance's, which runs in a fork (`paceline.text.sandbox`)."""
+"""GBNF, the grammar format of llama.cpp. llguidance's converter runs in a fork (`paceline.text.sandbox`)."""
 
 from __future__ import annotations
 
 
 def to_lark(text: str) -> str:
-    """Return a GBNF grammar as a Lark grammar. Raises `ValueError`."""
+    """Convert a GBNF grammar to a Lark grammar.
+
+    Raises:
+        ValueError: If the grammar is not valid.
+    """
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     try:

@@ -1,10 +1,10 @@
 """Structured output: any JSON object, a JSON schema, a regular expression, a Lark grammar.
 
-The grammar is a logits processor like any other: at each row, drafted or not, it bans the tokens that it does not
-allow. So it holds for drafters and for every rule, and the text is that of plain decoding. Where only one continuation
-is possible, `Matcher.forced` returns it without a model, and the engine drafts it.
+A grammar is a logits processor. At each row, drafted or not, it bans the tokens that are not allowed there. So it works
+with every drafter and every rule, and the text equals plain decoding. If only one continuation is possible,
+`Matcher.forced` finds it without a model, and the engine drafts it.
 
-Masks come from llguidance (the extra "grammar"), which is imported when a grammar is made.
+llguidance (the extra "grammar") computes the masks. It is imported when a grammar is created.
 """
 
 from __future__ import annotations
@@ -36,60 +36,83 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 _COMPILED, _SOURCES = 384 * 2**20, 16 * 2**20
-"""Bytes of compiled grammars, and of their sources, that are kept for the next text."""
+"""Sizes in bytes of the caches of compiled grammars and of their sources."""
 _GROWTH = 12 * 2**20
-"""Bytes that a grammar may come to hold while texts are written by it (`grammar_compile._STATES`)."""
+"""Maximum growth of a compiled grammar while it is used, in bytes (`grammar_compile._STATES`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """Constraint on a reply. Make one with `json`, `json_schema`, `regex` or `lark`; all raise `InvalidOption`.
+    """A constraint on the text of a reply. Create one with `json`, `json_schema`, `regex` or `lark`.
 
-    The whole reply follows it: EOS is allowed only where the grammar may end, and forced where nothing else is allowed.
-    A reply that `max_new_tokens` or a stop string cuts short is the beginning of a valid text.
+    The whole reply follows the grammar. EOS is allowed only where the text may end, and is forced where nothing else is
+    allowed. If `max_new_tokens` or a stop string ends the reply early, the reply is the beginning of a valid text.
+
+    Attributes:
+        kind: "json_schema", "regex" or "lark".
+        text: The schema, pattern or grammar.
+        whitespace: Allow any white space between the tokens of JSON.
+        size: Measured size of the compiled grammar in bytes; 0 if unknown.
+
+    Raises:
+        InvalidOption: If the grammar is not valid or not supported.
     """
 
     kind: Kind
     text: str
     whitespace: bool = False
     size: int = field(default=0, compare=False)
-    """Measured bytes of the compiled grammar; 0 if unknown."""
 
     def __post_init__(self) -> None:
         if self.kind not in NAMES or not isinstance(self.text, str):
-            raise InvalidOption(f"a grammar of kind {self.kind!r} is unknown", "Use Grammar.json_schema and the others")
+            raise InvalidOption(
+                f"the kind of a grammar must be one of {', '.join(NAMES)}, got {self.kind!r}",
+                "Create it with Grammar.json_schema, Grammar.regex or Grammar.lark",
+            )
         self._source()
 
     @staticmethod
     def json(*, whitespace: bool = False) -> Grammar:
-        """Any JSON object."""
+        """Allow any JSON object."""
         return Grammar.json_schema({"type": "object"}, whitespace=whitespace)
 
     @staticmethod
     def json_schema(schema: Mapping[str, Any] | bool | str, *, whitespace: bool = False) -> Grammar:
-        """JSON that follows a schema, its properties in the schema's order. `schema`: a dict, or JSON text.
+        """Allow JSON that follows a schema, with properties in the schema's order.
 
-        The text is one line in the format of `json.dumps`, so that the model chooses little besides the values.
-        `whitespace`: allow any white space between tokens instead. An object with `properties` has no further keys
-        unless the schema says so. A schema that cannot be enforced is refused, unless its key "x-guidance", which sets
-        llguidance's options, holds {"lenient": true}.
+        By default the text is one line in the format of `json.dumps`, so that the model chooses only the values. An
+        object with `properties` has no other keys unless the schema allows them.
+
+        Args:
+            schema: A dict, or JSON text. Its key "x-guidance" sets llguidance's options.
+            whitespace: Allow any white space between tokens.
+
+        Raises:
+            InvalidOption: If the schema cannot be enforced. With {"x-guidance": {"lenient": true}} in the schema,
+                keywords that cannot be enforced are ignored.
         """
         try:
             known = json.loads(schema if isinstance(schema, str) else json.dumps(schema))
         except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidOption(f"the JSON schema is no JSON: {error}", "Give dicts, lists, text, numbers") from error
-        # What allows everything, or nothing, in the form that options can be added to.
+            raise InvalidOption(
+                f"the JSON schema is not valid JSON: {error}",
+                "Use only dicts, lists, strings, numbers, booleans and None",
+            ) from error
+        # Options can only be added to an object, so write `true` and `false` as objects.
         known = {True: {}, False: {"enum": []}}[known] if isinstance(known, bool) else known
         return Grammar("json_schema", json.dumps(known), whitespace)
 
     @staticmethod
     def regex(pattern: str) -> Grammar:
-        """Text that matches the whole pattern, in the syntax of Rust's regex crate: no look-around, no references."""
+        """Allow text that matches the whole pattern.
+
+        The syntax is the one of Rust's regex crate, which has no look-around and no back-references.
+        """
         return Grammar("regex", pattern)
 
     @staticmethod
     def lark(text: str) -> Grammar:
-        """Text of a context-free grammar in llguidance's dialect of Lark; its first rule is `start`."""
+        """Allow text of a context-free grammar in llguidance's dialect of Lark. The first rule is `start`."""
         return Grammar("lark", text)
 
     def matcher(
@@ -101,21 +124,29 @@ class Grammar:
         late: Collection[int] = (),
         further: Collection[int] = (),
     ) -> Matcher:
-        """For one reply of a model with `size` tokens, of which `ends` end any text, and `further` ones this text.
+        """Create the matcher of one reply.
 
-        Before `least` tokens of reply those of `late` cannot come, unless the grammar leaves nothing else. Raises
-        `InvalidOption` for a model without ends, and for special tokens that it does not have.
+        Args:
+            tokenizer: Tokenizer of the model.
+            size: Number of tokens of the model.
+            ends: Tokens that end every text.
+            least: Number of tokens before which no token of `late` may come, unless the grammar allows nothing else.
+            late: See `least`.
+            further: Additional tokens that end this text.
+
+        Raises:
+            InvalidOption: If there are no end tokens, or the grammar names special tokens that the model lacks.
         """
         if not ends and not further:
             raise InvalidOption(
-                "a grammar ends with an end-of-sequence token, and the model has none", "Give stop_token_ids"
+                "a grammar needs an end-of-sequence token, and the model has none", "Set stop_token_ids"
             )
         known = frozenset(ends or further)
         made = self._compile(tokenizer, size, known)
         return Matcher(made.matcher, known, least, frozenset(late), frozenset(further) - known, made)
 
     def _source(self) -> str:
-        """Return the grammar in llguidance's form, checked without a model. Raises `InvalidOption`."""
+        """Convert the grammar to llguidance's form and check it, without a model. Raise `InvalidOption` on errors."""
         check_installed()
 
         def make() -> tuple[str, int]:
@@ -126,7 +157,7 @@ class Grammar:
         return _sources.get(self, make)
 
     def _compile(self, tokenizer: Tokenizer, size: int, ends: frozenset[int]) -> Compiled:
-        """Return the grammar compiled for a model with `size` tokens. Raises `InvalidOption`."""
+        """Compile the grammar for a model with `size` tokens, or return it from the cache."""
         key = (self, tokenizer, size, ends)
 
         def make() -> tuple[Compiled, int]:
@@ -141,31 +172,31 @@ class Grammar:
 
 
 class Compiled:
-    """A compiled grammar at the start of a text. Copies are free and share its learned states."""
+    """A compiled grammar at the start of a text. Copies cost nothing and share its lexer states."""
 
     def __init__(self, matcher: LLMatcher, size: int) -> None:
-        """`size`: its bytes, growth included."""
+        """Hold a compiled grammar. `size` is its size in bytes, including growth."""
         self.matcher, self.size = matcher, size
 
 
 _live: WeakValueDictionary[Hashable, Compiled] = WeakValueDictionary()
-"""All compiled grammars, evicted ones that active replies still use included."""
+"""All compiled grammars, including evicted ones that active replies still use."""
 
 
 def live_bytes() -> int:
-    """Return the bytes of all compiled grammars, cached or in use."""
+    """Return the total size in bytes of all compiled grammars, cached or in use."""
     return sum(one.size for one in list(_live.values()))
 
 
 class Cache(Generic[K, V]):
-    """A least-recently-used cache bounded in bytes."""
+    """A least-recently-used cache with a limit in bytes."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._kept = limit, OrderedDict[K, tuple[V, int]]()
         self._lock = Lock()
 
     def get(self, key: K, make: Callable[[], tuple[V, int]]) -> V:
-        """Return the value of a key. `make` returns it and its bytes if it is not cached."""
+        """Return the value of a key. If it is not cached, `make` returns the value and its size in bytes."""
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
@@ -184,7 +215,7 @@ _compiled: Cache[Hashable, Compiled] = Cache(_COMPILED)
 
 @contextmanager
 def _named(kind: Kind) -> Iterator[None]:
-    """Turn llguidance's errors into `InvalidOption`."""
+    """Convert llguidance's errors to `InvalidOption`."""
     try:
         yield
     except ValueError as error:
@@ -192,10 +223,10 @@ def _named(kind: Kind) -> Iterator[None]:
 
 
 def refused(kind: Kind, said: str) -> InvalidOption:
-    """Return the error for a grammar of this kind, with llguidance's message."""
+    """Return the error for a grammar of this kind. `said` is llguidance's message."""
     return InvalidOption(
         f"{NAMES[kind]} cannot be used: {one_line(said)}",
-        "Change it; Paceline's docs/how-to/structured-output.md says what is possible",
+        "Change it as described in Paceline's docs/how-to/structured-output.md",
     )
 
 
@@ -207,20 +238,20 @@ def _words(tokenizer: Tokenizer, size: int, ends: frozenset[int]) -> LLTokenizer
 
 
 def spelled(tokenizer: Tokenizer, size: int, ends: frozenset[int]) -> tuple[list[bytes], list[int]]:
-    """Return the bytes that each token adds to a text, and the ids of tokens that no text spells."""
+    """Return the bytes that each token adds to a text, and the ids of tokens that cannot occur as text."""
     names = {i: name.encode(errors="replace") for name, i in tokenizer.vocabulary.items()}
     texts = {i: said for i, said in tokenizer.token_bytes.items() if i not in ends}
-    # A model may have more rows than there are tokens.
+    # A model may have more rows than its tokenizer has tokens.
     return [texts.get(i, names.get(i, b"")) for i in range(size)], [
         i for i in range(size) if i in names and i not in texts
     ]
 
 
 def check_installed() -> None:
-    """Check that llguidance is installed. Raises `InvalidOption`."""
+    """Raise `InvalidOption` if llguidance is not installed."""
     try:
         import llguidance  # noqa: F401
     except ImportError as error:
         raise InvalidOption(
-            "grammars take llguidance, which is not installed", f"Install it: {install_line('grammar')}"
+            "grammars need llguidance, which is not installed", f"Install it: {install_line('grammar')}"
         ) from error

@@ -1,4 +1,4 @@
-"""Compilation of grammars by llguidance. Runs in forks of the helper process too (`paceline.text.sandbox`)."""
+"""Compiling grammars with llguidance. This also runs in forks of the helper process (`paceline.text.sandbox`)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,20 @@ if TYPE_CHECKING:
 
 _ANY_SPACE: JsonCompileOptions = {}
 ONE_LINE: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON on one line: a small model that may write white space may write nothing else."""
+"""JSON on one line. A small model that may write white space sometimes writes nothing else."""
 _STATES = 100_000
-"""The most states of a grammar's lexer: some 10 MB."""
+"""Maximum number of lexer states of a grammar, which take some 10 MB."""
 _ITEMS = 5000
-"""The most parser items per mask: some 5 ms. Ambiguous grammars take ever more."""
+"""Maximum number of parser items per mask, which take some 5 ms. Without a limit, ambiguous grammars take ever
+longer."""
 
 
 def source(kind: str, text: str, whitespace: bool) -> str:
-    """Return the grammar in llguidance's form, checked without a model. Raises `ValueError`."""
+    """Convert a grammar to llguidance's form and check it, without a model.
+
+    Raises:
+        ValueError: If the grammar is not valid or not supported.
+    """
     from llguidance import LLMatcher
 
     made: str
@@ -36,14 +41,18 @@ def source(kind: str, text: str, whitespace: bool) -> str:
         schema = json_schema.enforceable(json.loads(text), _ANY_SPACE if whitespace else ONE_LINE)
         made = LLMatcher.grammar_from_json_schema(json.dumps(schema))
     wrong: str = LLMatcher.validate_grammar(made)
-    # A warning is advice on how to write the grammar.
+    # Warnings only advise how to write the grammar better.
     if wrong and not wrong.startswith("WARNING"):
         raise ValueError(wrong)
     return made
 
 
 def matcher(words: LLTokenizer, made: str) -> LLMatcher:
-    """Return a matcher at the beginning of a text. Raises `ValueError`."""
+    """Return a matcher at the beginning of a text.
+
+    Raises:
+        ValueError: If the grammar is too large or names unknown tokens.
+    """
     from llguidance import LLMatcher, LLParserLimits
 
     compiled = LLMatcher(
@@ -61,7 +70,13 @@ def one_line(said: str) -> str:
 
 
 class TokenTable:
-    """The tokenizer interface of llguidance. `tokens`: the bytes of each; `special`: ids that no text spells."""
+    """The tokenizer interface that llguidance expects.
+
+    Attributes:
+        tokens: Bytes of each token.
+        special_token_ids: Ids of tokens that cannot occur as text.
+        eos_token_id: The lowest end token.
+    """
 
     bos_token_id = None
 
@@ -75,7 +90,7 @@ class TokenTable:
         return self._encode(text)
 
     def tokenizer(self) -> LLTokenizer:
-        """Return llguidance's own."""
+        """Return llguidance's own tokenizer."""
         from llguidance import LLTokenizer, TokenizerWrapper
 
         return LLTokenizer(TokenizerWrapper(self), n_vocab=len(self.tokens), eos_token=self._ends)
@@ -87,13 +102,13 @@ _PREPARED: dict[str, LLTokenizer] = {}
 
 
 def prepare(argument: tuple[str, Sequence[bytes], Sequence[int], Sequence[int]]) -> None:
-    """Make the tokenizer that `measure` knows as `key`, from (key, tokens, special, ends)."""
+    """Create the tokenizer that `measure` finds under `key`, from (key, tokens, special, ends)."""
     key, tokens, special, ends = argument
     _PREPARED[key] = TokenTable(tokens, special, ends, lambda text: []).tokenizer()
 
 
 def measure(argument: tuple[str, str, str, bool]) -> int:
-    """Compile (key of a tokenizer, kind, text, whitespace) and return the bytes that this took."""
+    """Compile the grammar (key of a tokenizer, kind, text, whitespace). Return the memory that this took, in bytes."""
     key, kind, text, whitespace = argument
     os.nice(10)
     before = _resident()
@@ -103,6 +118,6 @@ def measure(argument: tuple[str, str, str, bool]) -> int:
 
 
 def _resident() -> int:
-    """Bytes of memory that this process holds; 0 where the system does not tell."""
+    """Return the resident memory of this process in bytes, or 0 if the system does not report it."""
     pages = Path("/proc/self/statm")
     return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if pages.exists() else 0

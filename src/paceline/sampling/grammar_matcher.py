@@ -1,4 +1,4 @@
-"""One reply's state in its grammar: masks for the target and for drafters, and tokens that must follow."""
+"""The state of a reply in its grammar: masks for the target and for drafters, and tokens that must follow."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 class Matcher(Forcing):
     """The state of one reply in its grammar.
 
-    Committed text is read once; a drafted path is read after it and rolled back for the next row. The mask depends on
-    the prefix alone, whatever the order of rows. A row ranked for a draft is not computed again in verification.
+    Committed text is read once. A drafted path is read after it, and rolled back for the next row. The mask of a row
+    depends only on its prefix, not on the order of rows. Masks that were computed for a draft are reused in
+    verification.
     """
 
     def __init__(
@@ -37,8 +38,16 @@ class Matcher(Forcing):
         further: frozenset[int] = frozenset(),
         held: object = None,
     ) -> None:
-        """`ends`: end tokens that `compiled` knows. `further`: those that it does not. `held`: keeps the grammar's
-        bytes counted while the reply is active."""
+        """Start at the beginning of a reply.
+
+        Args:
+            compiled: The compiled grammar.
+            ends: End tokens that `compiled` knows.
+            least: See `Grammar.matcher`.
+            late: See `Grammar.matcher`.
+            further: End tokens that `compiled` does not know.
+            held: Object to keep alive, so that the grammar's size is counted while the reply is active.
+        """
         self._compiled, self._ends, self._held = compiled, ends | further, held
         self._further = sum(1 << token for token in further)
         self._least, self._late = least, sum(1 << token for token in late)
@@ -52,13 +61,16 @@ class Matcher(Forcing):
         self._now = self._compiled.deep_copy()
         self._read: list[int] = []
         self._sure = 0
-        """Number of tokens read that are committed."""
+        """Number of committed tokens among the tokens read."""
         self._runs: list[_ForcedTokens | None] = [None]
-        """Forced tokens after each token read, None where not computed."""
+        """Forced tokens after each token read, None if not computed."""
 
     def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
-        """Set what the grammar forbids to -inf, in place. Raises `InvalidOption` if the grammar is too complex for
-        llguidance."""
+        """Set the logits of forbidden tokens to -inf, in place.
+
+        Raises:
+            InvalidOption: If the grammar is too complex for llguidance.
+        """
         if len(prefix.token_ids) != self._length:
             self._masks.clear()
             self._length = len(prefix.token_ids)
@@ -68,7 +80,7 @@ class Matcher(Forcing):
         return self._keep(logits, self._masks[path])
 
     def _keep(self, row: Tensor, allowed: _Allowed) -> Tensor:
-        """Set all but the allowed tokens of a row [V] to -inf, in place."""
+        """Set all tokens of a row [V] except the allowed ones to -inf, in place."""
         if allowed is None:
             return row
         if isinstance(allowed, int):
@@ -79,7 +91,7 @@ class Matcher(Forcing):
             return row
         if len(self._caps) != len(allowed):
             self._caps = np.empty((len(allowed), 8), np.float32)
-        # No branch per token: many times as fast as to fill by a mask.
+        # Without a branch for each token, this is many times faster than filling by a mask.
         _ceilings().take(np.frombuffer(allowed, np.uint8), 0, self._caps, "clip")
         caps = torch.from_numpy(self._caps.reshape(-1))[: len(row)]
         row[len(caps) :] = -torch.inf
@@ -88,7 +100,7 @@ class Matcher(Forcing):
         return row
 
     def forced(self, prefix: Prefix, limit: int) -> list[int]:
-        """Return up to `limit` tokens that must follow; none where there is a choice or the text may end."""
+        """Return up to `limit` tokens that must follow. Return none if there is a choice or the text may end."""
         run: _ForcedTokens = self._safely(self._forced, prefix)
         return run.tokens[run.at : run.at + limit]
 
@@ -125,11 +137,11 @@ class Matcher(Forcing):
 
     @property
     def _over(self) -> bool:
-        """Whether an end token has been read: nothing after it in a draft matters."""
+        """True if an end token has been read. Drafted tokens after it do not matter."""
         return bool(self._read) and self._read[-1] in self._ends
 
     def _go(self, prefix: Prefix) -> bool:
-        """Move to the end of this prefix's reply (or its end token). Returns whether the grammar allows it."""
+        """Move to the end of this prefix's reply, or to its end token. Return True if the grammar allows the reply."""
         wanted = [*prefix.token_ids[prefix.num_prompt_tokens + self._sure :], *prefix.path]
         have = self._read[self._sure :]
         same = 0
@@ -142,10 +154,10 @@ class Matcher(Forcing):
         return stands
 
     def _back(self, count: int) -> bool:
-        """Roll back `count` tokens. Returns False after a reset, when all must be read anew."""
+        """Roll back `count` tokens. Return False after a reset: then all tokens must be read again."""
         if not count:
             return True
-        # llguidance was never given an end token.
+        # llguidance never receives end tokens.
         told = count - self._over
         if told and not self._now.rollback(told):
             self._reset()
@@ -154,7 +166,7 @@ class Matcher(Forcing):
         return True
 
     def _take(self, token: int) -> bool:
-        """Read one more token if the grammar allows it."""
+        """Read the next token if the grammar allows it."""
         run = self._run()
         if token in self._ends:
             if not self._now.is_accepting():
@@ -169,8 +181,8 @@ class Matcher(Forcing):
     def _run(self) -> _ForcedTokens:
         """Return the forced tokens at the current state.
 
-        Computed once, at the start of a forced stretch: llguidance spells the whole stretch anew each time, and may
-        spell it differently from within.
+        They are computed once, at the start of a forced run. llguidance tokenizes the whole run each time, and might
+        tokenize it differently in the middle.
         """
         run = self._runs[-1]
         if run is None:
@@ -184,12 +196,14 @@ class Matcher(Forcing):
     def _check(self) -> None:
         if self._now.is_error():
             said = one_line(self._now.get_error())
-            raise InvalidOption(f"the grammar cannot be followed after {len(self._read)} tokens: {said}", "Simplify it")
+            raise InvalidOption(
+                f"the grammar became too complex after {len(self._read)} tokens: {said}", "Simplify the grammar"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class _ForcedTokens:
-    """Forced tokens, of which the first `at` have been read."""
+    """Forced tokens. The first `at` of them have been read."""
 
     tokens: list[int]
     at: int = 0
@@ -202,16 +216,16 @@ class _ForcedTokens:
         return self.tokens[self.at]
 
     def rest(self) -> _ForcedTokens | None:
-        """Return the tokens after the next one; None after the last, when more may be forced."""
+        """Return the tokens after the next one. Return None after the last one, when further tokens may be forced."""
         return _ForcedTokens(self.tokens, self.at + 1) if self.at + 1 < len(self.tokens) else None
 
 
 _Allowed = int | bytes | None
-"""The one token that may follow, or a bit for each of several (b"": none), or None for any."""
+"""The only token that may follow, or a bit mask of several (b"" for none), or None if any token may follow."""
 
 
 @cache
 def _ceilings() -> Floats:
-    """Return [256, 8]: for each byte of a mask the upper bounds of its tokens' logits."""
+    """Return the upper bounds of logits for each byte of a mask, [256, 8]: inf for allowed tokens, -inf for others."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return np.where(bits, np.float32(np.inf), np.float32(-np.inf))

@@ -1,30 +1,28 @@
-"""JSON schemas as clients send them, in the form that llguidance can enforce.
+"""Rewriting clients' JSON schemas so that llguidance can enforce them.
 
-The rewritten schema never allows more than the one that was sent, and where it allows less there is a reason:
-objects with `properties` are closed, since a model that may add keys adds them without end. What cannot be enforced is
-an error, or is left out with a note in the log if the client asked for a guide ("lenient" in "x-guidance").
+The rewritten schema never allows more than the original schema. It allows less only for objects with `properties`: they
+get no other keys, since a model that may add keys adds them without end. A keyword that cannot be enforced is an error.
+With "lenient" in "x-guidance", such keywords are ignored and logged.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from itertools import islice, permutations
 from typing import Any
-from urllib.parse import unquote
 
 from paceline.sampling.look_ahead import has_look_around, without_look_ahead
+from paceline.sampling.schema_branches import disjoint
+from paceline.sampling.schema_document import SchemaDocument, listed, mapping
 
 _LOG = logging.getLogger("paceline")
 
 Schema = dict[str, Any]
-Parts = list[Mapping[str, Any]]
-"""Schemas that describe the same object."""
 
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-"""Values of `format` that are enforced. All others are annotations, which is what the standard says of `format`."""
+"""Values of `format` that are enforced. All others are annotations, as the standard allows."""
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties", "additionalItems", "contains")
@@ -33,25 +31,29 @@ _UNENFORCED = (
     *("unevaluatedProperties", "unevaluatedItems", "propertyNames"),
 )
 _OF_ANY_NAME = {"type", "title", "description", "format", "default", "examples", "$comment", "deprecated"}
-"""Keywords that say nothing of a property's name."""
+"""Keywords that do not restrict the name of a property."""
 _HIGHEST, _LOWEST = 2**63 - 1024, 1024 - 2**63
-"""Bounds of numbers that llguidance can express."""
-_MOST = 100_000
-"""Steps of rewriting, which takes some 10 microseconds each."""
+"""Bounds of numbers that llguidance supports."""
 _ARRAYS = 400
-"""Arrays without repeated items that are written out: those of 5 items are 326."""
-_KINDS = {str: "string", int: "number", float: "number", bool: "boolean", type(None): "null", dict: "object"}
+"""Maximum number of arrays without repeated items to write out. There are 326 of up to 5 values."""
+_ITEMS = 100
+"""Maximum number of items of an array whose items should differ, where no other limit is given."""
 
 
 def enforceable(schema: Any, options: Mapping[str, Any]) -> Schema:
-    """Return a schema in a form that can be enforced. Raises `ValueError` naming a keyword that cannot be.
+    """Rewrite a schema so that it can be enforced.
 
-    `options`: llguidance's, unless "x-guidance" in the schema sets them. "lenient" leaves out what cannot be enforced,
-    and logs each such keyword once.
+    Args:
+        schema: The client's schema.
+        options: Default values of llguidance's options, which "x-guidance" in the schema overrides. With "lenient",
+            keywords that cannot be enforced are ignored, and each is logged once.
+
+    Raises:
+        ValueError: If a keyword cannot be enforced. The message names it.
     """
     if not isinstance(schema, Mapping):
         raise ValueError(f"it must be an object, true or false, got {schema!r:.60}")
-    options = {**options, **_mapping(schema.get("x-guidance"))}
+    options = {**options, **mapping(schema.get("x-guidance"))}
     try:
         made = _Rewriter(schema, options.get("lenient") is True).root()
     except RecursionError:
@@ -60,29 +62,28 @@ def enforceable(schema: Any, options: Mapping[str, Any]) -> Schema:
 
 
 def guide(schema: Mapping[str, Any], lenient: bool = True) -> Schema:
-    """Return a schema that says whether it is a guide, if it does not say so itself."""
-    return {**schema, "x-guidance": {"lenient": lenient, **_mapping(schema.get("x-guidance"))}}
+    """Set "lenient" in the "x-guidance" of a schema, unless the schema sets it."""
+    return {**schema, "x-guidance": {"lenient": lenient, **mapping(schema.get("x-guidance"))}}
 
 
 @lru_cache(maxsize=256)
 def _note(said: str) -> None:
-    _LOG.warning("a JSON schema is followed without %s, which cannot be enforced", said)
+    _LOG.warning("a JSON schema is enforced without %s, which is not supported", said)
 
 
 class _Rewriter:
     def __init__(self, root: Mapping[str, Any], lenient: bool) -> None:
-        self._root, self._lenient = root, lenient
+        self._document, self._lenient = SchemaDocument(root), lenient
         self._open: dict[tuple[str, int], str] = {}
-        """(Reference, number of an object) -> name of its copy that is a part of this object's description."""
+        """(Reference, number of an object) -> name of the reference's copy in the description of this object."""
         self._group = 0
         self._forbidden: dict[int, list[Schema]] = {}
-        """Choice, by its identity -> keys that each of its branches must not have."""
+        """Identity of a choice -> keys that each of its branches must not have."""
         self._copies: Schema = {}
-        self._steps = 0
 
     def root(self) -> Schema:
-        """Return the whole schema."""
-        made = self._schema(self._root)
+        """Return the rewritten schema."""
+        made = self._schema(self._document.root)
         if not isinstance(made, dict):
             return {} if made else {"enum": []}
         if self._copies:
@@ -90,11 +91,16 @@ class _Rewriter:
         return made
 
     def _schema(self, schema: Any, part: bool = False) -> Any:
-        """Return a schema rewritten. `part`: it is one of several that describe the same object, which is closed with
-        all their properties, or not at all."""
+        """Rewrite a schema.
+
+        Args:
+            schema: A schema.
+            part: True if it is one of several schemas that describe the same object. Then the object is closed as a
+                whole.
+        """
         if not isinstance(schema, Mapping):
             return schema
-        self._count(len(schema))
+        self._document.count(len(schema))
         made = self._plain(dict(schema))
         if made.get("not") in ({}, True):
             return False
@@ -108,7 +114,7 @@ class _Rewriter:
         return self._inside(made, parts)
 
     def _plain(self, made: Schema) -> Schema:
-        """Drop what says nothing, and put bounds into the range of 64 bits."""
+        """Remove keywords without effect, and limit bounds to 64 bits."""
         made.pop("$schema", None)
         types = made.get("type", "string")
         if made.get("format") not in FORMATS or "string" not in (types if isinstance(types, list) else [types]):
@@ -137,7 +143,7 @@ class _Rewriter:
         if isinstance(bound, bool) or not isinstance(bound, int | float) or _LOWEST <= bound <= _HIGHEST:
             return
         outward = (bound > 0) == key.lower().endswith("maximum")
-        if outward and abs(bound) >= 1.797e308:  # beyond every number that a program holds
+        if outward and abs(bound) >= 1.797e308:  # larger than any float
             del made[key]
         elif outward:
             made[key] = _HIGHEST if bound > 0 else _LOWEST
@@ -145,22 +151,22 @@ class _Rewriter:
             self._refuse(made, key, f"{key} {bound}")
 
     def _choices(self, made: Schema) -> None:
-        """Turn a oneOf whose branches exclude one another into an anyOf, which is the same then."""
+        """Replace oneOf by anyOf if the branches exclude each other. Then both mean the same."""
         branches = made.get("oneOf")
         if not isinstance(branches, list):
             return
-        if len(branches) > 1 and not self._disjoint(branches):
+        if len(branches) > 1 and not disjoint(self._document, branches):
             if not self._lenient:
-                return  # llguidance may know better
+                return  # llguidance may support it
             _note("the exclusiveness of oneOf")
         del made["oneOf"]
         if "anyOf" in made:
-            made["allOf"] = [*_list(made.get("allOf")), {"anyOf": branches}]
+            made["allOf"] = [*listed(made.get("allOf")), {"anyOf": branches}]
         else:
             made["anyOf"] = branches
 
     def _strings(self, made: Schema) -> None:
-        """Replace look-ahead in a pattern by further patterns, all of which a text must match."""
+        """Replace look-ahead in a pattern by additional patterns. A text must match all of them."""
         pattern = made.get("pattern")
         if not isinstance(pattern, str) or not has_look_around(pattern):
             return
@@ -170,13 +176,17 @@ class _Rewriter:
             return
         made["pattern"], *others = equal
         if others:
-            made["allOf"] = [*_list(made.get("allOf")), *({"pattern": other} for other in others)]
+            made["allOf"] = [*listed(made.get("allOf")), *({"pattern": other} for other in others)]
 
     def _unique(self, made: Schema) -> None:
-        """Write out the arrays of a few different values, if their items must differ."""
+        """For arrays with unique items out of a few values, enumerate all arrays."""
         if "uniqueItems" not in made:
             return
-        least, most, values = made.get("minItems", 0), made.get("maxItems", _ARRAYS), self._values(made.get("items"))
+        least, most, values = (
+            made.get("minItems", 0),
+            made.get("maxItems", _ARRAYS),
+            self._document.values(made.get("items")),
+        )
         if most in (0, 1):
             del made["uniqueItems"]
             return
@@ -185,22 +195,25 @@ class _Rewriter:
             arrays = _arrays(values, least, most)
         if arrays is None:
             self._refuse(made, "uniqueItems", "uniqueItems")
+            self._limit_items(made, values)
             return
         for key in ("uniqueItems", "items", "minItems", "maxItems", "type"):
             made.pop(key, None)
         made["enum"] = arrays
 
-    def _values(self, schema: Any) -> list[Any]:
-        """Return all values that a schema allows, none if they are many."""
-        schema = self._resolved(schema)
-        return [True, False] if schema.get("type") == "boolean" else _values(schema)
+    def _limit_items(self, made: Schema, values: list[Any]) -> None:
+        """Bound an array whose items should differ and may not: a small model repeats an item without end."""
+        least, most = made.get("minItems", 0), made.get("maxItems")
+        different = len(values) or max(_ITEMS, len(listed(made.get("prefixItems"))))
+        if isinstance(least, int) and (most is None or (values and isinstance(most, int))):
+            made["maxItems"] = max(least, different if most is None else min(different, most))
 
     def _names(self, made: Schema) -> None:
-        """Express a condition on the names of an object by its properties."""
+        """Replace propertyNames by properties or patternProperties."""
         if "propertyNames" not in made:
             return
-        names = self._resolved(made["propertyNames"])
-        conditions, values = set(names.keys() - _OF_ANY_NAME), self._values(names)
+        names = self._document.resolved(made["propertyNames"])
+        conditions, values = set(names.keys() - _OF_ANY_NAME), self._document.values(names)
         if made["propertyNames"] is False:
             conditions = {"not"}
         if not conditions:
@@ -224,8 +237,8 @@ class _Rewriter:
             made["patternProperties"] = {pattern: mapped}
 
     def _keys(self, made: Schema) -> None:
-        """Take look-ahead out of the patterns of keys."""
-        for pattern, value in _mapping(made.get("patternProperties")).items():
+        """Remove look-ahead from patternProperties."""
+        for pattern, value in mapping(made.get("patternProperties")).items():
             if has_look_around(pattern):
                 made["patternProperties"] = {k: v for k, v in made["patternProperties"].items() if k != pattern}
                 equal = without_look_ahead(pattern)
@@ -244,7 +257,7 @@ class _Rewriter:
         for key in _UNENFORCED:
             if key in made:
                 self._refuse(made, key, key)
-        for key in ("then", "else"):  # of an `if`
+        for key in ("then", "else"):  # they belong to `if`
             made.pop(key, None)
 
     def _refuse(self, made: Schema, key: str, said: str) -> None:
@@ -258,77 +271,63 @@ class _Rewriter:
     # Objects
 
     def _close(self, made: Schema, parts: list[Mapping[str, Any]], single: bool) -> None:
-        """Forbid further keys of an object that these parts describe, unless one of them says which it may have.
+        """Forbid other keys in an object, unless one of its parts allows some explicitly.
 
-        `single`: it is described by one schema.
+        Args:
+            made: The schema to change.
+            parts: All schemas that describe the object.
+            single: True if only one schema describes the object.
         """
         known: dict[str, Any] = {}
         for part in parts:
             if "additionalProperties" in part or part.get("unevaluatedProperties") not in (None, False):
                 return
-            known |= dict.fromkeys(_mapping(part.get("properties")), True)
-            known |= dict.fromkeys((name for name in _list(part.get("required")) if isinstance(name, str)), True)
+            known |= dict.fromkeys(mapping(part.get("properties")), True)
+            known |= dict.fromkeys((name for name in listed(part.get("required")) if isinstance(name, str)), True)
         if single and not made.keys() & {"type", "$ref", "allOf", "anyOf"}:
             made["type"] = "object"
-        made["properties"] = {**known, **_mapping(made.get("properties"))}
+        made["properties"] = {**known, **mapping(made.get("properties"))}
         made["additionalProperties"] = False
 
     def _objects(self, made: Schema, part: bool) -> bool:
-        """Close an object. Return whether the schemas in this one are parts of its description.
+        """Close an object. Return True if several schemas within `made` describe it together.
 
-        `part`: it is itself a part of another, which is closed as a whole.
+        Args:
+            made: The schema to change.
+            part: True if it is itself a part of the description of an object, which is closed as a whole.
         """
         if part:
             return True
-        inner = [*_list(made.get("allOf")), *([{"$ref": made["$ref"]}] if "$ref" in made else [])]
-        described = sum(map(self._describes, [*inner, {"anyOf": _list(made.get("anyOf"))}]))
+        inner = [*listed(made.get("allOf")), *([{"$ref": made["$ref"]}] if "$ref" in made else [])]
+        described = sum(map(self._document.describes, [*inner, {"anyOf": listed(made.get("anyOf"))}]))
         several = described + ("properties" in made) > 1 or "unevaluatedProperties" in made
         if several:
             self._group += 1
             self._separate(made)
         if several or "properties" in made:
-            self._close(made, list(self._parts(made)), single=not several)
+            self._close(made, list(self._document.parts(made)), single=not several)
         if made.get("unevaluatedProperties") is False:
             del made["unevaluatedProperties"]
         return several
 
     def _separate(self, made: Schema) -> None:
-        """Note which keys each branch of a choice must not have: those that only other branches have.
+        """Record the keys that each branch of a choice must not have, because only other branches have them.
 
-        All keys of all branches are allowed where their object is closed.
+        A closed object allows the keys of all branches.
         """
-        for choice in [one[key] for one in self._parts(made) for key in ("anyOf", "oneOf") if _list(one.get(key))]:
-            outside = _names_in(self._parts(made, without=choice))
-            names = [_names_in(self._parts(branch)) for branch in choice]
-            self._count(len(choice) * len(set().union(*names)))
+        for choice in [
+            one[key] for one in self._document.parts(made) for key in ("anyOf", "oneOf") if listed(one.get(key))
+        ]:
+            outside = _names_in(self._document.parts(made, without=choice))
+            names = [_names_in(self._document.parts(branch)) for branch in choice]
+            self._document.count(len(choice) * len(set().union(*names)))
             self._forbidden[id(choice)] = [
                 {name: False for other in names for name in other if name not in own and name not in outside}
                 for own in names
             ]
 
-    def _describes(self, schema: Any) -> bool:
-        return any("properties" in one for one in self._parts(schema))
-
-    def _parts(self, schema: Any, without: list[Any] | None = None) -> Iterator[Mapping[str, Any]]:
-        """Yield the schemas that describe the same object as this one, itself first, leaving out a choice."""
-        seen: set[int] = set()
-        waiting = [schema]
-        while waiting:
-            one = waiting.pop()
-            if not isinstance(one, Mapping) or id(one) in seen:
-                continue
-            seen.add(id(one))
-            self._count(len(_mapping(one.get("properties"))) + len(_list(one.get("required"))))
-            yield one
-            within = [
-                one[key] for key in ("oneOf", "anyOf", "allOf") if _list(one.get(key)) and one[key] is not without
-            ]
-            waiting += [branch for branches in within for branch in reversed(branches)]
-            if "$ref" in one:
-                waiting.append(self._target(one["$ref"]))
-
     def _inside(self, made: Schema, parts: bool) -> Schema:
-        """Rewrite the schemas within one. `parts`: they describe the same object together."""
+        """Rewrite the schemas within `made`. `parts` is True if they describe the same object together."""
         for key in _MAPS:
             if isinstance(made.get(key), Mapping):
                 made[key] = {name: self._schema(one) for name, one in made[key].items()}
@@ -338,7 +337,7 @@ class _Rewriter:
                 made[key] = [self._schema(one, parts and key != "prefixItems") for one in made[key]]
                 for one, keys in zip(made[key], forbidden or (), strict=False):
                     if isinstance(one, dict) and keys:
-                        one["properties"] = {**keys, **_mapping(one.get("properties"))}
+                        one["properties"] = {**keys, **mapping(one.get("properties"))}
         for key in _SINGLE:
             if isinstance(made.get(key), list):
                 made[key] = [self._schema(one) for one in made[key]]
@@ -349,139 +348,30 @@ class _Rewriter:
         return made
 
     def _open_copy(self, reference: Any) -> Any:
-        """Return a reference to a copy of what one names, not closed."""
-        target = self._target(reference)
-        if not self._describes(target):
+        """Copy the target of a reference without closing it. Return a reference to the copy."""
+        target = self._document.target(reference)
+        if not self._document.describes(target):
             return reference
         key = reference, self._group
         if key not in self._open:
             name = f"open-{len(self._open)}"
-            while name in _mapping(self._root.get("$defs")):
+            while name in mapping(self._document.root.get("$defs")):
                 name += "-"
             self._open[key] = name
             inner = {key: value for key, value in target.items() if key not in ("$defs", "definitions", "x-guidance")}
             self._copies[name] = self._schema(inner, part=True)
         return f"#/$defs/{self._open[key]}"
 
-    def _target(self, reference: Any) -> Any:
-        """Return what a reference within the schema names, None for any other."""
-        if not isinstance(reference, str) or not reference.startswith("#"):
-            return None
-        found: Any = self._root
-        for step in unquote(reference[1:]).split("/")[1:]:
-            step = step.replace("~1", "/").replace("~0", "~")
-            found = found.get(step) if isinstance(found, Mapping) else None
-        return found
-
-    def _count(self, steps: int) -> None:
-        self._steps += 1 + steps
-        if self._steps > _MOST:
-            raise ValueError("it is too large")
-
-    def _resolved(self, schema: Any) -> Mapping[str, Any]:
-        """Return a schema, or what it refers to; an empty one for what is no schema."""
-        for _ in range(16):
-            if not isinstance(schema, Mapping) or "$ref" not in schema:
-                break
-            schema = self._target(schema["$ref"])
-        return _mapping(schema)
-
-    # Branches
-
-    def _disjoint(self, branches: list[Any]) -> bool:
-        """Return whether no value fits two of the branches, as far as types, constants and keys tell."""
-        by_kind: dict[str, list[Parts]] = {}
-        for branch in branches:
-            parts = [one for one in self._parts(branch) if not one.keys() & {"anyOf", "oneOf"}]
-            kinds = _kinds(parts)
-            if not kinds:
-                return False
-            for kind in kinds:
-                by_kind.setdefault(kind, []).append(parts)
-        return all(
-            len(several) == 1 or (_tell_apart(several) if kind == "object" else _distinct(map(_constants, several)))
-            for kind, several in by_kind.items()
-        )
-
-
-def _kinds(parts: Parts) -> set[str]:
-    """Return the JSON types that a schema in these parts allows, none if it does not say so."""
-    for one in parts:
-        if values := _values(one):
-            return {_kind(value) for value in values}
-        if given := one.get("type"):
-            return {
-                "number" if kind == "integer" else str(kind) for kind in (given if isinstance(given, list) else [given])
-            }
-    return {"object"} if any("properties" in one for one in parts) else set()
-
-
-def _tell_apart(several: list[Parts]) -> bool:
-    """Return whether objects can be told apart by constants of a key, or by keys that only one of them has.
-
-    An object that is closed has none of the other schemas' own keys. So it fits none that requires such a key, nor one
-    that forbids further keys itself.
-    """
-    keys = [
-        {name for one in parts for name in _list(one.get("required")) if isinstance(name, str)} for parts in several
-    ]
-    for name in set.intersection(*keys):
-        if _distinct(_constants(_property(parts, name)) for parts in several):
-            return True
-    counts = Counter(
-        name for parts in several for name in {k for one in parts for k in _mapping(one.get("properties"))}
-    )
-    without = [parts for parts, required in zip(several, keys, strict=True) if all(counts[k] != 1 for k in required)]
-    may_grow = any(one.get("additionalProperties") not in (None, False) for parts in several for one in parts)
-    forbids = all(any(one.get("additionalProperties") is False for one in parts) for parts in without)
-    return not may_grow and len(without) <= 1 and forbids
-
 
 def _names_in(parts: Iterable[Mapping[str, Any]]) -> dict[str, None]:
-    """Return the keys that schemas describe, in order."""
-    return {name: None for one in parts for name in _mapping(one.get("properties"))}
-
-
-def _property(parts: Parts, name: str) -> Parts:
-    return [_mapping(_mapping(one.get("properties")).get(name)) for one in parts]
-
-
-def _constants(parts: Parts) -> list[Any]:
-    """Return the values that a schema in these parts allows, none if they are not named."""
-    return next((values for one in parts if (values := _values(one))), [])
-
-
-def _distinct(groups: Iterable[list[Any]]) -> bool:
-    """Return whether all groups have values, and no two have the same."""
-    seen: set[str] = set()
-    for values in groups:
-        named = {f"{_kind(value)} {value!r}" for value in values}
-        if not named or named & seen:
-            return False
-        seen |= named
-    return True
-
-
-def _values(schema: Mapping[str, Any]) -> list[Any]:
-    return [schema["const"]] if "const" in schema else _list(schema.get("enum"))
-
-
-def _kind(value: Any) -> str:
-    return _KINDS.get(type(value), "array")
+    """Return the keys that these schemas describe, in order."""
+    return {name: None for one in parts for name in mapping(one.get("properties"))}
 
 
 def _arrays(values: list[Any], least: Any, most: Any) -> list[list[Any]] | None:
-    """Return all arrays of different values with these lengths, None if they are many."""
+    """Return all arrays of different values with these lengths, or None if there are too many."""
     if not isinstance(least, int) or not isinstance(most, int) or len(values) > _ARRAYS:
         return None
     sizes = range(least, min(most, len(values)) + 1)
     made = list(islice((list(array) for n in sizes for array in permutations(values, n)), _ARRAYS + 1))
     return made if len(made) <= _ARRAYS else None
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}

@@ -1,7 +1,7 @@
-"""Patterns with look-ahead as several patterns without, since llguidance's regular expressions have none.
+"""Rewriting patterns with look-ahead as several patterns without it, since llguidance does not support look-ahead.
 
-A text that matches `^(?=A)B` matches both `^A` and `^B`. `^(?!A)B` needs the complement of `^A`, which is written here
-for the forms that validators use: a class up to the end, a beginning, and a text that must not occur.
+A text that matches `^(?=A)B` matches both `^A` and `^B`. `^(?!A)B` needs the complement of `^A`. It is implemented here
+for the forms that validators use: a class up to the end, a forbidden beginning, and a forbidden substring.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _ATOMS = re.compile(rf"({_ATOM}+)(\$?)")
 _OCCURS = re.compile(rf"(?:\.|\[\\s\\S\])\*({_ATOM}+)")
 
 _LONGEST = 1000
-"""Characters of a pattern that is rewritten."""
+"""Maximum length of a pattern to rewrite, in characters."""
 _EQUAL = {
     # ISO 8601 durations of zod 4
     r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$": (
@@ -24,16 +24,21 @@ _EQUAL = {
         )
     ),
 }
-"""Patterns with look-ahead in the middle, and what equals them."""
+"""Patterns with look-ahead in the middle -> equivalent patterns without it."""
 
 
 def has_look_around(pattern: str) -> bool:
-    """Return whether a pattern has look-around or references to groups."""
+    """Return True if a pattern has look-around or back-references."""
     return bool(_LOOK_AROUND.match(pattern))
 
 
 def without_look_ahead(pattern: str) -> list[str] | None:
-    """Return patterns that a text matches, all of them, if and only if it matches this one; None if none are known."""
+    """Rewrite a pattern without look-ahead.
+
+    Returns:
+        Patterns. A text matches all of them if and only if it matches `pattern`. None if the pattern cannot be
+        rewritten.
+    """
     if pattern in _EQUAL:
         return [_EQUAL[pattern]]
     if not pattern.startswith("^") or len(pattern) > _LONGEST:
@@ -48,12 +53,12 @@ def without_look_ahead(pattern: str) -> list[str] | None:
         found.append(made)
         rest = rest[end + 1 :]
     found = [f"^{rest}", *found]
-    outer_choice = "|" in _outside_groups(rest)  # the look-ahead belongs to the first branch only
+    outer_choice = "|" in _outside_groups(rest)  # the look-ahead applies only to the first branch
     return None if outer_choice or any(map(has_look_around, found)) else found
 
 
 def _complement(body: str) -> str | None:
-    """Return a pattern of the texts whose beginning does not match."""
+    """Return a pattern of the texts that do not begin with a match of `body`, or None if it is not known."""
     if hit := _ONLY_CLASS.fullmatch(body):
         other = _negated(hit[1])
         return other if hit[2] == "*" else f"^$|{other}"
@@ -70,7 +75,7 @@ def _complement(body: str) -> str | None:
 
 
 def _unlike(atoms: list[str], whole: bool) -> str:
-    """Return a pattern of the beginnings of texts that do not begin with these atoms; `whole`: are not just these."""
+    """Return a pattern of the texts that do not begin with these atoms or, if `whole`, are not equal to them."""
     rest = r"[\s\S]" if whole else None
     for atom in reversed(atoms):
         after = "" if rest is None else f"|{atom}(?:{rest})"
@@ -79,7 +84,7 @@ def _unlike(atoms: list[str], whole: bool) -> str:
 
 
 def _negated(atom: str) -> str:
-    """Return a class of all characters that an atom does not match."""
+    """Return a character class of all characters that an atom does not match."""
     if atom.startswith("[^"):
         return f"[{atom[2:]}"
     inner = atom[1:-1] if atom.startswith("[") else re.escape(atom) if len(atom) == 1 else atom
@@ -87,7 +92,7 @@ def _negated(atom: str) -> str:
 
 
 def _closing(text: str) -> int:
-    """Return the position of the bracket that closes the group at the beginning of a text; its end if none does."""
+    """Return the position of the bracket that closes the group at the beginning of `text`, or the end of `text`."""
     depth = 0
     for hit in re.finditer(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()]", text, re.DOTALL):
         depth += {"(": 1, ")": -1}.get(hit[0], 0)
@@ -97,7 +102,7 @@ def _closing(text: str) -> int:
 
 
 def _outside_groups(text: str) -> str:
-    """Return the parts of a pattern that are in no group or class."""
+    """Return the parts of a pattern that are outside all groups and classes."""
     depth, found = 0, []
     for hit in re.finditer(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", text, re.DOTALL):
         depth -= hit[0] == ")"

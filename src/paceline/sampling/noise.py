@@ -1,11 +1,11 @@
-"""Gumbel noise from a counter-based hash: the same number for the same (seed, sample, position, token), always.
+"""Gumbel noise from a counter-based hash: (seed, sample, position, token) always gives the same number.
 
-Sampling as `argmax(logits / T + gumbel)` with noise that belongs to the *place in the text*, not to the moment of
-the draw, makes a sampled text a function of seed, prompt and sampling parameters. A drafter that ranks its own
-candidates with the same noise proposes what the target is about to draw. Source of the coupling: Daliri, Musco,
-Suresh, "Coupling without communication and drafter-invariant speculative decoding", arXiv 2408.07978.
+A token is sampled as `argmax(logits / T + gumbel)`. The noise depends on the *place in the text*, not on the time of
+the draw. So seed, prompt and sampling parameters decide the text. A drafter that ranks its candidates with the same
+noise proposes the tokens that the target is likely to draw. Source of the coupling: Daliri, Musco, Suresh, "Coupling
+without communication and drafter-invariant speculative decoding", arXiv 2408.07978.
 
-Rules that keep only the distribution need the opposite, independent draws: they take streams.
+Rules that keep only the distribution need independent draws instead. They use streams.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ _MASK64 = (1 << 64) - 1
 _MASK32 = (1 << 32) - 1
 
 HIGHEST = float(np.float32(-math.log(-math.log1p(-(2.0**-33)))))
-"""No noise is higher (22.87): the hash has 32 bits."""
+"""Highest possible noise (22.87), since the hash has 32 bits."""
 
 _FEW = 512
-"""Number of columns up to which all noise is computed, and of columns sampled to bound the rest."""
+"""The noise of all columns is computed up to this number of columns. Above it, this many columns are sampled to find a
+bound for the others."""
 
 
 DRAFT, ACCEPT, EXCLUDE = 0, 1, 2
-"""Streams: a drafter's draws of candidates, the decisions about their acceptance, and XTC's, one for each position. The
-target's own token is drawn with the noise of the position where the round starts: without drafts the text is that of
-`match`."""
+"""Streams of the drafter's draws, of the decisions about acceptance, and of XTC's decisions (one for each position).
+The target's own token is drawn with the noise of the position at which the round starts, so without drafts it gives the
+same text as `match`."""
 
 
 def _mix64(x: int) -> int:
-    """The splitmix64 finaliser (Steele, Lea, Flood 2014): a bijection of 64-bit integers that looks random."""
+    """Apply the splitmix64 finaliser (Steele, Lea, Flood 2014), a bijection of 64-bit integers that looks random."""
     x = (x + 0x9E3779B97F4A7C15) & _MASK64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
@@ -49,7 +50,7 @@ def _mix64(x: int) -> int:
 
 
 def _mix32_(x: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    """In place: three xor-shift-multiply rounds ("triple32", Wellons 2018)."""
+    """Apply three xor-shift-multiply rounds ("triple32", Wellons 2018), in place."""
     for shift, factor in ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB)):
         x ^= x >> np.uint32(shift)
         x *= np.uint32(factor)
@@ -59,25 +60,42 @@ def _mix32_(x: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """The noise of one reply: `seed` is the user's, `sample` numbers several replies to one prompt.
+    """The noise of one reply.
 
-    It is computed on the host: a hash of a few tokens costs a tenth of as many small tensor operations, and the numbers
-    are the same for every device.
+    It is computed on the host with NumPy. Hashing a few tokens takes a tenth of the time of small tensor operations,
+    and gives the same numbers for every device.
+
+    Attributes:
+        seed: The user's seed.
+        sample: Number of the reply among several replies to one prompt.
     """
 
     seed: int
     sample: int = 0
 
     def gumbel(self, position: int, tokens: Tensor) -> Tensor:
-        """Return standard Gumbel noise, float32 with the shape of `tokens` (int64 token ids), for the token at
-        `position`."""
+        """Return standard Gumbel noise for candidates of the token at `position`.
+
+        Args:
+            position: Position in the text.
+            tokens: Token ids, int64, any shape.
+
+        Returns:
+            float32, with the shape of `tokens`.
+        """
         return torch.from_numpy(_gumbel(self._hash(position, tokens.cpu().numpy()))).to(tokens.device)
 
     def best(self, position: int, scores: Floats, tokens: Ids | None = None, count: int = 1) -> tuple[Ids, Floats]:
-        """Return the `count` highest of scores + noise: (token ids, sums), best first, ties to the lowest id.
+        """Return the tokens with the highest scores + noise. The result is exact, but little of the noise is computed.
 
-        `scores` [n]: none of them +inf or NaN, at least one finite; -inf never wins. `tokens` [n]: their ids,
-        ascending; None: 0 to n - 1. Exactly what the noise of all columns gives, though hardly any of it is computed.
+        Args:
+            position: Position in the text.
+            scores: [n], without +inf and NaN. At least one must be finite; -inf never wins.
+            tokens: Token ids of the scores, ascending, [n]. None means 0 to n - 1.
+            count: Number of tokens to return.
+
+        Returns:
+            Token ids and sums, highest first. Ties go to the lowest id.
         """
         columns = finite(scores) if len(scores) <= _FEW else self._candidates(position, scores, tokens, count)
         ids = columns if tokens is None else tokens[columns]
@@ -86,10 +104,11 @@ class Noise:
         return ids[order], sums[order]
 
     def _candidates(self, position: int, scores: Floats, tokens: Ids | None, count: int) -> Ids:
-        """Return a few columns, ascending, that hold the `count` best: those whose hash may lift them over a bound.
+        """Return a few columns, ascending, that include the `count` best ones.
 
-        The bound is the `count`-th best of some columns near the top. The noise g = -log(-log u) lifts s to it only if
-        1 - u <= -log u = exp(-g) <= exp(s - bound): an integer hash and one exponential decide for all columns at once.
+        The bound is the `count`-th best sum of some columns near the top. Only columns with enough noise can exceed it.
+        The noise g = -log(-log u) raises a score s to the bound only if 1 - u <= -log u = exp(-g) <= exp(s - bound). So
+        an integer hash and an exponential decide for each column.
         """
         some = highest(scores, count)
         if len(some) < count:
@@ -98,13 +117,13 @@ class Noise:
         ids = some if tokens is None else tokens[some]
         sums = scores[some] + _gumbel(self._hash(position, ids))
         bound = float(np.partition(sums, len(sums) - count)[len(sums) - count])
-        # Below by more than float32 can have rounded away.
+        # Lower the bound by more than the possible rounding error of float32.
         bound -= 1e-4 + abs(bound) * 2.0**-20
         if (found := _native_candidates(scores, tokens, self._key(position), bound)) is not None:
             return found
         open_ = np.flatnonzero(scores >= scores.dtype.type(bound - HIGHEST))
         hashed = self._hash(position, open_ if tokens is None else tokens[open_])
-        # 1 - u, less what float32 may have rounded up.
+        # 1 - u, minus the possible rounding error of float32.
         missing = np.float32(1.0 - 2.0**-22) - hashed.astype(np.float32) * np.float32(2.0**-32)
         return open_[missing <= np.exp(np.minimum(scores[open_] - scores.dtype.type(bound), 0.0))]
 
@@ -112,20 +131,20 @@ class Noise:
         """Return 32 random bits per token."""
         key = self._key(position)
         mixed = _mix32_(_mix32_(tokens.astype(np.uint32) ^ np.uint32(key & _MASK32)) ^ np.uint32(key >> 32))
-        # The sign bit: seeds keep the meaning that they had when the hash was a signed number.
+        # Flip the sign bit, so that seeds give the same texts as in versions where the hash was a signed number.
         return mixed ^ np.uint32(1 << 31)
 
     def uniform(self, position: int) -> float:
-        """Return a number of 53 bits in [0, 1)."""
+        """Return a uniform number of 53 bits in [0, 1)."""
         return (self._key(position) >> 11) * 2.0**-53
 
     def stream(self, *key: int) -> Noise:
-        """Return independent noise for a key (whole numbers from 0).
+        """Return independent noise for a key of integers >= 0.
 
-        What a rule decides about one draft may depend on tokens that are then thrown away (block verification looks
-        at the whole chain), and their positions are drafted again in the next round. A number that had a say in such
-        a decision is no longer random given its outcome, so it must never be drawn again: the keys of drafts and of
-        acceptance begin with the position where the round starts, which no other round of the reply shares.
+        The decision of a rule may depend on tokens that are then rejected (block verification looks at the whole
+        chain), and the next round drafts these positions again. Given the outcome of the decision, the numbers behind
+        it are no longer random, so they must not be used again. Therefore the keys of drafts and of acceptance begin
+        with the position at which the round starts, which is different in every round of a reply.
         """
         seed = self._key(len(key))
         for part in key:
@@ -137,15 +156,15 @@ class Noise:
 
 
 def _gumbel(hashed: npt.NDArray[np.uint32]) -> npt.NDArray[np.float32]:
-    """-log(-log u), in float64 and rounded once, so that machines whose logarithms differ in the last bit agree."""
+    """Compute -log(-log u) in float64 and round once, so that machines agree although their logarithms may differ in
+    the last bit."""
     uniform = (hashed + 0.5) * 2.0**-32
     noise: npt.NDArray[np.float64] = -np.log(-np.log(uniform))
     return noise.astype(np.float32)
 
 
 def _native_candidates(scores: Floats, tokens: Ids | None, key: int, bound: float) -> Ids | None:
-    """The columns of float32 `scores`, ascending, whose score and noise may reach `bound`; None where there is no
-    library."""
+    """Find candidates with the CPU kernels. Return None if they are not available or the scores are not float32."""
     run = _native()
     if run is None or scores.dtype != np.float32:
         return None

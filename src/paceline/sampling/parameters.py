@@ -1,4 +1,4 @@
-"""Sampling parameters of a reply, and their validation."""
+"""The sampling parameters of a reply, and their validation."""
 
 from __future__ import annotations
 
@@ -29,39 +29,45 @@ if TYPE_CHECKING:
     from paceline.text.tokenizer import Tokenizer
 
 RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size")
-"""Parameters that a model's generation_config may recommend."""
+"""Parameters that a model's generation_config.json may recommend."""
 
 
 def changed(sampling: Sampling, changes: Mapping[str, Any]) -> Sampling:
-    """Return the sampling with changes of single parameters. Raises `InvalidOption` for one that does not exist."""
+    """Return a copy of `sampling` with changed parameters. Raise `InvalidOption` for an unknown parameter."""
     known = [field.name for field in fields(Sampling)]
     for name in changes:
         if name not in known:
             near = get_close_matches(name, known, 1, 0.5)
-            fix = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(known)}"
+            fix = f"Did you mean {near[0]}?" if near else f"Available: {', '.join(known)}"
             raise InvalidOption(f"{name!r} is not a sampling parameter", fix)
     return replace(sampling, **changes) if changes else sampling
 
 
 def recommended(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sampling that a generation_config recommends; empty if it does not sample."""
+    """Return the parameters that a generation_config.json recommends. Empty if it does not sample."""
     own = {name: generation[name] for name in RECOMMENDED if generation.get(name) is not None}
     if not generation.get("do_sample", bool(own.get("temperature"))):
         return {}
-    if own.get("top_k") == -1:  # vLLM's way to say "all"
+    if own.get("top_k") == -1:  # vLLM writes -1 for "all tokens"
         own["top_k"] = 0
-    # transformers leaves its own default out of the file.
+    # transformers does not write temperature 1, its default, to the file.
     return {"temperature": 1.0, **own}
 
 
 StopWhen = Callable[[Sequence[int], str], bool]
-"""(token ids of the reply so far, its text so far) -> whether the reply ends here."""
+"""(token ids of the reply so far, text of the reply so far) -> True if the reply ends here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A model's vocabulary, which some parameters need. `size`: number of tokens. `eos`: end-of-sequence tokens.
-    `encode`: text -> token ids, without BOS or EOS."""
+    """A model's vocabulary, which some parameters need.
+
+    Attributes:
+        size: Number of tokens.
+        eos: End-of-sequence tokens.
+        encode: Text -> token ids, without BOS and EOS.
+        tokenizer: The tokenizer, which grammars need.
+    """
 
     size: int
     eos: Sequence[int] = ()
@@ -71,50 +77,66 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters of one reply. The default is greedy.
+    """Sampling parameters of a reply. The default is greedy.
 
-    max_new_tokens: maximum number of tokens of the reply, EOS included (>= 0).
-    temperature: 0 is greedy; > 0 samples from softmax(logits / temperature).
+    The parameters from `repetition_penalty` to `grammar` change logits, in this order, before the temperature. Drafted
+    tokens are treated like all other tokens. Then the parameters from `top_n_sigma` to `xtc_threshold` truncate the
+    distribution, in this order.
 
-    Applied to the logits before temperature, in this order, at every drafted token as at every other:
-    repetition_penalty: > 1 makes tokens of prompt and reply less likely (0.01 to 1000; 1: off), as in transformers.
-    frequency_penalty, presence_penalty: -2 to 2, subtracted for each occurrence in the reply, and once if there is any,
-    as in OpenAI's API.
-    logit_bias: token id -> number added to its logit; -inf bans the token.
-    bad_words: banned sequences: strings (with and without a space before them) or sequences of token ids.
-    dry_multiplier, dry_base, dry_allowed_length, dry_penalty_last_n, dry_sequence_breakers: DRY, as in llama.cpp. A
-    token that would continue a repetition of n >= allowed_length tokens loses multiplier * base ** (n - allowed_length)
-    (a multiplier of 0: off). Only the last penalty_last_n tokens of prompt and reply count (-1: all), and no repetition
-    goes beyond a breaker, which is a text.
-    no_repeat_ngram_size: no n-gram of this size occurs twice, prompt included (0: off).
-    min_new_tokens: EOS and stop_token_ids cannot come before this many tokens. Stop strings and stop_when can.
-    thinking_budget: maximum number of tokens of `reasoning`, after which its end is forced (None: no limit).
-    processors: your own functions of (prefix, logits [V]) that return the logits to use. `prefix` is a
-    `sampler.Prefix`. They are called for drafted tokens too; what they raise after drafted tokens ends the reply only
-    if the reply gets there.
-    grammar: the grammar of the reply (`Grammar`). Where it allows only EOS, EOS comes even before min_new_tokens.
+    Attributes:
+        max_new_tokens: Maximum number of tokens in the reply, including EOS. >= 0.
+        temperature: 0 is greedy. Values > 0 sample from softmax(logits / temperature).
+        repetition_penalty: Values > 1 make tokens of prompt and reply less likely, as in transformers. 0.01 to 1000; 1
+            turns it off.
+        frequency_penalty: Subtracted from a logit for each occurrence of the token in the reply, as in OpenAI's API. -2
+            to 2.
+        presence_penalty: Subtracted from a logit once if the token occurs in the reply, as in OpenAI's API. -2 to 2.
+        logit_bias: Token id -> number to add to its logit. -inf bans the token.
+        bad_words: Banned sequences: strings (with and without a space before them) or sequences of token ids.
+        dry_multiplier: Strength of the DRY penalty, as in llama.cpp. A token that would extend a repetition of n >=
+            `dry_allowed_length` tokens loses multiplier * `dry_base` ** (n - `dry_allowed_length`). 0 turns it off.
+        dry_base: See `dry_multiplier`.
+        dry_allowed_length: See `dry_multiplier`.
+        dry_penalty_last_n: Number of last tokens of prompt and reply where DRY looks for repetitions. -1 means all.
+        dry_sequence_breakers: Strings that end a repetition for DRY.
+        no_repeat_ngram_size: No n-gram of this size may occur twice in prompt and reply. 0 turns it off.
+        min_new_tokens: EOS and `stop_token_ids` are banned before this many tokens. `stop` and `stop_when` still work.
+        thinking_budget: Maximum number of tokens of `reasoning`. After it, the end of the reasoning is forced. None
+            means no limit.
+        processors: Your own functions of (prefix, logits [V]) that return the logits to use. `prefix` is a
+            `sampler.Prefix`. They are also called for drafted tokens. An error that they raise there ends the reply
+            only if the reply reaches that token.
+        grammar: Grammar of the reply. If it allows only EOS, EOS comes even before `min_new_tokens`.
+        top_n_sigma: Keep tokens with a logit within this many standard deviations of the highest logit. 0 keeps all.
+        top_k: Keep the k most likely tokens. 0 keeps all.
+        top_p: Keep the most likely tokens until their probabilities add up to p. 1 keeps all, and 0 only the most
+            likely token.
+        min_p: Keep tokens that are at least min_p times as likely as the most likely token. 0 keeps all.
+        typical_p: Keep tokens with a surprise nearest to the expected surprise until their probabilities add up to p. 1
+            keeps all.
+        xtc_probability: Probability that XTC drops all tokens that are at least as likely as `xtc_threshold`, except
+            the least likely one of them. Seed and position decide for each token. 0 turns it off.
+        xtc_threshold: See `xtc_probability`.
+        rule: How to accept drafted tokens (`verify/rules.py`). "match", the default, gives the same text with any
+            drafter or none. "rejection" and "block" keep the distribution. "typical" is lossy: it changes the
+            distribution.
+        seed: -2**63 <= seed < 2**63, taken modulo 2**63. None draws a seed, which the statistics report.
+        stop: Strings that end the reply. The text stops before them.
+        stop_token_ids: Tokens that end the reply.
+        reasoning: Markers around reasoning at the beginning of the reply, such as ("<think>", "</think>"). Stop strings
+            are ignored between them. The first marker is "" if the prompt ends inside the reasoning. () means no
+            reasoning.
+        stop_when: Functions of (token ids of the reply so far, its text so far) that return True where the reply ends.
+            They are called after every token, drafted or not, in order. If a round is repeated after a failure, they
+            may be called twice for the same token, so the result must depend only on the arguments.
+        ignore_eos: Continue after the model's end-of-sequence tokens.
+        logprobs: Number of most likely tokens to report with the log-probability of each token. 0 reports only the
+            log-probability of the token itself; None reports nothing. They are computed from the unchanged logits.
+        prediction: Text or token ids that the reply is expected to contain, such as a file to edit. It is used as a
+            draft, and does not change the text.
 
-    Truncation, in this order. top_n_sigma: keep logits within so many standard deviations of the highest (0: all).
-    top_k: keep the k likeliest tokens (0: all). top_p: keep the likeliest tokens until their probabilities add up to p
-    (1: all; 0: the likeliest alone). min_p: keep tokens at least min_p times as likely as the likeliest (0: all).
-    typical_p: keep the tokens whose surprise is nearest to the expected one until their probabilities add up to p (1:
-    all). xtc_probability, xtc_threshold: with this probability, decided anew for each token by seed and position, drop
-    all tokens that are at least as likely as the threshold, but the least likely of them (0: off).
-
-    rule: how drafted tokens are accepted: "match" (the default: the text is the same with any drafter or none),
-    "rejection" and "block" (the distribution is the same), "typical" (lossy: neither is). See `verify/rules.py`.
-    seed: -2**63 <= seed < 2**63, taken modulo 2**63; None draws one, and the statistics report it.
-    stop: strings that end the reply; the text stops before them. stop_token_ids: tokens that do.
-    reasoning: texts around reasoning at the beginning of the reply, where stop strings do not count, such as
-    ("<think>", "</think>"). The first is "" if the prompt ends inside of the reasoning. (): no reasoning.
-    stop_when: functions of (token ids of the reply so far, its text so far) that return True where the reply ends. They
-    are called after every token, drafted or not, in order. When a round is repeated (after a failure), they may be
-    called twice for the same token, so their results must depend on their arguments alone.
-    ignore_eos: continue after the model's own end-of-sequence tokens.
-    prediction: text or token ids that most of the reply is expected to be, such as a file to edit. It is drafted, and
-    changes no text.
-    logprobs: None, or the number of likeliest tokens to report with each token's log-probability (0: the token's
-    alone); log-probabilities are those before all of the above.
+    Raises:
+        InvalidOption: If a value is not valid.
     """
 
     max_new_tokens: int = 512
@@ -158,19 +180,29 @@ class Sampling:
         if self.seed is not None:
             object.__setattr__(self, "seed", self.seed % 2**63)
         if self.typical_p == 0.0:
-            raise InvalidOption("typical_p must be > 0, got 0", "Give a number up to 1; 1 is off")
+            raise InvalidOption("typical_p must be > 0, got 0", "Use a number up to 1; 1 turns it off", "typical_p")
         if 0.0 < self.temperature < 1e-3:
-            raise InvalidOption(f"temperature={self.temperature} is too small to divide by", "Give 0 for greedy text")
+            raise InvalidOption(
+                f"temperature={self.temperature} is too small to divide by",
+                "Use 0 for greedy text, or at least 0.001",
+                "temperature",
+            )
         if self.rule not in get_args(RuleName):
-            raise InvalidOption(f"rule={self.rule!r} is unknown", f"Give one of {', '.join(get_args(RuleName))}")
+            raise InvalidOption(f"rule={self.rule!r} is unknown", f"Use one of {', '.join(get_args(RuleName))}", "rule")
         if self.min_new_tokens > self.max_new_tokens:
-            raise InvalidOption(f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens", "Give less")
+            raise InvalidOption(
+                f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}",
+                "Lower min_new_tokens or raise max_new_tokens",
+                "min_new_tokens",
+            )
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise InvalidOption(
-                f"grammar={self.grammar!r} is no grammar", "Give Grammar.json_schema(...), for instance"
+                f"grammar={self.grammar!r} is not a Grammar", "Use Grammar.json_schema(...), for example", "grammar"
             )
         if self.grammar and self.ignore_eos:
-            raise InvalidOption("a grammar ends with EOS, which ignore_eos would ignore", "Leave out one of them")
+            raise InvalidOption(
+                "grammar and ignore_eos exclude each other: a grammar ends with EOS", "Drop one of them", "grammar"
+            )
         if not isinstance(self.prediction, str):
             object.__setattr__(self, "prediction", _ids("prediction", self.prediction))
         for name, value in (
@@ -187,12 +219,19 @@ class Sampling:
         object.__setattr__(self, "thinking_budget", _budget(self.thinking_budget, self.reasoning))
 
     def seeded(self) -> Sampling:
-        """Return the same with a seed: a fresh one if there is none."""
+        """Return these parameters with a seed. If there is none, draw one."""
         return self if self.seed is not None else replace(self, seed=secrets.randbits(32))
 
     def sampler(self, sample: int = 0, vocabulary: Vocabulary | None = None) -> Sampler:
-        """Return the sampler of one reply; draws the seed if there is none. `sample` numbers several replies to
-        one prompt. Raises `InvalidOption` for tokens that the `vocabulary` does not have; None skips the check."""
+        """Create the sampler of one reply. Draw a seed if there is none.
+
+        Args:
+            sample: Number of the reply among several replies to one prompt.
+            vocabulary: The model's vocabulary. None skips the checks of token ids.
+
+        Raises:
+            InvalidOption: If a parameter names tokens that the vocabulary lacks.
+        """
         seed = self.seeded().seed
         assert seed is not None
         return Sampler(
@@ -210,7 +249,7 @@ class Sampling:
         )
 
     def _processors(self, vocabulary: Vocabulary | None) -> tuple[LogitsProcessor, ...]:
-        """Return fresh processors, in their order."""
+        """Create the processors in their order."""
         words = self._sequences(vocabulary)
         ends = {*self.stop_token_ids, *(vocabulary.eos if vocabulary and not self.ignore_eos else ())}
         if vocabulary:
@@ -228,7 +267,7 @@ class Sampling:
             (self.min_new_tokens and ends and not self.grammar, lambda: MinNewTokens(self.min_new_tokens, ends)),
             (self.thinking_budget is not None, lambda: self._thinking_limit(vocabulary)),
         ]
-        # The grammar comes last: no processor may allow what it forbids.
+        # The grammar comes last, so that no processor can allow a token that it forbids.
         last = (self._matcher(self.grammar, vocabulary, ends),) if self.grammar else ()
         return (*(make() for wanted, make in own if wanted), *self.processors, *last)
 
@@ -245,7 +284,7 @@ class Sampling:
     def _matcher(self, grammar: Grammar, vocabulary: Vocabulary | None, ends: set[int]) -> LogitsProcessor:
         tokenizer = _tokenizer(vocabulary, "a grammar")
         assert vocabulary is not None
-        # A stop token that is text may stand inside the grammar's text.
+        # A stop token that is ordinary text may also occur inside the grammar's text.
         over = {token for token in self.stop_token_ids if token not in tokenizer.token_bytes}
         return grammar.matcher(tokenizer, vocabulary.size, vocabulary.eos, self.min_new_tokens, ends, over)
 
@@ -257,10 +296,18 @@ class Sampling:
                 found.add(tuple(word))
                 continue
             if vocabulary is None or vocabulary.encode is None:
-                raise InvalidOption(f"bad_words holds {word!r} and there is no tokenizer", "Give token ids")
+                raise InvalidOption(
+                    f"bad_words contains the string {word!r}, which needs a tokenizer",
+                    "Give token ids instead",
+                    "bad_words",
+                )
             spelled = spellings(word, vocabulary.encode)
             if not spelled:
-                raise InvalidOption(f"bad_words holds {word!r}, of which the tokenizer makes nothing")
+                raise InvalidOption(
+                    f"bad_words contains {word!r}, which the tokenizer turns into no tokens",
+                    "Leave it out",
+                    "bad_words",
+                )
             found |= spelled
         return found
 
@@ -274,15 +321,21 @@ class Sampling:
         for name, tokens in named.items():
             if wrong := [token for token in tokens if token >= vocabulary.size]:
                 raise InvalidOption(
-                    f"{name} holds {wrong[0]}, which is no token of the model", f"Ids go to {vocabulary.size - 1}"
+                    f"{name} contains {wrong[0]}, which is not a token of the model",
+                    f"Use ids from 0 to {vocabulary.size - 1}",
+                    name,
                 )
         if (self.logprobs or 0) > vocabulary.size:
-            raise InvalidOption(f"logprobs={self.logprobs} is more than the model's {vocabulary.size} tokens")
+            raise InvalidOption(
+                f"logprobs={self.logprobs} is more than the model's {vocabulary.size} tokens",
+                "Lower logprobs",
+                "logprobs",
+            )
 
 
 def _tokenizer(vocabulary: Vocabulary | None, what: str) -> Tokenizer:
     if vocabulary is None or vocabulary.tokenizer is None:
-        raise InvalidOption(f"there is {what} and no tokenizer", "Generate with an LLM, which has one")
+        raise InvalidOption(f"{what} needs a tokenizer", "Generate with an LLM, which has a tokenizer")
     return vocabulary.tokenizer
 
 
@@ -310,19 +363,32 @@ _RANGES: dict[str, tuple[type[float], float, float]] = {
 }
 
 
-def _check_number(name: str, value: object, kind: type[float], low: float, high: float) -> None:
-    """Check a number. `kind`: int, or float, which takes both."""
+def _check_number(
+    name: str, value: object, kind: type[float], low: float, high: float, param: str | None = None
+) -> None:
+    """Raise `InvalidOption` unless a number is in range.
+
+    Args:
+        name: The number's name in the error.
+        value: The number.
+        kind: int, or float for ints and floats.
+        low: The smallest number allowed.
+        high: The largest number allowed.
+        param: The parameter, if `name` is a part of it.
+    """
     noun, limits = ("whole number", f"{low} to {high}") if kind is int else ("number", f"{low:g} to {high:g}")
     if isinstance(value, bool) or not isinstance(value, (int, kind)):
-        raise InvalidOption(f"{name} must be a {noun}, got {value!r}", f"Give one from {limits}")
+        raise InvalidOption(f"{name} must be a {noun}, got {value!r}", f"Use a number from {limits}", param or name)
     if not low <= value <= high:
-        raise InvalidOption(f"{name}={value!r} is out of range", f"Give a {noun} from {limits}")
+        raise InvalidOption(f"{name}={value!r} is out of range", f"Use a {noun} from {limits}", param or name)
 
 
 def _strings(name: str, texts: Any) -> tuple[str, ...]:
     found = (texts,) if isinstance(texts, str) else _listed(name, texts)
     if any(not isinstance(text, str) or not text for text in found):
-        raise InvalidOption(f"{name}={texts!r} holds something that is not a non-empty string")
+        raise InvalidOption(
+            f"{name}={texts!r} contains something other than non-empty strings", "Use only non-empty strings", name
+        )
     return found
 
 
@@ -332,10 +398,15 @@ def _budget(budget: Any, reasoning: Sequence[str]) -> ThinkingBudget | None:
     tokens = budget.tokens if isinstance(budget, ThinkingBudget) else budget
     _check_number("thinking_budget", tokens, int, 0, 2**31)
     if isinstance(budget, ThinkingBudget):
+        _reasoning((budget.start, budget.end))
+        if not isinstance(budget.forced, str):
+            raise InvalidOption(f"thinking_budget forces {budget.forced!r}, which is not a string", "Use a string")
         return budget
     if not reasoning:
         raise InvalidOption(
-            "thinking_budget requires reasoning, the texts around it", 'Give reasoning=("<think>", "</think>") too'
+            "thinking_budget needs `reasoning`, the markers around it",
+            'Also pass reasoning=("<think>", "</think>")',
+            "thinking_budget",
         )
     return ThinkingBudget(budget, *reasoning)
 
@@ -344,7 +415,7 @@ def _reasoning(markers: Any) -> tuple[str, ...]:
     found = _listed("reasoning", markers)
     if found and (len(found) != 2 or any(not isinstance(s, str) for s in found) or not found[1]):
         raise InvalidOption(
-            f"reasoning={markers!r} is not a pair of texts", 'Give ("<think>", "</think>"), for example'
+            f"reasoning={markers!r} is not a pair of strings", 'Use ("<think>", "</think>"), for example', "reasoning"
         )
     return found
 
@@ -359,27 +430,29 @@ def _ids(name: str, tokens: Any) -> tuple[int, ...]:
 def _functions(name: str, given: Any) -> tuple[Any, ...]:
     found = (given,) if callable(given) else _listed(name, given)
     if wrong := [one for one in found if not callable(one)]:
-        raise InvalidOption(f"{name} holds {wrong[0]!r}, which is no function", "Give functions")
+        raise InvalidOption(f"{name} contains {wrong[0]!r}, which is not a function", "Use only functions", name)
     return found
 
 
 def _words(words: Any) -> tuple[str | tuple[int, ...], ...]:
     found = tuple(word if isinstance(word, str) else _ids("bad_words", word) for word in _listed("bad_words", words))
     if not all(found):
-        raise InvalidOption("bad_words holds an empty word", "Leave it out")
+        raise InvalidOption("bad_words contains an empty word", "Leave it out", "bad_words")
     return found
 
 
 def _bias(bias: Any) -> dict[int, float]:
     if not isinstance(bias, Mapping):
-        raise InvalidOption(f"logit_bias={bias!r} is no mapping", "Give {token id: what to add to its logit}")
+        raise InvalidOption(
+            f"logit_bias={bias!r} is not a mapping", "Use {token id: number to add to its logit}", "logit_bias"
+        )
     for token, by in bias.items():
         _check_number("logit_bias", token, int, 0, 2**31)
-        _check_number(f"logit_bias[{token}]", by, float, -math.inf, 1e6)
+        _check_number(f"logit_bias[{token}]", by, float, -math.inf, 1e6, "logit_bias")
     return dict(bias)
 
 
 def _listed(name: str, values: Any) -> tuple[Any, ...]:
     if isinstance(values, str) or not isinstance(values, Sequence):
-        raise InvalidOption(f"{name}={values!r} is no list", "Give a list")
+        raise InvalidOption(f"{name}={values!r} is not a list", "Use a list", name)
     return tuple(values)

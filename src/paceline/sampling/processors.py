@@ -1,8 +1,8 @@
 """Logits processors: penalties, biases, bans.
 
-Each is made for one reply. Counts of the committed text are kept, since it only grows; the drafted path of a row is
-added for that row alone, so a row's cost does not depend on the text's length. Target and draft model share them: rows
-may come from two devices, in two dtypes, and a draft model's may be narrower.
+Each processor belongs to one reply. It keeps counts of the committed text, which only grows, and adds the drafted path
+of each row to them. So the cost of a row does not depend on the length of the text. Target and draft model share the
+processors: rows may be on two devices and in two dtypes, and the rows of a draft model may be narrower.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Counts:
         self._known: dict[torch.device, tuple[int, Tensor]] = {}
 
     def at(self, prefix: Prefix, row: Tensor, first: int = 0) -> Tensor:
-        """Return counts [V] of the prefix from position `first` on, in the row's dtype; read-only."""
+        """Return read-only counts [V] of the prefix's tokens at position `first` and later, in the row's dtype."""
         done, counts = self._known.get(row.device, (first, row.new_zeros(0)))
         if done < len(prefix.token_ids) or len(counts) < len(row):
             counts = _add(counts, prefix.token_ids[done:], len(row))
@@ -33,9 +33,9 @@ class _Counts:
         return counts[: len(row)].to(row.dtype)
 
 
-@torch.inference_mode()  # in which a drafter may have made them
+@torch.inference_mode()  # the counts may have been created in inference mode, by a drafter
 def _add(counts: Tensor, tokens: Sequence[int], width: int) -> Tensor:
-    """Return counts with these tokens added, at least `width` wide."""
+    """Add tokens to counts and return the result, at least `width` wide."""
     width = max(width, len(counts), 1 + max(tokens, default=0))
     if width > len(counts):
         counts = torch.cat([counts, counts.new_zeros(width - len(counts))])
@@ -52,7 +52,7 @@ class _SeenTokens:
         self._known: dict[torch.device, Tensor] = {}
 
     def at(self, prefix: Prefix, row: Tensor) -> Tensor:
-        """Return the prefix's ids below V; those of the path may appear twice."""
+        """Return the distinct ids of the prefix below V. Ids of the drafted path may appear twice."""
         for token in prefix.token_ids[self._read :]:
             self._order[token] = None
             self._highest = max(self._highest, token)
@@ -66,8 +66,10 @@ class _SeenTokens:
 
 
 class RepetitionPenalty:
-    """Divides positive logits of tokens in prompt or reply by `penalty` and multiplies negative ones (CTRL, arXiv
-    1909.05858), as transformers does."""
+    """Divides positive logits of tokens in prompt or reply by a penalty, and multiplies negative ones by it.
+
+    This is the penalty of CTRL (arXiv 1909.05858), as in transformers.
+    """
 
     def __init__(self, penalty: float) -> None:
         self._penalty = penalty
@@ -81,7 +83,8 @@ class RepetitionPenalty:
 
 
 class CountPenalty:
-    """Subtracts `frequency` times a token's count in the reply, and `presence` once if it is there, as OpenAI does."""
+    """Subtracts `frequency` for each occurrence of a token in the reply, and `presence` if it occurs, as OpenAI
+    does."""
 
     def __init__(self, frequency: float, presence: float) -> None:
         self._frequency, self._presence = frequency, presence
@@ -112,7 +115,7 @@ class LogitBias:
 
 
 class BadWords:
-    """Bans the last token of each sequence after the rest of it."""
+    """Bans the last token of each banned sequence if the text ends with the tokens before it."""
 
     def __init__(self, words: Collection[Sequence[int]]) -> None:
         self._always = sorted({word[0] for word in words if len(word) == 1})
@@ -130,7 +133,7 @@ class BadWords:
 
 
 class NoRepeatNGram:
-    """Bans every token that would complete an n-gram that prompt or reply already has."""
+    """Bans every token that would repeat an n-gram of prompt or reply."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -168,13 +171,13 @@ def ban(logits: Tensor, tokens: Sequence[int]) -> Tensor:
 
 
 def spellings(text: str, encode: Callable[[str], list[int]]) -> set[tuple[int, ...]]:
-    """Return the token sequences of `text`: at the start of a text, within one, after a space.
+    """Return the token sequences of `text` at the start of a reply, within it, and after a space.
 
-    Other segmentations of the same letters, which a model seldom writes, are left out.
+    Models rarely write other segmentations of the same characters, so these are omitted.
     """
     found = {tuple(encode(text))}
     for lead in ("",) if text[:1].isspace() else ("", " "):
-        # The line break keeps a tokenizer from treating the word as the start of a text; it goes again.
+        # The line break keeps the tokenizer from treating the word as the start of a text. It is removed again.
         line, whole = encode("\n"), encode("\n" + lead + text)
         found.add(tuple(whole[len(line) :] if whole[: len(line)] == line else encode(lead + text)))
     return found - {()}

@@ -1,7 +1,8 @@
-"""From a row of logits to a token: processors, temperature, cuts, noise."""
+"""Choosing a token from a row of logits: processors, temperature, truncation, noise."""
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -16,15 +17,19 @@ from paceline.errors import InvalidOption, NonFiniteLogits, NoTokenLeft
 from paceline.sampling.noise import DRAFT, EXCLUDE, Noise
 from paceline.sampling.truncation import Floats, Ids, finite, highest, survivors, without_top
 
+_LOG = logging.getLogger("paceline")
+
 RuleName = Literal["match", "rejection", "block", "typical"]
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The tokens before a row: the committed `token_ids` (`num_prompt_tokens` of the prompt, then the reply's) and the
-    `path` of drafted tokens that leads to the row.
+    """The tokens before a row: committed tokens, then the drafted tokens that lead to the row.
 
-    `token_ids` only grows, so counts of it stay valid; `path` may be discarded at the end of the round.
+    Attributes:
+        token_ids: Committed tokens of prompt and reply. This list only grows, so counts of it stay valid.
+        path: Drafted tokens. They may be rejected at the end of the round.
+        num_prompt_tokens: Number of prompt tokens in `token_ids`.
     """
 
     token_ids: Sequence[int] = ()
@@ -32,7 +37,7 @@ class Prefix:
     num_prompt_tokens: int = 0
 
     def after(self, path: Sequence[int]) -> Prefix:
-        """The prefix of the row that `path` leads to."""
+        """Return the prefix of the row after the drafted tokens `path`."""
         return Prefix(self.token_ids, path, self.num_prompt_tokens)
 
     @property
@@ -42,11 +47,11 @@ class Prefix:
 
     @property
     def reply(self) -> list[int]:
-        """`tokens` without the prompt."""
+        """Committed and drafted tokens, without the prompt."""
         return [*self.token_ids[self.num_prompt_tokens :], *self.path]
 
     def tail(self, count: int) -> tuple[int, ...]:
-        """The last `count` of `tokens`, or all if there are fewer. Does not copy the rest."""
+        """Return the last `count` tokens, or all if there are fewer, without copying the others."""
         committed = count - len(self.path)
         if committed <= 0:
             return tuple(self.path[len(self.path) - count :])
@@ -57,33 +62,37 @@ class Prefix:
 
 
 LogitsProcessor = Callable[[Prefix, Tensor], Tensor]
-"""(prefix, logits [V]) -> the logits to use instead. The row is a copy and may be changed in place."""
+"""(prefix, logits [V]) -> logits to use instead. The row is a copy and may be changed in place."""
 
 
 class Forcing(ABC):
-    """A `LogitsProcessor` that at times knows the next tokens."""
+    """A `LogitsProcessor` that sometimes knows the next tokens."""
 
     @abstractmethod
     def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor: ...
 
     @abstractmethod
     def forced(self, prefix: Prefix, limit: int) -> list[int]:
-        """Return up to `limit` tokens that must come next; none where several may."""
+        """Return up to `limit` tokens that must come next. Return none if there is a choice."""
 
 
 _SPARSE = 8
-"""If processors leave fewer than one token in this many, the others are dropped before anything is computed."""
+"""If processors leave less than one token in this many, all other tokens are dropped before further computation."""
 
 _COMPARED = 16
-"""Number of best candidates that share a row's probability where text is sampled."""
+"""Number of best candidates over which a row's probability is normalised when text is sampled."""
 
 
 @dataclass(slots=True)
 class Ranked:
-    """Candidates for one row, best first. `scores`: log-probability of each to be the choice: among all tokens where
-    the text is greedy; given the noise, among the best few, where it is sampled.
+    """Candidates for one row, best first.
 
-    `q`: the distribution [V] from which they were drawn in this order, without replacement; None if they were chosen.
+    Attributes:
+        tokens: Token ids.
+        scores: Log-probability that each candidate is the target's choice: among all tokens if the text is greedy, or
+            given the noise and among the best few if it is sampled.
+        q: The distribution [V] of the drafter. The candidates were drawn from it in this order, without replacement.
+            None if they were not drawn.
     """
 
     tokens: list[int]
@@ -93,14 +102,18 @@ class Ranked:
 
 @dataclass(frozen=True, slots=True)
 class Subset:
-    """The target's tokens that a drafter with a reduced vocabulary knows: `ids` [C] of its columns, int64 on the host,
-    ascending, out of `size`."""
+    """The part of the target's vocabulary that a drafter knows.
+
+    Attributes:
+        ids: Target token of each of the drafter's columns, ascending, int64 [C] on the host.
+        size: Size of the target's vocabulary.
+    """
 
     ids: Tensor
     size: int
 
     def widen(self, logits: Tensor) -> Tensor:
-        """Return a row [C] as a row [V] that is -inf outside the subset."""
+        """Expand a row [C] to a row [V] that is -inf outside the subset."""
         return logits.new_full((self.size,), -math.inf).index_copy_(0, self.ids, logits)
 
 
@@ -108,10 +121,10 @@ class Subset:
 class Sampler:
     """Sampling parameters and noise of one reply. It holds no text: every method takes the `Prefix` of its row.
 
-    The target chooses with it and drafters rank with it, so that both see the same noise.
+    The target chooses tokens with it, and drafters rank candidates with it, so both use the same noise.
 
-    Rows are shaped on the host, whatever device they come from: a visited row costs one transfer, and then the same
-    steps give the same token everywhere.
+    Rows are shaped on the host, whatever device they come from. A visited row costs one transfer, and the same steps
+    give the same token on every device.
     """
 
     temperature: float = 0.0
@@ -125,10 +138,12 @@ class Sampler:
     noise: Noise = field(default_factory=lambda: Noise(0))
     processors: tuple[LogitsProcessor, ...] = ()
     rule: RuleName = "match"
+    draft_failures: int = field(default=0, repr=False, compare=False)
+    """Rows of a drafter that got no candidates because of an error."""
 
     def __post_init__(self) -> None:
         if self.greedy:
-            self.rule = "match"  # without chance all rules accept the same
+            self.rule = "match"  # without randomness, all rules accept the same tokens
 
     @property
     def greedy(self) -> bool:
@@ -136,16 +151,22 @@ class Sampler:
 
     @property
     def draws(self) -> bool:
-        """Whether the rule needs candidates drawn from the drafter's own distribution, in a fixed shape.
+        """True if the rule needs candidates drawn from the drafter's distribution, in a tree of fixed shape.
 
-        The shape may depend on the text and the budget, never on the draws.
+        The shape may depend on the text and the budget, but not on the draws.
         """
         return self.rule in ("rejection", "block")
 
     def choose(self, prefix: Prefix, logits: Tensor) -> int:
-        """Return the token after `prefix`, from its row of logits [V]; ties go to the lowest id.
+        """Choose the token after a prefix. Ties go to the lowest id.
 
-        Raises `NonFiniteLogits`, and `NoTokenLeft` where the processors ban every token.
+        Args:
+            prefix: The tokens before the row.
+            logits: The row, [V].
+
+        Raises:
+            NonFiniteLogits: If the highest logit is not finite.
+            NoTokenLeft: If the processors ban every token.
         """
         row = self.process(prefix, logits)
         if self.greedy:
@@ -159,67 +180,83 @@ class Sampler:
     def rank(
         self, prefix: Prefix, logits: Tensor, paths: Sequence[Sequence[int]], count: int, subset: Subset | None = None
     ) -> list[Ranked]:
-        """Return the `count` likeliest choices of each row of logits [R, V], which stands after `prefix` and its path.
+        """Return the most likely choices of the target for several rows, as a drafter predicts them.
 
-        Under a rule that `draws`, `count` draws without replacement instead, with noise that nothing else sees.
-        Fewer where cuts and bans leave fewer, none where a row is not finite. `subset`: the tokens that the columns
-        of logits [R, C] stand for; what comes back names the target's tokens, and is what rows [R, V] would give that
-        are -inf elsewhere.
+        With a rule that `draws`, the candidates are drawn without replacement instead, with noise that is used only
+        here. A row has fewer candidates if truncation and bans leave fewer tokens. It has none if it is not finite or a
+        processor fails; `draft_failures` counts these rows.
+
+        Args:
+            prefix: Committed tokens.
+            logits: The drafter's logits, [R, V], or [R, C] with a subset.
+            paths: Drafted tokens before each row.
+            count: Number of candidates for each row.
+            subset: The target's tokens that the columns stand for. All other tokens count as -inf. The candidates are
+                always the target's token ids.
         """
-        # One transfer for all rows. Without processors they are only read.
+        # One transfer for all rows. Without processors, the rows are only read.
         rows = zip(logits.cpu(), paths, strict=True)
         return [self._rank(prefix.after(path), row, count, subset) for row, path in rows]
 
     def forced(self, prefix: Prefix, limit: int) -> list[int]:
-        """Return up to `limit` tokens that must follow `prefix`, as far as a processor knows: a draft without cost.
+        """Return up to `limit` tokens that must follow `prefix` according to a processor, as a draft without cost.
 
-        Empty where several tokens may come next. They depend on the prefix and the parameters alone.
+        The result is empty if there is a choice. It depends only on the prefix and the parameters.
         """
         for processor in self.processors:
             if isinstance(processor, Forcing):
                 try:
                     found = processor.forced(prefix, limit)
-                except Exception:
-                    # The error is raised again when the target visits this row.
+                except Exception:  # processors may raise any error; it is raised again when the target visits this row
+                    _LOG.debug("no forced tokens after %d tokens", len(prefix), exc_info=True)
                     return []
                 if found:
                     return found
         return []
 
     def process(self, prefix: Prefix, logits: Tensor) -> Tensor:
-        """Return one row of logits [V] after all processors; the same tensor where there are none."""
+        """Apply all processors to a row of logits [V]. Without processors, return the same tensor.
+
+        Raises:
+            InvalidOption: If a processor does not return a row of the same shape and dtype.
+        """
         if not self.processors:
             return logits
         row = logits.clone()
         for processor in self.processors:
             row = processor(prefix, row)
             if not isinstance(row, Tensor) or row.shape != logits.shape or row.dtype != logits.dtype:
+                got = f"{row.dtype} {list(row.shape)}" if isinstance(row, Tensor) else type(row).__name__
                 raise InvalidOption(
-                    f"the logits processor {processor!r} returned no row of logits",
-                    f"Return a tensor of shape {list(logits.shape)} and {logits.dtype}, as it was given",
+                    f"the logits processor {processor!r} returned {got} instead of a row of logits",
+                    f"Return a tensor like the one it was given: {logits.dtype} {list(logits.shape)}",
                 )
         return row
 
     def distribution(self, prefix: Prefix, logits: Tensor) -> Tensor:
-        """Return the probabilities [V] with which `choose` takes each token of one row (temperature > 0)."""
+        """Return the probability [V] that `choose` takes each token of a row. The temperature must be > 0."""
         row = self.process(prefix, logits)
         return _spread(row, *self._shaped(row, logits, len(prefix)), len(row))
 
     def _rank(self, prefix: Prefix, logits: Tensor, count: int, subset: Subset | None) -> Ranked:
         if subset and self.processors:
-            # Processors index the target's tokens, and may allow one outside the subset.
+            # Processors index the target's tokens, and may allow tokens outside the subset.
             logits, subset = subset.widen(logits), None
         try:
             tokens, scores = self._shaped(self.process(prefix, logits), logits, len(prefix))
+        except NoTokenLeft:
+            return Ranked([], [])
         except Exception:
-            # No candidate, or a failing processor: the error is raised if the target visits this row.
+            # A draft must not fail its reply: a processor's error is raised if the target visits this row.
+            self.draft_failures += 1
+            _LOG.debug("a drafter's row after %d tokens could not be ranked", len(prefix), exc_info=True)
             return Ranked([], [])
         if subset:
             ids = subset.ids.numpy()
             tokens = ids if tokens is None else ids[tokens]
         if self.draws:
-            # Gumbel top-k: the order of log q + noise is that of draws without replacement (arXiv 1903.06059). Keyed by
-            # the round and by the node, so that no two rows of any two drafts share a number.
+            # Gumbel top-k: sorting by log q + noise equals drawing without replacement (arXiv 1903.06059). The stream's
+            # key contains the round and the node, so that no two rows of any two drafts share a random number.
             noise = self.noise.stream(DRAFT, len(prefix.token_ids), *prefix.path)
             best, sums = noise.best(0, scores, tokens, count)
             size = subset.size if subset else len(logits)
@@ -231,7 +268,7 @@ class Sampler:
         return Ranked(best[:count].tolist(), _chances(sums, sums[:count]))
 
     def _shaped(self, row: Tensor, raw: Tensor, position: int) -> tuple[Ids | None, Floats]:
-        """Return the tokens that survive the cuts, ascending (None: all), and their logits / temperature."""
+        """Return the tokens that survive truncation, ascending (None for all), and their logits / temperature."""
         scores: Floats = row.detach().cpu().numpy()
         _check_finite(float(scores.max()), raw, position)
         open_ = None
@@ -248,14 +285,16 @@ class Sampler:
         return tokens, scores
 
     def _excludes(self, position: int) -> bool:
-        """Return whether XTC applies to the token at a position. That depends on the seed and the position alone, so
-        that target and drafters, and every round that comes to the position, agree."""
+        """Return True if XTC applies to the token at a position.
+
+        This depends only on seed and position, so target, drafters and all rounds agree.
+        """
         p = self.xtc_probability
         return p > 0.0 and self.noise.stream(EXCLUDE).uniform(position) < p
 
 
 def _best(scores: Floats, count: int) -> Ids:
-    """Return the `count` highest columns, highest first, ties to the lowest; fewer if fewer are finite."""
+    """Return the `count` highest columns, highest first, ties to the lowest column. Fewer if fewer are finite."""
     if count == 1:
         return np.array([scores.argmax()])
     best = highest(scores, count)
@@ -263,14 +302,15 @@ def _best(scores: Floats, count: int) -> Ids:
 
 
 def _chances(all_scores: Floats, chosen: Floats) -> list[float]:
-    """Return the log-softmax over all scores of the chosen ones, the first of which is the highest of all."""
+    """Return the log-softmax, over all scores, of the chosen scores. The first chosen score must be the highest of
+    all."""
     total = np.exp(all_scores - chosen[0]).sum(dtype=np.float64)
     chances: list[float] = (chosen - chosen[0] - math.log(total)).tolist()
     return chances
 
 
 def _spread(row: Tensor, tokens: Ids | None, scores: Floats, size: int) -> Tensor:
-    """Return softmax(scores) at `tokens` out of `size`, 0 elsewhere, with the dtype and device of `row`."""
+    """Return [size] with softmax(scores) at `tokens` and 0 elsewhere, with the dtype and device of `row`."""
     kept = torch.from_numpy(scores).softmax(-1).to(row)
     if tokens is None:
         return kept
@@ -281,12 +321,12 @@ def not_finite(position: int) -> NonFiniteLogits:
     """Return the error for a row of logits without a finite maximum."""
     return NonFiniteLogits(
         f"the model's logits near position {position} are not finite",
-        "Try dtype float32; if it stays, the weights are damaged",
+        "Try dtype float32; if the error persists, the weights are damaged",
     )
 
 
 def _check_finite(best: float, raw: Tensor, position: int) -> None:
-    """Raise the fitting error if `best`, a row's highest logit, is not finite. `raw`: the row before processors."""
+    """Raise an error if `best`, the highest logit of a row, is not finite. `raw` is the row before processors."""
     if math.isfinite(best):
         return
     if not math.isfinite(float(raw.max())):
@@ -294,8 +334,10 @@ def _check_finite(best: float, raw: Tensor, position: int) -> None:
     if best == -math.inf:
         raise NoTokenLeft(
             f"every token is banned at position {position}",
-            "Ban less: bad_words, logit_bias, no_repeat_ngram_size, min_new_tokens, grammar, processors of your own",
+            "Relax bad_words, logit_bias, no_repeat_ngram_size, min_new_tokens, thinking_budget, the grammar or your "
+            "own processors",
         )
     raise NonFiniteLogits(
-        f"a logits processor made the logits at position {position} infinite or NaN", "Let it return -inf or numbers"
+        f"a logits processor made the logits at position {position} infinite or NaN",
+        "Make it return finite numbers or -inf",
     )

@@ -1,4 +1,4 @@
-"""A budget for reasoning: once it is spent, the marker that ends the reasoning must follow, and the answer goes on."""
+"""A budget for reasoning: when it is spent, the marker that ends the reasoning is forced, and the answer follows."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ if TYPE_CHECKING:
     from paceline.text.tokenizer import Tokenizer
 
 _PATIENCE = 8
-"""Tokens beyond the budget that may complete a character, or a marker that has begun."""
+"""Number of additional tokens to complete a character, or a marker that has begun."""
 _BEFORE = 32
-"""Last tokens of the prompt, which may hold the marker before the reasoning."""
+"""Number of last prompt tokens in which the marker before the reasoning may be."""
 
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """A budget of `tokens` for reasoning at the beginning of a reply.
+    """A budget for reasoning at the beginning of a reply.
 
-    start, end: Texts around the reasoning. A prompt that ends with `start` begins it, and so does an empty `start`.
-    forced: Text that follows where the budget is spent; "" is `end`.
+    Attributes:
+        tokens: Maximum number of tokens.
+        start: Marker before the reasoning. If it is empty or the prompt ends with it, the reply begins with reasoning.
+        end: Marker after the reasoning.
+        forced: Text to force when the budget is spent. "" means `end`.
     """
 
     tokens: int
@@ -35,7 +38,7 @@ class ThinkingBudget:
     forced: str = ""
 
     def limit(self, tokenizer: Tokenizer) -> ThinkingLimit:
-        """Return the processor of one reply."""
+        """Create the processor of a reply."""
         special = {i: name.encode() for i, name in tokenizer.special_in(self.start + self.end).items()}
         spelled = tokenizer.token_bytes
         return ThinkingLimit(
@@ -47,12 +50,13 @@ class ThinkingBudget:
 
 @dataclass(frozen=True, slots=True)
 class _Reasoned:
-    """State of the reasoning after some tokens of the reply.
+    """The state of the reasoning after some tokens of the reply.
 
-    inside: None before it has begun, False after its end.
-    tail: The bytes in which a marker may be.
-    count: Tokens of the reasoning.
-    forced: Forced tokens so far.
+    Attributes:
+        inside: True inside the reasoning, None before it, False after it.
+        tail: Last bytes of the text. They may contain a marker.
+        count: Number of tokens of the reasoning.
+        forced: Number of forced tokens so far.
     """
 
     inside: bool | None
@@ -62,27 +66,33 @@ class _Reasoned:
 
 
 class ThinkingLimit(Forcing):
-    """Allows nothing but the end of the reasoning where the budget is spent. Depends on the tokens of a prefix alone.
+    """Allows only the end of the reasoning when the budget is spent. It depends only on the tokens of a prefix.
 
-    The committed text is read once; each drafted path is read after it.
+    The committed text is read once, and drafted paths are read after it.
     """
 
     def __init__(self, budget: ThinkingBudget, forced: Sequence[int], spell: Callable[[int], bytes]) -> None:
-        """`forced`: tokens that end the reasoning. `spell`: returns the bytes of a token."""
+        """Create a processor.
+
+        Args:
+            budget: The budget.
+            forced: Tokens that end the reasoning.
+            spell: Returns the bytes of a token.
+        """
         self._budget, self._forced, self._spell = budget, forced, spell
         self._start, self._end = budget.start.encode(), budget.end.encode()
         self._known: dict[tuple[int, ...], _Reasoned] = {}
-        """Progress after the committed text and, by their drafted tokens, after longer ones."""
+        """Drafted tokens -> state after the committed text followed by these tokens."""
         self._read = -1
 
     def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
         if must := self.forced(prefix, 1):
             logits.fill_(-torch.inf)
-            logits[must] = 0.0  # bans do not keep reasoning from its end
+            logits[must] = 0.0  # even if it is banned
         return logits
 
     def forced(self, prefix: Prefix, limit: int) -> list[int]:
-        """Return up to `limit` tokens of the end that must follow; none where the budget is not spent."""
+        """Return up to `limit` tokens of the end that must follow, or none while the budget is not spent."""
         progress = self._at(prefix)
         return [*self._forced[progress.forced :][:limit]] if self._spent(progress) else []
 
@@ -95,7 +105,7 @@ class ThinkingLimit(Forcing):
     def _at(self, prefix: Prefix) -> _Reasoned:
         if self._read != len(prefix.token_ids):
             progress = self._known.get(())
-            if progress is None:
+            if progress is None or self._read > len(prefix.token_ids):
                 progress, self._read = self._begin(prefix), prefix.num_prompt_tokens
             for token in prefix.token_ids[self._read :]:
                 progress = self._after(progress, token)
@@ -113,7 +123,7 @@ class ThinkingLimit(Forcing):
         return _Reasoned(True if text.endswith(self._start.rstrip()) else None)
 
     def _after(self, progress: _Reasoned, token: int) -> _Reasoned:
-        """Return the state after one token more."""
+        """Return the state after another token."""
         if progress.inside is False:
             return progress
         if self._spent(progress):
@@ -127,12 +137,12 @@ class ThinkingLimit(Forcing):
             text, progress = text.removeprefix(self._start), _Reasoned(True, count=-1)
         if self._end in text:
             return _Reasoned(False)
-        # A character has at most three more bytes after its first.
+        # A character has at most three bytes after its first one.
         return _Reasoned(True, text[-max(3, len(self._end)) :], progress.count + 1)
 
 
 def _unfinished(text: bytes) -> bool:
-    """Return whether a text ends inside a character of UTF-8."""
+    """Return True if a text ends inside a UTF-8 character."""
     for size, byte in enumerate(reversed(text[-3:]), 1):
         if byte >= 0xC0:
             return size < (2 if byte < 0xE0 else 3 if byte < 0xF0 else 4)

@@ -1,8 +1,8 @@
 """The cuts top_n_sigma, top_k, top_p, min_p, typical_p and XTC.
 
-Every cut is a threshold: equal scores are kept or cut together, so the outcome does not depend on how a sort breaks
-ties. Only the few columns near the top are ever sorted. Probabilities are float64, so that no machine's last bit
-decides.
+Every cut is a threshold: equal scores are kept or cut together, so the result does not depend on how a sort breaks
+ties. Only the few columns near the top are sorted. Probabilities are float64, so that rounding differences between
+machines do not matter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ALL = -float(np.finfo(np.float32).max)
 """A threshold that every finite score reaches."""
 
 _FEW = 256
-"""Number of columns up to which all are sorted."""
+"""Up to this number of columns, all are sorted."""
 
 
 def survivors(
@@ -32,9 +32,18 @@ def survivors(
     typical_p: float = 1.0,
     top_n_sigma: float = 0.0,
 ) -> tuple[Ids | None, Floats]:
-    """Return (ids that survive the cuts, ascending, their scores); None for the ids if nothing is cut.
+    """Apply the cuts in order, each to the result of the previous one.
 
-    `scores` [V]: logits / temperature, the highest finite. Each cut applies to the result of the one before.
+    Args:
+        scores: Logits / temperature, [V]. The highest must be finite.
+        top_k: See `Sampling`.
+        top_p: See `Sampling`.
+        min_p: See `Sampling`.
+        typical_p: See `Sampling`.
+        top_n_sigma: See `Sampling`.
+
+    Returns:
+        Surviving token ids, ascending (None if nothing is cut), and their scores.
     """
     cuts = [
         (top_n_sigma > 0.0, partial(_top_n_sigma, n=top_n_sigma)),
@@ -54,20 +63,23 @@ def survivors(
 
 
 def without_top(scores: Floats, threshold: float) -> Ids | None:
-    """Return the columns, ascending, that XTC ("exclude top choices") leaves; None if it leaves all.
+    """Apply XTC ("exclude top choices"): drop all tokens with a probability >= `threshold` except the least likely one.
 
-    Of the tokens whose probability is at least `threshold`, the least likely stays and the others go. Nothing goes for
-    a threshold above 0.5, which two tokens cannot reach. Source: text-generation-webui, pull request 6335.
+    A threshold above 0.5 drops no tokens, since two tokens cannot reach it. Source: text-generation-webui, pull request
+    6335.
+
+    Returns:
+        The remaining columns, ascending, or None if all remain.
     """
     weights = _weights(scores)
-    likely = weights >= threshold * weights.sum()
+    likely = (weights >= threshold * weights.sum()) & (scores > -np.inf)
     if threshold > 0.5 or np.count_nonzero(likely) < 2:
         return None
     return np.flatnonzero(scores <= scores[likely].min())
 
 
 def _top_n_sigma(scores: Floats, n: float) -> tuple[Floats, float]:
-    """Tokens within n standard deviations of the highest logit (Tang et al., arXiv 2411.07641)."""
+    """Keep tokens within n standard deviations of the highest logit (Tang et al., arXiv 2411.07641)."""
     return scores, float(scores.max()) - n * float(scores[finite(scores)].std(dtype=np.float64))
 
 
@@ -85,7 +97,7 @@ def _min_p(scores: Floats, p: float) -> tuple[Floats, float]:
 
 
 def _typical(scores: Floats, p: float) -> tuple[Floats, float]:
-    """Tokens whose surprise is nearest to the row's entropy (Meister et al., arXiv 2202.00666)."""
+    """Prefer tokens with a surprise near the row's entropy (Meister et al., arXiv 2202.00666)."""
     weights = _weights(scores)
     total = weights.sum()
     logp = scores.astype(np.float64) - (float(scores.max()) + math.log(total))
@@ -100,14 +112,14 @@ def _weights(scores: Floats) -> npt.NDArray[np.float64]:
 
 
 def _reach(keys: Floats, weights: npt.NDArray[np.float64], p: float) -> float:
-    """Return the key down to which the tokens, highest key first, hold `p` of the weight."""
+    """Return the key at which the tokens, highest key first, reach the share `p` of the weight."""
     wanted, before = p * weights.sum(), 0.0
     for near in widening(keys):
         if weights[near].sum() >= wanted:
             break
     keys, weights = keys[near], weights[near]
     if len(keys) > _FEW:
-        # Which sixteenth of a nat the threshold lies in needs no sort.
+        # Find the sixteenth of a nat that contains the threshold, without sorting.
         bins = np.minimum((keys.max() - keys) * 16.0, 2048.0).astype(np.intp)
         sums = np.bincount(bins, weights).cumsum()
         at = min(int((sums < wanted).sum()), len(sums) - 1)
@@ -115,12 +127,15 @@ def _reach(keys: Floats, weights: npt.NDArray[np.float64], p: float) -> float:
         keys, weights = keys[bins == at], weights[bins == at]
     order = np.argsort(-keys, kind="stable")
     reached = int((before + weights[order].cumsum() < wanted).sum())
-    # The last one, where rounding keeps the sum just short of what is wanted.
+    # Use the last token if rounding keeps the sum slightly below `wanted`.
     return float(keys[order[min(reached, len(order) - 1)]])
 
 
 def highest(keys: Floats, count: int) -> Ids:
-    """Return columns, ascending, with the `count` highest keys and usually few more; fewer if fewer are finite."""
+    """Return columns, ascending, that include the `count` highest keys and usually few others.
+
+    There are fewer columns if fewer keys are finite.
+    """
     for found in widening(keys):
         if len(found) >= count:
             break
@@ -128,7 +143,7 @@ def highest(keys: Floats, count: int) -> Ids:
 
 
 def widening(keys: Floats) -> Iterator[Ids]:
-    """Yield columns, ascending, within a growing margin of the highest key; finally all that are finite."""
+    """Yield columns, ascending, within a growing margin of the highest key, and finally all finite columns."""
     top = keys.max()
     for margin in (4.0, 8.0, 16.0, 32.0):
         yield np.flatnonzero(keys >= top - keys.dtype.type(margin))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -59,15 +59,18 @@ class BodyReader:
         """Oldest first."""
 
     @asynccontextmanager
-    async def read(self, request: Request, kind: type[Body]) -> AsyncIterator[tuple[Body, PoolName]]:
+    async def read(
+        self, request: Request, kind: type[Body], more: Mapping[str, Any] | None = None
+    ) -> AsyncIterator[tuple[Body, PoolName]]:
         """Yield the body as a `kind`, and the pool for a request of its size. Its bytes count until the block is left.
 
-        Raises `ApiError` 400, 408, 413 or 503, and starlette's `ClientDisconnect`.
+        `more`: parameters that the path of the request holds. Raises `ApiError` 400, 408, 413 or 503, and starlette's
+        `ClientDisconnect`.
         """
         _check_type(request.headers)
         async with self.receive(request) as (data, held):
             pool: PoolName = "long" if len(data) > LONG else "short"
-            work = partial(_parsed, data, kind)
+            work = partial(_parsed, data, kind, more or {})
             run = partial(self._preprocessor.run, "parse", client_of(request))
             body, memory = work() if pool == "short" else await run(work)
             del data, work  # no longer needed while the request is prepared
@@ -131,10 +134,10 @@ def _too_many_bytes() -> ApiError:
     return retry_later(503, "too many large requests at once. Try again in a moment", "too_many_bytes")
 
 
-def _parsed(data: bytes, kind: type[Body]) -> tuple[Body, int]:
+def _parsed(data: bytes, kind: type[Body], more: Mapping[str, Any]) -> tuple[Body, int]:
     """Return the body as a `kind`, and the bytes of memory that it takes."""
     body, memory = parse(data)
-    return validated(body, kind), memory
+    return validated({**body, **more}, kind), memory
 
 
 def validated(body: dict[str, Any], kind: type[Body]) -> Body:
@@ -165,8 +168,8 @@ def _check_type(headers: Headers) -> None:
 def parse(data: bytes) -> tuple[dict[str, Any], int]:
     """Return a JSON object, and about how many bytes of memory it takes.
 
-    Raises `ApiError` 400 for anything else, including duplicate keys, NaN, numbers beyond 64 bits, lone surrogates,
-    excessive nesting and too many values.
+    Raises `ApiError` 400 for anything else, including duplicate keys, NaN, numbers beyond 64 bits outside of past
+    calls, lone surrogates, excessive nesting and too many values.
     """
     try:
         body = json.loads(data.decode(), object_pairs_hook=_object, parse_constant=_reject_constant)
@@ -203,27 +206,60 @@ def _too_deep() -> ApiError:
 
 def _check_values(body: Any) -> int:
     """Return about how many bytes of memory the values take. Goes level by level, which any depth allows."""
-    level, numbers, seen = [body], 0, 0
+    level, in_calls, numbers, seen = [body], list[Any](), 0, 0
     for _ in range(_MAX_DEPTH):
-        below: list[Any] = []
-        for value in level:
-            if isinstance(value, dict):
-                below += [*value.keys(), *value.values()]
-            elif isinstance(value, list):
-                below += value
-            elif isinstance(value, str):
-                _check_text(value)
-            else:
-                numbers += 1
-                if value is not None and abs(value) > _LARGEST[type(value)]:
-                    raise bad_request("the body contains a number too large for 64 bits")
-        seen += len(level)
+        seen += len(level) + len(in_calls)
+        level, arguments, count = _checked(level)
+        in_calls, _, count_in_calls = _checked(in_calls, in_call=True)
+        in_calls += arguments
+        numbers += count + count_in_calls
         if seen - numbers > _MAX_VALUES:
             raise bad_request(f"the body must not have more than {_MAX_VALUES} strings, lists and objects")
-        if not below:
+        if not level and not in_calls:
             return (seen - numbers) * _VALUE_BYTES + numbers * _NUMBER_BYTES
-        level = below
     raise _too_deep()
+
+
+def _checked(values: list[Any], in_call: bool = False) -> tuple[list[Any], list[Any], int]:
+    """Check the texts and numbers of one level.
+
+    Args:
+        values: All values of the level.
+        in_call: True for values within the arguments of past calls, whose whole numbers may have any size.
+
+    Returns:
+        What their lists and objects hold, without the arguments of past calls; those arguments; and the number of
+        numbers, booleans and nulls.
+    """
+    found, arguments, numbers = list[Any](), list[Any](), 0
+    for value in values:
+        if isinstance(value, dict):
+            given = None if in_call else _past_arguments(value)
+            arguments += [] if given is None else [given]
+            found += value
+            found += value.values() if given is None else [one for one in value.values() if one is not given]
+        elif isinstance(value, list):
+            found += value
+        elif isinstance(value, str):
+            _check_text(value)
+        else:
+            numbers += 1
+            if value is not None and abs(value) > _LARGEST[type(value)] and not (in_call and isinstance(value, int)):
+                raise bad_request("the body contains a number too large for 64 bits")
+    return found, arguments, numbers
+
+
+def _past_arguments(value: Any) -> dict[str, Any] | None:
+    """Return the arguments of a past call in Anthropic's or Ollama's shape. A model wrote them, with any numbers, and
+    the client can only send them back."""
+    if not isinstance(value, dict):
+        return None
+    found = None
+    if value.get("type") == "tool_use":
+        found = value.get("input")
+    elif isinstance(value.get("name"), str):
+        found = value.get("arguments")
+    return found if isinstance(found, dict) else None
 
 
 def _check_text(text: str) -> None:

@@ -153,6 +153,12 @@ class Naming(Lenient):
         return known
 
 
+class PlainAnswer(BaseModel):
+    """Body of an answer, with all its keys."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
 def left_out(kind: str) -> str:
     """Return the note that stands for content of a kind that is not text."""
     return f"[{kind} left out: this server reads text only]"

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import fields
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -25,7 +23,6 @@ from paceline.errors import (
     TimedOut,
     one_line,
 )
-from paceline.sampling.parameters import Sampling
 from paceline.server.worker import Busy, ServerStopping
 
 LOG = logging.getLogger("paceline.server")
@@ -98,8 +95,16 @@ class ApiError(Exception):
         return JSONResponse(others.get(dialect(path), self.body), self.status, self.headers)
 
 
+class WrongParameter(ValueError):
+    """A fault that validators of bodies find in one parameter by looking at several. `param`: its name."""
+
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
 class ContextExceeded(ApiError):
-    """The error response for a prompt that is too long, in the words by which each API's clients recognise it.
+    """The error response for a prompt that is too long. The clients of each API recognise its words.
 
     Clients that then shorten the conversation read the message: litellm, Cline and others OpenAI's, Claude Code
     Anthropic's. `size`: tokens of the prompt, at least. `limit`: tokens that the context may have.
@@ -156,11 +161,10 @@ def invalid_body(body: Any, errors: Sequence[Any]) -> ApiError:
     most = max(range(len(paths)), key=specificity)
     error, param = errors[most], ".".join(map(str, paths[most]))
     message = "unknown parameter" if error["type"] == _UNKNOWN else error["msg"].removeprefix("Value error, ")
-    if not param:
-        # Messages about several parameters begin with the name of one.
-        first = message.partition(" ")[0]
-        return bad_request(message, first if isinstance(body, dict) and first in body else None)
-    return bad_request(f"{param}: {message}", param)
+    cause = error.get("ctx", {}).get("error")
+    if isinstance(cause, WrongParameter):
+        return bad_request(message, cause.param)
+    return bad_request(f"{param}: {message}" if param else message, param or None)
 
 
 def _path(body: Any, location: Sequence[str | int], missing: bool) -> list[str | int]:
@@ -190,8 +194,12 @@ def api_error(error: Exception) -> ApiError:
             return retry_later(503, message, "shutting_down", 5)
         case PromptTooLong():
             return bad_request(message, code="context_length_exceeded")
-        case InvalidOption() | InvalidPrompt() | NoTokenLeft():
-            return bad_request(message, _param(message))
+        case WrongParameter():
+            return bad_request(message, error.param)
+        case InvalidOption():
+            return bad_request(message, _API_NAMES.get(error.param or "", error.param))
+        case InvalidPrompt() | NoTokenLeft():
+            return bad_request(message)
         case TimedOut():
             return ApiError(504, message, param="timeout", code="timeout", headers={"x-should-retry": "false"})
         case OutOfMemory():
@@ -202,14 +210,8 @@ def api_error(error: Exception) -> ApiError:
     return ApiError(500, "internal error, see the server's log", code="internal_error")
 
 
-_SAMPLING = frozenset(field.name for field in fields(Sampling))
 _API_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "logprobs": "top_logprobs"}
-
-
-def _param(message: str) -> str | None:
-    """Return the parameter that an error of the library begins with, by its name in the API."""
-    found = re.match("[a-z_]+", message)
-    return _API_NAMES.get(found[0], found[0]) if found and found[0] in _SAMPLING else None
+"""Parameters of the library that have other names in the API."""
 
 
 def install(app: FastAPI) -> None:
@@ -230,9 +232,9 @@ def install(app: FastAPI) -> None:
         return answer.response(request.url.path)
 
     async def on_disconnect(_: Request, error: Exception) -> Response:
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)  # for the log alone
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)  # only for the log
 
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(ClientDisconnect, on_disconnect)
-    for kind in (ApiError, PacelineError):
+    for kind in (ApiError, WrongParameter, PacelineError):
         app.add_exception_handler(kind, on_error)

@@ -26,16 +26,22 @@ STALL = 30.0
 class Settings:
     """Configuration of a server.
 
-    api_keys: one must be sent as `Authorization: Bearer KEY`; empty: no authentication.
-    hosts: accepted values of the Host header; empty: any. Without API keys they block DNS rebinding, by which a web
-    page reaches the server under its own name.
-    cors_origins: web origins whose pages may send requests ("*": all); empty: CORS is off.
-    max_body: bytes of one body. max_bodies: bytes of all large bodies at once, from their arrival until their requests
-    are prepared. max_prompt: tokens of a prompt (None: the model's context). max_n: samples of one prompt. max_choices:
-    replies to one request, over all its prompts. max_requests: requests in progress at once.
-    timeout: default seconds for a request, from its arrival (None: no limit). stall: seconds that a client may leave
-    its stream unread before it is disconnected. heartbeat: seconds without an event after which a stream gets one.
-    log_prompts: write prompts to the log. trace_endpoint: URL for OpenTelemetry traces (OTLP over HTTP).
+    Attributes:
+        api_keys: Keys of which a request must send one as `Authorization: Bearer KEY`. Empty for no authentication.
+        hosts: Accepted values of the Host header. Empty for any. They block DNS rebinding, with which a web page
+            reaches a server without API keys under the page's own name.
+        cors_origins: Origins of web pages that may send requests, "*" for all. Empty to turn CORS off.
+        max_body: Maximum bytes of a body.
+        max_bodies: Maximum bytes of all large bodies together, from their arrival until their requests are prepared.
+        max_prompt: Maximum tokens of a prompt. None for the model's context length.
+        max_n: Maximum samples of a prompt.
+        max_choices: Maximum replies to a request, over all its prompts.
+        max_requests: Maximum requests in progress.
+        timeout: Default seconds for a request, counted from its arrival. None for no limit.
+        stall: Seconds that a client may leave its stream unread before it is disconnected.
+        heartbeat: Seconds without an event after which a stream gets one.
+        log_prompts: True to write prompts to the log.
+        trace_endpoint: URL for OpenTelemetry traces (OTLP over HTTP).
     """
 
     api_keys: Sequence[str] = ()
@@ -100,13 +106,13 @@ class RequestLimit:
         self._limit, self._what, self._active = limit, what, 0
 
     def acquire(self) -> None:
-        """Count one more request; `release` must follow. Raises `ApiError` 429."""
+        """Increment the number of requests; `release` must follow. Raises `ApiError` 429."""
         if self._active >= self._limit:
             raise retry_later(429, f"{self._limit} requests {self._what}", "too_many_requests")
         self._active += 1
 
     def release(self) -> None:
-        """Count one request less."""
+        """Decrement the number of requests."""
         self._active -= 1
 
 
@@ -139,7 +145,7 @@ class RequestLog:
         except asyncio.CancelledError:  # by uvicorn, at the end of its graceful shutdown
             if not status:
                 await api_error(ServerStopping()).response(scope["path"])(scope, receive, send_with_id)
-        except Exception as error:
+        except Exception as error:  # `api_error` logs unexpected ones with their traceback
             if status:
                 raise
             await api_error(error).response(scope["path"])(scope, receive, send_with_id)

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from paceline.server.choices import FINISH_REASONS
-from paceline.server.worker import Load, ReplyRound
+from paceline.server.worker import FINISH_REASONS, Load, ReplyRound
 
 _LABEL = "model_name"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -44,6 +43,9 @@ class Metrics:
             "vllm:inter_token_latency_seconds", "Between tokens; those of one round share its time.", _TOKEN_SECONDS
         )
         self.latency = self._histogram("vllm:e2e_request_latency_seconds", "From submission to the end.")
+        self.draft_failures = self._counter(
+            "paceline:draft_failures", "Tokens for which a drafter failed and proposed nothing."
+        )
         self.rounds = self._counter("paceline:rounds", "Rounds of replies, including those without a draft.")
         self._running = self._gauge("vllm:num_requests_running", "Replies being generated.")
         self._waiting = self._gauge("vllm:num_requests_waiting", "Replies waiting for a slot.")
@@ -99,6 +101,7 @@ class ModelMetrics:
         self._queue, self._first, self._later, self._latency = (
             family.labels(model) for family in (server.queue, server.first, server.later, server.latency)
         )
+        self._draft_failures = server.draft_failures.labels(model)
         self._recent: deque[tuple[float, int]] = deque()
         """Times and tokens of the rounds of the last `_SPAN` seconds."""
 
@@ -114,7 +117,7 @@ class ModelMetrics:
         self._hits.inc(cached)
 
     def observe_round(self, round_: ReplyRound, first: bool) -> None:
-        """Count a reply's round. `first`: it is the first, whose tokens have no time between them."""
+        """Count a reply's round. `first`: it is the first round. Its tokens have no time between them."""
         tokens, accepted = len(round_.chunks), round_.accepted
         for _ in () if first else round_.chunks:
             self._later.observe(round_.ms / 1000 / tokens)
@@ -132,6 +135,10 @@ class ModelMetrics:
         """Count a reply's end. `outcome`: its finish reason, "error", or "abort" if its client left."""
         self._server.success.labels(self._model, FINISH_REASONS.get(outcome, outcome)).inc()
         self._latency.observe(seconds)
+
+    def observe_draft_failures(self, count: int) -> None:
+        """Count the tokens of a reply for which its drafter failed (`Stats.draft_failures`)."""
+        self._draft_failures.inc(count)
 
     def tokens_per_second(self) -> float:
         """Return the speed over the last `_SPAN` seconds."""

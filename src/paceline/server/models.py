@@ -16,10 +16,10 @@ from typing import TypeVar
 
 from paceline.errors import InvalidOption, OutOfMemory, UnsupportedModel
 from paceline.models.held import held_bytes
-from paceline.server.choices import TokenTexts
 from paceline.server.errors import LOG, ApiError
+from paceline.server.grammars import GrammarTrials
 from paceline.server.metrics import Metrics
-from paceline.server.options import GrammarTrials
+from paceline.server.token_texts import TokenTexts
 from paceline.server.worker import Busy, Load, ServerStopping, Worker, trim_memory
 
 T = TypeVar("T")
@@ -55,16 +55,21 @@ class ModelSource:
 
 
 Pull = Callable[[str, Callable[[str, int, int], None]], ModelSource]
-"""Fetches a model of this name; is to be called with (file, bytes so far, bytes in all)."""
+"""Fetches a model by name. Calls its second argument with (file, bytes so far, bytes in all)."""
 
 
 class LoadedModel:
-    """A model in memory, with what its requests share. `users`: requests that use it. `size`: bytes that it needs.
-    `keep_alive`: seconds that it stays loaded while it is idle; None: for ever. `adapter`: the one of a request that
-    `Models.take` gave it to."""
+    """A model in memory, and objects that its requests share.
+
+    Attributes:
+        users: Requests that use the model.
+        size: Bytes that it needs.
+        keep_alive: Seconds that it stays loaded while it is idle. None for ever.
+        adapter: The adapter of the request that `Models.take` returned the model to.
+    """
 
     def __init__(self, name: str, worker: Worker, metrics: Metrics, size: int = 0) -> None:
-        """Runs the self-check, which must not run beside the engine. `size`: see `ModelSource`."""
+        """Run the self-check, which must not run while the engine does. `size`: see `ModelSource`."""
         self.name, self.worker, self.llm = name, worker, worker.llm
         target, drafters = self.llm.model.target, [policy.drafter for policy in self.llm.engine.policies]
         own = held_bytes(target)
@@ -79,7 +84,7 @@ class LoadedModel:
         self.on_idle: Callable[[], object] = lambda: None
 
     def take(self, adapter: str | None) -> LoadedModel:
-        """Count one user more, and return the model as a request with this adapter sees it. `release` must follow."""
+        """Increment the user count, and return the model for a request with this adapter. `release` must follow."""
         self.users += 1
         if adapter is None:
             return self
@@ -89,7 +94,7 @@ class LoadedModel:
         return adapted
 
     def release(self) -> None:
-        """Count one user less."""
+        """Decrement the user count."""
         model = self._base or self
         model.users, model.used = model.users - 1, time.monotonic()
         if not model.users:
@@ -139,7 +144,7 @@ class Models:
                 self._sizes[source] = model.size
 
     def add(self, source: ModelSource) -> None:
-        """Serve one more model. One whose file is served already gives that its names; names that are taken stay."""
+        """Serve another model. If its file is served already, that model gets the new names. Taken names stay."""
         served = next((one for one in self.sources if one.path is not None and one.path == source.path), source)
         if served is source:
             if source.names[0] in self._named:
@@ -180,12 +185,12 @@ class Models:
 
     @property
     def alive(self) -> bool:
-        """Whether requests are accepted."""
+        """True if requests are accepted."""
         return not self._stopping and all(model.worker.alive for model in self._loaded.values())
 
     @property
     def failing(self) -> bool:
-        """Whether a model's latest replies all ended with an internal error."""
+        """True if a model's latest replies all ended with an internal error."""
         return any(model.worker.failing for model in self._loaded.values())
 
     @property
@@ -231,7 +236,7 @@ class Models:
                 self._idle(source)
 
     def take(self, name: str | None) -> LoadedModel | None:
-        """Return a model if it is loaded, with one user more: `release` must follow. Raises `ApiError` 404."""
+        """Return a model if it is loaded. Increments its user count: `release` must follow. Raises `ApiError` 404."""
         if self._stopping:
             raise ServerStopping
         model = self.get(name)

@@ -1,4 +1,4 @@
-"""Thread pools that prepare requests off the event loop: templates, tokens, grammars."""
+"""Work off the event loop: thread pools for templates, tokens and grammars; deadlines; clients that leave."""
 
 from __future__ import annotations
 
@@ -6,26 +6,29 @@ import asyncio
 import os
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 from weakref import WeakValueDictionary
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
 
 from paceline.server.limits import authorization
 from paceline.text.sandbox import ABANDONED
 
 T = TypeVar("T")
-PoolName = Literal["parse", "short", "long", "grammar", "tokens"]
-"""Kind of work: parse a large body; prepare a request with little text, with much, with a grammar; /tokenize."""
+PoolName = Literal["parse", "short", "long", "grammar", "tokens", "documents"]
+"""Kind of work: parse a large body; prepare a request with little text, with much, or with a grammar; tokenise without
+generating; write what the server knows already, such as its models."""
 
 LONG = 1 << 16
 """Bytes from which a body is long: it takes milliseconds to parse and more to tokenise."""
 
-_THREADS: dict[PoolName, int] = {"parse": 1, "short": 2, "long": 1, "grammar": 2, "tokens": 1}
+_THREADS: dict[PoolName, int] = {"parse": 1, "short": 2, "long": 1, "grammar": 2, "tokens": 1, "documents": 1}
 
 
 def client_of(request: Request) -> str:
@@ -83,3 +86,32 @@ def _lower_priority() -> None:
     if sys.platform == "linux":
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+
+def after(began: float, timeout: float | None) -> float | None:
+    """Return the time at which `timeout` seconds have passed; None: never."""
+    return None if timeout is None else began + timeout
+
+
+def left(deadline: float | None) -> float | None:
+    """Return the seconds until `deadline`; None: there is none."""
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
+async def unless_disconnected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """Return what `work` returns. If the client leaves before, cancel it and raise `ClientDisconnect`."""
+
+    async def disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
+    try:
+        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)

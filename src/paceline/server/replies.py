@@ -1,80 +1,131 @@
-"""Replies to chats, as they grow: reasoning, text and function calls, which each API writes in its own shape."""
+"""Replies as they grow: blocks of reasoning, text and function calls, which each API writes in its own shape."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from paceline.server.calls import Call, CallParser, ForcedCallParser, ReasonedCalls
-from paceline.server.choices import FINISH_REASONS
-from paceline.server.harmony import HarmonyParser
-from paceline.server.thinking import ThoughtParser
-from paceline.server.worker import ReplyRound
+from paceline.chat.calls import Call, CallParser, ForcedCallParser, Piece, ReasonedCalls
+from paceline.chat.harmony import HarmonyParser
+from paceline.chat.thinking import ThoughtParser
+from paceline.server.worker import FINISH_REASONS, ReplyRound
+
+
+@dataclass(slots=True, eq=False)
+class ReplyBlock:
+    """A part of a reply.
+
+    Attributes:
+        kind: The kind of the part.
+        index: The position among the reply's blocks.
+        text: The text so far. Of a call, the arguments as JSON.
+        name: The function of a call.
+        id: The id of a call.
+    """
+
+    kind: Literal["reasoning", "text", "call"]
+    index: int
+    text: str = ""
+    name: str = ""
+    id: str | None = None
+
+    @property
+    def call(self) -> dict[str, Any]:
+        """A call in OpenAI's shape."""
+        return Call(self.name, self.text, self.id).as_dict()
 
 
 @dataclass(frozen=True, slots=True)
-class Reasoning:
-    """More of the reasoning."""
+class BlockBegun:
+    """A new block. `text`: its beginning, which may be empty in a call."""
 
+    block: ReplyBlock
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class ReplyText:
-    """More of the text."""
+class BlockGrown:
+    """More text of the last block."""
 
+    block: ReplyBlock
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Arguments:
-    """More arguments of the last call."""
+class BlockEnded:
+    """The last block is complete: another begins, or the reply ends."""
 
-    text: str
+    block: ReplyBlock
 
 
-Part = Reasoning | ReplyText | Call | Arguments
+BlockEvent = BlockBegun | BlockGrown | BlockEnded
 
 
 @dataclass(slots=True, kw_only=True)
 class ChatReply:
-    """One reply to a chat as far as its rounds have been added.
+    """One reply as far as its rounds have been added.
 
-    `parser`: None if no tool may be called. `thoughts`: None if the reasoning is not split off. `reasoned`: reads calls
-    in reasoning that never ends. `markers`: special tokens that the parsers must see, and the texts they stand for.
-    `finish_reason`: OpenAI's; `stop`: the stop string that ended the reply.
+    Attributes:
+        parser: The parser of calls. None if no tool may be called.
+        thoughts: The parser of reasoning. None if reasoning is part of the text.
+        reasoned: The parser of calls within reasoning that never ends.
+        markers: Special tokens that the parsers must see, and their texts.
+        blocks: The blocks so far.
+        open: True if the last block may grow.
+        reasoning_tokens: Tokens of reasoning so far.
+        finish_reason: OpenAI's finish reason, once the reply has ended.
+        stop: The stop string that ended the reply.
     """
 
     parser: CallParser | ForcedCallParser | None = None
     thoughts: ThoughtParser | HarmonyParser | None = None
     reasoned: ReasonedCalls | None = None
     markers: Mapping[int, str] = field(default_factory=dict)
-    reasoning: str = ""
-    text: str = ""
-    calls: list[Call] = field(default_factory=list)
+    blocks: list[ReplyBlock] = field(default_factory=list)
+    open: bool = False
     reasoning_tokens: int = 0
     finish_reason: str | None = None
     stop: str | None = None
 
     @property
     def forced(self) -> bool:
-        """Whether the reply must be a call."""
+        """True if the reply must be a call."""
         return isinstance(self.parser, ForcedCallParser)
 
-    def add(self, round_: ReplyRound) -> list[Part]:
-        """Add a round, and return its parts."""
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(block.text for block in self.blocks if block.kind == "text")
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning so far."""
+        return "".join(block.text for block in self.blocks if block.kind == "reasoning")
+
+    @property
+    def calls(self) -> list[ReplyBlock]:
+        """The calls so far."""
+        return [block for block in self.blocks if block.kind == "call"]
+
+    def add(self, round_: ReplyRound) -> list[BlockEvent]:
+        """Add a round, and return its events."""
         thought, text = self._split(round_)
         last = round_.chunks[-1]
         calls: Sequence[Call] = ()
         if self.reasoned and self.thoughts:
             thought, calls = self.reasoned.push(thought, self.thoughts.inside, last.finish_reason)
-        parts: list[Part] = [Reasoning(thought)] if thought else []
-        parts += [*self._parse(text, over=last.finish_reason is not None), *calls]
-        for part in parts:
-            self._keep(part)
+        shown, pieces = self._parse(text, over=last.finish_reason is not None)
+        events = [*self._more("reasoning", thought), *self._more("text", shown)]
+        for piece in (*pieces, *calls):
+            if isinstance(piece, Call):
+                events += self._begin("call", piece.arguments, piece.name, piece.id)
+            else:
+                events += self._more("call", piece)
         if last.finish_reason:
             self.stop, self.finish_reason = last.stop, self._finish(last.finish_reason)
-        return parts
+            events += self._end()
+        return events
 
     def _split(self, round_: ReplyRound) -> tuple[str, str]:
         """Return the round's (reasoning, text after it)."""
@@ -91,24 +142,34 @@ class ChatReply:
         rest = thoughts.flush() if round_.chunks[-1].finish_reason else ("", "")
         return thought + rest[0], text + rest[1]
 
-    def _parse(self, text: str, over: bool) -> list[Part]:
+    def _parse(self, text: str, over: bool) -> tuple[str, Sequence[Piece]]:
+        """Return (text that can be shown, pieces of calls)."""
         if self.parser is None:
-            return [ReplyText(text)] if text else []
+            return text, ()
         shown, pieces = self.parser.push(text)
         rest, last = self.parser.flush() if over else ("", [])
-        found = [Arguments(piece) if isinstance(piece, str) else piece for piece in (*pieces, *last)]
-        return [*([ReplyText(shown + rest)] if shown + rest else []), *found]
+        return shown + rest, [*pieces, *last]
 
-    def _keep(self, part: Part) -> None:
-        match part:
-            case Reasoning():
-                self.reasoning += part.text
-            case ReplyText():
-                self.text += part.text
-            case Arguments():
-                self.calls[-1] = replace(self.calls[-1], arguments=self.calls[-1].arguments + part.text)
-            case Call():
-                self.calls.append(part)
+    def _more(self, kind: Literal["reasoning", "text", "call"], text: str) -> list[BlockEvent]:
+        """Add text to the last block, or to a new one if the last is of another kind."""
+        if not text:
+            return []
+        if not self.open or self.blocks[-1].kind != kind:
+            return self._begin(kind, text)
+        self.blocks[-1].text += text
+        return [BlockGrown(self.blocks[-1], text)]
+
+    def _begin(
+        self, kind: Literal["reasoning", "text", "call"], text: str, name: str = "", call_id: str | None = None
+    ) -> list[BlockEvent]:
+        events = self._end()
+        self.blocks.append(ReplyBlock(kind, len(self.blocks), text, name, call_id))
+        self.open = True
+        return [*events, BlockBegun(self.blocks[-1], text)]
+
+    def _end(self) -> list[BlockEvent]:
+        was_open, self.open = self.open, False
+        return [BlockEnded(self.blocks[-1])] if was_open else []
 
     def _finish(self, reason: str) -> str:
         incomplete = isinstance(self.parser, ForcedCallParser) and not self.parser.complete

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.errors import InvalidOption, install_line
-from paceline.server.worker import ReplyHandle, ReplyJob
+from paceline.server.worker import ReplyHandle
 
 _FLUSH = 2.0
 """Seconds to send the last spans; an unreachable collector must not keep the server from stopping."""
@@ -18,11 +18,11 @@ class Tracer:
     """Tracer that records nothing."""
 
     def for_request(self, headers: Mapping[str, str], model: str) -> Tracer:
-        """Return the tracer for a request to a model, whose spans join the trace of its `traceparent` header."""
+        """Return the tracer for a request to a model. Its spans join the trace of the `traceparent` header."""
         return self
 
-    def record(self, job: ReplyJob, reply: ReplyHandle, first: float | None, tokens: int, outcome: str) -> None:
-        """Record a reply that has ended. `first`: seconds from submission to the first token, if there was one."""
+    def record(self, reply: ReplyHandle) -> None:
+        """Record a reply that has ended."""
 
     def close(self) -> None:
         """Send spans that have not been sent."""
@@ -43,9 +43,10 @@ class SpanTracer(Tracer):
         parent = TraceContextTextMapPropagator().extract(dict(headers))
         return SpanTracer(self._provider, model, parent, time.time_ns())
 
-    def record(self, job: ReplyJob, reply: ReplyHandle, first: float | None, tokens: int, outcome: str) -> None:
+    def record(self, reply: ReplyHandle) -> None:
         from opentelemetry.trace import set_span_in_context
 
+        sampling = reply.job.sampling
         tracer, end = self._provider.get_tracer("paceline"), time.time_ns()
 
         def at(seconds: float | None) -> int:
@@ -55,19 +56,19 @@ class SpanTracer(Tracer):
             "gen_ai.operation.name": "chat",
             "gen_ai.provider.name": "paceline",
             "gen_ai.request.model": self._model,
-            "gen_ai.request.temperature": job.sampling.temperature,
-            "gen_ai.request.top_p": job.sampling.top_p,
-            "gen_ai.request.max_tokens": job.sampling.max_new_tokens,
-            "gen_ai.usage.input_tokens": job.prompt_tokens,
-            "gen_ai.usage.output_tokens": tokens,
-            "gen_ai.response.finish_reasons": (outcome,),
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_p": sampling.top_p,
+            "gen_ai.request.max_tokens": sampling.max_new_tokens,
+            "gen_ai.usage.input_tokens": reply.job.prompt_tokens,
+            "gen_ai.usage.output_tokens": reply.tokens,
+            "gen_ai.response.finish_reasons": (reply.outcome,),
             "paceline.speculation.rounds": reply.stats.rounds,
             "paceline.speculation.drafted": reply.stats.drafted,
             "paceline.speculation.accepted": reply.stats.accepted,
         }
         span = tracer.start_span(f"chat {self._model}", self._parent, start_time=self._began, attributes=attributes)
         inside = set_span_in_context(span, self._parent)
-        marks = (self._began, at(reply.queued), at(first), end)
+        marks = (self._began, at(reply.queued), at(reply.first), end)
         for name, start, stop in zip(("queue", "prefill", "decode"), marks, marks[1:], strict=False):
             tracer.start_span(name, inside, start_time=min(start, stop)).end(stop)
         span.end(end)

@@ -14,9 +14,15 @@ from paceline.engine.stats import Stats
 class Usage:
     """Counts over all replies to a request.
 
-    `prompt`: tokens of the prompts, `cached` of them from the prefix cache. `written`: tokens of the replies.
-    `queued`, `first`, `total`: seconds from submission until the first reply had a slot and its first token, and until
-    the last one ended.
+    Attributes:
+        prompt: Tokens of the prompts.
+        written: Tokens of the replies.
+        stats: Statistics of each reply.
+        cached: Tokens of the prompts that came from the prefix cache.
+        drafter: The drafter's name. None for plain decoding.
+        queued: Seconds from submission until a reply had a slot.
+        first: Seconds from submission until a reply had its first token.
+        total: Seconds from submission until all replies had ended.
     """
 
     prompt: int

@@ -29,6 +29,8 @@ from paceline.sampling.parameters import Sampling
 
 _log = logging.getLogger("paceline.serve")
 
+FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
+"""The engine's finish reasons -> OpenAI's."""
 _FAILURES = 3
 """Replies in a row that end with an internal error before the worker counts as failing."""
 _IDLE_TRIM = 1.0
@@ -53,10 +55,13 @@ class ServerStopping(PacelineError):
 class WorkerLimits:
     """Capacity of a worker.
 
-    `slots`: replies that share rounds. `queue`: replies that wait. `cache_positions`: positions of keys and values,
-    of all texts together. `state_positions`: those that take as much memory as one state of a text; 0 for models
-    without. `prefill_quota`: prompt tokens fed between two rounds. `prefix_bytes`: size of the
-    prefix cache.
+    Attributes:
+        slots: Replies that share rounds.
+        queue: Replies that wait.
+        cache_positions: Positions of keys and values, over all texts.
+        prefill_quota: Prompt tokens fed between two rounds.
+        prefix_bytes: Size of the prefix cache in bytes.
+        state_positions: The size of one state of a text, in positions. 0 for models without states.
     """
 
     slots: int = 32
@@ -71,11 +76,19 @@ class WorkerLimits:
 class ReplyJob:
     """One reply to generate.
 
-    `tokens`: the prompt's token ids. `sampling`: must have a seed. `sample`: index among several samples of the prompt.
-    `speculation`: None for the server's default. `timeout`: seconds from now. `group`: equal for jobs that share a
-    prompt. `client`: waiting clients get slots in turn. `scores`: collects log-probabilities or states of it.
-    `prompt_only`: the generated tokens are not returned. `adapter`: the name of one. `keep_alive`: an object to hold
-    until the reply begins. `padding`: tokens at the end of `tokens` that are not the client's.
+    Attributes:
+        tokens: The prompt's token ids.
+        sampling: The sampling parameters, with a seed.
+        sample: The index among several samples of the prompt.
+        speculation: The drafter and its budget. None for the server's default.
+        timeout: Seconds from now.
+        group: A key that is equal for jobs with the same prompt.
+        client: The client. Waiting clients get slots in turn.
+        scores: Collects log-probabilities or hidden states of the prompt.
+        prompt_only: True if the generated tokens are not returned.
+        adapter: The name of a LoRA adapter.
+        keep_alive: An object to hold until the reply begins.
+        padding: Number of tokens at the end of `tokens` that are not the client's.
     """
 
     tokens: Sequence[int]
@@ -108,8 +121,15 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class ReplyRound:
-    """One round of the reply with this index, from `submit`. `drafted`: tokens proposed in it. `ms`: milliseconds since
-    the round before, or since submission. `over`: there will be no more; the last round may have no chunks.
+    """One round of a reply.
+
+    Attributes:
+        index: The reply's index, as passed to `submit`.
+        chunks: The tokens of the round. The last round may have none.
+        drafted: Number of tokens that the drafter proposed.
+        drafter: The drafter's name. None for plain decoding.
+        ms: Milliseconds since the previous round, or since submission.
+        over: True for the last round.
     """
 
     index: int
@@ -131,12 +151,28 @@ class ReplyRound:
 
 
 class ReplyHandle:
-    """A submitted job. For the event loop that submitted it."""
+    """A submitted job, and its reply as far as its rounds have been read. For the event loop that submitted it.
 
-    def __init__(self, task: Task, outputs: asyncio.Queue[ReplyRound], index: int) -> None:
-        self._task, self._outputs, self._index = task, outputs, index
-        self._drafted, self._last = 0, time.perf_counter()
+    first: Seconds from submission to the first token that was read.
+    tokens: Tokens that were read.
+    finish_reason: The engine's.
+    outcome: The finish reason at the end, "error", or "abort" if the client left.
+    """
+
+    def __init__(self, job: ReplyJob, task: Task, outputs: asyncio.Queue[ReplyRound], index: int) -> None:
+        self.job, self._task, self._outputs, self._index = job, task, outputs, index
+        self._submitted = self._last = time.perf_counter()
+        self._drafted = 0
         self._no_stats = Stats(0, "rounding")
+        self.first: float | None = None
+        self.tokens = 0
+        self.finish_reason: str | None = None
+        self.outcome: str | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since submission."""
+        return time.perf_counter() - self._submitted
 
     @property
     def stats(self) -> Stats:
@@ -174,12 +210,12 @@ class ReplyHandle:
 class Worker:
     """Runs a model's rounds in a thread of its own and delivers each reply's chunks on the event loop.
 
-    All results of one round reach the loop in one call. A reply that fails ends alone; if the scheduler itself fails,
-    the replies it held end with that error and a new scheduler takes over.
+    All results of one round reach the loop in one call. A reply that fails does not end the others. If the scheduler
+    itself fails, the replies it held end with that error and a new scheduler takes over.
     """
 
     def __init__(self, llm: LLM, limits: WorkerLimits | None = None, default: Speculation | None = None) -> None:
-        """`default`: speculation of jobs that set none and whose adapter has none; None: the engine's first drafter."""
+        """`default`: speculation of a job if neither the job nor its adapter sets it. None: the first drafter."""
         self.llm, self.limits = llm, limits or WorkerLimits()
         self.default = default or llm.engine.policies.default
         if self.limits.prefix_bytes:
@@ -209,12 +245,12 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether jobs are accepted."""
+        """True if jobs are accepted."""
         return self._thread.is_alive() and not self._stopping
 
     @property
     def failing(self) -> bool:
-        """Whether the latest replies all ended with an internal error. The next one that succeeds ends this."""
+        """True if the latest replies all ended with an internal error. The next one that succeeds ends this."""
         return self._failures >= _FAILURES
 
     @property
@@ -230,7 +266,7 @@ class Worker:
         return self.llm.speculation(adapter) if self.llm.adapters.get(adapter or "") else self.default
 
     def submit(self, job: ReplyJob, outputs: asyncio.Queue[ReplyRound], index: int = 0) -> ReplyHandle:
-        """Queue a job, whose outputs will have this index.
+        """Queue a job. Its outputs will have this index.
 
         Raises `Busy`, `ServerStopping`, and `InvalidOption` for a drafter that is not loaded.
         """
@@ -247,7 +283,7 @@ class Worker:
         task = Task(begin, len(job.tokens), job.group, job.client)
         if job.timeout is not None:
             task.deadline = time.monotonic() + job.timeout
-        reply = ReplyHandle(task, outputs, index)
+        reply = ReplyHandle(job, task, outputs, index)
         self._replies[task] = reply
         with self._changed:
             self._inbox.append(task)
@@ -295,7 +331,7 @@ class Worker:
         return time.monotonic() < self._ends_at if self._scheduler.busy else not self._stopping
 
     def _sleep(self, timeout: float | None) -> bool:
-        """Wait for work or a stop. Returns whether there is one."""
+        """Wait for work or a stop. Returns False after the timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: bool(self._inbox) or self._scheduler.busy or self._stopping, timeout)
 
@@ -342,9 +378,13 @@ def _fits(room: int, positions: Callable[[Sequence[int]], int], lengths: Sequenc
 
 
 def _positions(state: float, rectangle: bool, lengths: Sequence[int]) -> int:
-    """Positions of a cache that holds texts of these lengths. In a `rectangle` there are as many for each text as for
-    the longest, and the number of texts grows by doubling. To them come each text's states, of which one is as large as
-    `state` positions."""
+    """Return the positions of a cache that holds texts of these lengths.
+
+    Args:
+        state: The size of one state of a text, in positions.
+        rectangle: True if every text takes as many positions as the longest, for a power of two of texts.
+        lengths: The lengths of the texts.
+    """
     if not lengths:
         return 0
     positions = max(lengths) << (len(lengths) - 1).bit_length() if rectangle else sum(lengths)

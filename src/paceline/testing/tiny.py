@@ -44,7 +44,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         attn, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
         shapes |= {attn + "q_proj.weight": (width, config.hidden), attn + "o_proj.weight": (config.hidden, width)}
         shapes |= {attn + f"{x}_proj.weight": (kv, config.hidden) for x in "kv"}
-        shapes |= {attn + "sinks.weight": (config.heads,)} if config.sinks else {}
+        shapes |= {attn + "sinks.weight": (config.heads,)} if config.attention.sinks else {}
         shapes |= {mlp + f"{x}_proj.weight": (config.ffn, config.hidden) for x in ("gate", "up")}
         shapes |= {mlp + "down_proj.weight": (config.hidden, config.ffn)}
     if not config.tied:

@@ -1,1 +1,1 @@
-"""Tokenizers, chat templates, and the bytes of tokens."""
+"""Tokenizers, chat templates, and the bytes that tokens stand for."""

@@ -1,11 +1,11 @@
-"""Chat messages rendered by the model's own jinja template.
+"""Rendering chat messages with the model's own jinja template.
 
-A template is untrusted code: it runs in jinja's sandbox, in a fork of the helper process (`paceline.text.sandbox`),
+A template is untrusted code. It runs in jinja's sandbox, in a fork of the helper process (`paceline.text.sandbox`). It
 sees the messages and a few helpers, cannot change anything, and has limits on time and memory. Helpers and flags are
-those that templates on the hub expect (transformers' chat templating).
+the same as in transformers, because templates on the hub expect these.
 
-The code that jinja generates is changed in one respect: the template's own text is `TemplateText`, so that the result
-tells it from the messages' text.
+The code that jinja generates differs in one respect: the template's own text is `TemplateText`, so that it can be
+distinguished from the messages' text in the result.
 """
 
 from __future__ import annotations
@@ -35,20 +35,23 @@ from paceline.text.sandbox import SANDBOX, JobFailed, OverLimit, Unfinished
 from paceline.text.template_text import TemplateText, concat, flags_of
 
 _SECONDS, _MEMORY = 5.0, 512 * 2**20
-"""Limits of a template: processor time, and memory in bytes beyond that of the helper process."""
+"""Limits of a template: processor time in seconds, and memory in bytes in addition to the helper process's own."""
 _ROLE = re.compile(r"\w{1,64}")
-"""Roles that count as the template's text: some templates write "<|" + role + "|>"."""
+"""Roles that count as text of the template, because some templates write "<|" + role + "|>"."""
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """Return the messages as templates expect them: dicts whose content is a string.
+    """Check messages and convert them to the form that templates expect: dicts with a string as content.
 
-    Content may be a list of {"type": "text", "text": str}, whose texts become lines, or null beside `tool_calls`, whose
-    arguments may be JSON text. Raises `InvalidPrompt` for anything that is not a valid message.
+    Content may be a list of {"type": "text", "text": str}, which are joined by line breaks. It may be null if there are
+    `tool_calls`. The arguments of these may be JSON text.
+
+    Raises:
+        InvalidPrompt: If a message is not valid.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise InvalidPrompt(
-            "chat messages must be a list with at least one message", 'As in [{"role": "user", "content": "Hi"}]'
+            "chat messages must be a list with at least one message", 'For example: [{"role": "user", "content": "Hi"}]'
         )
     return [_check_message(index, message) for index, message in enumerate(messages)]
 
@@ -56,7 +59,7 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
 def _check_message(index: int, message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InvalidPrompt(
-            f"message {index} is a {type(message).__name__}", 'A message is {"role": ..., "content": ...}'
+            f"message {index} must be an object, got {type(message).__name__}", 'Write {"role": ..., "content": ...}'
         )
     calls = message.get("tool_calls")
     content = message.get("content")
@@ -75,18 +78,18 @@ def _check_message(index: int, message: Any) -> dict[str, Any]:
 def _part(index: int, part: Any) -> str:
     text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
     if not isinstance(text, str):
-        raise InvalidPrompt(f"message {index} holds a part that is not text", "Its parts must be of type text")
+        raise InvalidPrompt(f"message {index} contains a part that is not text", "Use only parts of type text")
     return text
 
 
 def _calls(index: int, calls: Any) -> list[dict[str, Any]]:
-    """Return the calls with their arguments as objects, since templates write the JSON themselves."""
+    """Return the calls with their arguments as objects, because templates write the JSON themselves."""
     try:
         return [{**call, "function": _function(call["function"])} for call in calls]
     except (TypeError, KeyError, ValueError) as error:
         raise InvalidPrompt(
             f"message {index} has an invalid tool call",
-            'A call is {"function": {"name": ..., "arguments": a JSON object}}',
+            'Write a call as {"function": {"name": ..., "arguments": a JSON object}}',
         ) from error
 
 
@@ -97,12 +100,20 @@ def _function(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def render(template: str, messages: Any, values: Mapping[str, Any], written: Collection[str] = ()) -> TemplateText:
-    """Return the prompt text. `values`: variables of the template besides the messages, such as special tokens. Those
-    that are `written` count as the template's text, as roles do; all others are data.
+    """Render messages to the text of a prompt.
 
-    Messages that the template refuses are tried again in other forms. The template runs in a process of its own, for at
-    most 5 seconds of processor time and 512 MiB. Raises `InvalidPrompt` for malformed messages, messages that the
-    template refuses in every form, and exceeded limits, and `TimedOut` where the machine was too busy.
+    If the template refuses the messages, other forms of the same messages are tried. The template runs in a process of
+    its own, with at most 5 seconds of processor time and 512 MiB of memory.
+
+    Args:
+        template: The jinja template.
+        messages: Chat messages.
+        values: Other variables of the template, such as special tokens.
+        written: Names of `values` that count as text of the template, like roles. All others are data.
+
+    Raises:
+        InvalidPrompt: If the messages are malformed, the template refuses all forms of them, or it exceeds its limits.
+        TimedOut: If the machine was too busy.
     """
     checked = check_messages(messages)
     try:
@@ -119,7 +130,7 @@ def render(template: str, messages: Any, values: Mapping[str, Any], written: Col
 
 
 def _forms(chat: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Yield other forms of a chat that says the same, the closest to it first."""
+    """Yield other forms of a chat with the same meaning, the most similar one first."""
     yield from past_calls.forms(chat)
     for form in orderly.forms(chat):
         yield form
@@ -129,7 +140,7 @@ def _forms(chat: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
 def _run(
     template: str, messages: list[dict[str, Any]], values: Mapping[str, Any], written: Collection[str]
 ) -> TemplateText:
-    """Return the prompt text. Raises `JobFailed` for messages that the template refuses."""
+    """Render messages in one form. Raise `JobFailed` if the template refuses them."""
     try:
         given = {"tools": None, "documents": None, **values, "messages": messages}
         job = (_compiled(template), given, tuple(written))
@@ -150,32 +161,37 @@ def _compiled(template: str) -> str:
 
 
 def compile_template(template: str) -> str:
-    """Return a template's code for `render_compiled`. Runs in a fork, since folding constants needs limits too."""
+    """Compile a template for `render_compiled`. This runs in a fork, since constant folding needs limits too."""
     code: Any = _ENVIRONMENT.compile(template, filename="<chat template>")
     return base64.b64encode(marshal.dumps(code)).decode()
 
 
 def render_compiled(argument: tuple[str, Mapping[str, Any], Collection[str]]) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text that `argument`, (code, values, names of `written` values), renders to, and the spans of it that
-    the template wrote. Runs in a fork."""
+    """Render a compiled template. This runs in a fork.
+
+    Args:
+        argument: Code, values, and names of the values that count as text of the template.
+
+    Returns:
+        The text, and the spans (start, end) that the template wrote.
+    """
     code, values, written = argument
     loaded = marshal.loads(base64.b64decode(code))
     template = Template.from_code(_ENVIRONMENT, loaded, _ENVIRONMENT.make_globals(None))
     own = {name: TemplateText.written(values[name]) for name in written}
-    chat = [{**one, "role": _role(one["role"])} for one in values["messages"]]
+    chat = [
+        {**one, "role": TemplateText.written(one["role"]) if _ROLE.fullmatch(one["role"]) else one["role"]}
+        for one in values["messages"]
+    ]
     try:
         text = concat([template.render(**{**values, **own, "messages": chat})])
     except RecursionError:
-        raise TemplateError("it recurses without end") from None
+        raise TemplateError("infinite recursion") from None
     return text.plain(), text.spans()
 
 
-def _role(role: str) -> str:
-    return TemplateText.written(role) if _ROLE.fullmatch(role) else role
-
-
 class _Generator(CodeGenerator):
-    """Generates code in which the template's own text is `TemplateText`."""
+    """Generates code with the template's own text as `TemplateText`."""
 
     def _output_const_repr(self, group: Iterable[Any]) -> str:
         return f"environment.written({''.join(group)!r})"
@@ -201,7 +217,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Generation(Extension):
-    """{% generation %} marks the model's own turns for training; here its content stays unchanged."""
+    """Support for {% generation %}, which marks the model's turns for training. Here it changes nothing."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -216,16 +232,16 @@ def _raise_exception(message: str) -> None:
 
 @pass_eval_context
 def _join(context: EvalContext, value: Iterable[Any], d: str = "", attribute: str | int | None = None) -> str:
-    """Join as jinja's own filter does, with a separator that keeps the parts' flags."""
+    """Join like jinja's own filter, but with a separator that keeps the flags of the parts."""
     return str(do_join(context, value, TemplateText(d, flags_of(d)), attribute))
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Write JSON; unlike jinja's own filter without HTML escapes, and not marked safe."""
+    """Write JSON. Unlike jinja's own filter, this does not escape HTML and does not mark the result as safe."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
-# Made on import, before the forks.
+# Created on import, so that forks need not create it.
 _ENVIRONMENT = _Environment(
     trim_blocks=True,
     lstrip_blocks=True,

@@ -1,4 +1,4 @@
-"""Encoding of `TemplateText`: control tokens come from what the template wrote, never from data."""
+"""Encoding `TemplateText`: control tokens come only from text that the template wrote, never from data."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import tokenizers
 from paceline.text.template_text import TemplateText
 
 _MARKER = re.compile(r"<[|\uff5c].*[|\uff5c]>|<fim[-_]\w+>|▁<(PRE|SUF|MID|EOT)>", re.DOTALL)
-"""Spelling of control tokens; not all tokenizers flag theirs as special, such as DeepSeek's and Qwen2.5-Coder's."""
+"""Spelling of control tokens. Some tokenizers, such as DeepSeek's and Qwen2.5-Coder's, do not flag them as special."""
 
 
 def control_tokens(backend: tokenizers.Tokenizer) -> dict[str, int]:
-    """Return text -> id of the added tokens that no data may form: special tokens, and those spelled like one."""
+    """Return text -> id of all tokens that data must not form: special tokens, and added tokens spelled like them."""
     added = backend.get_added_tokens_decoder().items()
     return {token.content: i for i, token in added if token.special or _MARKER.fullmatch(token.content)}
 
 
 def _pieces(backend: tokenizers.Tokenizer, text: str) -> list[int]:
-    """Return the ids of the model's pieces of a text, none for characters without."""
-    with suppress(Exception):  # `tokenizers` raises nothing more special
+    """Split a text into the model's pieces and return their ids. Return none if the model cannot spell the text."""
+    with suppress(Exception):  # `tokenizers` raises only plain Exception here
         return [token.id for token in backend.model.tokenize(text)]
     return []
 
 
 class DataEncoder:
-    """Encodes `TemplateText` as the backend encodes a string, but data forms no control token.
+    """Encodes `TemplateText` like the backend encodes a string, except that data forms no control tokens.
 
-    A second tokenizer shares the backend's model. It knows each control token under a random alias, which is put in
-    place of the token wherever the template wrote it. So the tokens of a text without control tokens in its data are
-    the backend's own, and other texts are split by the same rules.
+    A second tokenizer shares the backend's model, but knows each control token under a random alias. Control tokens
+    that the template wrote are replaced by their aliases. So a text without control tokens in its data gets the same
+    tokens as from the backend, and all other texts are split by the same rules.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -47,7 +47,7 @@ class DataEncoder:
         if backend.pre_tokenizer is not None:
             self._twin.pre_tokenizer = backend.pre_tokenizer
         self._ids = self._add_tokens(backend)
-        # A model may have control tokens among its pieces of text too: those are spelled letter by letter instead.
+        # The model's ordinary vocabulary may also contain control tokens. In data, they are spelled letter by letter.
         unknown = set(_pieces(backend, "\U0010ffff"))
         self._respelled = {
             i: [k for letter in text for k in _pieces(backend, letter) if k in unknown or k not in control.values()]
@@ -56,7 +56,7 @@ class DataEncoder:
         }
 
     def _add_tokens(self, backend: tokenizers.Tokenizer) -> dict[int, int]:
-        """Give the twin the backend's added tokens. Return the twin's id -> the backend's id where they may differ."""
+        """Add the backend's added tokens to the twin. Return the twin's id -> the backend's id of these tokens."""
         ids: dict[int, int] = {}
         self._skip_gaps(backend)
         for i, token in sorted(backend.get_added_tokens_decoder().items()):
@@ -68,22 +68,22 @@ class DataEncoder:
         return ids
 
     def _skip_gaps(self, backend: tokenizers.Tokenizer) -> None:
-        """Keep the twin from giving out ids that the model uses: it counts the model's tokens, whose ids have gaps."""
+        """Keep the twin from assigning ids that the model uses.
+
+        It assigns the number of the model's tokens as the next id, which is already used if the model's ids have gaps.
+        """
         used = backend.get_vocab(with_added_tokens=False)
         gaps = max(used.values(), default=-1) + 1 - len(used)
         self._twin.add_tokens([secrets.token_hex(16) for _ in range(gaps)])
 
     def encode(self, text: TemplateText) -> list[int]:
-        """Return token ids, without BOS and EOS. Raises as `tokenizers` does."""
+        """Return token ids without BOS and EOS. Errors of `tokenizers` are not converted."""
         plain, parts, at = text.plain(), [], 0
         for start, end in text.spans():
-            parts += [plain[at:start], self._control.sub(self._alias, plain[start:end])]
+            parts += [plain[at:start], self._control.sub(lambda found: self._aliases[found[0]], plain[start:end])]
             at = end
-        # As a batch of one: `encode` holds the interpreter lock, which blocks all other threads.
+        # Use a batch of one, because `encode` holds the interpreter lock and so blocks all other threads.
         made = self._twin.encode_batch_fast(["".join([*parts, plain[at:]])], add_special_tokens=False)[0].ids
         if self._respelled.keys().isdisjoint(made):
             return [self._ids.get(i, i) for i in made]
         return [k for i in made for k in self._respelled.get(i, [self._ids.get(i, i)])]
-
-    def _alias(self, found: re.Match[str]) -> str:
-        return self._aliases[found[0]]

@@ -1,7 +1,7 @@
 # ruff: noqa: RUF001 (patterns name characters of many scripts)
-"""Text splitters of byte-level BPE tokenizers, by their name in GGUF (`tokenizer.ggml.pre`).
+"""Text splitters of byte-level BPE tokenizers by their GGUF names (`tokenizer.ggml.pre`).
 
-The patterns are those of the models' own tokenizer.json files, or llama.cpp's for names without one model.
+The patterns come from the models' own tokenizer.json files, or from llama.cpp if a name does not belong to one model.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ from tokenizers import Regex, pre_tokenizers
 
 @dataclass(frozen=True, slots=True)
 class Splitter:
-    """Splitting of text by a byte-level BPE before its merges apply.
+    """The splitting of text by a byte-level BPE tokenizer before merges are applied.
 
-    `patterns`: each splits the pieces of the one before, into matches and gaps. `digits`: numbers become single digits.
-    `gpt2`: GPT-2's own pattern comes last. `whole`: a piece that is a token is not split by merges. `nfc`: text is
-    normalised first. `bos`: whether texts begin with BOS where the metadata does not say.
+    Attributes:
+        patterns: Each pattern splits the pieces of the previous pattern into matches and gaps.
+        digits: Split numbers into single digits.
+        gpt2: Apply GPT-2's pattern last.
+        whole: Do not apply merges to a piece that is a token itself.
+        nfc: Normalise the text first.
+        bos: Begin texts with BOS if the metadata does not specify it.
     """
 
     patterns: tuple[str, ...] = ()
@@ -43,7 +47,7 @@ _TAIL = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _LLAMA3 = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1,3}}|{_TAIL}"
 _QWEN2 = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}|{_TAIL}"
-# As before, with marks as parts of words.
+# Like the pattern above, but marks belong to words.
 _QWEN35 = (
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
     rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
@@ -58,7 +62,7 @@ _KIMI = (
 
 
 def _cased(after: str, digits: str) -> str:
-    """Return a pattern that splits words between a small letter and a capital; `after` may follow each."""
+    """Return a pattern that splits words between a small letter and a capital. Each part may be followed by `after`."""
     start = r"[^\r\n\p{L}\p{N}]?"
     words = rf"{start}{_UPPER}*{_LOWER}+{after}|{start}{_UPPER}+{_LOWER}*{after}"
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
@@ -74,7 +78,7 @@ _DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
 )
-# Cased letters as of an early Unicode, without the mathematical ones.
+# Cased letters of an early version of Unicode, without mathematical letters.
 _CASED = (
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376"
     "\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-"
@@ -113,7 +117,7 @@ _SPLITTERS: dict[str, Splitter] = {
     "deepseek-v3 hunyuan-dense joyai-llm": Splitter((r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+", _DEEPSEEK3)),
     "viking": Splitter((r" ?[^(\s|.,!?…。，、।۔،)]+",), digits=True),
     "falcon": Splitter((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
-    # llama.cpp's choice for files from before the field existed.
+    # llama.cpp uses this one for files that are older than the field.
     "default": Splitter((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }
 

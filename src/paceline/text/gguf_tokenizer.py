@@ -1,4 +1,4 @@
-"""`tokenizers` backends from GGUF metadata: byte-level BPE ("gpt2") and SentencePiece BPE ("llama")."""
+"""Building tokenizers from GGUF metadata: byte-level BPE ("gpt2") and SentencePiece BPE ("llama", "gemma4")."""
 
 from __future__ import annotations
 
@@ -15,18 +15,24 @@ from paceline.text.gguf_splitters import SPLITTERS, Splitter
 Fields = Mapping[str, Any]
 
 _LONGEST_TOKEN = 1024
-"""Characters per token at most: finding the ways to cut a token in two takes time quadratic in its length."""
+"""Maximum length of a token in characters. Finding all ways to cut a token in two takes quadratic time."""
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
-# Phi-3's other added tokens absorb the white space that follows them.
-_PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
+_KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")
+"""Added tokens of Phi-3 that do not absorb the white space after them."""
 
 
-def backend_from_gguf(fields: Fields) -> Tokenizer:
-    """Return the tokenizer that the metadata describes, with special tokens and BOS / EOS rules.
+def backend_from_gguf(fields: Fields, *, strips_spaces: bool = False) -> Tokenizer:
+    """Build the tokenizer that the metadata describes, with its special tokens and BOS / EOS rules.
 
-    Raises `UnsupportedModel` for other tokenizer models or splitters, `CorruptModel` for metadata that is
-    missing or inconsistent.
+    Args:
+        fields: GGUF metadata, key -> value.
+        strips_spaces: Added tokens of a SentencePiece tokenizer absorb the white space after them. The metadata has no
+            field for this; llama.cpp also decides by the architecture.
+
+    Raises:
+        UnsupportedModel: If the tokenizer model or the splitter is not supported.
+        CorruptModel: If metadata is missing or inconsistent.
     """
     model = fields.get("tokenizer.ggml.model")
     if model not in ("gpt2", "llama", "gemma4"):
@@ -41,7 +47,7 @@ def backend_from_gguf(fields: Fields) -> Tokenizer:
     else:
         tokens = _sentencepiece_spelling(tokens, kinds)
         backend, bos = _sentencepiece(fields, tokens, kinds), True
-    _add_tokens(backend, fields, tokens, kinds)
+    _add_tokens(backend, tokens, kinds, strips_spaces and model == "llama")
     defaults = {"bos_token": bos, "eos_token": False}
     added = {role: fields.get(f"tokenizer.ggml.add_{role}", default) for role, default in defaults.items()}
     frame(backend, special_tokens(backend, fields), added)
@@ -59,23 +65,25 @@ def special_tokens(backend: Tokenizer, fields: Fields) -> dict[str, str]:
 def _vocabulary(fields: Fields) -> tuple[list[str], list[int]]:
     tokens = fields.get("tokenizer.ggml.tokens")
     if not tokens:
-        raise CorruptModel("the GGUF file holds no vocabulary", "Fetch the file again")
+        raise CorruptModel("the GGUF file contains no vocabulary", "Download the file again")
     if (longest := max(map(len, tokens))) > _LONGEST_TOKEN:
         raise CorruptModel(
-            f"the GGUF vocabulary holds a token of {longest} characters; at most {_LONGEST_TOKEN} are read",
+            f"the GGUF vocabulary contains a token of {longest} characters, but at most {_LONGEST_TOKEN} are allowed",
             "Convert the model again",
         )
     tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(tokens)]
     if len(set(tokens)) != len(tokens):
-        raise CorruptModel("the GGUF vocabulary holds a token twice", "Convert the model again")
+        raise CorruptModel("the GGUF vocabulary contains a token twice", "Convert the model again")
     kinds = fields.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     if len(kinds) != len(tokens):
-        raise CorruptModel(f"the GGUF file holds {len(tokens)} tokens but {len(kinds)} token types")
+        raise CorruptModel(
+            f"the GGUF file contains {len(tokens)} tokens but {len(kinds)} token types", "Convert the model again"
+        )
     return tokens, kinds
 
 
 def _sentencepiece_spelling(tokens: list[str], kinds: list[int]) -> list[str]:
-    """Restore "▁", SentencePiece's spelling of a space, in user-defined tokens, where converters write a space."""
+    """Restore "▁", SentencePiece's space, in user-defined tokens, because converters write a plain space there."""
     taken = set(tokens)
     spelled = []
     for token, kind in zip(tokens, kinds, strict=True):
@@ -108,7 +116,9 @@ def _byte_level(fields: Fields, tokens: list[str], splitter: Splitter) -> Tokeni
 def _sentencepiece(fields: Fields, tokens: list[str], kinds: list[int]) -> Tokenizer:
     scores = fields.get("tokenizer.ggml.scores") or []
     if len(scores) != len(tokens):
-        raise CorruptModel(f"the GGUF file holds {len(tokens)} tokens but {len(scores)} scores")
+        raise CorruptModel(
+            f"the GGUF file contains {len(tokens)} tokens but {len(scores)} scores", "Convert the model again"
+        )
     unknown = fields.get("tokenizer.ggml.unknown_token_id", 0)
     listed = [tuple(merge.split(" ")) for merge in fields.get("tokenizer.ggml.merges") or ()]
     merges = listed if fields["tokenizer.ggml.model"] == "gemma4" else merges_from_scores(tokens, kinds, scores)
@@ -131,11 +141,12 @@ def _bpe(make: Any, tokens: list[str], merges: list[Any], **options: Any) -> Any
 
 
 def merges_from_scores(tokens: list[str], kinds: list[int], scores: list[float]) -> list[tuple[str, str]]:
-    """Return the merges of a SentencePiece BPE, best first: it joins the neighbours that make the highest-scored token.
+    """Return the merges of a SentencePiece BPE, best first.
 
-    Every way to cut a token into two others is a merge with that token's score; ties go to the longer token, then to
-    the longer left part, so that runs grow from the left. User-defined runs of spaces come before all others, since
-    SentencePiece extracts them from the text beforehand.
+    SentencePiece joins the neighbours that form the token with the highest score. So every way to cut a token into two
+    other tokens is a merge with the token's score. Ties go to the longer token, then to the longer left part, so that
+    runs grow from the left. User-defined runs of spaces come first, because SentencePiece extracts them from the text
+    before all merges.
     """
     known = {token for token, kind in zip(tokens, kinds, strict=True) if kind in (1, _USER_DEFINED)}
     order = sorted(
@@ -151,13 +162,11 @@ def merges_from_scores(tokens: list[str], kinds: list[int], scores: list[float])
     ]
 
 
-def _add_tokens(backend: Tokenizer, fields: Fields, tokens: list[str], kinds: list[int]) -> None:
-    """Add control tokens, which `decode` leaves out, and user-defined ones, which it keeps."""
+def _add_tokens(backend: Tokenizer, tokens: list[str], kinds: list[int], strips: bool) -> None:
+    """Add control tokens, which `decode` omits, and user-defined tokens, which it keeps."""
     added = {_UNKNOWN: True, _CONTROL: True, _USER_DEFINED: False}
-    # The metadata does not say so; llama.cpp goes by the model's name.
-    strips = fields.get("general.architecture") == "phi3" and fields["tokenizer.ggml.model"] == "llama"
     found = [
-        AddedToken(token, special=added[kind], normalized=False, rstrip=strips and token not in _PHI3_KEEPS_SPACE)
+        AddedToken(token, special=added[kind], normalized=False, rstrip=strips and token not in _KEEP_SPACE)
         for token, kind in zip(tokens, kinds, strict=True)
         if kind in added
     ]
@@ -166,9 +175,12 @@ def _add_tokens(backend: Tokenizer, fields: Fields, tokens: list[str], kinds: li
 
 
 def frame(backend: Tokenizer, special: Mapping[str, str], added: Mapping[str, bool | None]) -> None:
-    """Make `backend` put BOS and EOS around each text as `added` says of "bos_token" and "eos_token"; None: as now.
+    """Set whether `backend` adds BOS and EOS to each text.
 
-    `special`: role -> text.
+    Args:
+        backend: The tokenizer to change.
+        special: Role -> text of special tokens.
+        added: For "bos_token" and "eos_token", True to add it, False not to, None to keep the current setting.
     """
     found: dict[str, list[tuple[str, int]]] = {}
     for role, wanted in added.items():
@@ -177,6 +189,6 @@ def frame(backend: Tokenizer, special: Mapping[str, str], added: Mapping[str, bo
         keep = index in backend.encode("").ids if wanted is None else wanted
         found[role] = [(text, index)] if keep and index is not None else []
     bos, eos = found["bos_token"], found["eos_token"]
-    # A post-processor cannot be removed; a template of the text alone has the same effect.
+    # A post-processor cannot be removed, but a template that contains only the text has the same effect.
     single = [*(text for text, _ in bos), "$A", *(text for text, _ in eos)]
     backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=list(dict.fromkeys(bos + eos)))

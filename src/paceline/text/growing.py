@@ -1,7 +1,7 @@
-"""Text that is read while it is still being written.
+"""Reading text while it is still being written.
 
-A reader is a generator: it yields where it needs more text, and returns its result. Each character is read once, so
-that a reader takes linear time however the text arrives.
+A reader is a generator. It yields when it needs further text, and finally returns its result. Each character is read
+once, so a reader takes linear time, however the text arrives.
 """
 
 from __future__ import annotations
@@ -17,29 +17,30 @@ _SPACE = re.compile(r"\s*")
 
 
 class Malformed(ValueError):
-    """The text is not what its reader expects."""
+    """The text does not have the form that its reader expects."""
 
 
 def overlap(text: AnyStr, marker: AnyStr) -> int:
-    """Return the length of the text's end that may be the beginning of `marker`, or all of it."""
+    """Return the length of the longest end of `text` that is a beginning of `marker`."""
     return next((n for n in range(min(len(text), len(marker)), 0, -1) if text.endswith(marker[:n])), 0)
 
 
 class GrowingText:
-    """Text that is read from its front.
+    """Text that is read from the front.
 
-    over: True once the text has ended. Readers do not wait then.
+    Attributes:
+        over: True once the text is complete. Then readers do not wait.
     """
 
     def __init__(self, text: str = "", over: bool = False) -> None:
         self.over = over
         self._held, self._at = text, 0
         self._from = 0
-        """Where in `_held` the text begins that `taken` returns."""
+        """Start in `_held` of the text that `taken` returns."""
         self._past: list[str] = []
 
     def push(self, text: str) -> None:
-        """Add text. What has been read is not copied again."""
+        """Add text. Text that was already read is not copied again."""
         self._past.append(self._held[self._from : self._at])
         self._held = self._held[self._at :] + text
         self._at = self._from = 0
@@ -51,13 +52,13 @@ class GrowingText:
         return found
 
     def ahead(self, count: int = 1) -> Reading[str]:
-        """Return the next characters without reading them; fewer only at the end of the text."""
+        """Return the next characters without reading them. There are fewer only at the end of the text."""
         while len(self._held) - self._at < count and not self.over:
             yield
         return self._held[self._at : self._at + count]
 
     def begins(self, *texts: str) -> Reading[str]:
-        """Return the longest of some texts that comes next, "" if none does. Reads nothing."""
+        """Return the longest of some texts that comes next, or "", without reading it."""
         longest = max(map(len, texts), default=0)
         while True:
             rest = self._held[self._at : self._at + longest]
@@ -66,13 +67,13 @@ class GrowingText:
             yield
 
     def skip(self, *texts: str) -> Reading[str]:
-        """Read the longest of some texts, if one comes next, and return it; "" if none does."""
+        """Read and return the longest of some texts that comes next, or return ""."""
         found = yield from self.begins(*texts)
         self._at += len(found)
         return found
 
     def take(self) -> Reading[str]:
-        """Read one character. Raises `Malformed` at the end of the text."""
+        """Read one character. Raise `Malformed` at the end of the text."""
         found = yield from self.ahead()
         if not found:
             raise Malformed
@@ -80,7 +81,7 @@ class GrowingText:
         return found
 
     def run(self, pattern: re.Pattern[str]) -> Reading[str]:
-        """Read all characters that match a pattern, which must be one class of characters, repeated: `[...]*`."""
+        """Read all characters that match a pattern. The pattern must be a repeated character class, `[...]*`."""
         parts = []
         while True:
             found = pattern.match(self._held, self._at)
@@ -92,11 +93,15 @@ class GrowingText:
             yield
 
     def space(self) -> Reading[str]:
-        """Read white space, and return it."""
+        """Read and return white space."""
         return (yield from self.run(_SPACE))
 
     def until(self, marker: str) -> Reading[str]:
-        """Read a text and the marker after it, and return the text. Raises `Malformed` if the marker never comes."""
+        """Read up to a marker and the marker itself. Return the text before it.
+
+        Raises:
+            Malformed: If the text ends without the marker.
+        """
         parts = []
         while (at := self._held.find(marker, self._at)) < 0:
             if self.over:
@@ -110,8 +115,14 @@ class GrowingText:
         return "".join(parts)
 
     def seek(self, markers: Sequence[str], pattern: re.Pattern[str]) -> str:
-        """Read up to the first of some markers, and return it. Without one, read what cannot belong to one, and
-        return "". `pattern`: matches any of the markers."""
+        """Read up to the first of some markers and return the marker.
+
+        If there is none yet, read everything that cannot be part of a marker, and return "".
+
+        Args:
+            markers: The markers.
+            pattern: Pattern that matches any of them.
+        """
         if found := pattern.search(self._held, self._at):
             self._at = found.start()
             return found[0]
@@ -121,10 +132,10 @@ class GrowingText:
 
 
 def finish(reading: Reading[T]) -> T:
-    """Return the result of a reader whose text is over."""
+    """Return the result of a reader of a complete text."""
     try:
         next(reading)
     except StopIteration as ended:
         result: T = ended.value
         return result
-    raise AssertionError("a reader waits although its text is over")
+    raise AssertionError("a reader waits although its text is complete")

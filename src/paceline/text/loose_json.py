@@ -1,8 +1,8 @@
-"""JSON as language models write it, read in one pass.
+"""A one-pass reader of JSON as language models write it.
 
-Accepted beside JSON: raw line breaks and tabs in strings, unknown escapes, single quotes, names without quotes,
-Python's `True`, `False`, `None` and tuples, a comma before a closing bracket, and brackets that are missing at the end.
-Everything else is `Malformed`: what was meant must be clear.
+It accepts JSON and these deviations: raw line breaks and tabs in strings, unknown escapes, single quotes, names without
+quotes, Python's `True`, `False`, `None` and tuples, a comma before a closing bracket, and missing brackets at the end.
+Everything else is `Malformed`, since the meaning must be unambiguous.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from paceline.text.growing import GrowingText, Malformed, Reading, finish
 
 DEPTH = 100
-"""Levels of nested lists and objects at most."""
+"""Maximum nesting depth of lists and objects."""
 
 _QUOTES = ('"', "'")
 _PLAIN = {quote: re.compile(rf"[^{quote}\\]*") for quote in _QUOTES}
@@ -30,7 +30,7 @@ _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 def parse(text: str) -> Any:
-    """Return the value that a whole text stands for. Raises `Malformed`."""
+    """Parse a complete text. Raise `Malformed` if it is not one value."""
     growing = GrowingText(text, over=True)
     reader = JsonReader(growing)
     finish(growing.space())
@@ -43,39 +43,43 @@ def parse(text: str) -> Any:
 
 
 def dumps(value: Any) -> str:
-    """Return a value as JSON on one line."""
+    """Write a value as JSON on one line."""
     return json.dumps(value, ensure_ascii=False)
 
 
 class JsonReader:
     """Reads values from a growing text.
 
-    unclosed: The lists and objects of the last value that the end of the text left open, outermost first. Those that an
-        end marker closes are not among them.
+    Attributes:
+        unclosed: Lists and objects of the last value that were still open at the end of the text, outermost first. An
+            end marker closes all lists and objects.
     """
 
     def __init__(self, text: GrowingText, quote: str = "", ends: Sequence[str] = ()) -> None:
-        """Make a reader.
+        """Create a reader.
 
         Args:
-            text: The text, which others may read as well.
-            quote: A further quotation mark around strings, within which nothing is escaped.
-            ends: Markers at which a value ends although brackets are missing.
+            text: The text. Others may read it as well.
+            quote: Additional quotation mark around strings, without escapes inside.
+            ends: Markers that end a value even if brackets are missing.
         """
         self._text, self._ends = text, tuple(filter(None, ends))
         self._quotes = (quote, *_QUOTES) if quote else _QUOTES
         self.unclosed: list[Any] = []
 
     def value(self, keys: Collection[str] | None = None) -> Reading[Any]:
-        """Read one value. Raises `Malformed`.
+        """Read one value.
 
         Args:
-            keys: The keys that the value may have if it is an object; None: any.
+            keys: Allowed keys if the value is an object. None allows all.
+
+        Raises:
+            Malformed: If the text is not a value.
         """
         text, open_ = self._text, list[tuple[Any, str]]()
         self.unclosed = []
         found = yield from self._begin(open_)
-        fresh = True  # a member may follow: after an opening bracket, or after a comma
+        fresh = True  # a member may follow, after an opening bracket or a comma
         while open_:
             inner, closer = open_[-1]
             yield from text.space()
@@ -96,7 +100,8 @@ class JsonReader:
         return found
 
     def arguments(self) -> Reading[dict[str, Any]]:
-        """Read named arguments of a call in Python, after its opening parenthesis. Raises `Malformed`."""
+        """Read the named arguments of a Python call after its opening parenthesis. Raise `Malformed` for anything
+        else."""
         text, found = self._text, dict[str, Any]()
         while True:
             yield from text.space()
@@ -113,8 +118,10 @@ class JsonReader:
                 raise Malformed
 
     def _member(self, inner: Any, open_: list[tuple[Any, str]], keys: Collection[str] | None) -> Reading[bool]:
-        """Read a member of the innermost list or object up to its value, of which only the bracket is read if it is a
-        list or an object; return True then."""
+        """Read a member of the innermost list or object.
+
+        If its value is a list or an object, read only the opening bracket, and return True.
+        """
         depth = len(open_)
         if isinstance(inner, list):
             inner.append((yield from self._begin(open_)))
@@ -130,7 +137,8 @@ class JsonReader:
         return len(open_) > depth
 
     def _begin(self, open_: list[tuple[Any, str]]) -> Reading[Any]:
-        """Read a string, a number or a word; of a list or an object the bracket, and add it to those that are open."""
+        """Read a string, a number, a word, or the opening bracket of a list or object, which is then added to
+        `open_`."""
         if bracket := (yield from self._text.skip(*_CLOSERS)):
             inner: Any = {} if bracket == "{" else []
             open_.append((inner, _CLOSERS[bracket]))
@@ -165,7 +173,7 @@ class JsonReader:
                 return _without_halves("".join(parts))
 
     def _escape(self) -> Reading[str]:
-        """Read an escape after its backslash. One that JSON does not have stands for itself, as in "C:\\dir"."""
+        """Read an escape sequence after its backslash. Unknown sequences are kept literally, as in "C:\\dir"."""
         if (yield from self._text.begins("u")):
             digits = (yield from self._text.ahead(5))[1:]
             if _HEX.fullmatch(digits):
@@ -176,7 +184,7 @@ class JsonReader:
 
 
 def _word(word: str) -> Any:
-    """Return the value of a number or of a word such as `true`. Raises `Malformed`."""
+    """Return the value of a number or of a word such as `true`. Raise `Malformed` for other words."""
     if word in _WORDS:
         return _WORDS[word]
     number = _NUMBER.fullmatch(word)
@@ -189,7 +197,7 @@ def _word(word: str) -> Any:
 
 
 def _without_halves(text: str) -> str:
-    """Return a text with its surrogate pairs joined, and U+FFFD for each half, which is no text."""
+    """Join surrogate pairs, and replace single surrogates by U+FFFD."""
     if text.isascii() or not _SURROGATE.search(text):
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

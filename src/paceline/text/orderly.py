@@ -1,7 +1,7 @@
-"""Messages in the order that strict chat templates ask for.
+"""Reordering messages for strict chat templates.
 
-Some templates refuse a second system message, two messages of the user in a row, a conversation that the assistant
-begins, or any system message. Each form below says the same to the model and breaks fewer of these rules.
+Some templates refuse a second system message, two consecutive user messages, a conversation that begins with the
+assistant, or any system message. Each form below has the same meaning for the model, and breaks fewer of these rules.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ Chat = list[dict[str, Any]]
 
 
 def forms(chat: Sequence[dict[str, Any]]) -> Iterator[Chat]:
-    """Yield other forms of a chat, the closest to it first, for a template that refuses it.
+    """Yield other forms of a chat that a template refuses, the most similar one first.
 
     Args:
-        chat: Checked messages, whose content is text.
+        chat: Checked messages with text as content.
     """
     known = [list(chat)]
-    first = _merged(_system_first(chat))
+    first = _merged(sorted(chat, key=lambda message: message["role"] != "system"))
     second = _alternating(first)
     for form in (first, second, _without_system(first), _without_system(second)):
         if form not in known:
@@ -27,13 +27,8 @@ def forms(chat: Sequence[dict[str, Any]]) -> Iterator[Chat]:
             yield form
 
 
-def _system_first(chat: Sequence[dict[str, Any]]) -> Chat:
-    """Return the chat with its system messages before all others."""
-    return sorted(chat, key=lambda message: message["role"] != "system")
-
-
 def _merged(chat: Sequence[dict[str, Any]]) -> Chat:
-    """Return the chat with neighbours of one role as one message. Tool results, and what follows a call, stay."""
+    """Merge consecutive messages of the same role, except tool results and messages after a call."""
     merged: Chat = []
     for message in chat:
         last = merged[-1] if merged else {}
@@ -45,12 +40,12 @@ def _merged(chat: Sequence[dict[str, Any]]) -> Chat:
 
 
 def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Return both messages as one. Their texts become paragraphs."""
+    """Merge two messages. Their texts become paragraphs."""
     return {**first, **second, "content": "\n\n".join(filter(None, (first["content"], second["content"])))}
 
 
 def _without_system(chat: Sequence[dict[str, Any]]) -> Chat:
-    """Return a merged chat whose system text stands before the user's first text."""
+    """Move the system text of a merged chat to the beginning of the user's first message."""
     if not chat or chat[0]["role"] != "system":
         return list(chat)
     system, others = {**chat[0], "role": "user"}, chat[1:]
@@ -61,7 +56,7 @@ def _without_system(chat: Sequence[dict[str, Any]]) -> Chat:
 
 
 def _alternating(chat: Sequence[dict[str, Any]]) -> Chat:
-    """Return a merged chat in which the user begins, and what the user says after tool results is part of the last
+    """Return a merged chat that begins with the user, with user messages after tool results moved into the last
     result."""
     turns: Chat = []
     for message in chat:

@@ -1,7 +1,7 @@
-"""Calls in a conversation's past, as chat templates can show them.
+"""Converting earlier tool calls of a conversation to a form that the chat template accepts.
 
-What one server or model wrote, another must be able to read: a call that was cut off, or that a template shows in one
-way only, must not end the conversation.
+Another server or model may have written these calls. A call that was cut off, or that the template can show only in one
+form, must not end the conversation.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from paceline.text.growing import Malformed
 Chat = list[dict[str, Any]]
 
 INVALID = "invalid_arguments"
-"""Name under which arguments that are no object are shown to the model."""
+"""Name of the argument that shows arguments to the model that are not an object."""
 
 
 def as_object(arguments: Any) -> dict[str, Any]:
-    """Return the arguments of a call as an object: an empty one for null and for empty text, and one whose only entry,
-    `INVALID`, is what was given if that is no object."""
+    """Convert the arguments of a call to an object.
+
+    Null and empty text give an empty object. Arguments that are not an object become the only entry, `INVALID`.
+    """
     found = arguments
     if isinstance(arguments, str):
         try:
@@ -35,12 +37,12 @@ def as_object(arguments: Any) -> dict[str, Any]:
 
 
 def forms(chat: Sequence[Mapping[str, Any]]) -> Iterator[Chat]:
-    """Yield other forms of a chat with calls, the closest to it first, for a template that refuses it.
+    """Yield other forms of a chat that a template refuses, the most similar one first.
 
-    Some templates show one call in a message, want ids of nine letters and digits, or want arguments as JSON text.
+    Some templates support only one call per message, or need ids of nine letters and digits, or arguments as JSON text.
 
     Args:
-        chat: Checked messages, whose calls have objects as arguments.
+        chat: Checked messages with calls that have objects as arguments.
     """
     single = _one_call_each(chat)
     known = [list(map(dict, chat))]
@@ -51,13 +53,13 @@ def forms(chat: Sequence[Mapping[str, Any]]) -> Iterator[Chat]:
 
 
 def with_counted_ids(chat: Sequence[Mapping[str, Any]]) -> Chat:
-    """Return a chat whose calls are numbered as Kimi K2 numbers them: functions.NAME:NUMBER."""
+    """Give calls the ids that Kimi K2 expects: functions.NAME:NUMBER."""
     count = iter(range(1 << 30))
     return _with_ids(chat, lambda call: f"functions.{call['function']['name']}:{next(count)}")
 
 
 def _one_call_each(chat: Sequence[Mapping[str, Any]]) -> Chat:
-    """Return the chat with a message for each call, which its result follows."""
+    """Give each call a message of its own, followed by its result."""
     found: Chat = []
     waiting = list(map(dict, chat))
     while waiting:
@@ -80,10 +82,10 @@ def _one_call_each(chat: Sequence[Mapping[str, Any]]) -> Chat:
 
 
 def _with_ids(chat: Sequence[Mapping[str, Any]], make: Callable[[Mapping[str, Any]], str]) -> Chat:
-    """Return the chat with other ids of its calls, and with the same ids of their results."""
+    """Replace the ids of calls and of their results."""
     found: Chat = []
     ids: dict[Any, str] = {}
-    unnamed: list[str] = []  # ids of the last calls, for results without one, which are in their order
+    unnamed: list[str] = []  # ids of the last calls, for results without an id, which have the same order
     for message in chat:
         if calls := message.get("tool_calls"):
             changed = [{**call, "id": make(call)} for call in calls]
@@ -99,13 +101,13 @@ def _with_ids(chat: Sequence[Mapping[str, Any]], make: Callable[[Mapping[str, An
 
 
 def _short(call: Mapping[str, Any]) -> str:
-    """Return a call's id as nine letters and digits, the same whenever the call is sent."""
+    """Return an id of nine letters and digits for a call. It is the same each time the call is sent."""
     given = str(call.get("id") or call["function"]["name"])
     return given if re.fullmatch("[a-zA-Z0-9]{9}", given) else hashlib.blake2b(given.encode()).hexdigest()[:9]
 
 
 def _as_json(chat: Sequence[Mapping[str, Any]]) -> Chat:
-    """Return the chat with arguments as JSON text."""
+    """Convert arguments to JSON text."""
 
     def changed(call: Mapping[str, Any]) -> dict[str, Any]:
         function = call["function"]

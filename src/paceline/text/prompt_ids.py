@@ -1,4 +1,4 @@
-"""From a prompt, in any of its forms, to token ids."""
+"""Converting prompts of any form to token ids."""
 
 from __future__ import annotations
 
@@ -14,8 +14,20 @@ from paceline.types import Prompt
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int, *, raw: bool = False) -> list[int]:
-    """Return the ids of text, chat messages or ids [T], at least one. `raw`: take text as it is, without the chat
-    template. Raises `InvalidPrompt` for an empty or malformed prompt."""
+    """Convert a prompt to token ids.
+
+    Args:
+        prompt: Text, chat messages, or token ids [T].
+        tokenizer: Tokenizer of the model.
+        vocab_size: Number of tokens of the model.
+        raw: Encode text without the chat template.
+
+    Returns:
+        At least one token id.
+
+    Raises:
+        InvalidPrompt: If the prompt is empty or malformed.
+    """
     tokens = _encode(prompt, tokenizer, raw)
     if not tokens:
         raise InvalidPrompt("the prompt is empty", "Give at least one token of text")
@@ -23,7 +35,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int, *, raw:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
             raise InvalidPrompt(
                 f"prompt token {token!r} is not a token id",
-                f"Give ids from 0 to {vocab_size - 1}, or text, or messages",
+                f"Give ids from 0 to {vocab_size - 1}, or text, or chat messages",
             )
     return tokens
 
@@ -36,14 +48,11 @@ def _encode(prompt: Prompt, tokenizer: Tokenizer, raw: bool) -> list[int]:
     if isinstance(prompt, (Tensor, np.ndarray)):
         prompt = prompt.tolist()
     if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
-        raise InvalidPrompt(f"a prompt cannot be {_a(prompt)}", "Give text, token ids [T] or chat messages")
+        kind = "None" if prompt is None else type(prompt).__name__
+        raise InvalidPrompt(
+            f"a prompt must be text, token ids [T] or chat messages, got {kind}", "Convert it to one of these"
+        )
     items: list[Any] = list(prompt)
     if items and all(isinstance(item, Mapping) for item in items):
         return tokenizer.encode(tokenizer.apply_chat_template(items), special=False)
     return items
-
-
-def _a(thing: object) -> str:
-    """The name of the thing's type with its article."""
-    name = "None" if thing is None else type(thing).__name__
-    return name if thing is None else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"

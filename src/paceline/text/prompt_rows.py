@@ -1,4 +1,4 @@
-"""Prompts as rows of a JSONL file: {"prompt" | "turns" | "messages", "id"}."""
+"""Prompts in rows of a JSONL file: {"prompt" | "turns" | "messages", "id"}."""
 
 from __future__ import annotations
 
@@ -11,20 +11,24 @@ _FIELDS = ("prompt", "turns", "messages")
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """A prompt: text or chat messages. `id`: None where only one prompt was given."""
+    """A prompt (text or chat messages) and its id, which is None if there is only one prompt."""
 
     id: str | int | None
     prompt: str | list[dict[str, Any]]
 
 
 def parse_row(line: bytes, number: int) -> PromptRow:
-    """Parse the prompt on line `number`, its default id; of turns the first. Raises `ValueError`."""
+    """Parse the prompt on line `number`, which is its default id. Of several turns, only the first one is used.
+
+    Raises:
+        ValueError: If the line is not a prompt.
+    """
     row = parse_object(line)
     return PromptRow(parse_id(row.get("id"), number), _prompt(row))
 
 
 def parse_object(line: bytes) -> dict[str, Any]:
-    """Parse a line's JSON object. Raises `ValueError` that says what the line is instead."""
+    """Parse the JSON object of a line. Raise `ValueError` with the reason if there is none."""
     try:
         row = json.loads(line.decode())
     except UnicodeDecodeError as error:
@@ -32,27 +36,27 @@ def parse_object(line: bytes) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise ValueError(f"not valid JSON ({error.msg} at column {error.colno})") from None
     except RecursionError:
-        raise ValueError("not usable JSON (nested too deeply)") from None
+        raise ValueError("JSON that is nested too deeply") from None
     if not isinstance(row, dict):
         raise ValueError('not a JSON object, {"name": value, ...}')
     return row
 
 
 def parse_id(value: object, number: int) -> str | int:
-    """Return a row's id, or the number of its line. Raises `ValueError`."""
+    """Return a row's id, or else the number of its line. Raise `ValueError` if the id is not a string or an integer."""
     if value is None:
         return number
     if isinstance(value, bool) or not isinstance(value, (str, int)):
-        raise ValueError(f"the id is {json.dumps(value)}; it must be a string or a whole number")
+        raise ValueError(f"the id must be a string or a whole number, got {json.dumps(value)}")
     return value
 
 
 def _prompt(row: dict[str, Any]) -> str | list[dict[str, Any]]:
     given = [field for field in _FIELDS if row.get(field) is not None]
     if not given:
-        raise ValueError('the row has no prompt; give it "prompt", "turns" or "messages"')
+        raise ValueError('the row has no prompt; add "prompt", "turns" or "messages"')
     if len(given) > 1:
-        raise ValueError(f"the row has {' and '.join(map(repr, given))}; give it only one of them")
+        raise ValueError(f"the row has {' and '.join(map(repr, given))}; keep only one of them")
     value = row[given[0]]
     if given[0] == "messages":
         return _messages(value)
@@ -64,8 +68,7 @@ def _prompt(row: dict[str, Any]) -> str | list[dict[str, Any]]:
 
 
 def text_of(value: object, what: str) -> str:
-    """Return the value, which must be non-empty text that UTF-8 can encode. Raises `ValueError` that names it
-    `what`."""
+    """Return a value that must be non-empty valid Unicode text. Raise `ValueError`, naming it `what`, if it is not."""
     if not isinstance(value, str):
         raise ValueError(f"{what} is not text")
     if not value:

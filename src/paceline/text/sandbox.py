@@ -1,11 +1,11 @@
-"""Jobs on untrusted input, in separate processes with limits on time and memory.
+"""Running jobs on untrusted input in separate processes, with limits on time and memory.
 
-A chat template is code from the model's author, and a grammar may take minutes and gigabytes to compile; neither can be
-stopped inside a thread. So a small helper process (`main`) forks once per job; the kernel ends a fork that exceeds its
-limits or whose connection is closed. A fork takes about a millisecond, as the helper imports neither torch nor numpy;
-a job's module is imported when it is first used.
+A chat template is code from the model's author, and a grammar may take minutes and gigabytes to compile. Neither can be
+stopped inside a thread. So a small helper process (`main`) forks for each job, and the kernel ends a fork that exceeds
+its limits or loses its connection. A fork takes about a millisecond, because the helper imports neither torch nor
+numpy. The module of a job is imported when it is first needed.
 
-Where processes cannot fork (Windows), jobs run in this process without limits.
+If processes cannot fork (Windows), jobs run in this process without limits.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from pathlib import Path
 from typing import Any
 
 ABANDONED: ContextVar[threading.Event | None] = ContextVar("abandoned", default=None)
-"""Set by another thread once the result of this context is no longer wanted."""
+"""Another thread sets this event when the result of this context is no longer needed."""
 
 _CHECK = 0.05
 """Seconds between two checks of `ABANDONED`."""
 _FACTOR, _LEAST = 10.0, 5.0
-"""A job must answer within this many times its processor time, at least within this many seconds."""
+"""A job must answer within `_FACTOR` times its limit of processor time, and may always take `_LEAST` seconds."""
 _ANSWER = 64 * 2**20
 """Maximum size of an answer in bytes."""
 _STARTED = b"!"
-"""Sent before a job runs: one that ends without an answer after this has exceeded its limits."""
+"""Sent before a job runs. A job that sends this but no answer has exceeded its limits."""
 _FIRST = "paceline.text.chat_template:render_compiled"
-"""Imported by the helper before the first job, so that no fork has to."""
+"""The helper imports this before the first job, so that forks need not import it."""
 
 
 class JobFailed(Exception):
-    """The job raised an error; the text is the error's."""
+    """The job raised an error. The text is the error's message."""
 
 
 class OverLimit(Exception):
@@ -51,11 +51,11 @@ class OverLimit(Exception):
 
 
 class Unfinished(Exception):
-    """The job ended without a result within its limits: the machine was too busy, or the result is no longer wanted."""
+    """The job had no result within its time: the machine was too busy, or the result is no longer needed."""
 
 
 class Sandbox:
-    """The helper process, which starts with the first job or `start`, and ends with this process."""
+    """The helper process. It starts with the first job or with `start`, and ends when this process ends."""
 
     def __init__(self) -> None:
         self._control: socket.socket | None = None
@@ -64,27 +64,47 @@ class Sandbox:
         self._lock, self._preparing = threading.Lock(), threading.Lock()
 
     def start(self) -> None:
-        """Start the helper process unless it runs, without waiting for it."""
+        """Start the helper process unless it is running, without waiting for it."""
         if can_fork():
             with self._lock, suppress(Unfinished):  # the first job will report it
                 self._started()
 
     def run(self, job: str, argument: Any, seconds: float, memory: int, prepared: Hashable = None) -> Any:
-        """Return the result of the function `job` ("module:name") on `argument`, computed in a fork of the helper.
+        """Call a function in a fork of the helper.
 
-        `argument` is pickled, and the result must be JSON. `seconds`: processor time. `memory`: bytes that the job may
-        allocate. `prepared`: the key of a `prepare` call that the job relies on. Raises `JobFailed` for an error in the
-        job, `OverLimit`, `Unfinished`.
+        Args:
+            job: The function, "module:name".
+            argument: Its argument, which is pickled.
+            seconds: Limit of processor time.
+            memory: Limit of memory that the job may allocate, in bytes.
+            prepared: Key of a `prepare` call that the job needs.
+
+        Returns:
+            The function's result, which must be JSON.
+
+        Raises:
+            JobFailed: If the function raises an error.
+            OverLimit: If it exceeds its limits.
+            Unfinished: If the machine was too busy, or the result is no longer needed.
         """
         deadline = time.monotonic() + max(_FACTOR * seconds, _LEAST)
         return self._ask(b"j", (job, argument, seconds, memory), deadline, prepared)
 
     def prepare(self, key: Hashable, job: str, argument: Callable[[], Any]) -> None:
-        """Run `job` once per `key` in the helper itself, without limits: later forks inherit its effects.
+        """Call a function once for each key in the helper itself, without limits. Later forks inherit its effects.
 
-        Only for trusted input. `argument` is called if it is needed. Raises `JobFailed`, `Unfinished`.
+        Use this only for trusted input.
+
+        Args:
+            key: Name of this preparation.
+            job: The function, "module:name".
+            argument: Returns the function's argument. It is called only if it is needed.
+
+        Raises:
+            JobFailed: If the function raises an error.
+            Unfinished: If the machine was too busy.
         """
-        with self._preparing:  # one caller does it for all
+        with self._preparing:  # one caller prepares for all
             with self._lock:
                 before = self._started() if can_fork() else None
                 if key in self._prepared:
@@ -96,15 +116,15 @@ class Sandbox:
                     self._prepared.add(key)
 
     def _ask(self, kind: bytes, message: tuple[Any, ...], deadline: float, prepared: Hashable = None) -> Any:
-        """Hand a job to the helper and return its result; run it here where processes cannot fork."""
+        """Send a job to the helper and return its result. If processes cannot fork, run the job here."""
         if not can_fork():
             try:
                 return _find(message[0])(message[1])
-            except Exception as error:
+            except Exception as error:  # a job may raise any error
                 raise JobFailed(f"{error}" or type(error).__name__) from error
         data = pickle.dumps(message)
         for _ in range(2):
-            with _os_errors_as_unfinished():  # the helper has ended, or no descriptors are left
+            with _os_errors_as_unfinished():  # the helper may have ended, or there may be no file descriptors left
                 (ours, theirs), (held, watched) = socket.socketpair(), socket.socketpair()
                 with ours, held:
                     with theirs, watched:
@@ -114,11 +134,11 @@ class Sandbox:
                     answer = _read(ours, deadline)
             if answer.startswith(_STARTED):
                 return _result(answer[len(_STARTED) :])
-            self._forget(control)  # it died before the job began, so the job may go to a new one
+            self._forget(control)  # the helper died before the job began, so try again with a new helper
         raise Unfinished
 
     def _send(self, kind: bytes, descriptors: list[int], prepared: Hashable) -> socket.socket:
-        """Send the helper a job's sockets, restarting it once if it has died. Return the socket to the helper."""
+        """Send a job's sockets to the helper. Restart the helper once if it has died. Return the helper's socket."""
         for _ in range(2):
             with self._lock:
                 control = self._started()
@@ -131,7 +151,7 @@ class Sandbox:
         raise Unfinished
 
     def _forget(self, control: socket.socket) -> None:
-        """Stop the helper behind this socket, if it is still in use."""
+        """Stop the helper with this socket, unless a new helper has replaced it."""
         with self._lock:
             if self._control is control and self._process is not None:
                 self._process.kill()
@@ -152,7 +172,7 @@ class Sandbox:
                     stderr=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,
-                    # A thread's own heap reserves address space, which is limited in forks.
+                    # The heap of an additional thread would reserve address space, which is limited in forks.
                     env={**os.environ, "MALLOC_ARENA_MAX": "1"},
                 )
             self._control = ours
@@ -164,13 +184,13 @@ SANDBOX = Sandbox()
 
 
 def can_fork() -> bool:
-    """Whether jobs can run in processes of their own."""
+    """Return True if jobs can run in separate processes."""
     return hasattr(os, "fork") and bool(sys.executable) and not getattr(sys, "frozen", False)
 
 
 @contextmanager
 def _os_errors_as_unfinished() -> Iterator[None]:
-    """Turn errors of the operating system into `Unfinished`."""
+    """Convert errors of the operating system to `Unfinished`."""
     try:
         yield
     except OSError as error:
@@ -178,7 +198,7 @@ def _os_errors_as_unfinished() -> Iterator[None]:
 
 
 def _read(connection: socket.socket, deadline: float) -> bytes:
-    """Return all bytes up to the end of the connection."""
+    """Read all bytes up to the end of the connection."""
     data, abandoned = bytearray(), ABANDONED.get()
     connection.settimeout(_CHECK)
     while len(data) <= _ANSWER:
@@ -208,14 +228,15 @@ def _result(answer: bytes) -> Any:
 
 
 def main(descriptor: int) -> None:
-    """Take jobs from a Unix socket until its other end closes, which happens when the parent process ends.
+    """Run jobs from a Unix socket until its other end closes, which happens when the parent process ends.
 
-    Each message is one byte and two sockets: "p" runs a function in this process, so that later forks find its
-    result; "j" runs one in a fork. The first socket carries the job and its answer. Nothing is ever sent over the
-    second: it closes when the parent gives the job up, and any data would end the fork as well (`_end_on_close`).
+    Each message consists of one byte and two sockets. "p" runs a function in this process, so that later forks inherit
+    its effects, and "j" runs a function in a fork. The first socket transfers the job and its answer. Nothing is sent
+    over the second one: it closes when the parent abandons the job, and data would end the fork as well
+    (`_end_on_close`).
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that have ended leave no zombies
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent handles Ctrl-C
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that have ended must not become zombies
     control = socket.socket(fileno=descriptor)
     _find(_FIRST)
     while True:
@@ -236,29 +257,29 @@ def main(descriptor: int) -> None:
 
 
 def _answer(connection: socket.socket, watched: socket.socket | None = None) -> None:
-    """Run one job and send its result as JSON: {"result": ...} or {"failed": text}. A fork is given `watched`."""
+    """Run one job and send its result as JSON: {"result": ...} or {"failed": text}. `watched` is given to forks."""
     try:
         with connection.makefile("rb") as sent:
-            name, argument, seconds, memory = pickle.load(sent)  # written by our own parent
+            name, argument, seconds, memory = pickle.load(sent)  # safe, since only our parent process writes it
         if watched is not None:
             _end_on_close(watched)
             _limit(seconds, memory)
         connection.sendall(_STARTED)
         reply = json.dumps({"result": _find(name)(argument)})
     except MemoryError:
-        return  # the parent reports a job without an answer as over its limits
-    except Exception as error:
+        return  # without an answer, the parent reports that the job exceeded its limits
+    except Exception as error:  # a job may raise any error; the parent raises it as `JobFailed`
         reply = json.dumps({"failed": f"{error}" or type(error).__name__})
     with suppress(OSError):
         connection.sendall(reply.encode())
 
 
 def _end_on_close(watched: socket.socket) -> None:
-    """Let the kernel end this process when the parent closes its end of the socket.
+    """Make the kernel end this process when the parent closes its end of the socket.
 
-    It sends SIGIO, which ends a process that does not handle it, whatever code it runs.
+    The kernel then sends SIGIO, which ends a process without a handler, whatever code is running.
     """
-    import fcntl  # Unix alone has it
+    import fcntl  # exists only on Unix
 
     flags = fcntl.fcntl(watched, fcntl.F_GETFL)
     fcntl.fcntl(watched, fcntl.F_SETOWN, os.getpid())
@@ -266,8 +287,8 @@ def _end_on_close(watched: socket.socket) -> None:
 
 
 def _limit(seconds: float, memory: int) -> None:
-    """Let the kernel end this process after `seconds` of processor time; fail allocations past `memory` more bytes."""
-    import resource  # Unix alone has it
+    """Make the kernel end this process after `seconds` of processor time, and refuse to allocate more than `memory`."""
+    import resource  # exists only on Unix
 
     signal.setitimer(signal.ITIMER_PROF, seconds)
     pages = Path("/proc/self/statm")
@@ -279,6 +300,6 @@ def _limit(seconds: float, memory: int) -> None:
 
 @lru_cache
 def _find(name: str) -> Any:
-    """Return the function called "module:name"."""
+    """Return the function "module:name"."""
     module, _, function = name.partition(":")
     return getattr(import_module(module), function)

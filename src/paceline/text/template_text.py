@@ -1,9 +1,9 @@
-"""Text that knows its origin: which characters a chat template wrote, and which are data.
+"""Text with a flag for each character: written by the chat template, or data.
 
-A model's control tokens, such as "<|im_start|>", are spelled with characters that messages can hold too. Only those
-that the template itself wrote may become tokens. So each string that a template computes keeps one flag per character.
-Strings without flags are data, and so is the result of every operation that is not defined here: a mistake can make a
-template's marker plain text, and never data a marker.
+A message can spell a model's control tokens, such as "<|im_start|>". But only control tokens that the template itself
+wrote may become tokens. So each string that a template computes keeps one flag per character. Strings without flags are
+data, and so is the result of every operation that is not defined here. A mistake can therefore turn a marker of the
+template into plain text, but never data into a marker.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ class TemplateText(str):
     _flags: bytes
 
     def __new__(cls, text: str = "", flags: bytes | None = None) -> TemplateText:
-        """`flags`: one byte per character; without them all of the text is data."""
+        """Create a text with one flag byte per character. Without flags, the whole text is data."""
         made = super().__new__(cls, text)
         made._flags = bytes(len(made)) if flags is None else flags
         return made
 
     @classmethod
     def written(cls, text: str) -> TemplateText:
-        """Return a text that the template wrote, all of it."""
+        """Return a text that the template wrote completely."""
         return cls(text, b"\1" * len(text))
 
     @classmethod
     def of_spans(cls, text: str, spans: Iterable[Sequence[int]]) -> TemplateText:
-        """Return a text that the template wrote within the `spans` (start, end)."""
+        """Return a text with `spans` (start, end) that the template wrote."""
         flags = bytearray(len(text))
         for start, end in spans:
             flags[start:end] = b"\1" * (end - start)
         return cls(text, bytes(flags))
 
     def spans(self) -> list[tuple[int, int]]:
-        """Return (start, end) of each stretch that the template wrote."""
+        """Return the spans (start, end) that the template wrote."""
         return [run.span() for run in _RUN.finditer(self._flags)]
 
     def __str__(self) -> str:
-        """Return the text with its flags. `plain` drops them."""
+        """Return the text with its flags. Use `plain` to drop them."""
         return self
 
     def plain(self) -> str:
@@ -137,14 +137,14 @@ class TemplateText(str):
         return self._mapped(super().title())
 
     def _mapped(self, text: str) -> str:
-        """Return a text made of this one's characters one by one; data if its length shows that it is not."""
+        """Return a text that was mapped character by character, with these flags. A different length makes it data."""
         return TemplateText(text, self._flags) if len(text) == len(self) else text
 
     def _cut(self, size: int, found: int) -> tuple[str, str, str]:
         return self[:size], self[size : size + found], self[size + found :]
 
     def _located(self, parts: Sequence[str], sep: str | None = None) -> list[str]:
-        """Return parts of this text, which follow one another in it, with their flags."""
+        """Return consecutive parts of this text with their flags."""
         found: list[str] = []
         at = 0
         for part in parts:
@@ -160,12 +160,12 @@ def flags_of(text: str) -> bytes:
 
 
 def joined(separator: str, parts: Iterable[str]) -> TemplateText:
-    """Return the parts with the separator between them."""
+    """Join parts with a separator."""
     known = list(parts)
     text = str.join(separator, known)
     return TemplateText(text, flags_of(separator).join(map(flags_of, known)))
 
 
 def concat(parts: Iterable[str]) -> TemplateText:
-    """Return the parts as one text."""
+    """Concatenate parts."""
     return joined("", parts)

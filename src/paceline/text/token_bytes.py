@@ -1,4 +1,4 @@
-"""The bytes that each token of a vocabulary adds to a text, by which tokens of different tokenizers can be compared."""
+"""The bytes that each token adds to a text, used to compare tokens of different tokenizers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def token_bytes(backend: tokenizers.Tokenizer) -> dict[int, bytes]:
-    """Return token id -> the bytes that it adds in the middle of a text, without the tokens that `decode` leaves out.
+    """Return token id -> bytes that the token adds in the middle of a text, except for special tokens.
 
-    In the order of ids, but byte tokens last: of two tokens with the same bytes, a tokenizer writes the first.
+    The order is by id, with byte tokens last: of two tokens with the same bytes, a tokenizer uses the first one.
 
-    A byte-level vocabulary spells bytes as letters ("Ġ" is a space). Any other is decoded, each token behind another
-    one, since only its decoder knows the meaning of "▁", "##" or "</w>". "<0x0A>" is the byte 10 where the decoder
-    treats it as such.
+    A byte-level vocabulary spells bytes as letters ("Ġ" is a space). In all other vocabularies, each token is decoded
+    after another token, since only the decoder knows the meaning of "▁", "##" or "</w>". "<0x0A>" is the byte 10 if the
+    decoder supports such tokens.
     """
     special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
     vocabulary = sorted(backend.get_vocab(with_added_tokens=True).items(), key=itemgetter(1))
@@ -40,7 +40,7 @@ def _decodes(backend: tokenizers.Tokenizer, tokens: list[str], text: str) -> boo
 
 
 def _from_letters(token: str) -> bytes:
-    """Return the bytes of a byte-level token; an added token may be spelled as plain text."""
+    """Return the bytes of a byte-level token. Added tokens may be spelled as plain text."""
     letters = _letters()
     known = [letters.get(letter, -1) for letter in token]
     return token.encode(errors="replace") if -1 in known else bytes(known)
@@ -48,14 +48,14 @@ def _from_letters(token: str) -> bytes:
 
 @lru_cache
 def _letters() -> Mapping[str, int]:
-    """Return GPT-2's letter -> byte: printable Latin-1 stands for itself, the other bytes follow from U+0100 on."""
+    """Return GPT-2's letter -> byte. Printable Latin-1 characters stand for themselves, all others start at U+0100."""
     plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
 
 
 def _decoded_in_pairs(backend: tokenizers.Tokenizer, tokens: Mapping[int, str]) -> dict[int, bytes]:
-    """Return each token's share of a decoded pair, in which it follows a plain word."""
+    """Decode each token after a plain word, and return the token's part of the text."""
     anchor = next((i for i, token in tokens.items() if token.isalpha() and backend.decode([i])), None)
     before = [] if anchor is None else [anchor]
     start = len(backend.decode(before))
@@ -64,16 +64,16 @@ def _decoded_in_pairs(backend: tokenizers.Tokenizer, tokens: Mapping[int, str]) 
 
 
 _SHRINK = {"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1, "Prepend": 1, "Lowercase": 1}
-"""Normalizers that drop nothing -> by what factor they can shorten a text, in characters: Unicode composition merges at
-most four."""
+"""Normalizers that remove nothing -> factor by which they can shorten a text. Unicode composition merges at most four
+characters."""
 _KEEP = ("ByteLevel", "Metaspace", "Digits", "Split")
-"""Pre-tokenizers that drop nothing (`Split` unless told to)."""
+"""Pre-tokenizers that remove nothing (`Split` only with some settings)."""
 
 
 def max_token_chars(backend: tokenizers.Tokenizer, token_bytes: Mapping[int, bytes]) -> int | None:
-    """Return the most characters of a text that one token can stand for; None where there is no bound.
+    """Return the maximum number of characters of a text that a token can stand for, or None if there is no limit.
 
-    `token_bytes`: bytes of each token. A text is never longer than this times its number of tokens.
+    A text is never longer than this times its number of tokens. `token_bytes` holds the bytes of each token.
     """
     special = backend.get_added_tokens_decoder().values()
     whole = _decodes(backend, ["Ġ", "Ċ"], " \n") or getattr(backend.model, "byte_fallback", False)
@@ -95,7 +95,7 @@ def max_token_chars(backend: tokenizers.Tokenizer, token_bytes: Mapping[int, byt
 
 
 def _steps(part: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Return type and settings of each step of a normalizer or pre-tokenizer."""
+    """Return the type and settings of each step of a normalizer or pre-tokenizer."""
     if part is None:
         return []
     state = json.loads(part.__getstate__())
@@ -104,15 +104,19 @@ def _steps(part: Any) -> list[tuple[str, dict[str, Any]]]:
 
 
 class Speller:
-    """Spells bytes with the tokens of a vocabulary, always the longest that fits."""
+    """Spells bytes with the tokens of a vocabulary, always using the longest token that fits.
+
+    Attributes:
+        ids: Bytes -> token id. Of two tokens with the same bytes, it contains the first.
+    """
 
     def __init__(self, token_bytes: dict[int, bytes]) -> None:
-        """`token_bytes`: id -> bytes; of two tokens with the same bytes the first is used (`ids`: bytes -> id)."""
+        """Use the tokens of `token_bytes`, token id -> bytes."""
         self.ids = {data: i for i, data in reversed(token_bytes.items())}
         self._longest = max(map(len, self.ids), default=0)
 
     def spell(self, data: bytes) -> list[int]:
-        """Return token ids that spell `data`, up to the first byte that no token has."""
+        """Return token ids that spell `data` up to the first byte that no token contains."""
         tokens: list[int] = []
         while data:
             sizes = range(min(len(data), self._longest), 0, -1)

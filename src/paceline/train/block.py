@@ -57,7 +57,7 @@ class _BlockAttention(DraftAttention):
 class _BlockLayer(nn.Module):
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
-        self.input_layernorm, self.post_attention_layernorm = Norm(c.hidden, c.norm_eps), Norm(c.hidden, c.norm_eps)
+        self.input_layernorm, self.post_attention_layernorm = Norm(c.hidden, c.norms.eps), Norm(c.hidden, c.norms.eps)
         self.self_attn, self.mlp = _BlockAttention(c, c.hidden), MLP(c)
 
 
@@ -69,7 +69,7 @@ class Network(nn.Module):
         c = config.layer
         self.config = config
         self.fc = nn.Linear(len(config.taps) * c.hidden, c.hidden, bias=False)
-        self.hidden_norm, self.norm = Norm(c.hidden, c.norm_eps), Norm(c.hidden, c.norm_eps)
+        self.hidden_norm, self.norm = Norm(c.hidden, c.norms.eps), Norm(c.hidden, c.norms.eps)
         self.layers = nn.ModuleList(_BlockLayer(c) for _ in range(c.layers))
         self._rotary = Rotary(c.rope, c.head_dim, torch.float32, torch.device("cpu"))
 

@@ -65,9 +65,9 @@ class _DraftLayer(nn.Module):
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
-        self.input_layernorm, self.hidden_norm = Norm(c.hidden, c.norm_eps), Norm(c.hidden, c.norm_eps)
+        self.input_layernorm, self.hidden_norm = Norm(c.hidden, c.norms.eps), Norm(c.hidden, c.norms.eps)
         self.self_attn = _UnrolledAttention(c, 2 * c.hidden)
-        self.post_attention_layernorm = Norm(c.hidden, c.norm_eps)
+        self.post_attention_layernorm = Norm(c.hidden, c.norms.eps)
         self.mlp = MLP(c)
 
     def join(self, embedded: Tensor, hidden: Tensor) -> Tensor:
@@ -82,10 +82,10 @@ class Head(nn.Module):
         c = config.layer
         self.config = config
         normed = config.taps if config.fc_norm else ()
-        self.fc_norm = nn.ModuleList(Norm(config.target_hidden, c.norm_eps) for _ in normed)
+        self.fc_norm = nn.ModuleList(Norm(config.target_hidden, c.norms.eps) for _ in normed)
         self.fc = nn.Linear(len(config.taps) * config.target_hidden, c.hidden, bias=False)
         self.layers = nn.ModuleList([_DraftLayer(c)])
-        self.norm = Norm(c.hidden, c.norm_eps)
+        self.norm = Norm(c.hidden, c.norms.eps)
         self.lm_head = nn.Linear(c.hidden, config.draft_vocab, bias=False)
         self._rotary = Rotary(c.rope, c.head_dim, torch.float32, torch.device("cpu"))
 

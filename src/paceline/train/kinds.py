@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.errors import InvalidOption, UnsupportedModel
 from paceline.llm import LLM
-from paceline.models.config import ModelConfig
+from paceline.models.config import ModelConfig, NormConfig, RopeConfig
 from paceline.models.decoder import Decoder
 from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, MedusaConfig, TrainableConfig
 from paceline.train.answers import AnswerPlan
@@ -77,14 +77,6 @@ class TrainJob:
         return self.out.with_name(self.out.name + ".work")
 
 
-def _eagle3(c: ModelConfig, job: TrainJob, size: int) -> EagleConfig:
-    return EagleConfig(one_layer(c, job.ffn or c.ffn), job.taps or default_taps(c.layers), c.hidden, size, fc_norm=True)
-
-
-def _medusa(c: ModelConfig, job: TrainJob) -> MedusaConfig:
-    return MedusaConfig(c.hidden, c.vocab_size, job.steps, job.layers or 1, shared=True)
-
-
 def _early_exit(c: ModelConfig, job: TrainJob) -> ExitConfig:
     layers = job.layers or max(1, c.layers // 4)
     if not 0 < layers < c.layers:
@@ -95,7 +87,8 @@ def _early_exit(c: ModelConfig, job: TrainJob) -> ExitConfig:
 
 
 def _block(c: ModelConfig, job: TrainJob, mask: int) -> BlockConfig:
-    layer = replace(one_layer(c, job.ffn or c.ffn, job.layers or 2), family="qwen3", qk_norm=True)
+    norms = NormConfig(c.norms.eps, heads="shared")
+    layer = replace(one_layer(c, job.ffn or c.ffn, job.layers or 2), family="qwen3", norms=norms)
     return BlockConfig(layer, job.taps or spread_taps(c.layers), job.steps + 1, mask)
 
 
@@ -103,9 +96,10 @@ def config_for(llm: LLM, job: TrainJob, size: int) -> TrainableConfig:
     """Return the drafter's config for this target. `size` is the size of the draft vocabulary."""
     c = native(llm).config
     if job.kind == "eagle3":
-        return _eagle3(c, job, size)
+        layer, taps = one_layer(c, job.ffn or c.ffn), job.taps or default_taps(c.layers)
+        return EagleConfig(layer, taps, c.hidden, size, fc_norm=True)
     if job.kind == "medusa":
-        return _medusa(c, job)
+        return MedusaConfig(c.hidden, c.vocab_size, job.steps, job.layers or 1, shared=True)
     # The mask may be any token that never occurs inside a block, such as EOS.
     return _early_exit(c, job) if job.kind == "early-exit" else _block(c, job, llm.model.eos[0])
 
@@ -119,7 +113,7 @@ def recipe_for(llm: LLM, job: TrainJob, vocabulary: Tensor) -> Recipe:
         return MedusaRecipe(config, target, vocabulary)
     if isinstance(config, BlockConfig):
         return BlockRecipe(config, target, vocabulary)
-    return EarlyExitRecipe(config, target, vocabulary, job.steps, target.config.norm_eps)
+    return EarlyExitRecipe(config, target, vocabulary, job.steps, target.config.norms.eps)
 
 
 def check_taps(taps: Sequence[Tap], layers: int) -> None:
@@ -133,6 +127,7 @@ def check_taps(taps: Sequence[Tap], layers: int) -> None:
 
 def one_layer(c: ModelConfig, ffn: int, layers: int = 1) -> ModelConfig:
     """Return the config of plain Llama layers with the target's sizes."""
+    latent = c.attention.latent
     return ModelConfig(
         family="llama",
         vocab_size=c.vocab_size,
@@ -140,11 +135,11 @@ def one_layer(c: ModelConfig, ffn: int, layers: int = 1) -> ModelConfig:
         layers=layers,
         heads=c.heads,
         kv_heads=c.kv_heads,
-        head_dim=c.latent.plain + c.latent.rotary if c.latent else c.head_dim,
+        head_dim=latent.plain + latent.rotary if latent else c.head_dim,
         ffn=ffn,
         context_length=c.context_length,
-        norm_eps=c.norm_eps,
-        rope=replace(c.plan[-1].rope or c.rope, kind="default", scaling=(), factors=(), long_factors=(), share=1.0),
+        norms=NormConfig(c.norms.eps),
+        rope=RopeConfig((c.plan[-1].rope or c.rope).theta),
     )
 
 

@@ -44,7 +44,7 @@ class DraftAttention(nn.Module):
         self.v_proj = nn.Linear(width, c.kv_heads * c.head_dim, bias=False)
         self.o_proj = nn.Linear(c.heads * c.head_dim, c.hidden, bias=False)
         self.q_norm, self.k_norm = (
-            Norm(c.head_dim, c.norm_eps) if c.qk_norm else nn.Identity() for _ in ("query", "key")
+            Norm(c.head_dim, c.norms.eps) if c.norms.heads else nn.Identity() for _ in ("query", "key")
         )
 
     def queries(self, x: Tensor, rope: Factors) -> Tensor:

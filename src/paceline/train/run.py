@@ -24,7 +24,6 @@ from paceline.train import loop
 from paceline.train.documents import Documents
 from paceline.train.kinds import KINDS, TrainJob, check_taps, config_for, native, recipe_for
 from paceline.train.prompts import Prompts
-from paceline.train.recipe import Recipe
 from paceline.train.self_prompts import write_prompts
 from paceline.train.states import States
 from paceline.train.writing import Progress, write_answers
@@ -94,7 +93,8 @@ def _train(llm: LLM, job: TrainJob, start: HeadFile | None, listener: Listener) 
     listener.stage("hidden states")
     states.prepare(listener.states)
     listener.stage(f"training {job.kind}")
-    begun = "" if start is None else f" from {_weights_digest(recipe)}"
+    weights = [float(parameter.detach().double().abs().sum()) for parameter in recipe.module.parameters()]
+    begun = "" if start is None else f" from {_digest(weights)}"
     identity = f"{job.kind} {documents.digest[:12]}-{name} {_stated(recipe.config)} {len(states)}{begun}"
     report = loop.Trainer(recipe, states, held, job.plan, job.work, identity, listener.training).run()
     extra = {
@@ -131,11 +131,6 @@ def _stated(value: object) -> str:
     usual = {f: f.default if f.default_factory is MISSING else f.default_factory() for f in own}
     shown = (f"{f.name}={_stated(x)}" for f, x in own.items() if x != usual[f])
     return f"{type(value).__name__}({', '.join(shown)})"
-
-
-def _weights_digest(recipe: Recipe) -> str:
-    """Identify the weights that training begins with."""
-    return _digest([float(parameter.detach().double().abs().sum()) for parameter in recipe.module.parameters()])
 
 
 def _digest(numbers: list[int] | list[float]) -> str:

@@ -205,7 +205,9 @@ class _Walk:
         for kept in range(len(steps) - 1, -1, -1):
             p, q, weight = steps[kept]
             excess = _excess(p, q, weight)
-            if kept == 0 or self._chance.accept(_prefix_acceptance(float(excess.sum()), weight)):
+            left = float(excess.sum())
+            # The paper's h_i. A prefix with weight 1 is always accepted.
+            if kept == 0 or self._chance.accept(1.0 if weight >= 1.0 else left / (left + 1.0 - weight)):
                 self._descend(chain[:kept])
                 self._left = _normalised(excess, p)
                 return None
@@ -256,11 +258,6 @@ def _acceptance(p: Tensor, q: Tensor, token: int | Tensor, weight: float = 1.0) 
     index = torch.as_tensor(token, device=p.device)[..., None]
     wanted, offered = (x.gather(-1, index)[..., 0] for x in (p, q))
     return torch.where(offered > 0, (weight * wanted / offered).clamp(max=1.0), 0.0)
-
-
-def _prefix_acceptance(excess: float, weight: float) -> float:
-    """Return the paper's h_i. A prefix with weight 1 is always accepted."""
-    return 1.0 if weight >= 1.0 else excess / (excess + 1.0 - weight)
 
 
 def _excess(p: Tensor, q: Tensor, weight: float = 1.0) -> Tensor:

@@ -75,7 +75,7 @@ def from_paths(paths: Iterable[Sequence[int]]) -> Draft:
     return Draft(tuple(tokens), tuple(parents))
 
 
-def beside(path: Sequence[int], other: int) -> tuple[Draft, list[int]]:
+def with_siblings(path: Sequence[int], other: int) -> tuple[Draft, list[int]]:
     """Build a tree for self-checks. No two rows of its path are adjacent.
 
     Args:

@@ -16,7 +16,7 @@ from paceline.protocols import KVCache
 from paceline.sampling.parameters import Sampling
 from paceline.testing import TINY, Oracle, check_target, random_tensors, run
 from paceline.types import Draft, DraftBudget, Want
-from paceline.verify.tree import beside, pack, pack_prefix
+from paceline.verify.tree import pack, pack_prefix, with_siblings
 
 if not torch.cuda.is_available():
     pytest.skip("there is no CUDA device", allow_module_level=True)
@@ -79,7 +79,7 @@ def test_logits_are_bit_for_bit_those_of_plain_decoding(length: int) -> None:
     expected = torch.stack(alone)
     target = exact_target()
     cache, slot = filled(target, length)
-    tree, places = beside(path[1:30], 3000)
+    tree, places = with_siblings(path[1:30], 3000)
     for _ in range(PATIENCE + 2):
         for count in (2, 4, 8, 16, 33, 64):
             found = logits(target, cache, slot, path[0], Draft.chain(path[1:count]))[:count]

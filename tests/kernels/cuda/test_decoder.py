@@ -10,7 +10,7 @@ import torch
 from paceline.engine.engine import Engine
 from paceline.engine.self_check import guarantee
 from paceline.kernels.cuda.cache import DeviceCache
-from paceline.models.config import LayerConfig, ModelConfig, RopeConfig
+from paceline.models.config import AttentionConfig, LayerConfig, ModelConfig, RopeConfig
 from paceline.models.cuda_decoder import PATIENCE, DeviceDecoder
 from paceline.models.decoder import Decoder
 from paceline.sampling.parameters import Sampling
@@ -45,10 +45,10 @@ SLIDING = replace(
     TINY,
     layers=3,
     special=(LayerConfig(RopeConfig(), window=7), LayerConfig(None), LayerConfig(RopeConfig(theta=500.0), window=20)),
-    softcap=4.0,
+    attention=AttentionConfig(softcap=4.0),
     context_length=48,
 )
-SINKS = replace(SLIDING, softcap=None, sinks=True)
+SINKS = replace(SLIDING, attention=AttentionConfig(sinks=True))
 TARGETS = {"eager": (None, SHORT), "recorded": (tape, SHORT), "windows": (None, SLIDING), "sinks": (None, SINKS)}
 
 

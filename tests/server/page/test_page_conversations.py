@@ -44,7 +44,7 @@ def test_conversations_are_kept_and_opened_again(tab: Tab, fake: Fake) -> None:
     expect(page.locator("#list .open")).to_have_count(2)
     assert titles(page) == ["Another " + "x" * 51 + "…", "One"]
     page.reload()
-    expect(page.locator(".turn")).to_have_count(0)
+    expect(page.locator(".bubble")).to_contain_text("Another")  # the conversation that was open
     page.get_by_role("button", name="One", exact=True).click()
     expect(page.locator(".turn")).to_have_count(2)
     expect(page.locator("#list [aria-current]")).to_have_text("One")
@@ -56,6 +56,112 @@ def test_conversations_are_kept_and_opened_again(tab: Tab, fake: Fake) -> None:
     expected = [("system", "Be brief."), ("user", "One"), ("assistant", TEXT), ("user", "Two"), ("assistant", TEXT)]
     assert said(fake) == [*expected, ("user", "Three")]
     expect(page.locator("#list .open").first).to_have_text("One")  # the latest comes first
+
+
+def test_a_reload_shows_the_conversation_that_was_open(tab: Tab) -> None:
+    page = tab.page
+    tab.send("One")
+    page.click("#new")
+    page.reload()
+    expect(page.locator("#list .open")).to_have_count(1)
+    expect(page.locator(".turn")).to_have_count(0)  # a new chat stays one
+    page.locator("#list .open").click()
+    expect(page.locator(".turn")).to_have_count(1)
+    page.reload()
+    expect(page.locator(".turn")).to_have_count(1)
+    expect(page.locator("#list [aria-current]")).to_have_text("One")
+    other = page.context.new_page()
+    other.goto(tab.url)
+    expect(other.locator("#list .open")).to_have_count(1)
+    expect(other.locator(".turn")).to_have_count(0)  # a new tab begins with a new chat
+    other.locator("#list .open").click()
+    other.get_by_role("button", name="Delete conversation").click()
+    expect(page.locator(".turn")).to_have_count(0)
+    page.reload()
+    expect(page.locator("#intro")).to_be_visible()
+
+
+def test_tabs_know_of_one_anothers_conversations(tab: Tab, open_tab: Open) -> None:
+    first = tab.page
+    second = Tab(first.context.new_page(), tab.url)
+    second.page.goto(tab.url)
+    expect(second.page.locator("#model")).to_have_value(MODEL)
+    second.send("Two")
+    expect(first.locator("#list .open")).to_have_text("Two")
+    first.locator("#list .open").click()
+    expect(first.locator(".turn")).to_have_count(1)
+    second.send("More", turns=2)
+    expect(first.locator(".turn")).to_have_count(2)
+    expect(first.locator(".turn").last.locator(".numbers")).to_contain_text(f"{len(SKY)} rounds")
+    # A title that is being edited is left alone.
+    first.get_by_role("button", name="Rename conversation").click()
+    first.keyboard.type("Ren")
+    second.page.click("#new")
+    second.send("Third")
+    expect(second.page.locator("#list .open")).to_have_count(2)
+    first.keyboard.type("amed")
+    first.keyboard.press("Enter")
+    expect(first.locator("#list .open")).to_have_text(["Third", "Renamed"])
+    expect(second.page.locator("#list .open")).to_have_text(["Third", "Renamed"])
+
+
+def test_conversations_are_searched(tab: Tab, fake: Fake) -> None:
+    page = tab.page
+    search = page.get_by_role("searchbox", name="Search conversations")
+    expect(search).to_be_hidden()
+    fake.text = "About **Cats**."
+    tab.send("Animals")
+    page.click("#new")
+    fake.text = "About dogs."
+    tab.send("One")
+    page.get_by_role("button", name="Edit message").click()
+    page.get_by_role("textbox", name="Edit message").fill("Two")
+    page.keyboard.press("Enter")
+    expect(page.locator("#send")).to_be_visible()
+    for words, found in {
+        "cats": ["Animals"],
+        "ANIMAL": ["Animals"],
+        "about": ["One", "Animals"],
+        "one": ["One"],
+    }.items():
+        search.fill(words)
+        expect(page.locator("#list .open")).to_have_text(found)
+    search.fill("horses")
+    expect(page.locator("#list .open")).to_have_count(0)
+    expect(page.locator("#chats-none")).to_have_text("No conversation contains these words.")
+    search.press("Escape")
+    expect(page.locator("#list .open")).to_have_count(2)
+    expect(page.locator("#chats")).to_be_visible()
+    search.fill("cats")
+    page.get_by_role("button", name="Animals").click()
+    expect(page.locator(".bubble")).to_have_text("Animals")
+    expect(page.locator("#list .open")).to_have_text(["Animals"])
+
+
+FIRST_STORE = """async () => new Promise((resolve) => {
+  indexedDB.deleteDatabase('paceline').onsuccess = () => {
+    const request = indexedDB.open('paceline', 1);
+    request.onupgradeneeded = () => {
+      request.result.createObjectStore('titles', { keyPath: 'id' }).put({ id: '1', title: 'Old', updated: 1 });
+      const turns = [{ prompt: 'Old', attempt: 0, replies: [{ title: 'Reply', about: '', content: 'Cats.',
+        reasoning: '', rounds: [], finish: 'stop', seconds: 1 }] }];
+      const body = { id: '1', title: 'Old', updated: 1, model: 'm', system: '', turns };
+      request.result.createObjectStore('bodies', { keyPath: 'id' }).put(body);
+    };
+    request.onsuccess = () => { request.result.close(); resolve(); };
+  };
+})"""
+
+
+def test_conversations_of_a_page_without_a_search_are_searched(tab: Tab) -> None:
+    tab.page.evaluate(FIRST_STORE)
+    tab.page.reload()
+    tab.page.get_by_role("button", name="Old").click()
+    expect(tab.page.locator(".bubble")).to_have_text("Old")
+    tab.page.fill("#search", "cats")
+    expect(tab.page.locator("#list .open")).to_have_text("Old")
+    tab.page.fill("#search", "dogs")
+    expect(tab.page.locator("#list .open")).to_have_count(0)
 
 
 def test_conversations_are_renamed_deleted_and_brought_back(tab: Tab) -> None:
@@ -136,7 +242,6 @@ def test_a_page_closed_during_a_reply_keeps_what_there_is(tab: Tab, fake: Fake) 
             break
         tab.page.wait_for_timeout(100)
     tab.page.reload()
-    tab.page.get_by_role("button", name="Why?", exact=True).click()
     expect(tab.page.locator(".text .token")).to_have_count(9)
 
 

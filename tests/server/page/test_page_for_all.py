@@ -64,8 +64,13 @@ def test_everything_by_keyboard_alone(tab: Tab, fake: Fake) -> None:
 
 def test_every_field_and_button_has_a_name(tab: Tab) -> None:
     """By the accessibility tree's own roles and names, as a screen reader meets them."""
+    tab.page.set_input_files("#picker", {"name": "a.txt", "mimeType": "text/plain", "buffer": b"A"})
+    tab.send()
+    tab.page.set_input_files("#picker", {"name": "b.txt", "mimeType": "text/plain", "buffer": b"B"})
     tab.page.check("[name=compare]")
     for role, name in [
+        *[("button", name) for name in ("Attach text files", "Remove b.txt")],
+        ("searchbox", "Search conversations"),
         *[("button", name) for name in ("New chat", "Dark theme", "Settings", "Send", "Conversations")],
         *[("switch", name) for name in ("Mark tokens", "Let the model think first")],
         *[("combobox", "Model"), ("textbox", "System prompt")],

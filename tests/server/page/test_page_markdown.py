@@ -154,7 +154,9 @@ def test_hostile_text_has_no_effect(formatted: Tab, fake: Fake) -> None:
 
 
 SLOW = ["*a ", "**a", "_a ", "`" , "``a`", "[", "[a](", "![a](b", "~~a", "<a", "> ", ">", "- ", "  - a\n", "|a", "1. ",
-        "https://a(", "\\", "***a** ", "[a [b] ", "```\n", "\n", " \n", "| a |\n|---|\n", "#", "a\n"]  # fmt: skip
+        "https://a(",
+        "$", "$a", "$a ", "$a$", "$$a", "$$a$$", "\\(", "\\(a", "\\[a\n", "\\(a\\)",
+        "\\", "***a** ", "[a [b] ", "```\n", "\n", " \n", "| a |\n|---|\n", "#", "a\n"]  # fmt: skip
 
 
 def test_no_text_is_slow(tab: Tab) -> None:

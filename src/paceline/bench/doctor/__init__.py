@@ -1,1 +1,1 @@
-"""`paceline doctor`: what speculation gives on this machine, and what limits it."""
+"""`paceline doctor`: the gain of speculation on this machine, and its limits."""

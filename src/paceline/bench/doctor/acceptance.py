@@ -1,4 +1,4 @@
-"""Tokens per round by drafter, draft size and kind of text: stored, or observed here by replaying short replies."""
+"""Tokens per round by drafter, draft size and kind of text, either stored or observed by replaying short replies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paceline.types import DraftBudget
 from paceline.verify.tree import MIN_ROWS
 
 STORED = Path(__file__).with_name("acceptance.json")
-"""Made by benchmarks/acceptance.py."""
+"""Stored acceptance, created by benchmarks/acceptance.py."""
 
 PROMPTS = {
     "writing": "Write the opening paragraph of a story about a lighthouse keeper who has lost track of the days.",
@@ -42,8 +42,12 @@ PROMPTS = {
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """Means per round at one draft size: `tokens`, the target's own token included, and `rows` of the verify pass, at
-    least `MIN_ROWS`."""
+    """Mean values per round at one draft size.
+
+    Attributes:
+        tokens: Tokens, including the target's own token.
+        rows: Rows of the pass, at least `MIN_ROWS`.
+    """
 
     tokens: float
     rows: float
@@ -51,7 +55,12 @@ class Gain:
 
 @dataclass(frozen=True, slots=True)
 class TextKind:
-    """A kind of text: mean prompt length, and a round's gain by draft size."""
+    """A kind of text.
+
+    Attributes:
+        prompt: Mean prompt length in tokens.
+        gains: Draft size -> gain of a round.
+    """
 
     prompt: float
     gains: Mapping[DraftBudget, Gain]
@@ -59,7 +68,12 @@ class TextKind:
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Gains by kind of text, and where they come from in words."""
+    """Acceptance of a drafter.
+
+    Attributes:
+        kinds: Gains by kind of text.
+        source: Description of where they come from.
+    """
 
     kinds: Mapping[str, TextKind]
     source: str
@@ -76,7 +90,7 @@ def stored_drafters(model: Loaded) -> list[str]:
 
 
 def stored(model: Loaded, drafter: str, sizes: Sequence[DraftBudget]) -> Acceptance | None:
-    """Return a drafter's stored acceptance, None unless it covers all `sizes`."""
+    """Return a drafter's stored acceptance, or None if it does not cover all `sizes`."""
     if drafter not in stored_drafters(model):
         return None
     table = _stored()["drafters"][drafter]
@@ -89,7 +103,16 @@ def stored(model: Loaded, drafter: str, sizes: Sequence[DraftBudget]) -> Accepta
 
 
 def write_replies(model: Loaded, prompts: Mapping[str, Sequence[str]], tokens: int) -> dict[str, list[RecordedReply]]:
-    """Return greedy replies of at most `tokens` tokens to prompts by kind of text, as if they had been recorded."""
+    """Generate greedy replies in the form of recorded replies.
+
+    Args:
+        model: The model.
+        prompts: Kind of text -> prompts.
+        tokens: Maximum length of a reply in tokens.
+
+    Returns:
+        Kind of text -> replies.
+    """
     llm, how = LLM(model), Sampling(max_new_tokens=tokens, seed=0)
 
     def reply(text: str) -> RecordedReply:
@@ -106,7 +129,17 @@ def observe(
     sizes: Sequence[DraftBudget],
     replies: Mapping[str, Sequence[RecordedReply]],
 ) -> tuple[Acceptance, dict[DraftBudget, float]]:
-    """Replay a drafter over replies by kind of text: its acceptance, and the median seconds of a draft, by size."""
+    """Replay a drafter over replies.
+
+    Args:
+        model: The target.
+        drafter: The drafter.
+        sizes: Draft sizes to try.
+        replies: Kind of text -> replies.
+
+    Returns:
+        Acceptance, and draft size -> median time of a draft in seconds.
+    """
     replayer = Replayer(model)
     gains: dict[str, dict[DraftBudget, Gain]] = {kind: {} for kind in replies}
     seconds: dict[DraftBudget, float] = {}
@@ -116,7 +149,7 @@ def observe(
             found = _replayed(replayer, model, drafter, size, texts)
             gains[kind][size] = Gain(found.tokens / max(1, found.rounds), found.rows / max(1, found.rounds))
             times += found.drafting
-        seconds[size] = median(times[1:] or times or [0.0])  # the first drafts warm up
+        seconds[size] = median(times[1:] or times or [0.0])  # the first draft is a warm-up
     kinds = {
         kind: TextKind(fmean(len(reply.prompt) for reply in texts), gains[kind]) for kind, texts in replies.items()
     }
@@ -126,7 +159,7 @@ def observe(
 def _replayed(
     replayer: Replayer, model: Loaded, drafter: Drafter, size: DraftBudget, replies: Sequence[RecordedReply]
 ) -> Replayed:
-    """Replay; a drafter that runs the target's own layers has to write the replies instead."""
+    """Replay replies. With a drafter that runs the target's own layers, generate them again instead."""
     with suppress(CannotReplay):
         return replayer.run(replies, drafter, size)
     llm = LLM(model, drafter, size)

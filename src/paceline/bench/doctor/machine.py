@@ -1,4 +1,4 @@
-"""Timings of this machine beside those of rounds: threads, memory bandwidth, weights read."""
+"""Measurements of this machine: the costs of rounds, threads, memory bandwidth and the size of the weights."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from paceline.checkpoints.loader import Loaded
 from paceline.kernels.threads import cores
 
 _BUFFER = 1 << 28
-"""Bytes of the bandwidth test, more than any CPU cache holds."""
+"""Bytes of the bandwidth test, larger than any CPU cache."""
 
 
 @dataclass(frozen=True)
 class Machine(Costs):
-    """Measurements of a target on this machine, times in seconds.
+    """Measurements of a target on this machine. Times are in seconds.
 
-    `bandwidth`: bytes of memory read per second. `weights`: bytes that a pass reads, None if unknown. `threads`: of a
-    one-row pass by number of threads.
+    Attributes:
+        bandwidth: Bytes of memory read per second.
+        weights: Bytes that a pass reads, or None if unknown.
+        threads: Number of threads -> time of a pass of one row.
     """
 
     bandwidth: float
@@ -32,12 +34,12 @@ class Machine(Costs):
 
     @property
     def floor(self) -> float | None:
-        """Time of a pass if reading the weights were all its work."""
+        """Minimum time of a pass, which is the time to read the weights. None if unknown."""
         return self.weights / self.bandwidth if self.weights else None
 
 
 def measure_machine(model: Loaded) -> Machine:
-    """Time everything that does not depend on a drafter."""
+    """Measure everything that does not depend on a drafter."""
     target = model.target
     probe = PassTimer(target)
     costs = measure_costs(model, probe)
@@ -49,7 +51,8 @@ def measure_machine(model: Loaded) -> Machine:
 
 
 def by_threads(probe: PassTimer, counts: Sequence[int]) -> dict[int, float]:
-    """Return the time of a one-row pass by number of CPU threads; the number in use is restored."""
+    """Return number of CPU threads -> time of a pass of one row in seconds. Restore the number of threads
+    afterwards."""
     now = torch.get_num_threads()
     try:
         found = {}
@@ -63,7 +66,7 @@ def by_threads(probe: PassTimer, counts: Sequence[int]) -> dict[int, float]:
 
 
 def bandwidth(device: torch.device, timer: Callable[[], float] = time.perf_counter, size: int | None = None) -> float:
-    """Return the bytes of memory read per second, the best of a few readings of a large buffer."""
+    """Return the bytes of memory read per second, from the fastest of several reads of a large buffer."""
     size = size or _BUFFER
     buffer = torch.ones(size // 4, device=device)
 

@@ -1,4 +1,4 @@
-"""Forecasts: how fast each kind of text will be written, from this machine's timings and a drafter's acceptance."""
+"""Forecasting the speed for each kind of text from this machine's timings and a drafter's acceptance."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from paceline.bench.doctor.machine import Machine
 from paceline.types import DraftBudget
 
 TOKENS = 96
-"""Reply length of end-to-end figures."""
+"""Reply length that end-to-end figures assume, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """A drafter here: seconds of a draft by size, and its acceptance."""
+    """Measurements of a drafter.
+
+    Attributes:
+        seconds: Draft size -> time of a draft in seconds.
+        acceptance: Its acceptance.
+    """
 
     seconds: Mapping[DraftBudget, float]
     acceptance: Acceptance
@@ -23,7 +28,14 @@ class Drafting:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A round at one draft size: its gain, its seconds of drafting, its seconds in all."""
+    """Prediction of a round at one draft size.
+
+    Attributes:
+        size: Draft size.
+        gain: Tokens and rows of the round.
+        drafting: Seconds of drafting.
+        seconds: Seconds of the whole round.
+    """
 
     size: DraftBudget
     gain: Gain
@@ -32,14 +44,21 @@ class Prediction:
 
     @property
     def speed(self) -> float:
-        """Decoded tokens per second, prefill left out."""
+        """Decoded tokens per second, without prefill."""
         return self.gain.tokens / self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Forecast for a kind of text. `plain`: without drafts. `best`: at the best draft size, which may be empty.
-    `nearest`: at the best size that does draft. `prefill`: seconds of prefilling the prompt."""
+    """Forecast for a kind of text.
+
+    Attributes:
+        kind: The kind of text.
+        plain: Prediction without drafts.
+        best: Prediction at the best draft size, which may be 0.
+        nearest: Prediction at the best draft size > 0.
+        prefill: Seconds of prefilling the prompt.
+    """
 
     kind: str
     plain: Prediction
@@ -49,7 +68,7 @@ class Forecast:
 
     @property
     def decode_ratio(self) -> float:
-        """Decoding speed over plain decoding's."""
+        """Decoding speed relative to plain decoding."""
         return self.best.speed / self.plain.speed
 
     @property
@@ -58,12 +77,12 @@ class Forecast:
         return self.prefill + self.best.seconds
 
     def speed(self, choice: Prediction) -> float:
-        """Return the end-to-end tokens per second of a reply of `TOKENS`."""
+        """Return the end-to-end speed of a reply of `TOKENS` tokens, in tokens per second."""
         return TOKENS / (self.prefill + TOKENS / choice.speed)
 
     @property
     def ratio(self) -> float:
-        """End-to-end speed over plain decoding's."""
+        """End-to-end speed relative to plain decoding."""
         return self.speed(self.best) / self.speed(self.plain)
 
 
@@ -85,6 +104,6 @@ def _forecast(machine: Machine, drafting: Drafting, name: str, kind: TextKind) -
 
 
 def overall(forecasts: Sequence[Forecast]) -> float:
-    """Return all tokens over all seconds, kinds weighted alike, over plain decoding's."""
+    """Return the overall speed relative to plain decoding. All kinds of text have the same weight."""
     plain = sum(1 / f.speed(f.plain) for f in forecasts)
     return plain / sum(1 / f.speed(f.best) for f in forecasts)

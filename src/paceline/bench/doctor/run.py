@@ -1,4 +1,4 @@
-"""The whole examination: timings, acceptance, forecasts, advice."""
+"""The whole examination of `paceline doctor`: timings, acceptance, forecasts and advice."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from paceline.kernels.quantize import Precision
 from paceline.recording.rows import RecordedReply
 
 _OBSERVED = 48
-"""Tokens per reply over which drafters are observed, fewer where that would take too long."""
+"""Tokens per reply over which drafters are observed. Slow models get shorter replies."""
 _PATIENCE = 15.0
-"""Seconds for all replies."""
+"""Maximum time for writing all replies, in seconds."""
 
 
 def choose_drafters(model: Loaded, given: str | None) -> list[str]:
-    """Return the drafters to examine: the given one, or all with stored acceptance for the model, or the default."""
+    """Return the drafters to examine: the given one, or all with stored acceptance for this model, or the default."""
     if given is not None:
         return [] if given == "none" else [spec_name(given)]
     return stored_drafters(model) or [AUTO]
@@ -44,9 +44,20 @@ def examine(
     draft_vocab: DraftVocab = "auto",
     on_progress: Callable[[str], object] = lambda text: None,
 ) -> dict[str, Any]:
-    """Measure, forecast and recommend; return the result for JSON and the command's tables.
+    """Measure, forecast and recommend.
 
-    `on_progress` gets a line at each step. Raises `PacelineError`.
+    Args:
+        model: The target.
+        drafters: Drafters to examine.
+        draft_quantize: See `open_drafter`.
+        draft_vocab: See `open_drafter`.
+        on_progress: Called with a line of text at each step.
+
+    Returns:
+        The result for JSON and for the command's tables.
+
+    Raises:
+        PacelineError: If a drafter cannot be opened.
     """
     opened = {name: open_drafter(name, model, draft_quantize, draft_vocab=draft_vocab) for name in drafters}
     on_progress("timing passes")
@@ -74,7 +85,14 @@ def examine(
 def examine_drafter(
     model: Loaded, name: str, drafter: Drafter, replies: Mapping[str, Sequence[RecordedReply]]
 ) -> Drafting:
-    """Time a drafter's drafts here, and look up or observe their acceptance. `replies`: by kind of text."""
+    """Measure the time of a drafter's drafts, and look up or observe its acceptance.
+
+    Args:
+        model: The target.
+        name: Name of the drafter.
+        drafter: The drafter.
+        replies: Kind of text -> replies.
+    """
     sizes = Controller(drafter.draft).sizes[1:]
     known = stored(model, name, sizes)
     observed, times = observe(model, drafter, sizes, dict(list(replies.items())[:1]) if known else replies)

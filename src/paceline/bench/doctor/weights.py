@@ -1,4 +1,4 @@
-"""Bytes of weights that a pass reads: of the loaded model, and of the same model under `--quantize`."""
+"""Bytes of weights that a pass reads, for the loaded model and for the same model with `--quantize`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from paceline.models.held import tensors_of
 from paceline.protocols import Target
 
 _SCALE = 2 / 32
-"""Bytes of a scale, or of a floor, per weight of a group (docs/how-to/quantize.md)."""
+"""Bytes per weight for the scale, and the same for the floor, of its group (docs/how-to/quantize.md)."""
 _HEAD_BITS = 8
-"""Bits per weight of an output head, at least."""
+"""Minimum bits per weight of an output head."""
 
 
 def weight_bytes(target: Target) -> int | None:
-    """Return the bytes that a small pass reads: all weights, but of the embedding table only what the head shares.
+    """Return the bytes that a small pass reads: all weights except the embedding table, unless the head shares it.
 
-    None for targets other than the native decoder, and for experts, of which a pass reads only some.
+    Returns:
+        None for a target that is not a native decoder, and for a mixture of experts, where a pass reads only some
+        experts.
     """
     if not isinstance(target, Decoder) or any(layer.sparse for layer in target.config.plan):
         return None
@@ -28,7 +30,7 @@ def weight_bytes(target: Target) -> int | None:
 
 
 def quantised_bytes(model: Loaded) -> dict[str, int]:
-    """Return `weight_bytes` by mode; empty for a model that is already quantised or cannot be."""
+    """Return mode of `--quantize` -> `weight_bytes`. Empty if the model is already quantised or cannot be quantised."""
     target = model.target
     now = weight_bytes(target)
     if model.quantize or now is None or not isinstance(target, Decoder):
@@ -53,12 +55,12 @@ def quantised_bytes(model: Loaded) -> dict[str, int]:
 
 
 def _held(tensor: GGUFTensor, bits: int) -> float:
-    """Bytes of a matrix: its own codes are kept; floats get so many bits, and codes of no use here 8."""
+    """Return the bytes of a matrix. Supported codes are kept, floats get `bits` bits, and other codes 8 bits."""
     if tensor.kept_bits():
         return tensor.data.numel()
     return _coded(math.prod(tensor.shape), bits if tensor.kind in FLOATS else 8)
 
 
 def _coded(count: int, bits: int) -> float:
-    """Bytes of weights in groups of 32 with a scale, and in 4 bits a floor."""
+    """Return the bytes of quantised weights: groups of 32 with a scale and, with 4 bits, a floor."""
     return count * (bits / 8 + _SCALE * (1 + (bits == 4)))

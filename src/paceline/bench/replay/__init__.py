@@ -1,1 +1,1 @@
-"""`paceline replay` and `paceline tune`: drafters over a recorded text, without the target."""
+"""`paceline replay` and `paceline tune`: running drafters over recorded texts without the target."""

@@ -1,4 +1,4 @@
-"""Predictions: what a drafter would have made of recorded replies on this machine."""
+"""Predicting the speed of a drafter on this machine from recorded replies."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from paceline.recording.rows import RecordedReply, RecordingHeader
 from paceline.types import DraftBudget
 
 SAME = 0.9
-"""Least share of a recorded reply that the target must write again."""
+"""Minimum share of a recorded reply's tokens that the target must choose again."""
 
 
 def size_name(size: DraftBudget | None) -> str:
-    """Return a draft size as --draft takes it; None is "auto"."""
+    """Format a draft size as for --draft. None is "auto"."""
     if size is None:
         return "auto"
     return str(size.nodes) if size.branch == 1 else f"{size.nodes}x{size.depth}x{size.branch}"
@@ -37,25 +37,25 @@ def size_name(size: DraftBudget | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A drafter and its draft size, None for the controller's choice."""
+    """A drafter and its draft size. None lets the controller choose the size."""
 
     drafter: str
     size: DraftBudget | None = None
 
     @property
     def name(self) -> str:
-        """As `paceline bench` takes it."""
+        """The candidate in the format of `paceline bench --drafters`."""
         return self.drafter if self.size is None else f"{self.drafter}@{size_name(self.size)}"
 
     @property
     def options(self) -> str:
-        """As other commands take it."""
+        """The candidate as options of other commands."""
         return f"--drafter {self.drafter}" + ("" if self.size is None else f" --draft {size_name(self.size)}")
 
 
 @dataclass(frozen=True)
 class CandidatePrediction:
-    """A replay beside that of plain decoding over the same replies."""
+    """A replay with a drafter, and the replay of plain decoding over the same replies."""
 
     candidate: Candidate
     replayed: Replayed
@@ -63,13 +63,16 @@ class CandidatePrediction:
 
     @cached_property
     def ratio(self) -> dict[str, float]:
-        """Time of plain decoding over this one's, all replies together: {"value", "low", "high"} at 95 %."""
+        """Speed relative to plain decoding over all replies, {"value", "low", "high"} at 95 %."""
         return ratio_of_sums(self.plain.shares, self.replayed.shares)
 
     @property
     def decode_ratio(self) -> float:
-        """The same without prefill, for replies one by one."""
-        plain, own = (sum(_decoding(replayed)) for replayed in (self.plain, self.replayed))
+        """Speed relative to plain decoding without prefill, for one reply at a time."""
+        plain, own = (
+            sum(s.seconds[phase] for s in replayed.stats for phase in ("draft", "verify", "commit"))
+            for replayed in (self.plain, self.replayed)
+        )
         return plain / own if own else 1.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -90,32 +93,46 @@ class CandidatePrediction:
         }
 
 
-def _decoding(replayed: Replayed) -> list[float]:
-    return [s.seconds["draft"] + s.seconds["verify"] + s.seconds["commit"] for s in replayed.stats]
-
-
 def check_model(header: RecordingHeader, model: Loaded) -> None:
-    """Raise `InvalidData` for a recording of another model."""
+    """Raise `InvalidData` if a recording belongs to another model."""
     if not same_target(header.fingerprint, header_of(model).fingerprint):
-        raise InvalidData(f"the recording is of another model, {header.model}", "Name that one: --model")
+        raise InvalidData(f"the recording is of another model, {header.model}", "Pass that model with --model")
 
 
 def measured(model: Loaded, reply: RecordedReply, width: int) -> MeasuredPrices:
-    """Measure prices. Raises `InvalidData` where the model writes something else than the recorded reply."""
+    """Measure prices on this machine.
+
+    Args:
+        model: The model.
+        reply: A recorded reply, whose logits are computed to measure the time of choosing tokens.
+        width: Number of replies that share passes.
+
+    Raises:
+        InvalidData: If the model writes another text than the recorded reply.
+    """
     reread = Reread.of(model, reply)
     share = reread.agreement(model)
     if share < SAME:
         raise InvalidData(
-            f"{model.path} writes {share:.0%} of the tokens of a recorded reply: the recording is another model's",
-            "Name the model that was recorded, with the same --quantize and --adapter",
+            f"{model.path} chooses only {share:.0%} of the tokens of a recorded reply, so another model was recorded",
+            "Use the model that was recorded, with the same --quantize and --adapter",
         )
     return MeasuredPrices(model, measure_costs(model, most=16 * width), reread)
 
 
 @dataclass
 class Predictor:
-    """Predicts for recorded replies of a model. `width`: replies that share passes. `prefix_bytes`, `states`: see
-    `Replayer`. `draft_vocab`: see `open_drafter`."""
+    """Predicts the speed of drafters over recorded replies of a model.
+
+    Attributes:
+        model: The model.
+        prices: Measured prices.
+        draft_quantize: See `open_drafter`.
+        draft_vocab: See `open_drafter`.
+        width: Number of replies that share passes.
+        prefix_bytes: See `Replayer`.
+        states: See `Replayer`.
+    """
 
     model: Loaded
     prices: MeasuredPrices
@@ -130,7 +147,7 @@ class Predictor:
     def __post_init__(self) -> None:
         self._replayer = Replayer(self.model, self.prices, self.width, self.prefix_bytes, states=self.states)
         self._probe = PassTimer(self.model.target)
-        # Weights are read once, however many candidates use them.
+        # Read weights once, even if several candidates use them.
         device: Any = self.model.target.device.type
         read = cache(partial(load_model, device=device))
         self._open = partial(
@@ -145,17 +162,26 @@ class Predictor:
 
     @property
     def costs(self) -> Costs:
-        """Return the cost of a round on this machine."""
+        """Costs of rounds on this machine."""
         return self.prices.costs
 
     def make(self, drafter: str) -> Drafter | None:
-        """Return a drafter by name: a fresh one if it remembers earlier requests. Raises as `open_drafter`."""
+        """Return a drafter by name. A drafter that remembers earlier requests is always a new one."""
         return (self._open if "remember" in drafter else self._opened)(drafter)
 
     def predict(
         self, candidate: Candidate, replies: Sequence[RecordedReply], on_reply: Callable[[], object] = lambda: None
     ) -> CandidatePrediction:
-        """Replay these replies. Raises the first error of the drafter."""
+        """Replay replies with a candidate.
+
+        Args:
+            candidate: The candidate.
+            replies: Recorded replies.
+            on_reply: Called after each reply.
+
+        Raises:
+            PacelineError: The first error of the drafter.
+        """
         key = tuple(map(id, replies))
         if key not in self._plain:
             self._plain[key] = self._replayer.run(replies)

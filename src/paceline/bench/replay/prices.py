@@ -1,4 +1,4 @@
-"""Prices on this machine of what a replay leaves out: the target's passes, and its choices of tokens."""
+"""Prices of the parts that a replay does not run: the target's passes and choosing tokens."""
 
 from __future__ import annotations
 
@@ -22,32 +22,39 @@ from paceline.types import Want
 from paceline.verify.tree import PREFILL_ROWS, pack_prefix
 
 _CHOICES = 9
-"""Choices that are timed for a price."""
+"""Number of choices to time for a price."""
 _KINDS = 16
-"""Kinds of sampling parameters whose choices are timed: the first ones. Others cost what these cost in the mean."""
+"""Maximum number of different sampling parameters to time. All others get the mean price of these."""
 _REREAD = 64
-"""Tokens of a reply that the target reads again."""
+"""Number of tokens of a reply that the target reads again."""
 
 
 class Prices(Protocol):
-    """Seconds that a replay charges. `position_bytes`: memory of a position in the target's cache, for prefix
-    caches."""
+    """Times that a replay charges, in seconds.
+
+    Attributes:
+        position_bytes: Memory of a position in the target's cache, for prefix caches.
+    """
 
     position_bytes: int
 
     def round(self, rows: int, before: Sequence[int]) -> float:
-        """Return the price of a verifying pass of so many rows and of the host's work, after `before` tokens by
-        slot."""
+        """Return the price of a round without drafting.
+
+        Args:
+            rows: Rows of the pass.
+            before: Context length of each slot.
+        """
 
     def prefill(self, tokens: int, before: int) -> float:
-        """Return the price of a prefill chunk."""
+        """Return the price of a prefill chunk of `tokens` tokens after `before` tokens."""
 
     def choice(self, sampling: Sampling) -> float:
-        """Return the price of choosing a token from its logits."""
+        """Return the price of choosing a token from logits."""
 
 
 class Free:
-    """Nothing costs anything: for counts alone, which depend on no price where draft sizes are fixed."""
+    """All prices are 0. With fixed draft sizes, the counts of a replay do not depend on prices."""
 
     position_bytes = 1
 
@@ -63,7 +70,7 @@ class Free:
 
 @dataclass(slots=True)
 class MeasuredPrices:
-    """Prices from measured `costs` of a model's rounds, and from logits of a recorded reply."""
+    """Prices from the measured costs of a model's rounds and from the logits of a recorded reply."""
 
     model: Loaded
     costs: Costs
@@ -94,14 +101,14 @@ class MeasuredPrices:
 
 @dataclass(frozen=True, slots=True)
 class Reread:
-    """Logits [n, V] before the first n tokens of a recorded reply, as the target computes them now."""
+    """A recorded reply with the target's logits [n, V] for its first n tokens."""
 
     reply: RecordedReply
     logits: Tensor
 
     @staticmethod
     def of(model: Loaded, reply: RecordedReply, count: int = _REREAD) -> Reread:
-        """Feed a recorded text to the target."""
+        """Feed a recorded text to the target and keep the logits."""
         count = min(count, len(reply.reply))
         start, target = len(reply.prompt) - 1, model.target
         tokens = reply.token_ids[: start + count]
@@ -118,14 +125,16 @@ class Reread:
         return Reread(reply, logits)
 
     def agreement(self, model: Loaded) -> float:
-        """Return the share of these tokens that the target chooses now. Where it is not nearly 1, the recording is
-        another model's."""
+        """Return the share of these tokens that the target chooses again.
+
+        If it is not close to 1, another model was recorded.
+        """
         sampler = self.reply.sampling.sampler(self.reply.sample, LLM(model).vocabulary)
         chosen = [sampler.choose(self._prefix(i), row) for i, row in enumerate(self.logits)]
         return fmean(float(a == b) for a, b in zip(chosen, self.reply.reply, strict=False))
 
     def choosing(self, model: Loaded, sampling: Sampling) -> float:
-        """Return the seconds that a choice with these parameters takes."""
+        """Return the time of choosing a token with these parameters, in seconds."""
         sampler = sampling.sampler(0, LLM(model).vocabulary)
         seconds = []
         for n in range(_CHOICES + 1):

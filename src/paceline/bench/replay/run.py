@@ -1,4 +1,4 @@
-"""Replays: the engine over recorded texts, with real drafters and a target that only has its price."""
+"""Replays: running the engine over recorded texts, with real drafters and a target that only charges its price."""
 
 from __future__ import annotations
 
@@ -30,15 +30,22 @@ from paceline.sampling.parameters import Sampling
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 
 _PAIRED = 64
-"""Tokens of a reply along which drafting is timed with and without passes between the drafts."""
+"""Number of tokens of a reply over which drafting is timed, with and without passes between the drafts."""
 _SLOWEST = 4.0
-"""The most that a pass and a draft are taken to slow each other down."""
+"""Maximum slowdown of passes and drafts by each other. Larger measurements are noise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
-    """How many times as long a draft takes after a pass of the target as after another draft, and a pass after a draft
-    as after another pass: the processor's caches then hold the other's weights, and its threads wake up anew."""
+    """The slowdown of drafts and passes by each other.
+
+    After a pass, the processor's caches hold the target's weights, and the drafter's threads have to wake up. After a
+    draft it is the reverse.
+
+    Attributes:
+        draft: Time of a draft after a pass relative to a draft after another draft.
+        verify: Time of a pass after a draft relative to a pass after another pass.
+    """
 
     draft: float = 1.0
     verify: float = 1.0
@@ -46,8 +53,15 @@ class Slowdown:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Outcome of a replay. `stats`: of each reply, whose times are predictions. `rows`: of all verifying passes.
-    `seconds`: in all, predicted. `drafting`: measured seconds of each draft. `took`: seconds of the replay itself."""
+    """Result of a replay.
+
+    Attributes:
+        stats: Statistics of each reply. Their times are predictions.
+        rows: Total rows of all verifying passes.
+        seconds: Predicted time of all replies.
+        drafting: Measured time of each draft in seconds.
+        took: Duration of the replay itself in seconds.
+    """
 
     stats: list[Stats]
     rows: int
@@ -57,23 +71,27 @@ class Replayed:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all replies."""
+        """Total tokens of all replies."""
         return sum(s.tokens for s in self.stats)
 
     @property
     def rounds(self) -> int:
-        """Rounds of all replies."""
+        """Total rounds of all replies."""
         return sum(s.rounds for s in self.stats)
 
     @property
     def shares(self) -> list[float]:
-        """The seconds of each reply: its own where replies come one by one, a share of all in a batch."""
+        """Time of each reply in seconds. In a batch, it is the reply's share of the total time."""
         own = [sum(seconds for phase, seconds in s.seconds.items() if phase != "other") for s in self.stats]
         return [self.seconds * x / max(sum(own), 1e-12) for x in own]
 
 
 class ChargedDrafter(DrafterWrapper):
-    """Charges the time that the inner drafter takes, `slower` times. `seconds`: of each `propose`, as measured."""
+    """Charges the time of the inner drafter to a virtual clock, multiplied by `slower`.
+
+    Attributes:
+        seconds: Measured time of each `propose`.
+    """
 
     def __init__(self, inner: Drafter, clock: VirtualClock, slower: float, timer: Timer) -> None:
         super().__init__(inner)
@@ -104,12 +122,11 @@ class ChargedDrafter(DrafterWrapper):
 
 
 class Replayer:
-    """Replays recorded replies of a model, up to `width` at once, in their order.
+    """Replays recorded replies of a model in order.
 
-    With a fixed draft size, all counts are those of real replies with the same drafter: rounds, drafted and accepted
-    tokens, and at which depth. Where a controller chooses sizes it does so by prices, and counts are predictions too.
-    `prefix_bytes`: size of the prefix cache, 0 for none. `timer`: measures drafting. `states`: folder of hidden states
-    that were stored with the recording.
+    With a fixed draft size, all counts (rounds, drafted tokens, accepted tokens by depth) are the same as for real
+    replies with the same drafter. If a controller chooses the sizes, it depends on prices, so the counts are
+    predictions too.
     """
 
     def __init__(
@@ -121,6 +138,16 @@ class Replayer:
         timer: Timer = time.perf_counter,
         states: Path | None = None,
     ) -> None:
+        """Prepare replays.
+
+        Args:
+            model: The model that was recorded.
+            prices: Prices of the target's work. By default, everything is free.
+            width: Number of replies that share passes.
+            prefix_bytes: Size of the prefix cache. 0 means none.
+            timer: Clock that measures drafting.
+            states: Folder of hidden states that were stored with the recording.
+        """
         self._model, self._prices, self._width = model, prices or Free(), width
         self._prefix_bytes, self._timer = prefix_bytes, timer
         self._vocabulary = LLM(model).vocabulary
@@ -135,8 +162,20 @@ class Replayer:
         between: Callable[[int], object] = lambda rows: None,
         on_reply: Callable[[], object] = lambda: None,
     ) -> Replayed:
-        """Replay with a fresh drafter. `size`: None leaves it to the controller. `slowdown`: of drafts and passes.
-        `between`: called in every pass of a round with its rows. Raises the first error of a drafter."""
+        """Replay replies.
+
+        Args:
+            replies: Recorded replies.
+            drafter: A new drafter, or None for plain decoding.
+            size: Draft size. None lets the controller choose.
+            slowdown: Slowdown of drafts and passes.
+            between: Called with the number of rows in every verifying pass.
+            on_reply: Called after each reply.
+
+        Raises:
+            CannotReplay: If the drafter runs the target's own layers.
+            PacelineError: The first error of a drafter.
+        """
         if drafter and not drafter.replayable:
             raise CannotReplay
         began, clock = self._timer(), VirtualClock()
@@ -169,8 +208,19 @@ class Replayer:
     def slowdown(
         self, reply: RecordedReply, make: Callable[[], Drafter | None], size: DraftBudget | None, probe: PassTimer
     ) -> Slowdown:
-        """Measure how drafts and passes slow each other down, over rounds that are replayed with passes of the target
-        between the drafts and without. Nothing slows down where nothing can be replayed."""
+        """Measure how much drafts and passes slow each other down.
+
+        A reply is replayed twice, with and without passes of the target between the drafts.
+
+        Args:
+            reply: A recorded reply.
+            make: Creates a new drafter.
+            size: Draft size.
+            probe: Timed passes of the target.
+
+        Returns:
+            The slowdown. It is 1 if the drafter cannot be replayed.
+        """
         drafter, short, passes = make(), [replace(reply, reply=reply.reply[:_PAIRED])], list[float]()
         if drafter is None:
             return Slowdown()
@@ -187,12 +237,12 @@ class Replayer:
 
 
 def _typical(ratios: Iterable[float]) -> float:
-    """Return the median of ratios within what is possible."""
+    """Return the median of ratios, limited to 1 to `_SLOWEST`."""
     return min(_SLOWEST, max(1.0, median([*ratios] or [1.0])))
 
 
 def _until(reply: RecordedReply) -> Sampling:
-    """Return stop conditions that end a reply where it ended, and leave as many tokens before it as there were."""
+    """Return stop conditions that end a reply at its recorded end, with the recorded limit of tokens."""
     count = len(reply.reply)
     return Sampling(
         max_new_tokens=reply.sampling.max_new_tokens, ignore_eos=True, stop_when=lambda ids, text: len(ids) >= count

@@ -1,4 +1,4 @@
-"""Search for the fastest drafter and draft size over recorded replies."""
+"""Searching for the fastest drafter and draft size over recorded replies."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from paceline.recording.rows import RecordedReply
 from paceline.types import DraftBudget
 
 LOOKUPS = ("suffix", "suffix:remember", "ngram")
-"""Drafters without weights. They may have no draft, so that another one can follow them."""
+"""Drafters without weights. If they have no draft, another drafter can take over."""
 _CHAINS = (1, 2, 3, 4, 6, 8)
 _TREES = (DraftBudget(3, 3, 2), DraftBudget(7, 4, 3), DraftBudget(15, 5, 4))
 _LONG = (DraftBudget.chain(7), DraftBudget.chain(15), DraftBudget(7, 7, 3), DraftBudget(15, 15, 3))
 _FEW = 8
-"""Replies over which all candidates are compared; the best go over all replies."""
+"""Number of replies over which all candidates are compared. Only the best candidates replay all replies."""
 _FINALISTS = 5
 _KEPT = 2
-"""Sizes of a drafter that are tried behind a lookup."""
+"""Number of a drafter's sizes to try in combination with a lookup."""
 
 OnProgress = Callable[[str], object]
 
 
 def parts_of(model: Loaded) -> list[str]:
-    """Return the drafters that need nothing from the user: those without weights, and heads that come with Paceline."""
+    """Return the drafters that need no files of the user: lookups, and heads that are included in Paceline."""
     heads = {"eagle3": "eagle3", "medusa": "medusa", "block": "block"}
     return [*LOOKUPS, *(name for name, kind in heads.items() if shipped(kind, model) is not None)]
 
@@ -37,8 +37,7 @@ def sizes_of(drafter: str) -> list[DraftBudget | None]:
 
 
 def cascades(best: dict[str, list[Candidate]]) -> list[Candidate]:
-    """Return every pair of drafters in both orders in which the first may have no draft, at the best sizes of each
-    alone."""
+    """Combine each lookup with every other drafter, at the best sizes of the single drafters."""
     pairs = [(a, b) for a in best if a in LOOKUPS for b in best if b.partition(":")[0] != a.partition(":")[0]]
     found = []
     for first, second in pairs:
@@ -50,10 +49,19 @@ def cascades(best: dict[str, list[Candidate]]) -> list[Candidate]:
 def search(
     predictor: Predictor, replies: Sequence[RecordedReply], parts: Sequence[str], on_progress: OnProgress
 ) -> list[CandidatePrediction]:
-    """Return predictions for the best candidates over all replies, the fastest first.
+    """Find the best candidates.
 
-    Over a few replies each drafter is tried alone in every size, then behind each lookup in its best sizes. The best of
-    these, one of each drafter among them, are replayed over all.
+    First, each drafter is tried with every size over a few replies. Then each lookup is combined with the best sizes of
+    every other drafter. Finally the best candidates, including the best one of each drafter, replay all replies.
+
+    Args:
+        predictor: Predicts the speed of a candidate.
+        replies: Recorded replies.
+        parts: Drafters to try.
+        on_progress: Called with the name of each candidate.
+
+    Returns:
+        Predictions for the best candidates over all replies, fastest first.
     """
     few = list(replies[:: max(1, len(replies) // _FEW)])[:_FEW]
 
@@ -76,7 +84,7 @@ def search(
 
 
 def recommended(finalists: Sequence[CandidatePrediction]) -> CandidatePrediction | None:
-    """Return the fastest that is faster than plain decoding at the lower end of its interval; None if none is."""
+    """Return the fastest candidate with an interval that stays above 1.0, or None if there is none."""
     return next((p for p in finalists if p.ratio["low"] > 1.0), None)
 
 

@@ -1,8 +1,8 @@
-"""A target that knows its text: the engine runs on it as on a model, and only the drafters compute.
+"""A target that already knows its text. The engine runs on it as on a model, but only the drafters compute.
 
-Under the rule `match` a text does not depend on the drafter. So a recorded text is the one that the target would write
-under any of them, and what the target says at a row that a round visits is the recorded token after it. The rest is the
-real thing: the engine's rounds, draft budgets, trees, stop conditions, the drafters and the noise that they share.
+With the rule `match`, a text does not depend on the drafter. So the target would write a recorded text with every
+drafter, and its choice at each visited row is the next recorded token. Everything else is real: the engine's rounds,
+draft budgets, trees, stop conditions, the drafters, and the shared noise.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from paceline.types import DraftBudget, Forward, Rows, Tap, Want
 from paceline.verify.tree import MIN_ROWS, PREFILL_ROWS, pack_prefix
 
 Fit = Callable[[int, DraftBudget], DraftBudget]
-"""(committed length, budget) -> the part of it that the next pass can verify."""
+"""(committed length, budget) -> the part of the budget that the next pass can verify."""
 
 
 class VirtualClock:
-    """Time that passes when something is charged for, in seconds."""
+    """A clock in seconds that advances only when time is charged."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -39,15 +39,18 @@ class VirtualClock:
         return self.now
 
     def charge(self, seconds: float) -> None:
-        """Let time pass."""
+        """Advance the clock."""
         self.now += seconds
 
 
 @dataclass(slots=True)
 class TextSampler(Sampler):
-    """A sampler that chooses the next token of `text`. Drafters rank with it as with the one that wrote the text.
+    """A sampler that chooses the next token of a text. Drafters rank with it as with the sampler that wrote the text.
 
-    `price`: seconds of a choice.
+    Attributes:
+        text: Token ids of prompt and reply.
+        price: Time to charge for a choice in seconds.
+        clock: Clock to charge.
     """
 
     text: Sequence[int] = ()
@@ -56,19 +59,19 @@ class TextSampler(Sampler):
 
     @staticmethod
     def of(sampler: Sampler, text: Sequence[int], price: float, clock: VirtualClock) -> TextSampler:
-        """Return this sampler, with the choices of a text."""
+        """Copy a sampler, but choose the tokens of a text."""
         own = {field.name: getattr(sampler, field.name) for field in fields(Sampler)}
         return TextSampler(**own, text=text, price=price, clock=clock)
 
     def choose(self, prefix: Prefix, logits: Tensor) -> int:
         if self.clock:
             self.clock.charge(self.price)
-        # Beyond its end a text is not known. What is chosen there is cut off.
+        # Tokens after the end of the text are unknown. They are cut off, so any token will do.
         return self.text[len(prefix)] if len(prefix) < len(self.text) else 0
 
 
 def fit_of(target: Target) -> Fit:
-    """Return how the target's caches cut draft budgets."""
+    """Return a function that cuts draft budgets as the target's cache does."""
     cache = target.new_cache()
     slot = cache.acquire()
 
@@ -82,7 +85,7 @@ def fit_of(target: Target) -> Fit:
 
 @dataclass(frozen=True, slots=True)
 class SavedLength(Saved):
-    """Saved length of a text, without a cache's tensors."""
+    """The saved length of a text, without the tensors of a cache."""
 
     size: int = 0
 
@@ -92,7 +95,7 @@ class SavedLength(Saved):
 
 
 class CannotReplay(InvalidOption):
-    """A drafter that needs more of the target than its text and its hidden states."""
+    """The drafter needs the target itself, not only its text and its hidden states."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -101,7 +104,7 @@ class CannotReplay(InvalidOption):
 
 
 class TextCache(SlotTable):
-    """A cache that keeps lengths, and cuts budgets as the target's own."""
+    """A cache that keeps only lengths, and cuts budgets like the target's cache."""
 
     def __init__(self, fit: Fit, position_bytes: int) -> None:
         super().__init__()
@@ -132,23 +135,32 @@ class TextCache(SlotTable):
         return length
 
     def begin(self, rows: Rows) -> NoReturn:
-        """Raise `CannotReplay`: there is nothing to attend to."""
+        """Raise `CannotReplay`, since there are no keys and values to attend to."""
         raise CannotReplay
 
     def _move(self, slot: int, source: list[int], target: list[int]) -> None: ...
 
 
 class TargetStates:
-    """The target's hidden states along texts: those stored in `folder` while the texts were written, or from one
-    prefill of each. The latest are kept, up to `limit` bytes."""
+    """The target's hidden states for texts, read from disk or computed by a prefill of each text."""
 
     def __init__(self, target: Target, folder: Path | None = None, limit: int = 1 << 30) -> None:
+        """Prepare to read states.
+
+        Args:
+            target: The target.
+            folder: Folder with states that were stored while the texts were written.
+            limit: Maximum size of the states in memory, in bytes. The least recently used ones are dropped.
+        """
         self._target, self._limit, self._held = target, limit, 0
         self._folder = folder if folder and folder.is_dir() else None
         self._kept: OrderedDict[tuple[Sequence[int], tuple[Tap, ...]], Mapping[Tap, Tensor]] = OrderedDict()
 
     def of(self, text: Sequence[int], taps: tuple[Tap, ...]) -> Mapping[Tap, Tensor]:
-        """Return each tap at every token, [len(text), H]; stored ones lack the last two, which no drafter reads."""
+        """Return tap -> states of every token, [len(text), H].
+
+        Stored states lack the last two tokens, which no drafter reads.
+        """
         if not taps:
             return {}
         key = (tuple(text), taps)
@@ -161,7 +173,7 @@ class TargetStates:
         return self._kept[key]
 
     def _stored(self, text: Sequence[int], taps: tuple[Tap, ...]) -> Mapping[Tap, Tensor] | None:
-        # No pass sees a text's last token, and no drafter the last pass.
+        # No pass sees the last token of a text, and no drafter sees the last pass.
         found = StateFiles(self._folder, taps, 0).read(text[:-2]) if self._folder else None
         return found and {tap: found[tap].to(self._target.device) for tap in taps}
 
@@ -176,7 +188,7 @@ class TargetStates:
             out = self._target.forward(rows, cache, Want("none", taps=taps)).taps
             cache.commit(rows, [range(1, len(chunk))])
             for tap in taps:
-                # A copy: a view would keep the rows that fill up the pass.
+                # Copy the states: a view would keep the padding rows of the pass in memory.
                 parts[tap].append(out[tap][0, : len(chunk)].clone())
         return {tap: torch.cat(part) for tap, part in parts.items()}
 
@@ -186,10 +198,11 @@ def _bytes(states: Mapping[Tap, Tensor]) -> int:
 
 
 class TextTarget:
-    """A `Target` whose passes cost their price and return the hidden states of the recorded text.
+    """A `Target` with passes that charge their price and return the hidden states of the recorded text.
 
-    `slower`: how many times its price a verifying pass costs. `rows`: rows of all verifying passes so far. `between`:
-    called in every verifying pass with its rows.
+    Attributes:
+        rows: Total rows of all verifying passes so far.
+        between: Called with the number of rows in every verifying pass.
     """
 
     device = torch.device("cpu")
@@ -197,6 +210,7 @@ class TextTarget:
     def __init__(
         self, target: Target, states: TargetStates, prices: Prices, clock: VirtualClock, slower: float
     ) -> None:
+        """Stand in for `target`. The price of a verifying pass is multiplied by `slower`."""
         self.vocab_size, self.context_length, self._slower = target.vocab_size, target.context_length, slower
         self._fit, self._states, self._prices, self._clock = fit_of(target), states, prices, clock
         self._texts: dict[int, Sequence[int]] = {}
@@ -208,7 +222,7 @@ class TextTarget:
         return TextCache(self._fit, self._prices.position_bytes)
 
     def hold(self, slot: int, text: Sequence[int]) -> None:
-        """Take `text` for the slot's."""
+        """Set the text of a slot."""
         self._texts[slot] = text
         self._seen.pop(slot, None)
 
@@ -225,7 +239,8 @@ class TextTarget:
         return Forward(torch.empty(*rows.tokens.shape, 0), self._taps(rows, want.taps))
 
     def _taps(self, rows: Rows, taps: tuple[Tap, ...]) -> dict[Tap, Tensor]:
-        """Return the taps [B, T, H] of a pass. Those of a row beside the text are never read: any will do."""
+        """Return the taps [B, T, H] of a pass. Rows that are not part of the text are never read, so any state will
+        do."""
         found: dict[Tap, list[Tensor]] = {tap: [] for tap in taps}
         for slot, positions in zip(rows.slots, rows.positions, strict=True) if taps else ():
             if slot not in self._seen:

@@ -1,5 +1,7 @@
 // Requests to the server. URLs are relative, so that the page also works under a proxy's path.
 
+import { keptInTab } from "./dom.js";
+
 /** A failed request; `message` is the server's own if it sent one. */
 export class ServerError extends Error {
   constructor(message, status = 0) {
@@ -9,8 +11,8 @@ export class ServerError extends Error {
 }
 
 // For this tab only, until it is closed.
-export const keepKey = (key) => sessionStorage.setItem("api-key", key);
-const key = () => sessionStorage.getItem("api-key");
+export const keepKey = (key) => keptInTab.set("api-key", key);
+const key = () => keptInTab.get("api-key");
 
 async function request(path, options = {}) {
   const headers = { "Content-Type": "application/json" };

@@ -1,9 +1,11 @@
 // The conversation: send, show, stop, regenerate, edit, keep.
-import { ServerError, chat, keepKey } from "./api.js";
+import { ServerError, chat } from "./api.js";
 import { Announcer } from "./announcer.js";
 import { verdict } from "./compare.js";
+import { askKey, connect, showStatus, start as startConnection } from "./connection.js";
 import * as conversations from "./conversations.js";
-import { $, icon, kept, textButton } from "./dom.js";
+import { $, icon, kept, keptInTab, textButton } from "./dom.js";
+import * as files from "./files.js";
 import { watch } from "./inspect.js";
 import * as models from "./models.js";
 import { Panel } from "./panels.js";
@@ -12,9 +14,7 @@ import * as store from "./store.js";
 import { Turn } from "./turn.js";
 
 const field = $("#prompt");
-const keyForm = $("#key-form");
 const marks = $("#marks");
-const WRONG_KEY = "The server does not know this key. Enter a key that it was started with: --api-key or PACELINE_API_KEY.";
 const KEEP = 2000; // Milliseconds after which a growing reply is stored again.
 let current = empty();
 let running = null; // {controller, done}: the turn that is being answered.
@@ -24,41 +24,17 @@ function empty() {
   return { id: null, title: "", updated: 0, turns: [] };
 }
 
-async function connect() {
-  try {
-    await models.refresh();
-    showStatus(models.chosen() ? "" : "The server has no models.");
-    keyForm.hidden = true;
-    return Boolean(models.chosen());
-  } catch (error) {
-    if (error.status === 401) askKey();
-    else showStatus(error.message);
-    return false;
-  }
-}
-
-function showStatus(text) {
-  $("#status").textContent = text;
-}
-
-function askKey() {
-  // No error before the first key was tried.
-  $("#key-error").textContent = keyForm.hidden ? "" : WRONG_KEY;
-  keyForm.hidden = false;
-  $("#key").focus();
-}
-
 async function ready() {
-  return !running && settings.valid() && (models.chosen() !== null || (await connect())) && !running;
+  return !running && settings.valid() && (models.chosen() !== null || (await connect(current.model))) && !running;
 }
 
 async function send() {
   const prompt = field.value.trim();
-  if (!prompt || !(await ready()) || running) return;
+  if (!(prompt || files.attached()) || !(await ready()) || running) return;
   field.value = "";
-  const turn = new Turn(prompt, turnActs);
+  const turn = new Turn(prompt, files.take(), turnActs);
   show(turn);
-  current.title ||= conversations.titleOf(prompt);
+  current.title ||= conversations.titleOf(prompt || turn.files[0].name);
   await answer(turn);
 }
 
@@ -73,11 +49,22 @@ const turnActs = {
   idle: () => !running,
   again: async (turn) => {
     if (!(await ready())) return;
-    turn.attempt += 1;
-    await rewind(turn);
+    const attempts = turn.versions.map((tail) => tail?.[0].attempt ?? 0);
+    await renew(turn, turn.prompt, Math.max(turn.attempt, ...attempts) + 1, Boolean(turn.text));
   },
-  edited: async (turn) => {
-    if (await ready()) await rewind(turn);
+  edited: async (turn, prompt) => {
+    if (await ready()) await renew(turn, prompt, 0);
+  },
+  switched: async (turn, version) => {
+    const { versions } = turn;
+    versions[turn.version] = tail(turn);
+    const [first, ...later] = versions[version];
+    versions[version] = null;
+    drop(current.turns.indexOf(turn));
+    for (const saved of [{ ...first, versions, version }, ...later]) show(Turn.restored(saved, turnActs, marks.checked));
+    const { element } = current.turns[current.turns.length - 1 - later.length];
+    element.querySelector(".versions button:enabled").focus();
+    await keep(current);
   },
   continued: async (turn) => {
     if (await ready()) await answer(turn, true);
@@ -85,19 +72,33 @@ const turnActs = {
   raise: settings.showLimit,
 };
 
-/** Answers a turn again, and drops those after it. */
-async function rewind(turn) {
-  for (const later of current.turns.splice(current.turns.indexOf(turn) + 1)) later.element.remove();
+/** Answers a turn again. `keeping`: what was shown there, with the turns after it, stays as another version. */
+async function renew(turn, prompt, attempt, keeping = true) {
+  turn.renew(prompt, attempt, keeping ? tail(turn) : null);
+  drop(current.turns.indexOf(turn) + 1);
   await answer(turn);
+}
+
+/** A turn and those after it, without the turn's other versions. */
+function tail(turn) {
+  const [first, ...later] = current.turns.slice(current.turns.indexOf(turn)).map((one) => one.saved());
+  return [{ ...first, versions: undefined, version: undefined }, ...later];
+}
+
+/** Removes the turns from an index on. */
+function drop(index) {
+  for (const turn of current.turns.splice(index)) turn.element.remove();
 }
 
 /** The system prompt and the messages up to a turn, without turns that failed before their first text. */
 function history(turn, system) {
   const before = current.turns.slice(0, current.turns.indexOf(turn)).filter((other) => other.text);
-  const messages = before.flatMap(({ prompt, text }) => [["user", prompt], ["assistant", text]]);
+  const messages = before.flatMap((other) => [["user", asked(other)], ["assistant", other.text]]);
   const first = system ? [["system", system]] : [];
-  return [...first, ...messages, ["user", turn.prompt]].map(([role, content]) => ({ role, content }));
+  return [...first, ...messages, ["user", asked(turn)]].map(([role, content]) => ({ role, content }));
 }
+
+const asked = ({ prompt, files: attached }) => files.withFiles(prompt, attached);
 
 /** Gets a reply from the server. `more`: goes on with the reply that there is. */
 async function answer(turn, more = false) {
@@ -110,11 +111,12 @@ async function answer(turn, more = false) {
   if (more) messages.push({ role: "assistant", content: turn.text });
   const body = { model: model.id, messages, ...request, ...(more && { continue_final_message: true }) };
   owner.id ??= `${Date.now()}-${Math.random().toString(36).slice(2)}`;
+  keptInTab.set("chat", owner.id);
   Object.assign(owner, { model: model.id, system: chosen.system, updated: Date.now() });
   const controller = new AbortController();
   const done = (async () => {
     const asked = keep(owner);
-    const timer = setInterval(() => store.put(stored(owner)).catch(() => {}), KEEP); // The page may be closed meanwhile.
+    const timer = setInterval(() => store.put(stored(owner), true).catch(() => {}), KEEP); // The page may be closed meanwhile.
     await fill(turn, body, chosen, { model, more, signal: controller.signal });
     turn.showCuts();
     clearInterval(timer);
@@ -267,6 +269,7 @@ async function keep(conversation) {
 async function newChat() {
   await settle();
   current = empty();
+  keptInTab.set("chat", "");
   $("#turns").replaceChildren();
   $("#intro").hidden = false;
   chats.leave();
@@ -279,16 +282,8 @@ const chatActs = {
   ending: settle,
   removed: newChat,
   open: async (id) => {
-    await settle();
-    const { turns, ...rest } = (await store.get(id)) ?? empty();
-    if (!rest.id) return void (await newChat());
-    current = { ...rest, turns: [] };
-    $("#turns").replaceChildren();
-    for (const turn of turns) show(Turn.restored(turn, turnActs, marks.checked));
-    models.choose(rest.model);
-    settings.showSystem(rest.system ?? "");
+    if (!(await load(id))) return;
     chats.leave();
-    await conversations.show(chatActs);
     $("#list [aria-current]")?.focus();
   },
   renamed: async (id, title) => {
@@ -297,9 +292,31 @@ const chatActs = {
   },
 };
 
-function start() {
+/** Shows a stored conversation, or a new one if it was deleted; returns whether it was found. */
+async function load(id) {
+  await settle();
+  const { turns, ...rest } = (await store.get(id)) ?? empty();
+  if (!rest.id) return void (await newChat());
+  current = { ...rest, turns: [] };
+  keptInTab.set("chat", id);
+  $("#turns").replaceChildren();
+  for (const turn of turns) show(Turn.restored(turn, turnActs, marks.checked));
+  models.choose(rest.model);
+  settings.showSystem(rest.system ?? "");
+  await conversations.show(chatActs);
+  return true;
+}
+
+/** Follows what other tabs do with the conversations. */
+async function changed(id) {
+  const idle = !running && !$("#turns .edit");
+  await (id === current.id && idle ? load(id) : conversations.show(chatActs));
+}
+
+async function start() {
   chats = new Panel($("#chats"), $("#chats-button"), "(min-width: 60rem)");
   settings.start();
+  startConnection(() => field.focus());
   models.start();
   $("#chats-button").append(icon("chats"));
   $("#settings-button").append(icon("settings"));
@@ -307,9 +324,14 @@ function start() {
   marks.checked = kept.get("marks") === "on";
   document.body.classList.toggle("marked", marks.checked);
   watch($("#turns"));
+  files.start();
+  conversations.startSearch(chatActs);
+  store.watch(changed);
+  const last = keptInTab.get("chat");
+  if (last) await load(last);
+  else conversations.show(chatActs);
   listen();
-  connect();
-  conversations.show(chatActs);
+  connect(current.model);
 }
 
 function listen() {
@@ -336,12 +358,6 @@ function listen() {
     kept.set("marks", marks.checked ? "on" : "off");
     document.body.classList.toggle("marked", marks.checked);
     for (const turn of current.turns) turn.mark(marks.checked);
-  });
-  keyForm.addEventListener("submit", async (event) => {
-    event.preventDefault();
-    keepKey($("#key").value);
-    $("#key").value = "";
-    if (await connect()) field.focus();
   });
 }
 

@@ -1,9 +1,13 @@
-// The list of conversations: open, rename, export, delete.
+// The list of conversations: search, open, rename, export, delete.
 import { $, button, make, textButton } from "./dom.js";
+import { withFiles } from "./files.js";
 import * as store from "./store.js";
 
 const list = $("#list");
 const notice = $("#chats-notice");
+const search = $("#search");
+const PAUSE = 150; // Milliseconds without a key until the conversations are searched.
+let shows = 0;
 const TITLE = 60; // Characters.
 
 export const titleOf = (prompt) => {
@@ -13,9 +17,31 @@ export const titleOf = (prompt) => {
 
 /** Shows the list. `acts`: {open(id), current() -> id, renamed(id, title), removed(id), restored(id)}. */
 export async function show(acts) {
+  const turn = (shows += 1);
   const all = await store.list();
-  list.replaceChildren(...all.map((entry) => item(entry, acts)));
-  $("#chats-none").hidden = all.length > 0;
+  const words = search.value.trim().toLowerCase();
+  const found = words ? new Set(await store.find(words)) : null;
+  if (turn !== shows || list.querySelector("input")) return; // There is a newer list, or a title is being edited.
+  const entries = found ? all.filter(({ id }) => found.has(id)) : all;
+  list.replaceChildren(...entries.map((entry) => item(entry, acts)));
+  search.hidden = !all.length;
+  const none = $("#chats-none");
+  none.hidden = entries.length > 0;
+  none.textContent = words ? "No conversation contains these words." : "Conversations are kept in this browser only.";
+}
+
+export function startSearch(acts) {
+  let timer;
+  search.addEventListener("input", () => {
+    clearTimeout(timer);
+    timer = setTimeout(() => show(acts), PAUSE);
+  });
+  search.addEventListener("keydown", (event) => {
+    if (event.key !== "Escape" || !search.value) return;
+    event.preventDefault(); // Escape closes the panel otherwise.
+    search.value = "";
+    show(acts);
+  });
 }
 
 function item({ id, title }, acts) {
@@ -46,6 +72,7 @@ function rename(row, id, title, acts) {
     if (ended) return;
     ended = true;
     const name = field.value.trim();
+    field.remove();
     if (keep && name && name !== title) await acts.renamed(id, name);
     await show(acts);
     list.querySelector("[aria-current]")?.focus();
@@ -63,8 +90,8 @@ function rename(row, id, title, acts) {
 /** Downloads a conversation as a file that `/load` of `paceline chat` reads. */
 async function save(id) {
   const { title, model, system, turns } = await store.get(id);
-  const said = turns.flatMap(({ prompt, replies: [first] }) =>
-    first?.content ? [["user", prompt], ["assistant", first.content]] : [],
+  const said = turns.flatMap(({ prompt, files, replies: [first] }) =>
+    first?.content ? [["user", withFiles(prompt, files)], ["assistant", first.content]] : [],
   );
   const messages = [...(system ? [["system", system]] : []), ...said].map(([role, content]) => ({ role, content }));
   const link = make("a");

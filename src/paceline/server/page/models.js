@@ -9,9 +9,9 @@ let all = [];
 /** The chosen model as the server describes it; null before the server has been reached. */
 export const chosen = () => all.find(({ id }) => id === select.value) ?? null;
 
-/** Asks the server for its models, and keeps the choice. Raises what `request` raises. */
-export async function refresh() {
-  const before = select.value || kept.get("model");
+/** Asks the server for its models, and keeps the choice, or takes the wanted one. Raises what `request` raises. */
+export async function refresh(wanted) {
+  const before = select.value || wanted || kept.get("model");
   all = await fetchModels();
   select.replaceChildren(...all.map(option));
   if (!choose(before)) choose((all.find(({ paceline }) => paceline?.loaded !== false) ?? all[0])?.id);

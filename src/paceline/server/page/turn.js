@@ -1,14 +1,18 @@
 // One turn of a conversation: a message, which can be edited, and its replies.
 import { button, copyButton, make, textButton } from "./dom.js";
+import { shown } from "./files.js";
 import { Reply } from "./reply.js";
 
 export class Turn {
   replies = [];
 
-  /** `acts`: {again(turn), edited(turn), continued(turn), raise()}. `attempt`: how often the reply was generated anew; it is added to the seed. */
-  constructor(prompt, acts, attempt = 0) {
-    this.acts = acts;
-    this.attempt = attempt;
+  /**
+   * `acts`: {idle(), again(turn), edited(turn, prompt), continued(turn), raise(), switched(turn, version)}.
+   * `attempt`: how often the reply was generated anew; it is added to the seed. `versions`: the turns that were here before
+   * an edit or a new reply, each with the turns after it; null at `version`, the one that is shown.
+   */
+  constructor(prompt, files, acts, { attempt = 0, versions = [null], version = 0 } = {}) {
+    Object.assign(this, { files, acts, attempt, versions, version });
     this.message = make("div", "message");
     this.columns = make("div", "replies");
     this.element = make("section", "turn", this.message, this.columns);
@@ -16,8 +20,8 @@ export class Turn {
   }
 
   /** A turn that `saved` has returned. */
-  static restored({ prompt, attempt, replies, verdict }, acts, marked) {
-    const turn = new Turn(prompt, acts, attempt);
+  static restored({ prompt, files = [], replies, verdict, ...rest }, acts, marked) {
+    const turn = new Turn(prompt, files, acts, rest);
     turn.columns.classList.toggle("pair", replies.length > 1);
     for (const reply of replies) turn.#add(Reply.restored(reply, marked || replies.length > 1));
     if (verdict) turn.judge(verdict);
@@ -26,8 +30,8 @@ export class Turn {
   }
 
   saved() {
-    const { prompt, attempt, verdict } = this;
-    return { prompt, attempt, verdict, replies: this.replies.map((reply) => reply.saved()) };
+    const { prompt, files, attempt, verdict, versions, version } = this;
+    return { prompt, files, attempt, verdict, versions, version, replies: this.replies.map((reply) => reply.saved()) };
   }
 
   /** The text that later turns go on from: that of the first reply. */
@@ -82,12 +86,32 @@ export class Turn {
 
   #show(prompt) {
     this.prompt = prompt;
+    const { version, versions, acts } = this;
+    const step = (label, name, by) => {
+      const element = button(label, name, () => acts.idle() && acts.switched(this, version + by));
+      element.disabled = !(version + by in versions);
+      return element;
+    };
+    const count = make("span", "small muted", `${version + 1} / ${versions.length}`);
+    const choice = make("div", "versions", step("Previous version", "previous", -1), count, step("Next version", "next", 1));
+    choice.hidden = versions.length < 2;
     const edit = button("Edit message", "edit", () => this.acts.idle() && this.#edit());
-    const tools = make("div", "tools", copyButton(() => this.prompt, "Copy message"), edit);
+    const tools = make("div", "tools", copyButton(() => this.prompt, "Copy message"), edit, choice);
     const bubble = make("p", "bubble", prompt);
     bubble.dir = "auto";
-    this.message.replaceChildren(make("h3", "hidden", "You"), bubble, tools);
+    bubble.hidden = !prompt;
+    this.message.replaceChildren(make("h3", "hidden", "You"), ...shown(this.files), bubble, tools);
     return edit;
+  }
+
+  /** Changes what is asked. `tail`: this turn and those after it, which `saved` has returned, if they are to stay as a version. */
+  renew(prompt, attempt, tail) {
+    if (tail) {
+      this.versions[this.version] = tail;
+      this.version = this.versions.push(null) - 1;
+    }
+    this.attempt = attempt;
+    this.#show(prompt);
   }
 
   #edit() {
@@ -109,12 +133,9 @@ export class Turn {
     form.addEventListener("submit", (event) => {
       event.preventDefault();
       const prompt = field.value.trim();
-      if (!prompt || !this.acts.idle()) return;
-      this.attempt = 0;
-      this.#show(prompt);
-      this.acts.edited(this);
+      if ((prompt || this.files.length) && this.acts.idle()) this.acts.edited(this, prompt);
     });
-    this.message.replaceChildren(make("h3", "hidden", "You"), form);
+    this.message.replaceChildren(make("h3", "hidden", "You"), ...shown(this.files), form);
     field.focus();
   }
 }

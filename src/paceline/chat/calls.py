@@ -1,0 +1,394 @@
+"""Parsers of function calls in a reply as it grows. Everything that is not a call in the family's format is text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from paceline.chat.tagged import TaggedArguments, written
+from paceline.chat.tools import FENCED, NO_ARGUMENTS, CallFormat, Schema
+from paceline.text import loose_json
+from paceline.text.growing import GrowingText, Malformed, Reading, overlap
+from paceline.text.loose_json import JsonReader
+
+Functions = Mapping[str, Schema | None]
+"""The schema of each function's arguments by its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A function call. `arguments`: a JSON object, as text. `id`: None in an earlier message that has none."""
+
+    name: str
+    arguments: str
+    id: str | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the call in OpenAI's shape."""
+        named = {} if self.id is None else {"id": self.id}
+        return {**named, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+Piece = Call | str
+"""A new call, or more arguments of the last one."""
+
+
+class ForcedCallParser:
+    """Parses a reply that is one call generated under `CallFormat.grammar`. Arguments are passed on as they come."""
+
+    def __init__(self, family: CallFormat, functions: Functions) -> None:
+        self._forms = {name: family.forced(schema) for name, schema in functions.items()}
+        self._heads = {name: form.head(name) for name, form in self._forms.items()}
+        self._functions = functions
+        self._held = ""
+        self._name: str | None = None
+        self._arguments: _JsonArguments | TaggedArguments | None = None
+
+    @property
+    def complete(self) -> bool:
+        """True if the call was complete at the end of the reply."""
+        return self._arguments is not None and self._arguments.complete
+
+    def push(self, text: str) -> tuple[str, list[Piece]]:
+        """Return (text to show, always empty, and the new pieces of the call)."""
+        pieces: list[Piece] = []
+        self._held += text
+        head = self._held.lstrip()
+        if self._name is None and self._held:
+            fitting = [name for name, known in self._heads.items() if known.startswith(head) or head.startswith(known)]
+            if len(fitting) == 1:  # at once if there is only one function
+                self._name = fitting[0]
+                pieces.append(Call(self._name, "", self._forms[self._name].new_id()))
+        if self._name is not None and self._arguments is None and head.startswith(self._heads[self._name]):
+            self._held, self._arguments = head.removeprefix(self._heads[self._name]), self._reader(self._name)
+        if self._arguments is not None:
+            held, self._held = self._held, ""
+            pieces += filter(None, [self._arguments.push(held)])
+        return "", pieces
+
+    def flush(self) -> tuple[str, list[Piece]]:
+        """Return the rest of the arguments."""
+        return "", [*filter(None, [self._arguments.flush() if self._arguments else ""])]
+
+    def _reader(self, name: str) -> _JsonArguments | TaggedArguments:
+        form = self._forms[name]
+        if form.tags is None:
+            return _JsonArguments(form.call[2])
+        return TaggedArguments(form.tags, self._functions[name] or NO_ARGUMENTS, form.call[2])
+
+
+class _JsonArguments:
+    """Passes growing JSON on, without what may be the `tail` of the call. `complete`: as of `TaggedArguments`."""
+
+    def __init__(self, tail: str) -> None:
+        self._tail, self._held, self._shown = tail, "", ""
+        self.complete = False
+
+    def push(self, text: str) -> str:
+        """Return more of the JSON."""
+        self._held += text
+        return self._show(len(self._held) - overlap(self._held, self._tail))
+
+    def flush(self) -> str:
+        """Return the rest of incomplete arguments; after complete ones the rest is the end of the call."""
+        self.complete = _is_json(self._shown)
+        return "" if self.complete else self._show(len(self._held))
+
+    def _show(self, length: int) -> str:
+        shown, self._held = self._held[:length], self._held[length:]
+        self._shown += shown
+        return shown
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+_NAME = re.compile(r"[\w.:-]*")
+_BRACES = re.compile(r"\}*")
+_BARE_KEYS = {"name", "arguments", "parameters", "id", "type"}
+"""Keys of an object without a marker that is a call."""
+_WHOLE = replace(FENCED, name="whole", start="", heads=("```json", "```"))
+"""Format of a reply that is nothing but a call without a marker."""
+
+
+class CallParser:
+    """Splits a growing reply into text and calls.
+
+    White space around calls is dropped. A call of an unknown function is text.
+    """
+
+    def __init__(
+        self, family: CallFormat, functions: Functions, single: bool = False, bare: bool = True, marked: bool = False
+    ) -> None:
+        """Make a parser.
+
+        Args:
+            family: The model's format.
+            functions: The functions that may be called.
+            single: True to drop everything after the first call.
+            bare: False if a whole reply that is a JSON object is no call.
+            marked: True to read only calls that begin with a marker.
+        """
+        self._family, self._functions, self._single = family, functions, single
+        forms = [form for form in (*family.also, family) if form.start and not (marked and form.last)]
+        self._forms = {form.start: form for form in forms}
+        self._starts = re.compile("|".join(map(re.escape, sorted(self._forms, key=len, reverse=True))))
+        self._bare = not marked and (bare or family.name == "llama")
+        self._whole = replace(_WHOLE, tails=("```", *family.ends))
+        self._text = GrowingText()
+        self._found: list[str | list[Call]] = []
+        self._reading = self._read()
+        self._space: list[str] = []
+        """White space that is shown if text follows it."""
+        self.called = False
+
+    def push(self, text: str) -> tuple[str, Sequence[Piece]]:
+        """Return (text to show, complete calls)."""
+        self._text.push(text)
+        next(self._reading, None)
+        found, self._found = self._found, []
+        shown, calls = list[str](), list[Call]()
+        for piece in found:
+            if isinstance(piece, str):
+                shown += self._shown(piece)
+            else:
+                calls += self._limited(piece)
+                self._space = []
+        return "".join(shown), calls
+
+    def flush(self) -> tuple[str, Sequence[Piece]]:
+        """Return what the end of the reply leaves: a call without its end marker, or text that was held back."""
+        self._text.over = True
+        shown, calls = self.push("")
+        return shown + ("" if self.called else "".join(self._space)), calls
+
+    def _limited(self, calls: list[Call]) -> list[Call]:
+        calls = calls[: not self.called] if self._single else calls
+        self.called = self.called or bool(calls)
+        return calls
+
+    def _shown(self, text: str) -> list[str]:
+        """Return text that can be shown; white space waits until text or a call follows it."""
+        if self.called and self._single:
+            return []
+        stripped = text.rstrip()
+        shown = [*self._space, stripped] if stripped else []
+        if stripped:
+            self._space = []
+        self._space.append(text[len(stripped) :])
+        return shown
+
+    def _read(self) -> Reading[None]:
+        """Read the whole reply."""
+        if self._bare:
+            yield from self._text.space()
+            first = yield from self._text.begins(*self._forms, "{", "[", "```")
+            if first in ("{", "[", "```"):
+                yield from self._attempt(self._whole)
+        while (form := (yield from self._text_before_call())) is not None:
+            yield from self._attempt(form)
+
+    def _text_before_call(self) -> Reading[CallFormat | None]:
+        """Read text up to the beginning of a call, and return the call's format; None at the end of the reply."""
+        while True:
+            start = self._text.seek((*self._forms,), self._starts)
+            if shown := self._text.taken():
+                self._found.append(shown)
+            if start:
+                return self._forms[start]
+            if self._text.over:
+                return None
+            yield
+
+    def _attempt(self, form: CallFormat) -> Reading[None]:
+        """Read calls in a format. What turns out to be none is text, and is not read again."""
+        try:
+            calls = yield from _CallBlock(
+                self._text, form, self._functions, lenient=self._family.name == "llama"
+            ).calls()
+        except Malformed:
+            self._found.append(self._text.taken())
+        else:
+            self._text.taken()
+            self._found.append([Call(name, arguments, self._family.new_id()) for name, arguments in calls])
+
+
+class ReasonedCalls:
+    """Finds calls in reasoning that never ends: models forget to end it before they call.
+
+    From a call on, the reasoning is held back until it is clear if it ends.
+    """
+
+    def __init__(self, family: CallFormat, functions: Functions, single: bool = False) -> None:
+        self._parser = CallParser(family, functions, single, marked=True)
+        self._raw = self._text = ""
+        """The text that is held back: as it came, and without its calls."""
+        self._calls: list[Call] = []
+
+    def push(self, text: str, inside: bool, finish: str | None) -> tuple[str, Sequence[Call]]:
+        """Take more of the reasoning, and return (reasoning that can be shown, calls).
+
+        Args:
+            text: The text.
+            inside: True if the reasoning goes on after it.
+            finish: The reason why the reply ends here, if it does. Reasoning that the length limit cuts has no calls.
+        """
+        self._raw += text
+        if not self._raw:
+            return "", ()
+        self._keep(*self._parser.push(text))
+        if inside and finish:
+            self._keep(*self._parser.flush())
+        if not inside or finish:
+            called = bool(self._calls) and inside and finish != "length"
+            shown, calls = (self._text, self._calls) if called else (self._raw, [])
+            self._raw = self._text = ""
+            self._calls = []
+            return shown, calls
+        if self._calls:
+            return "", ()
+        shown, self._text = self._text, ""  # the beginning of what the parser has been given
+        self._raw = self._raw[len(shown) :]
+        return shown, ()
+
+    def _keep(self, text: str, found: Sequence[Piece]) -> None:
+        self._text += text
+        self._calls += [piece for piece in found if isinstance(piece, Call)]
+
+
+@dataclass(frozen=True, slots=True)
+class _CallBlock:
+    """Calls in one format: a marker, one or several of them, an end marker. Each may be written as
+
+        {"name": NAME, "arguments": {...}}   NAME {...}   NAME(KEY=VALUE)   NAME and tags
+
+    with the format's texts around name and arguments. lenient: a call without a marker may lack its arguments.
+    """
+
+    text: GrowingText
+    form: CallFormat
+    functions: Functions
+    lenient: bool
+
+    def calls(self) -> Reading[list[tuple[str, str]]]:
+        """Read the calls as names and JSON. Raises `Malformed`."""
+        text, form = self.text, self.form
+        yield from text.skip(form.start)
+        yield from self._skip(form.heads)
+        listed = bool((yield from text.skip("[")))
+        found: list[tuple[str, str]] = []
+        more = ""
+        while True:
+            yield from text.space()
+            if form.end and (yield from text.skip(form.end)):
+                listed = False
+                break
+            if listed and (yield from text.skip("]")):
+                listed = False
+            elif found and not ((yield from text.ahead()) and (more or (yield from text.begins("{", *form.heads)))):
+                break
+            else:
+                found.append((yield from self._call()))
+                yield from text.space()
+                more = yield from text.skip("," if listed else ";")
+        unfinished = listed and (more or (yield from text.ahead()))  # a missing bracket is clear only at the end
+        if not found or unfinished or (form.last and (yield from self._followed())):
+            raise Malformed
+        return found
+
+    def _followed(self) -> Reading[bool]:
+        """Return True if text follows, apart from the end of a code block."""
+        yield from self._skip(self.form.tails)
+        return bool((yield from self.text.ahead()))
+
+    def _call(self) -> Reading[tuple[str, str]]:
+        reader = JsonReader(self.text, self.form.quote, self.form.ends)
+        yield from self._skip(self.form.heads)
+        if (yield from self.text.begins("{")):
+            value = yield from reader.value(_BARE_KEYS if self.form.last else None)
+            name, given = self._of_object(value, reader.unclosed)
+        else:
+            name = self._known((yield from self.text.run(_NAME)))
+            given = yield from self._arguments(name, reader)
+        yield from self._end()
+        return name, written(given)
+
+    def _arguments(self, name: str, reader: JsonReader) -> Reading[dict[str, Any]]:
+        """Read the arguments after a name."""
+        text, form = self.text, self.form
+        yield from self._skip(form.heads)
+        if (yield from text.begins("{")):
+            given = yield from reader.value()
+            if reader.unclosed:
+                raise Malformed
+            return _as_object(given)
+        if (yield from text.skip("(")):
+            return (yield from reader.arguments())
+        found: dict[str, Any] = {}
+        if form.tags:
+            schema = self.functions[name] or NO_ARGUMENTS
+            yield from form.tags.read(text, schema, found, form.ends)
+        # At the end of a reply that was cut, "```" may be the beginning of "```json".
+        ends = [end for end in form.ends if not any(head.startswith(end) for head in form.heads)]
+        if not (yield from text.begins(*ends)):
+            raise Malformed
+        return found
+
+    def _end(self) -> Reading[None]:
+        """Read what closes a call, with brackets too many before an end."""
+        yield from self.text.space()
+        if (yield from self.text.run(_BRACES)):
+            yield from self.text.space()
+            if (yield from self.text.ahead()) and not (yield from self.text.begins(*self.form.ends)):
+                raise Malformed
+        yield from self._skip(self.form.tails)
+
+    def _skip(self, texts: Collection[str]) -> Reading[None]:
+        """Skip texts of the format, in any order, and the white space around them."""
+        yield from self.text.space()
+        while mark := (yield from self.text.skip(*texts)):
+            if mark == "[CALL_ID]":
+                yield from self.text.run(_NAME)
+            yield from self.text.space()
+
+    def _known(self, name: str) -> str:
+        """Return the function that a name means. Raises `Malformed` if there is none."""
+        short = re.sub(r":\d+$", "", name.removeprefix("functions."))
+        known = (one for one in (name, short, short.removesuffix(".call")) if one in self.functions)
+        if (found := next(known, None)) is None:
+            raise Malformed
+        return found
+
+    def _of_object(self, value: dict[str, Any], unclosed: list[Any]) -> tuple[str, dict[str, Any]]:
+        """Return name and arguments of a call that is an object. Raises `Malformed` for any other object, and for one
+        whose arguments the end of the reply cut off."""
+        inner = value.get("function")
+        value = inner if isinstance(inner, dict) else value
+        names = [one for key in ("name", "tool_name", "function") if isinstance(one := value.get(key), str)]
+        keys: list[str] = [key for key in ("arguments", "parameters") if key in value]
+        if not names and len(value) == 1 and not self.form.last:
+            names, keys = [*value], [*value]  # {NAME: {...}}
+        given = value[keys[0]] if keys else None
+        cut = bool(unclosed) and (not keys or any(one is given for one in unclosed))
+        if not names or cut or (self.form.last and not self.lenient and not isinstance(given, dict | str)):
+            raise Malformed
+        return self._known(names[0]), _as_object(given)
+
+
+def _as_object(given: Any) -> dict[str, Any]:
+    """Return arguments, which may be JSON in a string, or none at all. Raises `Malformed`."""
+    if isinstance(given, str) and given.strip():
+        given = loose_json.parse(given)
+    if given is None or given == "":
+        return {}
+    if not isinstance(given, dict):
+        raise Malformed
+    return given

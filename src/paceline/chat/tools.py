@@ -1,0 +1,394 @@
+# ruff: noqa: RUF001 (DeepSeek's markers)
+"""Tool calling: the format in which a family of models writes function calls, detected from its chat template.
+
+`calls.py` parses them. The formats are those of the families' own templates, in the table `FORMATS`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from paceline.chat.tagged import Tags
+from paceline.sampling.lark import json_of, literal
+from paceline.text.loose_json import dumps
+from paceline.text.past_calls import with_counted_ids
+
+Schema = Mapping[str, Any]
+_LETTERS = string.ascii_letters + string.digits
+
+NO_ARGUMENTS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
+"""Parameters of a function that declares none, as OpenAI's API defines it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallFormat:
+    """Format in which a family writes calls, as `calls.py` reads them and grammars force them.
+
+    templates: Texts that the family's chat templates contain, all of them.
+    token: A token of the family's vocabulary that tells the format, if it is not `start`.
+    start, end: Markers around calls. A call may lack the end; it ends where its JSON ends.
+    heads, tails: Texts around the name of a call, and after its arguments. Each may be missing.
+    call: The text of a call before its name, between name and arguments, and after them, for grammars.
+    tags: The tags around each argument. Without them the arguments are JSON.
+    quote: A marker around texts.
+    last: True if only the end of a reply can be a call in this format.
+    call_id: The form of a call's id: "call", "letters" (9 of them), or "counted" (functions.NAME:NUMBER).
+    also: Other formats that the models write.
+    """
+
+    name: str
+    templates: tuple[str, ...] = ()
+    token: str = ""
+    start: str
+    end: str = ""
+    heads: tuple[str, ...] = ()
+    tails: tuple[str, ...] = ()
+    call: tuple[str, str, str]
+    tags: Tags | None = None
+    quote: str = ""
+    last: bool = False
+    call_id: str = "call"
+    also: tuple[CallFormat, ...] = ()
+
+    def new_id(self) -> str:
+        """Return a random id for a call."""
+        length = 9 if self.call_id == "letters" else 24
+        made = "".join(secrets.choice(_LETTERS) for _ in range(length))
+        return made if self.call_id == "letters" else f"call_{made}"
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """Return the texts that the parser must see, also where they are special tokens."""
+        tags = (self.tags.before, self.tags.between, self.tags.after) if self.tags else ()
+        found = {self.start, self.end, self.token, self.quote, *self.heads, *self.tails}
+        found |= {*re.findall("<[^<>\\n]+>", "\n".join((*self.call, *tags)))}
+        return frozenset(filter(None, found)).union(*(form.markers for form in self.also))
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Return the markers at which a call ends."""
+        return (*self.tails, *filter(None, (self.end,)))
+
+    def head(self, name: str) -> str:
+        """Return a call generated under `grammar` up to its arguments."""
+        return self.call[0] + name + self.call[1]
+
+    def forced(self, schema: Schema | None) -> CallFormat:
+        """Return the format of a call generated under `grammar`: JSON if the family's own cannot hold to the schema."""
+        if self.tags is None:
+            return self
+        if self.tags.rules("arguments", arguments_schema(schema), {}):
+            return self
+        if self.tags.kind:
+            return replace(self, tags=None, call=(*self.call[:2], "\n" + self.call[2]))
+        return replace(self, call=_json_call(self.start + "\n", "\n" + self.end), tags=None)
+
+    def grammar(
+        self, functions: Sequence[tuple[str, Schema | None]], special: Mapping[str, int], content: Schema | None = None
+    ) -> str:
+        """Return llguidance's Lark grammar of exactly one call of these (name, JSON schema of the arguments).
+
+        `special`: ids of the markers that are special tokens. `content`: schema of JSON that may be generated instead
+        of a call. Each schema is a document of its own, so its references stay within it.
+        """
+        calls = [f"call_{i}" for i in range(len(functions))]
+        rules = [f"start: {' | '.join(calls if content is None else [*calls, 'content'])}"]
+        for i, (name, schema) in enumerate(functions):
+            form = self.forced(schema)
+            rules.append(
+                f"call_{i}: {literal(form.head(name), special)} arguments_{i} {literal(form.call[2], special)}"
+            )
+            rules += form._arguments(f"arguments_{i}", arguments_schema(schema), special)
+        if content is not None:
+            rules.append(f"content: {json_of(content)}")
+        return "\n".join(rules) + "\n"
+
+    def _arguments(self, name: str, schema: Schema, special: Mapping[str, int]) -> list[str]:
+        tagged = self.tags.rules(name, schema, special) if self.tags else None
+        return tagged or [f"{name}: {json_of(schema)}"]
+
+
+def arguments_schema(schema: Schema | None) -> Schema:
+    """Return the schema of a function's arguments, which are always an object."""
+    return {**schema, "type": "object"} if schema else NO_ARGUMENTS
+
+
+def _json_call(before: str, after: str, key: str = "arguments") -> tuple[str, str, str]:
+    """Return the texts around the name and the arguments of a call that is one JSON object."""
+    return before + '{"name": "', f'", "{key}": ', "}" + after
+
+
+_BEGIN, _END, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+_INVOKE, _PARAMETER = "｜DSML｜invoke", "｜DSML｜parameter"
+
+SEED = CallFormat(
+    name="seed",
+    templates=("<seed:tool_call>",),
+    start="<seed:tool_call>",
+    end="</seed:tool_call>",
+    heads=("<function=", ">"),
+    tails=("</function>",),
+    call=("<seed:tool_call>\n<function=", ">\n", "</function>\n</seed:tool_call>"),
+    tags=Tags("<parameter=", ">", "</parameter>\n"),
+)
+MINIMAX = CallFormat(
+    name="minimax",
+    templates=("<minimax:tool_call>",),
+    start="<minimax:tool_call>",
+    end="</minimax:tool_call>",
+    heads=('<invoke name="', '">'),
+    tails=("</invoke>",),
+    call=('<minimax:tool_call>\n<invoke name="', '">\n', "</invoke>\n</minimax:tool_call>"),
+    tags=Tags('<parameter name="', '">', "</parameter>\n"),
+)
+DSML = CallFormat(
+    name="dsml",
+    templates=("｜DSML｜",),
+    token="｜DSML｜",
+    start="<｜DSML｜function_calls>",
+    end="</｜DSML｜function_calls>",
+    heads=(f'<{_INVOKE} name="', '">'),
+    tails=(f"</{_INVOKE}>",),
+    call=(f'<｜DSML｜function_calls>\n<{_INVOKE} name="', '">\n', f"</{_INVOKE}>\n</｜DSML｜function_calls>"),
+    tags=Tags(f'<{_PARAMETER} name="', '">', f"</{_PARAMETER}>\n", kind='" string="'),
+)
+"""DeepSeek V3.2's. Forced calls have JSON within `invoke` where tags cannot hold to the schema."""
+_CODER = CallFormat(
+    name="qwen",
+    templates=("<tool_call>", "<function=", "<parameter="),
+    start="<tool_call>",
+    end="</tool_call>",
+    heads=("<function=", ">"),
+    tails=("</function>",),
+    call=("<tool_call>\n<function=", ">\n", "</function>\n</tool_call>"),
+    tags=Tags("<parameter=", ">\n", "\n</parameter>\n"),
+)
+QWEN = replace(_CODER, also=(replace(_CODER, start="<function="),))
+"""Qwen3-Coder's, which sometimes leaves the first marker out, and Qwen3.5's."""
+GLM = CallFormat(
+    name="glm",
+    templates=("<tool_call>", "<arg_key>", "<arg_value>"),
+    start="<tool_call>",
+    end="</tool_call>",
+    call=("<tool_call>", "\n", "</tool_call>"),
+    tags=Tags("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+)
+LFM = CallFormat(
+    name="pythonic",
+    templates=("<|tool_call_start|>",),
+    start="<|tool_call_start|>",
+    end="<|tool_call_end|>",
+    call=_json_call("<|tool_call_start|>[", "]<|tool_call_end|>"),
+)
+"""LFM2's: a list of calls in Python. Forced calls are JSON, which it writes too if asked, since llguidance compiles
+schemas to no other notation."""
+KIMI = CallFormat(
+    name="kimi",
+    templates=("<|tool_call_begin|>",),
+    start="<|tool_calls_section_begin|>",
+    end="<|tool_calls_section_end|>",
+    heads=("<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
+    tails=("<|tool_call_end|>",),
+    call=(
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.",
+        ":0<|tool_call_argument_begin|>",
+        "<|tool_call_end|><|tool_calls_section_end|>",
+    ),
+    call_id="counted",
+)
+COHERE = CallFormat(
+    name="cohere",
+    templates=("<|START_ACTION|>",),
+    start="<|START_ACTION|>",
+    end="<|END_ACTION|>",
+    call=('<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "', '", "parameters": ', "}\n]<|END_ACTION|>"),
+)
+"""Command R7B's and Command A's."""
+APERTUS = CallFormat(
+    name="apertus",
+    templates=("<|tools_prefix|>",),
+    start="<|tools_prefix|>",
+    end="<|tools_suffix|>",
+    call=('<|tools_prefix|>[{"', '": ', "}]<|tools_suffix|>"),
+)
+GEMMA = CallFormat(
+    name="gemma",
+    templates=("<|tool_call>", '<|"|>'),
+    start="<|tool_call>",
+    end="<tool_call|>",
+    heads=("call:",),
+    call=("<|tool_call>call:", "", "<tool_call|>"),
+    quote='<|"|>',
+)
+"""Gemma 4's: JSON without quotes around names, and with a token of its own around texts. Forced calls are JSON."""
+DEEPSEEK_V3 = CallFormat(
+    name="deepseek",
+    templates=(_SEPARATOR, "```json"),
+    start="<｜tool▁calls▁begin｜>",
+    end="<｜tool▁calls▁end｜>",
+    heads=(_BEGIN, f"function{_SEPARATOR}", _SEPARATOR, "```json"),
+    tails=("```", _END),
+    call=(
+        f"<｜tool▁calls▁begin｜>{_BEGIN}function{_SEPARATOR}",
+        "\n```json\n",
+        f"\n```{_END}<｜tool▁calls▁end｜>",
+    ),
+)
+DEEPSEEK = replace(
+    DEEPSEEK_V3,
+    templates=(_SEPARATOR,),
+    call=(f"<｜tool▁calls▁begin｜>{_BEGIN}", _SEPARATOR, f"{_END}<｜tool▁calls▁end｜>"),
+)
+"""DeepSeek V3.1's."""
+PHI = CallFormat(
+    name="phi",
+    templates=("<|/tool|>",),
+    token="<|/tool_call|>",
+    start="<|tool_call|>",
+    end="<|/tool_call|>",
+    call=_json_call("<|tool_call|>[", "]<|/tool_call|>"),
+)
+"""Phi-4-mini's, which also writes its list after "functools"."""
+PHI = replace(PHI, also=(replace(PHI, start="functools"),))
+GRANITE = CallFormat(
+    name="granite",
+    templates=("<|tool_call|>",),
+    start="<|tool_call|>",
+    call=_json_call("<|tool_call|>[", "]"),
+)
+"""Granite 3's: a list without an end marker."""
+HARMONY = CallFormat(
+    name="harmony",
+    templates=("<|channel|>", "<|message|>"),
+    token="<|channel|>",
+    start="<tool_call>",
+    end="</tool_call>",
+    call=_json_call("<tool_call>\n", "\n</tool_call>"),
+)
+"""gpt-oss's, whose calls `HarmonyParser` rewrites in Hermes' form."""
+HERMES = replace(HARMONY, name="hermes", templates=("<tool_call>",), token="")
+"""Hermes', Qwen2.5's, Qwen3's and SmolLM2's."""
+MISTRAL = CallFormat(
+    name="mistral",
+    templates=("[TOOL_CALLS]",),
+    start="[TOOL_CALLS]",
+    heads=("[CALL_ID]", "[ARGS]"),
+    call=_json_call("[TOOL_CALLS][", "]"),
+    call_id="letters",
+)
+"""A list of objects, or names and objects."""
+LLAMA = CallFormat(
+    name="llama",
+    templates=("<|start_header_id|>", "ipython"),
+    start="<|python_tag|>",
+    call=_json_call("", "", "parameters"),
+    also=(
+        CallFormat(
+            name="function",
+            start="<function=",
+            heads=(">",),
+            tails=("</function>",),
+            call=("<function=", ">", "</function>"),
+        ),
+    ),
+)
+"""A reply that is a JSON object; sometimes with a marker before it, or in a tag with the function's name."""
+FENCED = CallFormat(name="fenced", start="```json", tails=("```",), call=_json_call("```json\n", "\n```"), last=True)
+PLAIN = replace(HERMES, name="plain", templates=(), also=(FENCED,))
+"""Hermes' form, as `with_tools` describes it to a model whose template has none; a code block at the end counts too."""
+FORMATS = (
+    *(SEED, MINIMAX, DSML, QWEN, GLM, LFM, KIMI, COHERE, APERTUS, GEMMA, DEEPSEEK_V3, DEEPSEEK, PHI, GRANITE),
+    *(HARMONY, HERMES, MISTRAL, LLAMA),
+)
+"""The families: the first whose texts a template contains is the model's."""
+
+
+def family(template: str | None, has_token: Callable[[str], bool] = lambda _: False) -> CallFormat:
+    """Return the format of a model's calls.
+
+    The parser reads every format whose marker is a token of the model. The main format is the one that the chat
+    template shows; if it shows none, the first that the tokens tell; else `PLAIN`.
+
+    Args:
+        template: The chat template. None if it does not show tools to the model, which then learns `PLAIN`.
+        has_token: Returns True if a text is a token of the model.
+    """
+    told = [form for form in FORMATS if has_token(form.token or form.start)]
+    shown = (form for form in FORMATS if template and all(text in template for text in form.templates))
+    main = next(shown, next(iter(told), PLAIN) if template else PLAIN)
+    known = {main.start, *(form.start for form in main.also)}
+    more = {form.start: form for form in reversed(told) if form.start not in known}
+    return replace(main, also=(*main.also, *more.values())) if more else main
+
+
+_TOOLS = r"""(?<![\w.'"])tools\b"""
+"""The variable of the tools in a template, which is no attribute of a message."""
+
+
+def knows_tools(template: str | None) -> bool:
+    """Return True if the template itself shows the tools to the model."""
+    return bool(re.search(r"\btools\b", template or ""))
+
+
+_INSTRUCTIONS = """You can call these functions. To call one, write a JSON object within these tags, and nothing else:
+<tool_call>
+{"name": <its name>, "arguments": <its arguments as an object>}
+</tool_call>
+The functions:
+<tools>
+%s
+</tools>"""
+
+
+def fitted(
+    template: str | None, form: CallFormat, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return checked messages and tools so that a template that knows tools loses none of them.
+
+    Some templates take the tools from the system message (Phi-4-mini's), and some show no calls of earlier turns
+    (LFM2's, the first of Kimi K2): those become text in the model's own form.
+    """
+    template, chat = template or "", [dict(message) for message in messages]
+    if form.call_id == "counted":
+        chat = with_counted_ids(chat)
+    if "tool_calls" not in template:
+        chat = [_calls_as_text(message, form) for message in chat]
+    if not tools or re.search(_TOOLS, template):
+        return chat, [*tools]
+    described = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+    system = chat.pop(0) if chat and chat[0]["role"] == "system" else {"role": "system", "content": ""}
+    return [{**system, "tools": described}, *chat], []
+
+
+def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Schema]) -> list[dict[str, Any]]:
+    """Return a chat for a template without tools: the functions are described in the system message, calls and results
+    become text in Hermes' format."""
+    chat = [_as_text(message) for message in messages]
+    if not tools:
+        return chat
+    system = _INSTRUCTIONS % "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    if chat and chat[0]["role"] == "system":
+        return [{**chat[0], "content": f"{chat[0]['content']}\n\n{system}"}, *chat[1:]]
+    return [{"role": "system", "content": system}, *chat]
+
+
+def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"}
+    return _calls_as_text(message, HERMES)
+
+
+def _calls_as_text(message: Mapping[str, Any], form: CallFormat) -> dict[str, Any]:
+    """Return a checked message with its calls as text in a format."""
+    if not (calls := message.get("tool_calls")):
+        return dict(message)
+    functions = [call["function"] for call in calls]
+    written = [form.head(one["name"]) + dumps(one["arguments"]) + form.call[2] for one in functions]
+    others = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**others, "content": "\n".join(filter(None, [message.get("content"), *written]))}

@@ -1,0 +1,140 @@
+"""Gemma 1 to 3: norm weights stored as distances from 1, norms after each part, windows, and bounded scores."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from paceline.checkpoints.family import LAYER, POST_NORMS, QK_NORMS, Family, GGUFLayout, Raw
+from paceline.checkpoints.gguf_metadata import Config, Metadata, layer_types
+from paceline.checkpoints.layer_plans import FULL, SLIDING, windows_but_every
+from paceline.files.schema import BASE, FACTOR, TEXT, whole
+from paceline.models.config import AttentionConfig, ModelConfig, NormConfig, RopeConfig
+from paceline.models.rope import read_rope
+
+
+def _gemma(raw: Raw, base: ModelConfig) -> ModelConfig:
+    """Build Gemma 1. Its config may name the activation "gelu", which was never computed."""
+    return replace(
+        base, norms=NormConfig(base.norms.eps, offset=1.0), embed_scale=base.hidden**0.5, activation="gelu_pytorch_tanh"
+    )
+
+
+def _gemma2(raw: Raw, base: ModelConfig, every: int = 2, local: RopeConfig | None = None) -> ModelConfig:
+    """Build Gemma 2: norms before and after each part, and windows.
+
+    Args:
+        raw: The config.
+        base: The common part.
+        every: One layer of so many has full attention, the others slide.
+        local: The rotary embedding of layers that slide; None: the model's.
+    """
+    base = replace(
+        base,
+        norms=NormConfig(base.norms.eps, offset=1.0, after=True),
+        embed_scale=base.hidden**0.5,
+        attention=AttentionConfig(
+            scale=raw["query_pre_attn_scalar"] ** -0.5, softcap=raw.get("attn_logit_softcapping")
+        ),
+        final_softcap=raw.get("final_logit_softcapping"),
+        activation=raw["hidden_activation"],
+    )
+    return windows_but_every(raw, base, every, local or base.rope, base.rope)
+
+
+def _gemma3(raw: Raw, base: ModelConfig) -> ModelConfig:
+    """Build Gemma 3: Gemma 2 with norms of queries and keys, and another rotary base in layers that slide."""
+    own = (raw.get("rope_parameters") or {}).get(SLIDING)
+    local = read_rope(own, raw, raw["rope_local_base_freq"], base.head_dim)
+    base = _gemma2(raw, base, raw["sliding_window_pattern"], local)
+    return replace(base, norms=replace(base.norms, heads="shared"))
+
+
+def rope_of_full_layers(scaling: Raw) -> Raw:
+    """Return the scaling of layers without a window, if the config has one for each type."""
+    return scaling.get(FULL, {} if SLIDING in scaling else scaling) or {}
+
+
+def _read2(meta: Metadata, config: Config) -> Config:
+    return {
+        "sliding_window": meta.get("attention.sliding_window"),
+        "layer_types": layer_types(meta, config["num_hidden_layers"], 2),
+        "query_pre_attn_scalar": _query_scalar(config, 46),
+        "attn_logit_softcapping": meta.get("attn_logit_softcapping"),
+        "final_logit_softcapping": meta.get("final_logit_softcapping"),
+    }
+
+
+def _read3(meta: Metadata, config: Config) -> Config:
+    return {
+        "rope_theta": meta.get("rope.freq_base", 1000000.0),
+        "rope_local_base_freq": meta.get("rope.freq_base_swa"),
+        "layer_types": layer_types(meta, config["num_hidden_layers"], 6 if config["sliding_window"] else 1),
+        "query_pre_attn_scalar": _query_scalar(config, 62),
+        "final_logit_softcapping": meta.get("final_logit_softcapping"),
+    }
+
+
+def _query_scalar(config: Config, layers_of_27b: int) -> int:
+    """Return the head's size, or in the 27B models, which their depth tells as in llama.cpp, another size.
+
+    The metadata has no key for it.
+    """
+    if config["num_hidden_layers"] == layers_of_27b:
+        return int(config["hidden_size"] // config["num_attention_heads"])
+    return int(config["head_dim"])
+
+
+_KEYS = {
+    "hidden_activation": TEXT,
+    "query_pre_attn_scalar": FACTOR,
+    "rope_local_base_freq": BASE,
+    "sliding_window_pattern": whole(1),
+}
+_DEFAULTS = {
+    **{"hidden_activation": "gelu_pytorch_tanh", "head_dim": 256, "query_pre_attn_scalar": 256},
+    **{"sliding_window": 4096, "layer_types": None, "final_logit_softcapping": None, "tie_word_embeddings": True},
+}
+_TINY = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 16}
+
+FAMILIES = (
+    Family(
+        "gemma",
+        "Gemma 1",
+        {"head_dim": 256, "tie_word_embeddings": True},
+        refine=_gemma,
+        gguf=(GGUFLayout("gemma", shifted=True, read=lambda meta, config: {"hidden_act": "gelu_pytorch_tanh"}),),
+        goldens={"gemma": {"head_dim": 16}},
+    ),
+    Family(
+        "gemma2",
+        "Gemma 2",
+        {**_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        _KEYS,
+        _gemma2,
+        gguf=(GGUFLayout("gemma2", {**LAYER, **POST_NORMS}, shifted=True, read=_read2),),
+        goldens={
+            "gemma2": {
+                **{**_TINY, "num_hidden_layers": 2, "final_logit_softcapping": 5.0, "attn_logit_softcapping": 4.0}
+            }
+        },
+    ),
+    Family(
+        "gemma3_text",
+        "Gemma 3 (text)",
+        {**_DEFAULTS, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6},
+        _KEYS,
+        _gemma3,
+        rope_of_full_layers,
+        gguf=(GGUFLayout("gemma3", {**LAYER, **POST_NORMS, **QK_NORMS}, shifted=True, read=_read3),),
+        goldens={
+            "gemma3": {**_TINY, "layer_types": [SLIDING, FULL] * 2},
+            "gemma3, stretched": {
+                **{**_TINY, "layer_types": [SLIDING] * 3 + [FULL]},
+                "rope_parameters": {
+                    FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+                    SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+                },
+            },
+        },
+    ),
+)

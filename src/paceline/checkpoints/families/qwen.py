@@ -1,0 +1,137 @@
+"""Qwen2; Qwen3, dense, with experts, and the language model of Qwen3-VL; MiMo, which is Qwen2 with an MTP layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from paceline.checkpoints.family import LAYER, MIXTURE_KEYS, QK_NORMS, Family, GGUFLayout, Raw, experts_named
+from paceline.checkpoints.gguf_metadata import Config, Metadata
+from paceline.checkpoints.layer_plans import layer_windows, layered, sparse_layers
+from paceline.files.schema import FLAG, NULL, whole
+from paceline.models.config import MixtureConfig, ModelConfig
+
+LANGUAGE = {"model.language_model.": "model."}
+"""Tensor names in files of models that also see."""
+_SLIDES = {"use_sliding_window": FLAG | NULL}
+_KEYS = {**_SLIDES, "max_window_layers": whole()}
+_DEFAULTS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
+
+
+def text_axes(scaling: Raw) -> Raw:
+    """Remove the keys that assign rotary planes to axes of images. In text, all axes have the same position."""
+    return {key: value for key, value in scaling.items() if key not in ("mrope_section", "mrope_interleaved")}
+
+
+def _qwen2(raw: Raw, base: ModelConfig) -> ModelConfig:
+    """Add windows, which only upper layers have."""
+    window, first = raw["sliding_window"] if raw["use_sliding_window"] else None, raw["max_window_layers"]
+    return layered(base, layer_windows(raw, base, window, lambda i: window is not None and i >= first))
+
+
+def normed(raw: Raw, base: ModelConfig) -> ModelConfig:
+    """Add norms of queries and keys."""
+    return replace(base, norms=replace(base.norms, heads="shared"))
+
+
+def _qwen3(raw: Raw, base: ModelConfig) -> ModelConfig:
+    return normed(raw, _qwen2(raw, base))
+
+
+def _qwen3_moe(raw: Raw, base: ModelConfig) -> ModelConfig:
+    window = raw["sliding_window"] if raw["use_sliding_window"] else None
+    count = raw.get("num_experts", raw.get("num_local_experts", 128))
+    experts = MixtureConfig(
+        count, raw["num_experts_per_tok"], raw["moe_intermediate_size"], normalised=raw["norm_topk_prob"]
+    )
+    base = replace(normed(raw, base), mixture=experts)
+    return layered(base, [window] * base.layers, sparse=sparse_layers(raw, base))
+
+
+def _read_moe(meta: Metadata, config: Config) -> Config:
+    return {
+        "num_experts": meta["expert_count"],
+        "num_experts_per_tok": meta["expert_used_count"],
+        "moe_intermediate_size": meta["expert_feed_forward_length"],
+        # Not in the metadata; llama.cpp always does so.
+        "norm_topk_prob": True,
+    }
+
+
+_NORMED = {**LAYER, **QK_NORMS}
+_SLIDING = {"use_sliding_window": True, "sliding_window": 20}
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+
+FAMILIES = (
+    Family(
+        "qwen2",
+        "Qwen2, Qwen2.5",
+        _DEFAULTS,
+        _KEYS,
+        _qwen2,
+        gguf=(GGUFLayout("qwen2"),),
+        goldens={
+            "qwen2": {},
+            "qwen2 tied": {"tie_word_embeddings": True},
+            "qwen2, sliding upper layers": {"max_window_layers": 1, **_SLIDING},
+        },
+    ),
+    Family(
+        "mimo",
+        "",
+        _DEFAULTS,
+        _KEYS,
+        _qwen2,
+        names={
+            "model.mtp_layers.": "mtp.layers.",
+            "mtp.layers.0.token_layernorm.": "mtp.pre_fc_norm_embedding.",
+            "mtp.layers.0.hidden_layernorm.": "mtp.pre_fc_norm_hidden.",
+            "mtp.layers.0.input_proj.": "mtp.fc.",
+            "mtp.layers.0.final_layernorm.": "mtp.norm.",
+        },
+        mtp_early=True,  # by Xiaomi's code for vLLM
+    ),
+    Family(
+        "qwen3",
+        "Qwen3",
+        {**_DEFAULTS, "head_dim": 128},
+        _KEYS,
+        _qwen3,
+        gguf=(GGUFLayout("qwen3", _NORMED),),
+        goldens={
+            "qwen3": {"head_dim": 16},
+            "qwen3 with biases, sliding upper layers": {
+                **{"head_dim": 8, "attention_bias": True, "max_window_layers": 2, **_SLIDING}
+            },
+        },
+    ),
+    Family(
+        "qwen3_moe",
+        "Qwen3, experts",
+        {
+            **{"use_sliding_window": False, "sliding_window": 4096, "num_experts_per_tok": 8},
+            **{"moe_intermediate_size": 768, "norm_topk_prob": False, "decoder_sparse_step": 1},
+        },
+        {**MIXTURE_KEYS, **_SLIDES},
+        _qwen3_moe,
+        gguf=(
+            GGUFLayout(
+                "qwen3moe", {**_NORMED, "ffn_gate_inp": "mlp.gate"}, experts_named("mlp.experts"), read=_read_moe
+            ),
+        ),
+        goldens={
+            "qwen3 moe": {"norm_topk_prob": True, **_EXPERTS},
+            "qwen3 moe, some layers dense": {"decoder_sparse_step": 2, "mlp_only_layers": [3], **_EXPERTS},
+            "qwen3 moe, sliding": {"mlp_only_layers": [0], **_SLIDING, **_EXPERTS},
+        },
+    ),
+    Family(
+        "qwen3_vl_text",
+        "Qwen3-VL (text)",
+        {"head_dim": 128, "rope_theta": 5000000.0},
+        refine=normed,
+        rope=text_axes,
+        names=LANGUAGE,
+        part_of="qwen3_vl",
+        gguf=(GGUFLayout("qwen3vl", _NORMED),),
+    ),
+)

@@ -1,0 +1,133 @@
+"""The config of the native decoder, read from a checkpoint's config.json (GGUF metadata is translated to it)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoints.family import Family, Raw
+from paceline.checkpoints.registry import FAMILIES, ties_head
+from paceline.errors import CorruptModel, UnsupportedModel
+from paceline.files.schema import CORRECT, DECODER, LAYERS, MOST_ROWS, check
+from paceline.kernels.activations import ACTIVATIONS, UNGATED
+from paceline.models.config import MatrixConfig, ModelConfig, NormConfig, RopeConfig
+from paceline.models.refusals import refuse_other_kinds
+from paceline.models.rope import read_rope
+
+PECULIAR = (
+    *("sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"),
+    *("partial_rotary_factor", "no_rope_layers", "use_bidirectional_attention", "attention_chunk_size", "clip_qkv"),
+    *("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"),
+)
+"""Keys that change the computation but not the tensors: a family refuses those that its defaults do not name."""
+
+
+def read_config(raw: Raw, where: str | Path = "config.json") -> ModelConfig:
+    """The config of a native decoder. `where`: name of the source in error messages.
+
+    Raises `UnsupportedModel` for models that the native decoder does not run, `CorruptModel` for keys that are missing,
+    out of range (see `schema.py`) or contradictory.
+    """
+    refuse_other_kinds(raw, where, FAMILIES)
+    name = raw["model_type"]
+    if name not in FAMILIES:
+        raise UnsupportedModel(f"model type {name!r} is not supported", f"Paceline runs {', '.join(sorted(FAMILIES))}")
+    family = FAMILIES[name]
+    raw = {**family.defaults, **raw}
+    check(where, raw, {**DECODER, **family.keys})
+    _refuse_peculiar(raw, family)
+    try:
+        config = family.refine(raw, _common(raw, family))
+    except KeyError as missing:
+        raise CorruptModel(f"{where} of a {name} model lacks {missing}", CORRECT) from missing
+    _check(config)
+    return config
+
+
+def _common(raw: Raw, family: Family) -> ModelConfig:
+    """The part of the config that all families share."""
+    heads = raw["num_attention_heads"]
+    head_dim = raw.get(family.rotary_key) or raw["hidden_size"] // heads
+    rope = read_rope(family.rope(_scaling(raw)), raw, raw.get("rope_theta", 10000.0), head_dim)
+    return ModelConfig(
+        family=raw["model_type"],
+        vocab_size=raw["vocab_size"],
+        hidden=raw["hidden_size"],
+        layers=_layers(raw),
+        heads=heads,
+        kv_heads=raw.get("num_key_value_heads") or heads,
+        head_dim=head_dim,
+        ffn=raw["intermediate_size"],
+        context_length=_context(raw, rope),
+        norms=NormConfig(raw.get("rms_norm_eps", 1e-6)),
+        activation=raw.get("hidden_act", "silu"),
+        tied=ties_head(raw),
+        rope=replace(rope, interleaved=family.interleaved),
+    )
+
+
+def _layers(raw: Raw) -> int:
+    """The number of layers, which transformers leaves out where they are named (Nemotron-H)."""
+    names = raw.get("layers_block_type")
+    count = raw["num_hidden_layers"] if "num_hidden_layers" in raw or not names else len(names)
+    if not 0 < count <= LAYERS:
+        raise CorruptModel(f"a model of {count} layers cannot be", CORRECT)
+    return int(count)
+
+
+def _scaling(raw: Raw) -> Raw:
+    """`rope_scaling`, or transformers 5's `rope_parameters`, by layer type or not."""
+    return raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+
+
+def _context(raw: Raw, rope: RopeConfig) -> int:
+    """`max_position_embeddings`, which dynamic and yarn scaling leave at the trained length."""
+    length: int = raw.get("max_position_embeddings", 2048)
+    if rope.kind not in ("dynamic", "yarn"):
+        return length
+    numbers = dict(rope.scaling)
+    return max(length, int(numbers["factor"] * numbers["original_max_position_embeddings"]))
+
+
+def _check(c: ModelConfig) -> None:
+    """Raise for contradictions between fields."""
+    if c.mixture and not 0 < c.mixture.used <= c.mixture.count:
+        raise CorruptModel(f"{c.mixture.used} of {c.mixture.count} experts cannot be used", CORRECT)
+    known = ACTIVATIONS if c.gated_mlp else UNGATED
+    if c.activation not in known:
+        raise UnsupportedModel(f"activation {c.activation!r} is not known", f"Known: {', '.join(known)}")
+    if c.heads % c.kv_heads or c.head_dim < 2 or c.head_dim % 2:
+        raise CorruptModel(f"{c.heads} heads of size {c.head_dim} over {c.kv_heads} key heads do not fit", CORRECT)
+    for one in {layer.recurrent for layer in c.plan if layer.recurrent}:
+        uneven = isinstance(one, MatrixConfig) and one.heads % one.key_heads
+        if uneven or one.state_size > MOST_ROWS:
+            raise CorruptModel(f"{one} does not fit: its state has {one.state_size:,} numbers", CORRECT)
+    if any(c.heads % own.kv_heads or own.head_dim < 2 or own.head_dim % 2 for own in map(c.of, c.plan)):
+        raise CorruptModel(f"{c.heads} heads do not fit the key heads of every layer", CORRECT)
+    widest = max(own.head_dim for own in map(c.of, c.plan))
+    if c.heads * widest > MOST_ROWS or c.layers * c.token_inputs > MOST_ROWS:
+        raise CorruptModel(f"{c.heads} heads of size {widest} are more than a matrix can have", CORRECT)
+
+
+def _refuse_peculiar(raw: Raw, family: Family) -> None:
+    """Raise `UnsupportedModel` for keys that the family would silently ignore."""
+    strange = [key for key in PECULIAR if key not in family.defaults and not _idle(raw.get(key))]
+    if "partial_rotary_factor" not in family.defaults and not _idle(_scaling(raw).get("partial_rotary_factor")):
+        strange.append("partial_rotary_factor")
+    if "layer_types" not in family.defaults and len(set(raw.get("layer_types") or ())) > 1:
+        strange.append("layer_types")
+    if raw.get("use_sliding_window") is False and "sliding_window" in strange:
+        strange.remove("sliding_window")
+    if strange:
+        raise UnsupportedModel(
+            f"a {raw['model_type']} model with {', '.join(strange)} is not supported",
+            "It is a variant of the family that computes something else",
+        )
+
+
+def _idle(value: Any) -> bool:
+    """Whether a key is off: absent, false, a factor of 1, or the same for all layers."""
+    if isinstance(value, list):
+        return all(value)
+    return value is None or value is False or (value == 1 and value is not True)

@@ -1,0 +1,46 @@
+"""Registry of the families: all `FAMILIES` of the files in `families/`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any
+
+from paceline.checkpoints import families
+from paceline.checkpoints.family import Family, GGUFLayout, Raw
+
+
+def _found() -> Iterator[Family]:
+    for module in sorted(one.name for one in iter_modules(families.__path__)):
+        yield from import_module(f"{families.__name__}.{module}").FAMILIES
+
+
+FAMILIES: dict[str, Family] = {family.name: family for family in _found()}
+"""By model_type."""
+ARCHITECTURES: dict[str, tuple[Family, GGUFLayout]] = {
+    layout.architecture: (family, layout) for family in FAMILIES.values() for layout in family.gguf
+}
+"""By the name in GGUF files."""
+_PARTS = {family.part_of: family.name for family in FAMILIES.values() if family.part_of}
+"""Model type of models that also see -> model type of their language model."""
+_UNKNOWN = Family("")
+
+
+def family_of(raw: Raw) -> Family:
+    """Return the family of a config, or one without peculiarities if the model type is unknown."""
+    return FAMILIES.get(raw.get("model_type", ""), _UNKNOWN)
+
+
+def ties_head(raw: Raw) -> bool:
+    """Return True if the output head is the embedding, by the config or the family's default."""
+    return bool({**family_of(raw).defaults, **raw}.get("tie_word_embeddings"))
+
+
+def text_config(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of the language model of a model that also sees; any other as it is."""
+    inner = raw.get("text_config")
+    if raw.get("model_type") not in _PARTS or not isinstance(inner, dict):
+        return raw
+    shared = {key: raw[key] for key in ("architectures", "tie_word_embeddings", "eos_token_id") if key in raw}
+    return {**shared, **inner, "model_type": _PARTS[raw["model_type"]]}

@@ -1,0 +1,41 @@
+"""Writing expressions of llguidance's Lark grammars."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.sampling.grammar import refused
+from paceline.sampling.grammar_compile import ONE_LINE
+from paceline.sampling.json_schema import enforceable, guide
+
+
+def literal(text: str, special: Mapping[str, int]) -> str:
+    """Return the expression that matches a text.
+
+    Args:
+        text: The text.
+        special: Special token -> id. The expression matches the token where the text contains its name.
+    """
+    parts = re.split(f"({'|'.join(map(re.escape, special))})", text) if special else [text]
+    found = [f"<[{special[part]}]>" if part in special else quoted(part) for part in parts if part]
+    return " ".join(found) or quoted("")
+
+
+def quoted(text: str) -> str:
+    """Return the expression that matches a text without special tokens."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def json_of(schema: Mapping[str, Any]) -> str:
+    """Return the expression that matches JSON of a schema, on one line.
+
+    Raises:
+        InvalidOption: If the schema cannot be enforced and says that it is not only a guide.
+    """
+    try:
+        return f"%json {json.dumps(enforceable(guide(schema), ONE_LINE))}"
+    except ValueError as error:
+        raise refused("json_schema", f"{error}") from error

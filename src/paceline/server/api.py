@@ -1,0 +1,127 @@
+"""An API for generated text: its bodies become requests, and replies become its answers.
+
+docs/how-to/own-api.md shows how to add one.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any, ClassVar, Generic, TypeVar
+
+from paceline.server.errors import ApiError, ContextExceeded
+from paceline.server.limits import Settings
+from paceline.server.models import LoadedModel
+from paceline.server.prepare import Prepared, prepare
+from paceline.server.request import GenerateRequest
+from paceline.server.schema import Generating
+from paceline.server.usage import Usage
+from paceline.server.worker import ReplyRound
+
+Event = dict[str, Any]
+Body = TypeVar("Body", bound=Generating)
+
+_SLICE = 1000
+"""Items of a long list that are encoded at once: a millisecond or less, in which no other thread runs."""
+
+
+class Encoder(ABC):
+    """Writes the replies to one request as an answer of one API, whole or as a stream of events.
+
+    `last`: the end of a stream that was not cut short. `over`: the rest would not be shown, so the replies end.
+    """
+
+    media_type: ClassVar[str] = "text/event-stream"
+    last: ClassVar[bytes] = b""
+    over: bool = False
+
+    def begin(self, usage: Usage) -> Sequence[Event]:
+        """Return the events before the first round: none, unless the API has such."""
+        return ()
+
+    @abstractmethod
+    def add(self, round_: ReplyRound) -> Sequence[Event]:
+        """Add a round, and return its events."""
+
+    @abstractmethod
+    def heartbeat(self) -> Event:
+        """Return an event that adds nothing, for a stream that is silent."""
+
+    @abstractmethod
+    def end(self, usage: Usage) -> Sequence[Event]:
+        """End the answer, and return the events after the last round."""
+
+    @abstractmethod
+    def document(self, usage: Usage) -> dict[str, Any]:
+        """Return the whole answer, after `end`."""
+
+    def failed(self, error: ApiError) -> Event:
+        """Return the event that ends a stream early: OpenAI's error, unless the API has another."""
+        return error.body
+
+    def encode(self, event: Event) -> bytes:
+        """Return an event's bytes: a server-sent event, named by its type if it has one."""
+        name = f"event: {event['type']}\n".encode() if "type" in event else b""
+        return name + b"data: " + dumps(event) + b"\n\n"
+
+
+class Api(ABC, Generic[Body]):
+    """An API for generated text.
+
+    Attributes:
+        path: The path of the requests.
+        body: The model of the bodies.
+        id_prefix: The beginning of an answer's id.
+        about: The effect of a request, for the OpenAPI document.
+        media_type: The media type of streams. "" if the API has none.
+    """
+
+    path: ClassVar[str]
+    body: type[Body]
+    id_prefix: ClassVar[str] = ""
+    about: ClassVar[str]
+    media_type: ClassVar[str] = "text/event-stream"
+
+    def of_path(self, values: Mapping[str, str]) -> Mapping[str, Any]:
+        """Return parameters of the body that the path holds. `values`: the text for each name in braces in `path`."""
+        return {}
+
+    @abstractmethod
+    def decode(self, body: Body) -> GenerateRequest | None:
+        """Return the request, None if there is nothing to generate. Runs in a thread. Raises `ApiError`."""
+
+    @abstractmethod
+    def encoder(self, body: Body, prepared: Prepared) -> Encoder:
+        """Return the encoder of an answer, which must not keep the body. Runs in a thread."""
+
+    def overflown(self, body: Body, prepared: Prepared, error: ContextExceeded) -> Encoder:
+        """Return the encoder of the answer to a prompt that is too long. By default the error is the answer."""
+        raise error
+
+    def prepare(self, model: LoadedModel, settings: Settings, body: Body, answer_id: str) -> tuple[Prepared, Encoder]:
+        """Return the jobs of a request, and the encoder of its answer. Raises `PacelineError` and `ApiError`."""
+        request = self.decode(body)
+        try:
+            prepared = prepare(model, settings, request, answer_id)
+        except ContextExceeded as error:
+            prepared = Prepared(answer_id, model, [], [])
+            return prepared, self.overflown(body, prepared, error)
+        return prepared, self.encoder(body, prepared)
+
+
+def dumps(data: Any) -> bytes:
+    """Return compact JSON in UTF-8."""
+    return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def dumps_long(about: Event, name: str, items: Iterable[Any]) -> bytes:
+    """Return `about`, which is not empty, with a long list added under `name`, as JSON.
+
+    Other threads may run between the list's slices.
+    """
+    remaining, slices = iter(items), []
+    while part := list(islice(remaining, _SLICE)):
+        slices.append(dumps(part)[1:-1])
+    return dumps(about)[:-1] + b"," + dumps(name) + b":[" + b",".join(slices) + b"]}"

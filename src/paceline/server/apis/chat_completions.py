@@ -1,0 +1,334 @@
+"""/v1/chat/completions: chats in OpenAI's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from paceline.chat.calls import Call
+from paceline.server.api import Api
+from paceline.server.apis.choices import Choice, ChoicesEncoder
+from paceline.server.apis.custom_tools import text_of
+from paceline.server.apis.openai_chat import (
+    AllowedTools,
+    Function,
+    FunctionName,
+    Messages,
+    NamedTool,
+    Tools,
+    chat_messages,
+)
+from paceline.server.compat import Lenient, Strict, accepts, ignored, only
+from paceline.server.errors import WrongParameter
+from paceline.server.fields import MAX_TOOLS, Effort, Length, Schema, Text
+from paceline.server.prepare import Prepared
+from paceline.server.replies import BlockBegun, BlockEnded, BlockGrown, ChatReply, ReplyBlock
+from paceline.server.request import ChatPrompt, GenerateRequest, ToolUse, reasoning_values, requested_logprobs
+from paceline.server.schema import LENGTHS, ReasoningOptions, RequestBody, ThinkingBudgets, ThinkingOptions
+from paceline.server.worker import ReplyRound
+
+
+class TextPart(Lenient):
+    type: str
+    text: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text_only(cls, part: Any) -> Any:
+        if isinstance(part, dict) and part.get("type") == "refusal":  # an assistant's, sent back
+            return {"type": "text", "text": part.get("refusal")}
+        if isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] != "text":
+            raise ValueError(f"type must be 'text', got {part['type']!r:.60}")
+        return part
+
+    @model_validator(mode="after")
+    def _has_text(self) -> TextPart:
+        if self.text is None:
+            raise ValueError("a text part must have a text")
+        return self
+
+
+class PredictedContent(Strict):
+    """OpenAI's predicted outputs."""
+
+    type: Literal["content"]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=10_000)]
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        return self.content if isinstance(self.content, str) else "".join(part.text or "" for part in self.content)
+
+
+@accepts(
+    ignored(
+        "metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options",
+        "it has no effect on a local server",
+    ),
+    only((1,), "best_of", "only /v1/completions has it"),
+    only((False,), "echo", "`continue_final_message` continues a message"),
+    only((False,), "add_special_tokens", "the chat template has the special tokens"),
+    only((True,), "include_reasoning", "reasoning is returned apart from the text"),
+    only((True,), "parse_tool_calls", "calls are parsed where tools are sent"),
+    only(([],), "documents", "put documents into a message"),
+    only(("",), "chat_template", "the model's own template is used"),
+    only((), "input_ids", "/v1/completions takes token ids"),
+    only((), "task", "put the task into a message"),
+    only(("medium",), "verbosity", "put it into a message"),
+    only((), "audio", "this server writes text only"),
+    only((), "web_search_options moderation", "this server writes text only"),
+)
+class ChatRequest(ThinkingBudgets, RequestBody):
+    """Body of /v1/chat/completions."""
+
+    messages: Messages
+    max_completion_tokens: Length | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    prediction: PredictedContent | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: Annotated[Schema, Field(max_length=64)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: Annotated[
+        bool | None, Field(description="The reply continues the last message, which must be the assistant's.")
+    ] = None
+    functions: Annotated[list[Function], Field(max_length=MAX_TOOLS, description="OpenAI's legacy `tools`.")] | None = (
+        None
+    )
+    function_call: Literal["none", "auto"] | FunctionName | None = None
+
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
+    reasoning: (
+        Annotated[Literal["off", "auto"], Field(description="off: the model does not reason.")]
+        | ReasoningOptions
+        | None
+    ) = None
+    reasoning_effort: (
+        Annotated[Effort, Field(description="none: as `reasoning` off; others are passed to the chat template.")] | None
+    ) = None
+    reasoning_format: (
+        Annotated[Literal["none", "auto", "deepseek"], Field(description="none: reasoning is not split off.")] | None
+    ) = None
+
+    # Names that other servers use
+    enable_thinking: bool | None = None
+    think: bool | Effort | None = None
+    thinking: bool | ThinkingOptions | None = None
+
+    @property
+    def constrained(self) -> bool:
+        """True if a grammar must be compiled for the reply."""
+        return self.choice not in ("none", "auto") or super().constrained
+
+    @property
+    def template_values(self) -> dict[str, Any]:
+        """Variables of the chat template."""
+        return {**reasoning_values(next(iter(self._efforts), None)), **(self.chat_template_kwargs or {})}
+
+    @property
+    def _efforts(self) -> dict[str, str]:
+        """The efforts that the request asks for, with the parameters that do: "none", a level, or "on" for any."""
+        reasoning, thinking = self.reasoning, self.thinking
+        given: dict[str, Any] = {
+            "reasoning": "none" if reasoning == "off" else None,
+            "reasoning_effort": self.reasoning_effort,
+            "enable_thinking": self.enable_thinking,
+            "think": self.think,
+            "thinking": thinking.type != "disabled" if isinstance(thinking, ThinkingOptions) else thinking,
+        }
+        if isinstance(reasoning, ReasoningOptions):
+            given["reasoning"] = reasoning.effort or reasoning.enabled
+        named = {True: "on", False: "none"}
+        found = {named.get(value, value): name for name, value in given.items() if value is not None}
+        levels = {effort: name for effort, name in found.items() if effort != "on"}
+        return found if "none" in found else levels or found
+
+    @property
+    def reasoning_limit(self) -> int | None:
+        """Maximum tokens of reasoning; None for no limit. Raises `WrongParameter` for several that differ."""
+        return self.budget(
+            reasoning=self.reasoning.max_tokens if isinstance(self.reasoning, ReasoningOptions) else None,
+            thinking=self.thinking.budget_tokens if isinstance(self.thinking, ThinkingOptions) else None,
+        )
+
+    @property
+    def choice(self) -> Literal["none", "auto", "required"] | NamedTool | AllowedTools:
+        """The tool choice, sent as `tool_choice` or as the legacy `function_call`."""
+        if isinstance(self.function_call, FunctionName):
+            return NamedTool(type="function", function=self.function_call)
+        return self.tool_choice or self.function_call or "auto"
+
+    @property
+    def tool_use(self) -> ToolUse:
+        """The functions and which of them may be called. Raises `ApiError` 400 for a choice that contradicts them."""
+        offered = [*(tool.offered for tool in self.tools or ()), *(one.offered() for one in self.functions or ())]
+        mode, names, choice = "required", None, self.choice
+        if isinstance(choice, str):
+            mode = choice
+        elif isinstance(choice, NamedTool):
+            names = [choice.function.name]
+        else:
+            mode = choice.allowed_tools.mode
+            names = [tool.function.name for tool in choice.allowed_tools.tools]
+        return ToolUse.chosen(
+            offered,
+            mode,
+            names,
+            single=bool(self.functions) or self.parallel_tool_calls is False,
+            where="functions" if self.functions else "tools",
+            param="function_call" if self.function_call else "tool_choice",
+        )
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> ChatRequest:
+        if self.length == 0:
+            name = next(name for name in LENGTHS if getattr(self, name) == 0)
+            raise WrongParameter(f"{name} must be >= 1, or -1 for as many as fit, got 0", name)
+        if self.tools and (self.functions or self.function_call):
+            raise WrongParameter(
+                "functions and function_call are the legacy names of tools and tool_choice. Send only tools",
+                "functions" if self.functions else "function_call",
+            )
+        if len(self._efforts) > 1:
+            names = [*self._efforts.values()]
+            raise WrongParameter(f"{' and '.join(names)} must not differ. Send one of them", names[0])
+        if self.add_generation_prompt and self.continue_final_message:
+            raise WrongParameter(
+                "continue_final_message and add_generation_prompt exclude each other. Send one of them",
+                "continue_final_message",
+            )
+        return self
+
+
+@dataclass(slots=True, kw_only=True)
+class ChatChoice(Choice):
+    """A choice of a chat completion. `legacy`: calls are sent as `function_call`. `custom`: names of custom tools."""
+
+    reply: ChatReply
+    legacy: bool = False
+    custom: frozenset[str] = frozenset()
+    token_logprobs: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of the reasoning."""
+        return self.reply.reasoning_tokens
+
+    def first_event(self) -> dict[str, Any]:
+        """Return the event with the assistant's role."""
+        return self._event({"role": "assistant", "content": None if self.reply.forced else ""})
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return a choice of a `chat.completion`."""
+        reply = self.reply
+        message: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
+        if reply.reasoning:
+            message["reasoning_content"] = reply.reasoning
+        if reply.calls:
+            calls = [self._call(call) for call in reply.calls]
+            message["content"] = reply.text or None
+            message |= {"function_call": calls[0]["function"]} if self.legacy else {"tool_calls": calls}
+        return {
+            "index": self.index,
+            "message": message,
+            "logprobs": {"content": self.token_logprobs, "refusal": None} if self.logprobs else None,
+            "finish_reason": self.finish_reason,
+            **self._all_traced(),
+        }
+
+    def _event(self, delta: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        return {"index": self.index, "delta": delta or {}, "logprobs": None, "finish_reason": None}
+
+    def _events(self, round_: ReplyRound) -> list[dict[str, Any]]:
+        events = [
+            self._event(self._delta(event))
+            for event in self.reply.add(round_)
+            if not isinstance(event, BlockEnded) and event.block.name not in self.custom
+        ]
+        if self.reply.finish_reason:
+            # The text of a call is known once its JSON is complete.
+            whole = [(i, call) for i, call in enumerate(self.reply.calls) if call.name in self.custom]
+            events += [self._event({"tool_calls": [{"index": i, **self._call(call)}]}) for i, call in whole]
+        if self.logprobs or self.trace:
+            events = events or [self._event()]
+            events[0] |= self._trace(round_)
+        if self.logprobs:
+            new = [self.token_texts.chat_logprobs(chunk) for chunk in round_.chunks]
+            self.token_logprobs += new
+            events[0]["logprobs"] = {"content": new, "refusal": None}
+        return events
+
+    def _delta(self, event: BlockBegun | BlockGrown) -> dict[str, Any]:
+        """Return more of a block as a delta."""
+        block = event.block
+        if block.kind != "call":
+            return {"reasoning_content" if block.kind == "reasoning" else "content": event.text}
+        new = Call(block.name, event.text, block.id).as_dict() if isinstance(event, BlockBegun) else None
+        new = new or {"function": {"arguments": event.text}}
+        index = self.reply.calls.index(block)
+        return {"function_call": new["function"]} if self.legacy else {"tool_calls": [{"index": index, **new}]}
+
+    def _call(self, call: ReplyBlock) -> dict[str, Any]:
+        if call.name not in self.custom:
+            return call.call
+        return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": text_of(call.text)}}
+
+    def _finish(self, reason: str) -> str:
+        finished = self.reply.finish_reason or Choice._finish(self, reason)
+        return "function_call" if finished == "tool_calls" and self.legacy else finished
+
+
+class ChatCompletions(Api[ChatRequest]):
+    """OpenAI's chat completions."""
+
+    path = "/v1/chat/completions"
+    body = ChatRequest
+    id_prefix = "chatcmpl-"
+    about = "Generate the next message of a chat."
+
+    def decode(self, body: ChatRequest) -> GenerateRequest:
+        """Return the request of a chat."""
+        prompt = ChatPrompt(
+            messages=chat_messages(body.messages),
+            tools=body.tool_use,
+            values=body.template_values,
+            continued=bool(body.continue_final_message),
+            answered=body.add_generation_prompt is not False,
+            split=body.reasoning_format != "none",
+        )
+        logprobs = requested_logprobs(body.logprobs, body.top_logprobs)
+        return GenerateRequest(
+            prompt=prompt,
+            sampling=body.sampling,
+            constraints=body.constraints(),
+            max_tokens=-1 if body.length is None else body.length,
+            samples=body.samples,
+            logprobs=0 if logprobs is None and body.trace else logprobs,
+            thinking_budget=body.reasoning_limit,
+            prediction=body.prediction.text if body.prediction else None,
+            speculation=body.speculation,
+        )
+
+    def encoder(self, body: ChatRequest, prepared: Prepared) -> ChoicesEncoder:
+        """Return the encoder of the choices."""
+        custom = frozenset(tool.function.name for tool in body.tools or () if tool.type == "custom")
+        choices = [
+            ChatChoice(
+                index=index,
+                token_texts=prepared.model.token_texts,
+                logprobs=bool(body.logprobs),
+                trace=bool(body.trace),
+                reply=reply,
+                legacy=bool(body.functions),
+                custom=custom,
+            )
+            for index, reply in enumerate(prepared.replies)
+        ]
+        head = {"id": prepared.id, "model": prepared.model.name}
+        usage = bool(body.stream_options and body.stream_options.include_usage)
+        return ChoicesEncoder(head, ("chat.completion", "chat.completion.chunk"), choices, usage)

@@ -1,0 +1,462 @@
+"""/v1/messages and /v1/messages/count_tokens: chats in the shape of Anthropic's API."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from paceline.chat.calls import Call
+from paceline.sampling.json_schema import guide
+from paceline.server.api import Api, Encoder, Event
+from paceline.server.compat import Lenient, OtherServers, Strict, accepts, ignored, left_out, only
+from paceline.server.errors import ApiError
+from paceline.server.fields import (
+    MAX_TOOLS,
+    WITHOUT_EMPTY,
+    Arguments,
+    Budget,
+    CalledName,
+    Name,
+    Schema,
+    Stops,
+    Text,
+    given,
+)
+from paceline.server.prepare import Prepared
+from paceline.server.replies import BlockBegun, BlockEnded, BlockEvent, ChatReply, ReplyBlock
+from paceline.server.request import (
+    ChatMessage,
+    ChatPrompt,
+    GenerateRequest,
+    OfferedFunction,
+    ToolUse,
+    reasoning_values,
+    refuse_media,
+)
+from paceline.server.schema import Samplers, ThinkingBudgets
+from paceline.server.usage import Usage
+from paceline.server.worker import ReplyRound
+
+_NO_THREADS = "thread: this server keeps no conversations. Send the whole conversation without thread"
+_THREAD_DETAILS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+"""Anthropic's SDK (`beta.messages.tool_runner`) and Claude Code go on without threads after an error with these."""
+
+BILLING = "x-anthropic-billing-header:"
+"""Beginning of a text that Claude Code puts before its instructions. It is another in every request, and no part of the
+prompt: with it no prefix could be reused."""
+
+
+class TextBlock(Lenient):
+    """Text."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class TextSource(Lenient):
+    """The text of a document."""
+
+    type: Literal["text"]
+    data: Text
+
+
+class DocumentBlock(Lenient):
+    """A document of text."""
+
+    type: Literal["document"]
+    source: TextSource
+    title: Annotated[str, Field(max_length=500)] | None = None
+
+
+class ThinkingBlock(Lenient):
+    """Reasoning of the assistant."""
+
+    type: Literal["thinking"]
+    thinking: Text
+
+
+class RedactedBlock(Lenient):
+    """Reasoning that only another server can read: it is skipped."""
+
+    type: Literal["redacted_thinking"]
+
+
+class OtherBlock(Lenient):
+    """A block that is not text, such as an image: a note stands for it."""
+
+    type: Annotated[str, Field(max_length=100)]
+
+
+class ToolUseBlock(Lenient):
+    """A function call that the model made."""
+
+    type: Literal["tool_use"]
+    id: Annotated[str, Field(min_length=1, max_length=200)]
+    name: CalledName
+    input: Arguments
+
+
+class ToolResultBlock(Lenient):
+    """The result of a function call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Annotated[str, Field(min_length=1, max_length=200)]
+    content: Text | Blocks | None = None
+    is_error: bool | None = None
+
+
+_TEXTUAL = ("text", "document", "thinking", "redacted_thinking", "tool_use", "tool_result")
+
+
+def _kind(block: Any) -> str:
+    if not isinstance(block, dict):
+        return "other" if isinstance(block, OtherBlock) else getattr(block, "type", "other")
+    kind, source = block.get("type"), block.get("source")
+    readable = kind != "document" or not isinstance(source, dict) or source.get("type") == "text"
+    return kind if kind in _TEXTUAL and readable else "other"
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[DocumentBlock, Tag("document")]
+    | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[RedactedBlock, Tag("redacted_thinking")]
+    | Annotated[ToolUseBlock, Tag("tool_use")]
+    | Annotated[ToolResultBlock, Tag("tool_result")]
+    | Annotated[OtherBlock, Tag("other")],
+    Discriminator(_kind),
+]
+Blocks = Annotated[list[Block], Field(max_length=10_000, fail_fast=True)]
+ToolResultBlock.model_rebuild()
+
+
+class AnthropicMessage(Lenient):
+    """A message."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Text | Blocks
+
+
+class ClientTool(Lenient):
+    """A function. Tools of Anthropic's own types are skipped."""
+
+    name: Name
+    type: Literal["custom"] | None = None
+    description: Text | None = None
+    input_schema: Schema
+
+
+class ServerTool(Lenient):
+    """A tool that runs on Anthropic's servers, or that this server does not know."""
+
+    type: str
+
+
+def _tool_kind(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "client" if kind in (None, "custom") else "server"
+
+
+AnthropicTool = Annotated[
+    Annotated[ClientTool, Tag("client")] | Annotated[ServerTool, Tag("server")], Discriminator(_tool_kind)
+]
+
+
+class ToolChoice(Strict):
+    type: Literal["auto", "any", "none", "tool"]
+    name: Name | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_name(self) -> ToolChoice:
+        if (self.name is not None) != (self.type == "tool"):
+            raise ValueError("a tool_choice of type 'tool' must have a name, and no other may")
+        return self
+
+
+class Thinking(Lenient):
+    """`display` is accepted without effect."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Budget | None = None
+
+
+class OutputFormat(Lenient):
+    type: Literal["json_schema"]
+    schema_: Annotated[Schema, Field(alias="schema")]
+
+
+class OutputConfig(Strict):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+_HOSTED = "compaction container fallbacks fallback_credit_token"
+
+
+@accepts(
+    ignored(
+        "betas billing_policy cache_control context_management diagnostics inference_geo metadata service_tier speed "
+        "user_profile_id workspace_id",
+        "it has no effect on a local server",
+    ),
+    only((), _HOSTED, "Anthropic's servers run it"),
+    only(([],), "mcp_servers", "Anthropic's servers run it"),
+)
+class CountTokensRequest(ThinkingBudgets, Samplers, OtherServers):
+    """Body of /v1/messages/count_tokens."""
+
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=10_000, fail_fast=True)]
+    system: Text | Annotated[list[TextBlock], Field(max_length=1000, fail_fast=True)] | None = None
+    tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    thread: Annotated[Schema, Field(description="Refused: this server keeps no conversations.")] | None = None
+    chat_template_kwargs: Annotated[Schema, Field(max_length=64)] | None = None
+
+    @property
+    def functions(self) -> list[ClientTool]:
+        """The tools that are functions."""
+        return [tool for tool in self.tools or () if isinstance(tool, ClientTool)]
+
+    @property
+    def format(self) -> OutputFormat | None:
+        """The form of the text."""
+        return self.output_format or (self.output_config.format if self.output_config else None)
+
+    @property
+    def constrained(self) -> bool:
+        """True if a grammar must be compiled for the reply."""
+        return self.format is not None or (self.tool_choice is not None and self.tool_choice.type in ("any", "tool"))
+
+
+class MessagesRequest(CountTokensRequest):
+    """Body of /v1/messages."""
+
+    max_tokens: Annotated[int, Field(ge=1, le=2**31)]
+    stop_sequences: Annotated[Stops | None, Field(fail_fast=True), WITHOUT_EMPTY] = None
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+
+
+def chat_prompt(body: CountTokensRequest) -> ChatPrompt:
+    """Return the prompt of a request. Raises `ApiError` 400 for a thread, and for a new block that is not text."""
+    if body.thread is not None:
+        raise ApiError(400, _NO_THREADS, param="thread", details=_THREAD_DETAILS)
+    _refuse_media(body.messages)
+    messages = [message for sent in body.messages for message in _messages(sent)]
+    if system := _system(body.system):
+        messages.insert(0, ChatMessage(role="system", content=system))
+    effort: str | None = body.output_config.effort if body.output_config else None
+    if body.thinking and body.thinking.type == "disabled":
+        effort = "none"
+    return ChatPrompt(
+        messages=messages,
+        tools=_tool_use(body),
+        values={**reasoning_values(effort), **(body.chat_template_kwargs or {})},
+        continued=messages[-1].role == "assistant" and not messages[-1].calls,
+    )
+
+
+def _system(system: str | Sequence[TextBlock] | None) -> str:
+    texts = [system] if isinstance(system, str) else [block.text for block in system or ()]
+    return "\n\n".join(filter(None, map(_without_billing, texts)))
+
+
+def _without_billing(text: str) -> str:
+    return text.partition("\n")[2].lstrip("\n") if text.startswith(BILLING) else text
+
+
+def _refuse_media(messages: Sequence[AnthropicMessage]) -> None:
+    """Raise `ApiError` 400 for a block of the user's last message that is not text, unless it has results of tools."""
+    last = messages[-1]
+    blocks = last.content if last.role == "user" and not isinstance(last.content, str) else []
+    if not any(isinstance(block, ToolResultBlock) for block in blocks):
+        kinds = [f"{block.type}" if isinstance(block, OtherBlock) else "" for block in blocks]
+        wanted = "a new block must be text or a document of text"
+        refuse_media(f"messages.{len(messages) - 1}.content", kinds, ("",), wanted)
+
+
+def _messages(message: AnthropicMessage) -> list[ChatMessage]:
+    """Return a message, after the tool results that it holds."""
+    blocks = [TextBlock(type="text", text=message.content)] if isinstance(message.content, str) else message.content
+    results = [
+        ChatMessage(role="tool", call_id=block.tool_use_id, content=_result(block))
+        for block in blocks
+        if isinstance(block, ToolResultBlock)
+    ]
+    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+    calls = [
+        Call(block.name, json.dumps(block.input, ensure_ascii=False), block.id)
+        for block in blocks
+        if isinstance(block, ToolUseBlock)
+    ]
+    text = _text(blocks)
+    if not text and results and not calls:
+        return results
+    reasoning = "\n".join(thoughts) if any(thoughts) else None
+    return [*results, ChatMessage(role=message.role, content=text, calls=calls, reasoning=reasoning)]
+
+
+def _text(blocks: Sequence[Block]) -> str:
+    texts = []
+    for block in blocks:
+        if isinstance(block, TextBlock):
+            texts.append(block.text)
+        elif isinstance(block, DocumentBlock):
+            texts.append(f"{block.title}\n\n{block.source.data}" if block.title else block.source.data)
+        elif isinstance(block, OtherBlock):
+            texts.append(left_out(block.type))
+    return "\n".join(texts)
+
+
+def _result(block: ToolResultBlock) -> str:
+    text = block.content if isinstance(block.content, str) else _text(block.content or [])
+    return f"Error: {text}" if block.is_error else text
+
+
+def _tool_use(body: CountTokensRequest) -> ToolUse:
+    """Return the functions and which may be called. The choice may be "auto" although all tools were skipped."""
+    offered = [OfferedFunction(tool.name, tool.description, tool.input_schema) for tool in body.functions]
+    choice = body.tool_choice or ToolChoice(type="auto")
+    mode = {"any": "required", "tool": "required"}.get(choice.type, choice.type)
+    names = None if choice.name is None else [choice.name]
+    return ToolUse.chosen(offered, mode, names, single=bool(choice.disable_parallel_tool_use))
+
+
+class Messages(Api[MessagesRequest]):
+    """Anthropic's messages."""
+
+    path = "/v1/messages"
+    body = MessagesRequest
+    id_prefix = "msg_"
+    about = "Generate the next message of a chat (Anthropic's API)."
+
+    def decode(self, body: MessagesRequest) -> GenerateRequest:
+        """Return the request of a chat."""
+        form = body.format
+        limit = body.thinking.budget_tokens if body.thinking and body.thinking.type == "enabled" else None
+        return GenerateRequest(
+            prompt=chat_prompt(body),
+            sampling={**body.sampling, **given(stop=body.stop_sequences)},
+            constraints={"response_format": ("json_schema", guide(form.schema_))} if form else {},
+            max_tokens=body.max_tokens,
+            thinking_budget=body.budget(thinking=limit),
+            speculation=body.speculation,
+        )
+
+    def encoder(self, body: MessagesRequest, prepared: Prepared) -> MessagesEncoder:
+        """Return the encoder of the message."""
+        [job], [reply] = prepared.jobs, prepared.replies
+        full = body.max_tokens > prepared.model.llm.model.target.context_length - len(job.tokens)
+        return MessagesEncoder({"id": prepared.id, "model": prepared.model.name}, reply, full)
+
+
+class MessagesEncoder(Encoder):
+    """A message: blocks of thinking, text and tool use, one after the other. `full`: the reply may fill the context."""
+
+    def __init__(self, head: dict[str, Any], reply: ChatReply, full: bool) -> None:
+        self._head = {"type": "message", "role": "assistant", **head}
+        self._reply, self._full = reply, full
+
+    def begin(self, usage: Usage) -> list[Event]:
+        """Return the event of a message without content."""
+        message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(usage)}
+        return [{"type": "message_start", "message": message}]
+
+    def add(self, round_: ReplyRound) -> list[Event]:
+        """Add a round."""
+        return [event for block_event in self._reply.add(round_) for event in self._events(block_event)]
+
+    def heartbeat(self) -> Event:
+        """Return Anthropic's own event for a silent stream."""
+        return {"type": "ping"}
+
+    def end(self, usage: Usage) -> list[Event]:
+        """Return the events with the stop reason and the usage."""
+        counts = {**_usage(usage), "speculation": usage.speculation()}
+        return [{"type": "message_delta", "delta": self._stop(), "usage": counts}, {"type": "message_stop"}]
+
+    def document(self, usage: Usage) -> dict[str, Any]:
+        """Return the whole message."""
+        counts = {**_usage(usage), "speculation": usage.speculation()}
+        content = [_content(block) for block in self._reply.blocks]
+        return {**self._head, "content": content, **self._stop(), "usage": counts, "metrics": usage.vllm()}
+
+    def failed(self, error: ApiError) -> Event:
+        """Return Anthropic's error."""
+        return error.anthropic
+
+    def _stop(self) -> dict[str, Any]:
+        reply = self._reply
+        reasons = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
+        reason = "stop_sequence" if reply.stop is not None else reasons.get(str(reply.finish_reason), "end_turn")
+        if reason == "max_tokens" and self._full:
+            reason = "model_context_window_exceeded"
+        return {"stop_reason": reason, "stop_sequence": reply.stop}
+
+    def _events(self, event: BlockEvent) -> list[Event]:
+        """Return the events of a block's beginning, growth or end."""
+        block, found = event.block, list[Event]()
+        if isinstance(event, BlockEnded):
+            if block.kind == "reasoning":
+                # Clients drop thinking that is not signed. This server accepts it back without a signature as well.
+                found.append(_delta(block, "signature_delta", signature=_signature(block)))
+            return [*found, {"type": "content_block_stop", "index": block.index}]
+        if isinstance(event, BlockBegun):
+            empty = _content(ReplyBlock(block.kind, block.index, "", block.name, block.id), signed=False)
+            found.append({"type": "content_block_start", "index": block.index, "content_block": empty})
+        if event.text:
+            kind, key = _DELTAS[block.kind]
+            found.append(_delta(block, kind, **{key: event.text}))
+        return found
+
+
+_DELTAS = {
+    "reasoning": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
+"""By the kind of a block: the type of its deltas, and the key of their text."""
+
+
+def _delta(block: ReplyBlock, kind: str, **more: str) -> Event:
+    return {"type": "content_block_delta", "index": block.index, "delta": {"type": kind, **more}}
+
+
+def _content(block: ReplyBlock, signed: bool = True) -> dict[str, Any]:
+    """Return a block of a message."""
+    if block.kind == "call":
+        return {"type": "tool_use", "id": block.id, "name": block.name, "input": _object(block.text)}
+    if block.kind == "text":
+        return {"type": "text", "text": block.text}
+    return {"type": "thinking", "thinking": block.text, "signature": _signature(block) if signed else ""}
+
+
+def _signature(block: ReplyBlock) -> str:
+    return hashlib.sha256(block.text.encode()).hexdigest()
+
+
+def _object(arguments: str) -> Any:
+    """Return the arguments of a call; none if they were cut short."""
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return {}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    """Return Anthropic's token counts. `input_tokens` does not count tokens from the cache."""
+    return {
+        "input_tokens": usage.prompt - usage.cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached,
+        "output_tokens": usage.written,
+    }

@@ -1,0 +1,387 @@
+"""/api/chat and /api/generate: chats and prompts in the shape of Ollama's API."""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import abstractmethod
+from datetime import datetime, timezone
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from paceline.chat.calls import Call
+from paceline.sampling.json_schema import guide
+from paceline.server.api import Api, Encoder, Event, dumps
+from paceline.server.apis.openai_chat import Tools
+from paceline.server.compat import Lenient, Naming, accepts, ignored, left_out, only
+from paceline.server.errors import ApiError, bad_request
+from paceline.server.fields import WITHOUT_EMPTY, Arguments, CalledName, ModelName, Schema, Stop, Stops, Text, given
+from paceline.server.grammars import ANY_OBJECT
+from paceline.server.prepare import Prepared
+from paceline.server.replies import BlockEnded, ChatReply
+from paceline.server.request import (
+    ChatMessage,
+    ChatPrompt,
+    GenerateRequest,
+    TextPrompt,
+    ToolUse,
+    reasoning_values,
+    requested_logprobs,
+)
+from paceline.server.schema import Generating
+from paceline.server.token_texts import TokenTexts
+from paceline.server.usage import Usage
+from paceline.server.worker import ReplyRound
+
+
+@accepts(
+    ignored(
+        "draft_num_predict embedding_only f16_kv logits_all low_vram main_gpu num_batch num_ctx num_gpu num_keep "
+        "num_thread numa use_mlock use_mmap vocab_only",
+        "the model is loaded already",
+    ),
+    ignored("mirostat_eta mirostat_tau penalize_newline", "settings of samplers that are off"),
+    only((0,), "mirostat", "this sampler is not implemented"),
+    only((1,), "tfs_z", "this sampler is not implemented"),
+)
+class OllamaOptions(Naming):
+    """`options` of a request. Those of the machine have no effect, since the model is loaded already."""
+
+    num_predict: Annotated[int, Field(ge=-2, le=2**31, description="0, -1, -2: as many as fit.")] | None = None
+    temperature: Annotated[float, Field(ge=0, le=1000)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=1000)] | None = None
+    repeat_last_n: (
+        Annotated[int, Field(ge=-1, description="0: no penalty. Else it applies to the whole text.")] | None
+    ) = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Annotated[Stop | Stops | None, WITHOUT_EMPTY] = None
+
+
+class OllamaFunction(Lenient):
+    name: CalledName
+    arguments: Arguments = Field(default_factory=dict)
+
+
+class OllamaCall(Lenient):
+    """A function call in an assistant's message."""
+
+    function: OllamaFunction
+    id: Annotated[str, Field(max_length=200)] | None = None
+
+
+def _lower(role: Any) -> Any:
+    return role.lower() if isinstance(role, str) else role
+
+
+class OllamaMessage(Naming):
+    """A message of a chat."""
+
+    role: Annotated[Literal["system", "user", "assistant", "tool"], BeforeValidator(_lower)]
+    content: Text | None = None
+    images: Annotated[
+        int,
+        BeforeValidator(lambda images: len(images) if isinstance(images, list) else 0),  # they may be megabytes
+        Field(description="A note stands for those of earlier messages; the last message must have none."),
+    ] = 0
+    thinking: Text | None = None
+    tool_calls: Annotated[list[OllamaCall], Field(max_length=128)] | None = None
+    tool_name: Annotated[str, Field(max_length=200)] | None = None
+    tool_call_id: Annotated[str, Field(max_length=200)] | None = None
+
+
+def _is_zero(value: Any) -> bool:
+    """Return True if a duration, a number or text as "0s", is 0."""
+    if isinstance(value, str):
+        zero = r"[-+]?(0+|(0+(\.0*)?(ns|us|µs|ms|s|m|h))+)"
+        return len(value) <= 20 and re.fullmatch(zero, value) is not None
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == 0
+
+
+@accepts(ignored("shift", "a full context ends the reply"))
+class OllamaRequest(Naming, Generating, extra="ignore"):
+    """Parameters of chats and of single prompts."""
+
+    model: ModelName
+    stream: bool | None = True
+    format: Literal["", "json"] | Schema | None = None
+    options: OllamaOptions | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    truncate: (
+        Annotated[bool, Field(description="Leave out the oldest messages of a chat that is too long. True by default.")]
+        | None
+    ) = None
+    unloads: Annotated[
+        Any,
+        BeforeValidator(_is_zero),
+        Field(alias="keep_alive", description="0: the model is unloaded after the reply. Others have no effect."),
+    ] = False
+
+    @property
+    @abstractmethod
+    def empty(self) -> bool:
+        """True if there is nothing to reply to: the model is only loaded, or unloaded."""
+
+    @property
+    def constrained(self) -> bool:
+        """True if a grammar must be compiled for the reply."""
+        return bool(self.format)
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Fields of `Sampling` that the request sets."""
+        own = self.options or OllamaOptions()
+        found = given(
+            temperature=own.temperature,
+            top_k=None if own.top_k is None else max(0, own.top_k),
+            top_p=own.top_p,
+            min_p=own.min_p,
+            typical_p=own.typical_p,
+            seed=own.seed if self.seed is None else self.seed,
+            stop=own.stop,
+        )
+        if own.repeat_last_n == 0:  # penalties of no tokens
+            return found
+        penalties = given(
+            repetition_penalty=own.repeat_penalty,
+            presence_penalty=own.presence_penalty,
+            frequency_penalty=own.frequency_penalty,
+        )
+        return {**found, **penalties}
+
+    def request(self, prompt: ChatPrompt | TextPrompt) -> GenerateRequest:
+        """Return the request with a prompt. Raises `ApiError` 400."""
+        length = (self.options and self.options.num_predict) or -1
+        schema = ANY_OBJECT if isinstance(self.format, str) else self.format
+        param = "response_format" if isinstance(prompt, ChatPrompt) else "guided_json"
+        return GenerateRequest(
+            prompt=prompt,
+            sampling=self.sampling,
+            constraints={param: ("json_schema", guide(schema))} if self.format and schema else {},
+            max_tokens=max(-1, length),
+            logprobs=requested_logprobs(self.logprobs, self.top_logprobs),
+            speculation=self.speculation,
+        )
+
+    @property
+    def template_values(self) -> dict[str, Any]:
+        """Variables of the chat template."""
+        if isinstance(self.think, str):
+            return reasoning_values("xhigh" if self.think == "max" else self.think)
+        return reasoning_values("none" if self.think is False else None)
+
+
+class OllamaChatRequest(OllamaRequest):
+    """Body of /api/chat."""
+
+    messages: Annotated[list[OllamaMessage], Field(max_length=10_000, fail_fast=True)] = Field(default_factory=list)
+    tools: Tools | None = None
+
+    @property
+    def empty(self) -> bool:
+        """True if there are no messages."""
+        return not self.messages
+
+
+@accepts(
+    only(("",), "template", "the model's own template is used"),
+    only(([],), "context", "/api/chat takes whole conversations"),
+    only(([],), "images", "this server reads text only"),
+    only((), "width height steps", "this server writes text only"),
+)
+class OllamaGenerateRequest(OllamaRequest):
+    """Body of /api/generate."""
+
+    prompt: Text | None = None
+    suffix: Text | None = None
+    system: Text | None = None
+    raw: Annotated[bool, Field(description="The prompt is used as it is, without the chat template.")] | None = None
+
+    @property
+    def empty(self) -> bool:
+        """True if there is no prompt."""
+        return not self.prompt and not self.suffix
+
+    @property
+    def is_text(self) -> bool:
+        """True if the prompt is a text as it is."""
+        return bool(self.raw or self.suffix)
+
+
+def _chat_message(message: OllamaMessage) -> ChatMessage:
+    notes = [left_out("image")] * message.images
+    calls = [
+        Call(call.function.name, json.dumps(call.function.arguments), call.id or f"call_{i}")
+        for i, call in enumerate(message.tool_calls or ())
+    ]
+    return ChatMessage(
+        role=message.role,
+        content="\n".join([*filter(None, [message.content]), *notes]),
+        calls=calls,
+        reasoning=message.thinking or None,
+        name=message.tool_name or None,
+        call_id=message.tool_call_id or None,
+    )
+
+
+class OllamaChat(Api[OllamaChatRequest]):
+    """Ollama's chats."""
+
+    path = "/api/chat"
+    body = OllamaChatRequest
+    about = "Generate the next message of a chat (Ollama's API)."
+    media_type = "application/x-ndjson"
+
+    def decode(self, body: OllamaChatRequest) -> GenerateRequest | None:
+        """Return the request of a chat; None without messages, which loads the model."""
+        if body.empty:
+            return None
+        if (last := body.messages[-1]).role == "user" and last.images:
+            param = f"messages.{len(body.messages) - 1}.images"
+            raise bad_request(f"{param}: not supported by this server. Leave it out, or send []", param)
+        return body.request(
+            ChatPrompt(
+                messages=[_chat_message(message) for message in body.messages],
+                tools=ToolUse.chosen([tool.offered for tool in body.tools or ()]),
+                values=body.template_values,
+                truncated=body.truncate is not False,
+            )
+        )
+
+    def encoder(self, body: OllamaChatRequest, prepared: Prepared) -> OllamaEncoder:
+        """Return the encoder of the message."""
+        return _encoder(body, prepared, "message")
+
+
+class OllamaGenerate(Api[OllamaGenerateRequest]):
+    """Ollama's replies to one prompt."""
+
+    path = "/api/generate"
+    body = OllamaGenerateRequest
+    about = "Answer or continue one prompt (Ollama's API)."
+    media_type = "application/x-ndjson"
+
+    def decode(self, body: OllamaGenerateRequest) -> GenerateRequest | None:
+        """Return the request of one prompt; None without a prompt, which loads the model."""
+        if body.empty:
+            return None
+        prompt = body.prompt or ""
+        if body.raw or body.suffix:
+            return body.request(TextPrompt(texts=[prompt], after=body.suffix or None))
+        system = [ChatMessage(role="system", content=body.system)] if body.system else []
+        messages = [*system, ChatMessage(role="user", content=prompt)]
+        return body.request(ChatPrompt(messages=messages, values=body.template_values))
+
+    def encoder(self, body: OllamaGenerateRequest, prepared: Prepared) -> OllamaEncoder:
+        """Return the encoder of the text."""
+        return _encoder(body, prepared, "response")
+
+
+def _encoder(body: OllamaRequest, prepared: Prepared, kind: str) -> OllamaEncoder:
+    texts = prepared.model.token_texts if body.logprobs and not body.empty else None
+    [reply] = prepared.replies
+    return OllamaEncoder(body.model, reply, texts, kind)
+
+
+def unloaded(body: OllamaRequest) -> dict[str, Any]:
+    """Return the answer to a request that only unloads the model."""
+    nothing = {"response": ""} if isinstance(body, OllamaGenerateRequest) else {"message": _message("")}
+    return {**_head(body.model), **nothing, "done": True, "done_reason": "unload"}
+
+
+class OllamaEncoder(Encoder):
+    """A reply as lines of JSON. `token_texts`: None without log-probabilities. `kind`: "message", or "response" for the
+    reply to one prompt."""
+
+    media_type = "application/x-ndjson"
+
+    def __init__(self, model: str, reply: ChatReply, token_texts: TokenTexts | None, kind: str) -> None:
+        self._model, self._reply, self._token_texts, self._kind = model, reply, token_texts, kind
+        self._logprobs: list[dict[str, Any]] = []
+
+    def add(self, round_: ReplyRound) -> list[Event]:
+        """Add a round. Calls are complete, and follow at the end."""
+        block_events = self._reply.add(round_)
+        new = [self._token_texts.chat_logprobs(chunk) for chunk in round_.chunks] if self._token_texts else []
+        self._logprobs += new
+        events = []
+        for event in block_events:
+            if not isinstance(event, BlockEnded) and event.block.kind != "call":
+                reasoning = event.block.kind == "reasoning"
+                events.append(self._line("", event.text) if reasoning else self._line(event.text))
+        if self._reply.finish_reason and self._reply.calls:
+            events.append(self._line("", calls=self._calls()))
+        if new:
+            events = events or [self._line("")]
+            events[0]["logprobs"] = new
+        return events
+
+    def heartbeat(self) -> Event:
+        """Return a line without text."""
+        return self._line("")
+
+    def end(self, usage: Usage) -> list[Event]:
+        """Return the last line, with the counts."""
+        return [{**self._line(""), **self._counts(usage)}]
+
+    def document(self, usage: Usage) -> dict[str, Any]:
+        """Return the whole reply."""
+        whole = self._line(self._reply.text, self._reply.reasoning, self._calls())
+        return {**whole, **self._counts(usage), **({"logprobs": self._logprobs} if self._token_texts else {})}
+
+    def failed(self, error: ApiError) -> Event:
+        """Return Ollama's error."""
+        return {"error": error.ollama}
+
+    def encode(self, event: Event) -> bytes:
+        """Return a line."""
+        return dumps(event) + b"\n"
+
+    def _line(self, text: str, thinking: str = "", calls: list[dict[str, Any]] | None = None) -> Event:
+        more: dict[str, Any] = {"thinking": thinking} if thinking else {}
+        if calls:
+            more["tool_calls"] = calls
+        return {
+            **_head(self._model),
+            **({"message": {**_message(text), **more}} if self._kind == "message" else {"response": text, **more}),
+            "done": False,
+        }
+
+    def _calls(self) -> list[dict[str, Any]]:
+        """Return the calls whose arguments are complete."""
+        found = []
+        for index, call in enumerate(self._reply.calls):
+            try:
+                arguments = json.loads(call.text)
+            except ValueError:
+                continue
+            found.append({"id": call.id, "function": {"index": index, "name": call.name, "arguments": arguments}})
+        return found
+
+    def _counts(self, usage: Usage) -> dict[str, Any]:
+        reason = {None: "load", "length": "length"}.get(self._reply.finish_reason, "stop")
+        seconds = {
+            "total_duration": usage.total,
+            "load_duration": usage.queued,
+            "prompt_eval_duration": max(0.0, usage.first - usage.queued),
+            "eval_duration": max(0.0, usage.total - usage.first),
+        }
+        counts = {"prompt_eval_count": usage.prompt, "eval_count": usage.written}
+        durations = {name: int(1e9 * value) for name, value in seconds.items()}
+        return {"done": True, "done_reason": reason, **durations, **counts, "speculation": usage.speculation()}
+
+
+def _message(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def _head(model: str) -> dict[str, Any]:
+    return {"model": model, "created_at": datetime.now(timezone.utc).isoformat()}

@@ -1,0 +1,277 @@
+"""Ollama's endpoints about models: what is served, what it can do, and fetching more."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import Request
+from pydantic import Field, model_validator
+from starlette.responses import Response, StreamingResponse
+
+from paceline.chat import thinking
+from paceline.checkpoints.model_facts import ModelFacts, facts_of
+from paceline.sampling.parameters import Sampling, recommended
+from paceline.server.api import dumps
+from paceline.server.compat import Naming, accepts, ignored
+from paceline.server.errors import ApiError, WrongParameter, api_error
+from paceline.server.fields import ModelName
+from paceline.server.models import LoadedModel, ModelSource
+from paceline.server.serving import Service
+from paceline.text.infill import InfillTokens
+
+VERSION = "0.13.0"
+"""Version of Ollama whose API this is. Clients compare it with the oldest that they work with (Copilot: 0.6.4)."""
+
+_NEVER = 1e10
+"""Seconds after which a model that stays is said to be unloaded; Ollama says some hundred years too."""
+
+
+@accepts(ignored("verbose options system template", "models are described as they are"))
+class NamedModelRequest(Naming):
+    """Body of /api/show and of the endpoints that change what is stored."""
+
+    model: ModelName | None = None
+    name: Annotated[ModelName | None, Field(description="The older name of `model`.")] = None
+
+    @property
+    def named(self) -> str:
+        """The model's name."""
+        return self.model or self.name or ""
+
+    @model_validator(mode="after")
+    def _has_name(self) -> NamedModelRequest:
+        if not self.named:
+            raise WrongParameter("model must not be empty", "model")
+        return self
+
+
+@accepts(ignored("insecure username password", "models are fetched from the hub"))
+class PullRequest(NamedModelRequest):
+    """Body of /api/pull."""
+
+    stream: bool | None = True
+
+
+_Listed = tuple[ModelSource, Callable[[], ModelFacts], dict[str, Any]]
+"""A model, a function that reads its facts, and what is listed besides."""
+
+
+class OllamaModels:
+    """The models of a server as Ollama lists them."""
+
+    def __init__(self, service: Service) -> None:
+        self._service, self._models = service, service.loader
+        self._began = datetime.now(timezone.utc)
+        self._pulling: asyncio.Future[ModelSource | Exception] | None = None
+
+    async def version(self) -> dict[str, str]:
+        """Return the version of Ollama whose API this is."""
+        return {"version": VERSION}
+
+    async def tags(self, request: Request) -> Response:
+        """List the models, each under its first name (Ollama's API)."""
+        models: list[_Listed] = [(one, _facts(one, self._models.get(one.names[0])), {}) for one in self._models.sources]
+        return await self._service.document(request, partial(self._listed, models))  # it reads files
+
+    async def ps(self, request: Request) -> Response:
+        """List the models that are in memory (Ollama's API)."""
+        found: list[_Listed] = []
+        for source in self._models.sources:
+            if model := self._models.get(source.names[0]):
+                until = datetime.now(timezone.utc) + timedelta(seconds=min(self._models.expires(source), _NEVER))
+                context = model.llm.model.target.context_length
+                more = {"size_vram": 0, "context_length": context, "expires_at": until.isoformat()}
+                found.append((source, _facts(source, model), more))
+        return await self._service.document(request, partial(self._listed, found))
+
+    def _listed(self, models: Sequence[_Listed]) -> dict[str, Any]:
+        return {"models": [{**self._about(source, facts()), **more} for source, facts, more in models]}
+
+    def _about(self, source: ModelSource, facts: ModelFacts) -> dict[str, Any]:
+        name, size = source.names[0], facts.size or source.size
+        return {
+            "name": name,
+            "model": name,
+            "modified_at": self._began.isoformat(),
+            "size": size,
+            # Ollama's client shows twelve of its characters. Hashing the weights themselves would take minutes.
+            "digest": hashlib.sha256(f"{source.names} {size}".encode()).hexdigest(),
+            "details": _details(facts),
+        }
+
+    async def show(self, request: Request) -> Response:
+        """Describe a model, loaded or not (Ollama's API). Raises `ApiError` 404."""
+        async with self._service.bodies.read(request, NamedModelRequest) as (body, _):
+            source, model = self._models.source(body.named), self._models.get(body.named)
+            shown = self._models.adapter(body.named) or source.names[0]
+            work = partial(self._shown, shown, _facts(source, model), model.llm.sampling() if model else None)
+            del model
+            self._service.limit.acquire()
+            try:
+                return await self._service.document(request, work)
+            finally:
+                self._service.limit.release()
+
+    def _shown(self, name: str, read: Callable[[], ModelFacts], sampling: Sampling | None) -> dict[str, Any]:
+        facts = read()
+        abilities = {
+            "completion": True,
+            "tools": bool(facts.template),
+            "insert": facts.infill,
+            "thinking": thinking.family(facts.template) is not None,
+        }
+        sampling = sampling or Sampling(**recommended(facts.generation))
+        names = ("temperature", "top_p", "top_k", "min_p")
+        numbers = {
+            "general.parameter_count": facts.parameters,
+            f"{facts.family}.context_length": facts.context_length,
+            f"{facts.family}.vocab_size": facts.vocab_size,
+        }
+        return {
+            "license": "",
+            "modelfile": f"FROM {name}",
+            "parameters": "\n".join(f"{name} {getattr(sampling, name)}" for name in names),
+            "template": facts.template,
+            "details": _details(facts),
+            "model_info": {
+                "general.architecture": facts.family,
+                "general.basename": name,
+                **{name: number for name, number in numbers.items() if number},
+            },
+            "capabilities": [name for name, able in abilities.items() if able],
+            "modified_at": self._began.isoformat(),
+        }
+
+    async def pull(self, request: Request) -> Response:
+        """Fetch a model (Ollama's API)."""
+        async with self._service.bodies.read(request, PullRequest) as (body, _):
+            self._check_pull(body)
+            return await self._pull(body)
+
+    async def _pull(self, body: PullRequest) -> Response:
+        """Fetch a model unless it is served, and serve it. One at a time; a client that leaves does not stop it."""
+        lines = self._pull_lines(body.named)
+        if body.stream is not False:
+            return StreamingResponse((dumps(line) + b"\n" async for line in lines), media_type="application/x-ndjson")
+        last: dict[str, Any] = {}
+        async for last in lines:
+            if "error" in last:
+                return Response(dumps(last), 500, media_type="application/json")
+        return Response(dumps(last), media_type="application/json")
+
+    def _check_pull(self, body: NamedModelRequest) -> None:
+        """Raise `ApiError` 403 for a model that is not served and may not be fetched."""
+        if self._models.pull is None and not self._serves(body.named):
+            raise ApiError(
+                403,
+                f"the model {body.named!r:.200} is not served, and this server fetches none. Run paceline pull on its "
+                "machine",
+                param="model",
+                code="pull_disabled",
+            )
+
+    def _serves(self, name: str) -> bool:
+        try:
+            return bool(self._models.source(name))
+        except ApiError:
+            return False
+
+    async def _pull_lines(self, name: str) -> AsyncIterator[dict[str, Any]]:
+        yield {"status": "pulling manifest"}
+        if not self._serves(name):
+            if self._pulling and not self._pulling.done():
+                yield {"error": "another model is being fetched. Try again when that is done"}
+                return
+            async for line in self._fetch(name):
+                yield line
+                if "error" in line:
+                    return
+        yield {"status": "success"}
+
+    async def _fetch(self, name: str) -> AsyncIterator[dict[str, Any]]:
+        """Run the download in a thread, and yield its progress: the latest, however fast it goes."""
+        loop, changed, latest = asyncio.get_running_loop(), asyncio.Event(), dict[str, Any]()
+        done = self._pulling = loop.create_future()
+        done.add_done_callback(self._serve)
+        done.add_done_callback(lambda _: changed.set())
+
+        def show(line: dict[str, Any]) -> None:
+            latest.update(line)
+            changed.set()
+
+        def progress(file: str, completed: int, total: int) -> None:
+            digest = f"sha256:{hashlib.sha256(file.encode()).hexdigest()}"
+            line = {"status": f"pulling {file}", "digest": digest, "total": total, "completed": completed}
+            loop.call_soon_threadsafe(show, line)
+
+        def run() -> None:
+            fetched: ModelSource | Exception
+            try:
+                assert self._models.pull is not None
+                fetched = self._models.pull(name, progress)
+            except Exception as error:  # shown to the client, and logged if unexpected (`api_error`)
+                fetched = error
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(done.set_result, fetched)
+
+        threading.Thread(target=run, name="paceline-pull", daemon=True).start()
+        while not done.done() or latest:
+            await changed.wait()
+            changed.clear()
+            if line := dict(latest):
+                latest.clear()
+                yield line
+        if isinstance(failed := done.result(), Exception):
+            yield {"error": api_error(failed).message}
+
+    def _serve(self, done: asyncio.Future[ModelSource | Exception]) -> None:
+        if isinstance(source := done.result(), ModelSource):
+            self._models.add(source)
+
+
+def _facts(source: ModelSource, model: LoadedModel | None) -> Callable[[], ModelFacts]:
+    """Return what reads the facts about a model from its files. Of a loaded one they are what it really has; that is
+    asked now, so that what is returned does not keep it in memory."""
+    if model is None:
+        return partial(_read, source.path)
+    llm, target = model.llm, model.llm.model.target
+    return partial(
+        _read,
+        llm.model.path,
+        context_length=target.context_length,
+        vocab_size=target.vocab_size,
+        template=llm.tokenizer.chat_template or "",
+        infill=InfillTokens.of(llm.tokenizer) is not None,
+    )
+
+
+def _read(path: Path | None, **known: Any) -> ModelFacts:
+    return replace(facts_of(path) or ModelFacts(), **known)
+
+
+def _details(facts: ModelFacts) -> dict[str, Any]:
+    about = {"parameter_size": _short(facts.parameters), "quantization_level": facts.quantization}
+    names = {"format": facts.format, "family": facts.family, "families": [facts.family]}
+    return {"parent_model": "", **names, **about}
+
+
+def _short(count: int) -> str:
+    """Return a number of parameters as Ollama writes it, such as "1.5B" or "494.03M"; "" for 0, which is unknown."""
+    if count >= 10**9:
+        return f"{count / 10**9:.1f}B"
+    return f"{count / 10**6:.2f}M" if count else ""
+
+
+async def refuse_change(request: Request) -> None:
+    """Raise `ApiError` 403: models are created, copied and deleted on the server's own machine."""
+    what = request.url.path.rpartition("/")[2]
+    raise ApiError(403, f"{what} is not allowed over the network. Use the command line of the server's machine")

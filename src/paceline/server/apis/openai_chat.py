@@ -1,0 +1,150 @@
+"""Messages and tools of chats in OpenAI's shape, which Ollama's API and the requests about prompts share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from paceline.chat.calls import Call
+from paceline.server.apis.custom_tools import chat_call, chat_tool
+from paceline.server.compat import Lenient, Strict, accepts, left_out, only
+from paceline.server.fields import MAX_TOOLS, ArgumentsText, CalledName, Name, Schema, Text
+from paceline.server.request import ChatMessage, OfferedFunction, refuse_media
+
+_ROLES = {"developer": "system", "function": "tool"}
+
+
+class ContentPart(Lenient):
+    """A part of a message's content. If it is not text, such as an image, `text` is a note."""
+
+    type: Annotated[str, Field(max_length=100)]
+    text: Text
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_text(cls, part: Any) -> Any:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "refusal":  # an assistant's, sent back
+            return {"type": "text", "text": part.get("refusal")}
+        return part if not isinstance(kind, str) or kind == "text" else {"type": kind, "text": left_out(kind)}
+
+
+class CalledFunction(Lenient):
+    name: CalledName
+    arguments: ArgumentsText = ""
+
+
+class ToolCall(Lenient):
+    """A function call in an assistant's message. One of a custom tool counts as a function of one text, `input`."""
+
+    _custom = model_validator(mode="before")(chat_call)
+
+    id: Annotated[str, Field(max_length=200)] | None = None
+    type: str | None = "function"
+    function: CalledFunction
+
+
+@accepts(only((), "audio", "this server reads text only"))
+class Message(Lenient):
+    """A message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Text | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+    name: Annotated[str, Field(max_length=200)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+    tool_call_id: Annotated[str, Field(max_length=200)] | None = None
+    reasoning_content: Text | None = None
+    refusal: Text | None = None
+    function_call: CalledFunction | None = None
+
+    @property
+    def calls(self) -> list[Call]:
+        """The message's function calls, sent as `tool_calls` or as the legacy `function_call`."""
+        sent = [(one.function, one.id) for one in self.tool_calls or ()]
+        legacy = [(self.function_call, None)] if self.function_call else []
+        return [Call(function.name, function.arguments, call_id) for function, call_id in (*sent, *legacy)]
+
+    @property
+    def as_chat_message(self) -> ChatMessage:
+        """The message as the server works with it."""
+        content = self.refusal or "" if self.content is None else self.content
+        return ChatMessage(
+            role=_ROLES.get(self.role, self.role),  # type: ignore[arg-type]
+            content=content if isinstance(content, str) else [part.text for part in content],
+            calls=self.calls,
+            reasoning=self.reasoning_content,
+            name=self.name,
+            call_id=self.tool_call_id,
+        )
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Message:
+        if self.content is None and self.role not in ("assistant", "tool", "function"):
+            raise ValueError("content must not be null, except in messages of the assistant and of tools")
+        return self
+
+
+class Function(Lenient):
+    name: Name
+    description: Text | None = None
+    parameters: Schema | None = None
+    strict: Annotated[
+        bool | None,
+        Field(description="Arguments always follow the schema if tool_choice is required or names a function."),
+    ] = None
+
+    def offered(self, custom: bool = False) -> OfferedFunction:
+        """Return the function that the model may call."""
+        return OfferedFunction(self.name, self.description, self.parameters, self.strict, custom)
+
+
+class Tool(Lenient):
+    """A function, or the function that stands for a custom tool."""
+
+    type: Literal["function", "custom"]
+    function: Function
+
+    _custom = model_validator(mode="before")(chat_tool)
+
+    @property
+    def offered(self) -> OfferedFunction:
+        """The function that the model may call."""
+        return self.function.offered(custom=self.type == "custom")
+
+
+class FunctionName(Strict):
+    name: Name
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: FunctionName
+
+    _custom = model_validator(mode="before")(chat_call)
+
+
+class Allowed(Strict):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedTools(Strict):
+    """Some of the tools may be called; the prompt shows all of them."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: Allowed
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=10_000, fail_fast=True)]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
+
+
+def chat_messages(messages: Sequence[Message]) -> list[ChatMessage]:
+    """Return messages as the server works with them. Raises `ApiError` 400 as `refuse_media` does."""
+    last = messages[-1] if messages else None
+    if last is not None and last.role == "user" and isinstance(last.content, list):
+        kinds = [part.type for part in last.content]
+        refuse_media(f"messages.{len(messages) - 1}.content", kinds, ("text",), "type must be 'text'")
+    return [message.as_chat_message for message in messages]

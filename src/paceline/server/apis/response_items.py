@@ -1,0 +1,280 @@
+"""Items and tools of /v1/responses: what clients send, and the messages of a chat that they become."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+
+from paceline.chat.calls import Call
+from paceline.server.apis.custom_tools import CustomTool, arguments_of
+from paceline.server.compat import Lenient, Strict, left_out
+from paceline.server.fields import MAX_TOOLS, ArgumentsText, CalledName, Name, Schema, Text
+from paceline.server.request import ChatMessage, OfferedFunction
+
+Kind = Annotated[str, Field(max_length=100)]
+_TEXTUAL = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+
+
+class Part(Lenient):
+    """A part of a message's content, or of reasoning. If it is not `textual`, such as an image, `text` is a note."""
+
+    type: Kind
+    text: Text = ""
+
+    @property
+    def textual(self) -> bool:
+        """True if the part is text."""
+        return self.type in _TEXTUAL
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_text(cls, part: Any) -> Any:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "refusal":
+            return {"type": "output_text", "text": part.get("refusal")}
+        return part if not isinstance(kind, str) or kind in _TEXTUAL else {"type": kind, "text": left_out(kind)}
+
+
+Parts = Annotated[list[Part], Field(fail_fast=True, max_length=10_000)]
+CallId = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+def joined(content: str | list[Part]) -> str:
+    """Return the text of a content."""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+class MessageItem(Lenient):
+    """A message."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | Parts
+
+
+class CallItem(Lenient):
+    """A function call that the model made."""
+
+    type: Literal["function_call"]
+    call_id: CallId
+    name: CalledName
+    namespace: Name | None = None
+    arguments: ArgumentsText = ""
+
+
+class CallOutputItem(Lenient):
+    """The result of a function call."""
+
+    type: Literal["function_call_output"]
+    call_id: CallId
+    output: Text | Parts
+
+
+class ReasoningItem(Lenient):
+    """The model's reasoning before a message or a call."""
+
+    type: Literal["reasoning"]
+    summary: Parts | None = None
+    content: Parts | None = None
+
+
+class OtherItem(Lenient):
+    """An item that only OpenAI's servers or clients know, such as a search: a note stands for it."""
+
+    type: Kind
+
+
+def _kind(item: Any) -> str:
+    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+    return kind if kind in ("message", "function_call", "function_call_output", "reasoning") else "other"
+
+
+_PACKED = "paceline:"
+
+
+def packed(summary: str) -> str:
+    """Return a summary as the opaque content of a compaction."""
+    return _PACKED + base64.b64encode(summary.encode()).decode()
+
+
+def unpacked(content: Any) -> str | None:
+    """Return the message for a compaction of this server; None for another's."""
+    if not isinstance(content, str) or not content.startswith(_PACKED):
+        return None
+    try:
+        summary = base64.b64decode(content.removeprefix(_PACKED), validate=True).decode()
+    except ValueError:
+        return None
+    return f"Summary of the conversation so far:\n\n{summary}"
+
+
+def _as_function(item: Any) -> Any:
+    """Return the call of a tool that takes plain text, or its result, as those of a function, and a compaction as a
+    message."""
+    kind = item.get("type") if isinstance(item, dict) else None
+    if kind == "item_reference":
+        raise ValueError("an item_reference is not resolved here. Send the item itself, or previous_response_id")
+    if kind == "custom_tool_call":
+        return {**item, "type": "function_call", "arguments": arguments_of(item.get("input"))}
+    if kind in ("compaction", "compaction_summary") and (summary := unpacked(item.get("encrypted_content"))):
+        return {"type": "message", "role": "user", "content": summary}
+    return {**item, "type": "function_call_output"} if kind == "custom_tool_call_output" else item
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CallOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[OtherItem, Tag("other")],
+    Discriminator(_kind),
+    BeforeValidator(_as_function),
+]
+Items = Annotated[list[Item], Field(max_length=10_000, fail_fast=True)]
+
+
+def in_namespace(namespace: str | None, name: str) -> str:
+    """Return the name under which the model sees a function."""
+    return f"{namespace.removesuffix('__')}__{name}" if namespace else name
+
+
+class FunctionTool(Lenient):
+    """A function. Tools of other types are skipped."""
+
+    type: Literal["function"]
+    name: Name
+    description: Text | None = None
+    parameters: Schema | None = None
+
+    @property
+    def offered(self) -> OfferedFunction:
+        """The function that the model may call."""
+        return OfferedFunction(self.name, self.description, self.parameters)
+
+
+class Namespace(Lenient):
+    """Functions of one source, such as Codex sends those of an MCP server."""
+
+    type: Literal["namespace"]
+    name: Name
+    tools: Tools
+
+    @property
+    def functions(self) -> dict[str, FunctionTool | CustomTool]:
+        """The functions by the names under which the model sees them."""
+        return {in_namespace(self.name, tool.name): tool for tool in self.tools if isinstance(tool, CalledTool)}
+
+
+CalledTool = FunctionTool | CustomTool
+
+
+class SkippedTool(Lenient):
+    """A tool that runs on OpenAI's servers, or that this server does not know."""
+
+    type: str
+
+
+def _tool_kind(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return kind if kind in ("function", "custom", "namespace") else "skipped"
+
+
+Tool = Annotated[
+    Annotated[FunctionTool, Tag("function")]
+    | Annotated[CustomTool, Tag("custom")]
+    | Annotated[Namespace, Tag("namespace")]
+    | Annotated[SkippedTool, Tag("skipped")],
+    Discriminator(_tool_kind),
+]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
+Namespace.model_rebuild()
+
+
+class NamedFunction(Strict):
+    type: Literal["function", "custom"]
+    name: Name
+
+
+class AllowedFunctions(Strict):
+    """Some of the tools may be called; the prompt shows all of them."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+def listed(item: Item) -> dict[str, Any]:
+    """Return an item as it is listed, a message with the parts of its content."""
+    found = item.model_dump(exclude_none=True)
+    if isinstance(item, MessageItem) and isinstance(item.content, str):
+        kind = "output_text" if item.role == "assistant" else "input_text"
+        found["content"] = [{"type": kind, "text": item.content}]
+    return found
+
+
+def chat_messages_of(items: Iterable[Item], instructions: str | None = None) -> list[ChatMessage]:
+    """Return the messages of a chat. Reasoning, text and calls in a row are one message of the assistant; without any
+    item there is one of the user, without text."""
+    drafts = [_OpenMessage("system", instructions)] if instructions else list[_OpenMessage]()
+    for item in items:
+        match item:
+            case ReasoningItem():
+                drafts.append(_OpenMessage("assistant", reasoning=joined(item.content or item.summary or []) or None))
+            case MessageItem(role="assistant"):
+                _assistant(drafts, call=False).text = joined(item.content)
+            case MessageItem(role="user"):
+                drafts.append(_OpenMessage("user", joined(item.content)))
+            case MessageItem():
+                _instruct(drafts, joined(item.content))
+            case CallItem():
+                call = Call(in_namespace(item.namespace, item.name), item.arguments, item.call_id)
+                _assistant(drafts, call=True).calls.append(call)
+            case CallOutputItem():
+                drafts.append(_OpenMessage("tool", joined(item.output), call_id=item.call_id))
+            case OtherItem():
+                draft = _assistant(drafts, call=True)
+                draft.text = "\n".join(filter(None, [draft.text, left_out(item.type)]))
+    # Reasoning without text or calls is dropped.
+    whole = [draft.message for draft in drafts if draft.text is not None or draft.calls]
+    return whole or [ChatMessage(role="user")]
+
+
+@dataclass(slots=True)
+class _OpenMessage:
+    """A message that may still get text and calls."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    text: str | None = None
+    calls: list[Call] = field(default_factory=list)
+    reasoning: str | None = None
+    call_id: str | None = None
+
+    @property
+    def message(self) -> ChatMessage:
+        return ChatMessage(
+            role=self.role,
+            content=self.text or "",
+            calls=self.calls,
+            reasoning=self.reasoning,
+            call_id=self.call_id,
+        )
+
+
+def _assistant(drafts: list[_OpenMessage], call: bool) -> _OpenMessage:
+    """Return the message of the assistant that the next text, or call, belongs to."""
+    last = drafts[-1] if drafts else None
+    if last is None or last.role != "assistant" or (not call and (last.text is not None or last.calls)):
+        drafts.append(_OpenMessage("assistant"))
+    return drafts[-1]
+
+
+def _instruct(drafts: list[_OpenMessage], text: str) -> None:
+    """Add instructions. Instructions in a row are one message, since templates expect one."""
+    if drafts and drafts[-1].role == "system":
+        drafts[-1].text = f"{drafts[-1].text}\n\n{text}"
+    else:
+        drafts.append(_OpenMessage("system", text))

@@ -1,0 +1,507 @@
+"""/v1/responses: chats in the shape of OpenAI's Responses API."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, TypeAdapter
+
+from paceline.sampling.json_schema import guide
+from paceline.server.api import Api, Encoder, Event, dumps
+from paceline.server.apis.custom_tools import CustomTool, text_of
+from paceline.server.apis.response_items import (
+    AllowedFunctions,
+    CalledTool,
+    FunctionTool,
+    Item,
+    Items,
+    MessageItem,
+    NamedFunction,
+    Namespace,
+    Tools,
+    chat_messages_of,
+)
+from paceline.server.apis.stored import ResponseStore, StoredResponse, memory
+from paceline.server.compat import OtherServers, Strict, accepts, ignored, only
+from paceline.server.errors import LOG, REQUEST_ID, ApiError, ContextExceeded, bad_request
+from paceline.server.fields import WITHOUT_EMPTY, Budget, Effort, Penalty, Schema, Stop, Stops, Text
+from paceline.server.formats import JsonSchema, PlainFormat, schema_format
+from paceline.server.grammars import ANY_OBJECT
+from paceline.server.prepare import Prepared
+from paceline.server.replies import BlockBegun, BlockEnded, BlockEvent, ChatReply, ReplyBlock
+from paceline.server.request import ChatPrompt, GenerateRequest, ToolUse, reasoning_values, refuse_media
+from paceline.server.schema import Samplers, ThinkingBudgets
+from paceline.server.token_texts import TokenTexts
+from paceline.server.usage import Usage
+from paceline.server.worker import ReplyRound
+
+_CONVERSATION = 4
+"""Size of a stored conversation in memory, for each byte that a body may have."""
+_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
+
+ResponseId = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+class SchemaText(JsonSchema):
+    type: Literal["json_schema"]
+    schema_: Annotated[Schema, Field(alias="schema")]
+
+
+def _flat_format(form: Any) -> Any:
+    """Return a text format in the shape of this API: the schema of a chat's `response_format` lies one level deeper."""
+    form = schema_format(form)
+    inner = form.get("json_schema") if isinstance(form, dict) and form.get("type") == "json_schema" else None
+    if not isinstance(inner, dict):
+        return form
+    return {**inner, **{key: value for key, value in form.items() if key != "json_schema"}}
+
+
+class TextOptions(Strict):
+    format: Annotated[
+        Annotated[PlainFormat | SchemaText, Field(discriminator="type")] | None, BeforeValidator(_flat_format)
+    ] = None
+    verbosity: Annotated[Literal["medium"], Field(description="The only value that changes nothing.")] | None = None
+
+
+@accepts(ignored("summary generate_summary", "the reasoning itself is returned"))
+class ResponseReasoning(Strict):
+    effort: Effort | None = None
+    max_tokens: Annotated[Budget | None, Field(description="OpenRouter's.")] = None
+
+
+@accepts(ignored("include_obfuscation", "streams are not padded"))
+class ResponseStreamOptions(Strict):
+    pass
+
+
+@accepts(
+    ignored(
+        "client_metadata max_tool_calls prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier "
+        "service_tier user enable_response_messages",
+        "it has no effect on a local server",
+    ),
+    only((False,), "background", "a response is written while its client waits"),
+    only((), "conversation prompt previous_input_messages", "send the whole conversation, or `previous_response_id`"),
+    only((), "access_programs background_options context_management image moderation", "OpenAI's servers run it"),
+)
+class ResponsesRequest(ThinkingBudgets, Samplers, OtherServers):
+    """Body of /v1/responses."""
+
+    input: Text | Items = Field(default_factory=list)
+    instructions: Text | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Penalty | None = None
+    stop: Annotated[Stop | Stops | None, WITHOUT_EMPTY] = None
+    tools: Tools | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"]
+        | Annotated[NamedFunction | AllowedFunctions, Field(discriminator="type")]
+        | None
+    ) = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ResponseReasoning | None = None
+    previous_response_id: ResponseId | None = None
+    store: bool | None = None
+    truncation: (
+        Annotated[Literal["auto", "disabled"], Field(description="auto: leave out the oldest items that do not fit.")]
+        | None
+    ) = None
+    include: Annotated[list[Annotated[str, Field(max_length=100)]], Field(max_length=32)] | None = None
+    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
+    stream_options: ResponseStreamOptions | None = None
+    chat_template_kwargs: Annotated[Schema, Field(max_length=64)] | None = None
+
+    @property
+    def callable_tools(self) -> list[FunctionTool | CustomTool]:
+        """The tools that the model may call. Tools in a namespace have the names that the model sees."""
+        found = [tool for tool in self.tools or () if isinstance(tool, CalledTool)]
+        for space in self._namespaces:
+            found += [tool.model_copy(update={"name": name}) for name, tool in space.functions.items()]
+        return found
+
+    @property
+    def tool_use(self) -> ToolUse:
+        """The functions and which of them may be called. Raises `ApiError` 400 for a choice that contradicts them."""
+        offered = [tool.offered for tool in self.callable_tools]
+        for i, function in enumerate(offered):
+            if len(function.name) > 128:  # a namespace has its own name
+                param = f"tools.{i}.function.name"
+                raise bad_request(f"{param}: String should match pattern '^[a-zA-Z0-9_.-]{{1,128}}$'", param)
+        choice = self.tool_choice or "auto"
+        mode, names = "required", None
+        if isinstance(choice, str):
+            mode = choice
+        elif isinstance(choice, NamedFunction):
+            names = [choice.name]
+        else:
+            mode, names = choice.mode, [tool.name for tool in choice.tools]
+        return ToolUse.chosen(offered, mode, names, single=self.parallel_tool_calls is False)
+
+    @property
+    def custom(self) -> frozenset[str]:
+        """Names of the custom tools, as the model sees them."""
+        return frozenset(tool.name for tool in self.callable_tools if isinstance(tool, CustomTool))
+
+    @property
+    def origins(self) -> dict[str, dict[str, str]]:
+        """Name and namespace of the functions in namespaces, by the names that the model sees."""
+        return {
+            name: {"name": tool.name, "namespace": space.name}
+            for space in self._namespaces
+            for name, tool in space.functions.items()
+        }
+
+    @property
+    def _namespaces(self) -> list[Namespace]:
+        return [tool for tool in self.tools or () if isinstance(tool, Namespace)]
+
+    @property
+    def items(self) -> list[Item]:
+        """The input; a text is the user's message."""
+        return self.input if isinstance(self.input, list) else [MessageItem(role="user", content=self.input)]
+
+    @property
+    def with_logprobs(self) -> bool:
+        """True if the text has log-probabilities."""
+        return self.top_logprobs is not None or "message.output_text.logprobs" in (self.include or ())
+
+    @property
+    def format(self) -> PlainFormat | SchemaText:
+        """The form of the text."""
+        return (self.text.format if self.text else None) or PlainFormat(type="text")
+
+    @property
+    def constrained(self) -> bool:
+        """True if a grammar must be compiled for the reply."""
+        return self.format.type != "text" or self.tool_choice not in (None, "none", "auto")
+
+
+class Responses(Api[ResponsesRequest]):
+    """OpenAI's responses."""
+
+    path = "/v1/responses"
+    body = ResponsesRequest
+    id_prefix = "resp_"
+    about = "Generate the next items of a conversation."
+
+    def __init__(self, store: ResponseStore, max_body: int) -> None:
+        """`store`: the responses that requests may continue. `max_body`: bytes that a body may have."""
+        self._store, self._limit = store, _CONVERSATION * max_body
+
+    def decode(self, body: ResponsesRequest) -> GenerateRequest:
+        """Return the request of a conversation."""
+        prompt = ChatPrompt(
+            messages=chat_messages_of(self.conversation(body), body.instructions),
+            tools=body.tool_use,
+            values={
+                **reasoning_values(body.reasoning.effort if body.reasoning else None),
+                **(body.chat_template_kwargs or {}),
+            },
+            truncated=body.truncation == "auto",
+        )
+        form = body.format
+        promise = isinstance(form, SchemaText) and bool(form.strict)
+        schema = form.schema_ if isinstance(form, SchemaText) else ANY_OBJECT
+        return GenerateRequest(
+            prompt=prompt,
+            sampling=body.sampling,
+            constraints={} if form.type == "text" else {"response_format": ("json_schema", guide(schema, not promise))},
+            max_tokens=-1 if body.max_output_tokens is None else body.max_output_tokens,
+            logprobs=(body.top_logprobs or 0) if body.with_logprobs else None,
+            thinking_budget=body.budget(reasoning=body.reasoning.max_tokens if body.reasoning else None),
+            speculation=body.speculation,
+        )
+
+    def conversation(self, body: ResponsesRequest) -> list[Item]:
+        """Return the stored items that a request continues, and its own. Raises `ApiError` 400, also for a new part
+        that is not text."""
+        last = body.input[-1] if body.input else None
+        if isinstance(last, MessageItem) and not isinstance(last.content, str):
+            kinds = ["" if part.textual else part.type for part in last.content]
+            refuse_media(f"input.{len(body.input) - 1}.content", kinds, ("",), "a new part must be 'input_text'")
+        items: list[Item] = []
+        for before in self._store.conversation(body.previous_response_id, self._limit):
+            items += [*before.input, *_ITEMS.validate_python(before.document["output"])]
+        return [*items, *body.items]
+
+    def encoder(self, body: ResponsesRequest, prepared: Prepared) -> ResponsesEncoder:
+        """Return the encoder of the response."""
+        document = _document(body, prepared)
+        kept = None
+        if body.store is not False:
+            size = memory(body.model_dump_json()) + memory(dumps(document).decode())
+            kept = _Kept(self._store, body.items, size, len(_ITEMS.dump_json(body.items)))
+        texts = prepared.model.token_texts if body.with_logprobs else None
+        [reply] = prepared.replies
+        return ResponsesEncoder(document, reply, body.origins, body.custom, texts, kept)
+
+    def overflown(self, body: ResponsesRequest, prepared: Prepared, error: ContextExceeded) -> Encoder:
+        """Return a stream with a failed response, as OpenAI's API does. Codex looks for the error there."""
+        if not body.stream:
+            raise error
+        LOG.info("%s refused: %s", REQUEST_ID.get(), error.message)
+        return FailingEncoder(_document(body, prepared), error)
+
+
+def _document(body: ResponsesRequest, prepared: Prepared) -> dict[str, Any]:
+    """Return a response without output, with what it repeats of its request."""
+    dumped = body.model_dump(include={"tools", "text", "tool_choice"}, exclude_none=True, by_alias=True)
+    sampling = prepared.sampling
+    return {
+        "id": prepared.id,
+        "created_at": int(time.time()),
+        "model": prepared.model.name,
+        "object": "response",
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+        "store": body.store is not False,
+        "temperature": sampling.temperature,
+        "text": {"format": {"type": "text"}} | dumped.get("text", {}),
+        "tool_choice": dumped.get("tool_choice", "auto"),
+        "tools": [_shown(tool) for tool in body.callable_tools],
+        "top_p": sampling.top_p,
+        "truncation": body.truncation or "disabled",
+        "usage": None,
+    }
+
+
+def _shown(tool: FunctionTool | CustomTool) -> dict[str, Any]:
+    if isinstance(tool, CustomTool):
+        return tool.model_dump(exclude_none=True)
+    return {"parameters": None, "strict": None, **tool.model_dump()}
+
+
+class ResponsesEncoder(Encoder):
+    """A response: items of reasoning, text and calls, each with the events of its beginning, growth and end."""
+
+    def __init__(
+        self,
+        document: dict[str, Any],
+        reply: ChatReply,
+        origins: Mapping[str, dict[str, str]],
+        custom: frozenset[str],
+        token_texts: TokenTexts | None,
+        kept: _Kept | None,
+    ) -> None:
+        """Make an encoder.
+
+        Args:
+            document: The response without output.
+            reply: The reply.
+            origins: Names and namespaces of the functions in namespaces, by the names that the model sees.
+            custom: Names of custom tools. Their calls are text.
+            token_texts: The texts of tokens; None without log-probabilities.
+            kept: The place of the response in the store; None if it is not kept.
+        """
+        self._document, self._reply, self._origins, self._custom = document, reply, origins, custom
+        self._token_texts, self._kept = token_texts, kept
+        self._sequence = -1
+        self._output: list[dict[str, Any]] = []
+
+    def begin(self, usage: Usage) -> list[Event]:
+        """Return the events of a response without output."""
+        return [self._event(f"response.{step}", response=self._document) for step in ("created", "in_progress")]
+
+    def add(self, round_: ReplyRound) -> list[Event]:
+        """Add a round."""
+        return [event for block_event in self._reply.add(round_) for event in self._events(block_event, round_)]
+
+    def heartbeat(self) -> Event:
+        """Return an empty delta of the last item. Before there is one, the response is in progress once more: an event
+        that every client knows, but which some take for the whole output so far. What may be long is left out."""
+        if not self._reply.open:
+            short = {**self._document, "instructions": None, "tools": []}
+            return self._event("response.in_progress", response={**short, "output": self._output})
+        kind = self._output[-1]["type"]
+        if kind == "function_call":
+            return self._of_item("response.function_call_arguments.delta", delta="")
+        if kind == "custom_tool_call":
+            return self._of_item("response.custom_tool_call_input.delta", delta="")
+        if kind == "reasoning":
+            return self._of_item("response.reasoning_text.delta", content_index=0, delta="")
+        return self._of_item("response.output_text.delta", content_index=0, delta="", logprobs=[])
+
+    def end(self, usage: Usage) -> list[Event]:
+        """Return the event with the whole response, which is stored."""
+        cut = self._reply.finish_reason == "length"
+        ended = {
+            "status": "incomplete" if cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "usage": usage_of(usage, self._reply.reasoning_tokens),
+            "metrics": usage.vllm(),
+        }
+        self._document |= {**ended, "output": self._output}
+        if self._kept:
+            self._kept.put(self._document, memory(dumps(ended).decode()))
+        return [self._event("response.incomplete" if cut else "response.completed", response=self._document)]
+
+    def document(self, usage: Usage) -> dict[str, Any]:
+        """Return the whole response."""
+        return self._document
+
+    def failed(self, error: ApiError) -> Event:
+        """Return the event of a response that failed."""
+        details = {"code": error.code or "server_error", "message": error.message}
+        self._document |= {"status": "failed", "error": details, "output": self._output}
+        return self._event("response.failed", response=self._document)
+
+    def _event(self, kind: str, **more: Any) -> Event:
+        self._sequence += 1
+        return {"type": kind, "sequence_number": self._sequence, **more}
+
+    def _of_item(self, kind: str, **more: Any) -> Event:
+        """Return an event about the last item."""
+        item_id, index = self._output[-1]["id"], len(self._output) - 1
+        return self._event(kind, item_id=item_id, output_index=index, **more)
+
+    def _events(self, event: BlockEvent, round_: ReplyRound) -> list[Event]:
+        """Return the events of a block's beginning, growth or end. Each block is an item."""
+        if isinstance(event, BlockEnded):
+            return self._ended(event.block)
+        begun = self._begun(event.block) if isinstance(event, BlockBegun) else []
+        self._count(event.text)
+        if event.block.kind == "call":
+            return [*begun, *self._called(event.block, event.text)]
+        content = self._output[-1]["content"][0]
+        content["text"] += event.text
+        if event.block.kind == "reasoning":
+            return [*begun, self._of_item("response.reasoning_text.delta", content_index=0, delta=event.text)]
+        logprobs = [self._token_texts.chat_logprobs(chunk) for chunk in round_.chunks] if self._token_texts else []
+        if logprobs:
+            content["logprobs"] += logprobs
+            self._count(logprobs)
+        more: dict[str, Any] = {"content_index": 0, "delta": event.text, "logprobs": logprobs}
+        return [*begun, self._of_item("response.output_text.delta", **more)]
+
+    def _called(self, block: ReplyBlock, text: str) -> list[Event]:
+        """Return the event of more arguments; none for a custom tool: its text is known once the JSON is complete."""
+        item = self._output[-1]
+        if item["type"] == "custom_tool_call":
+            return []
+        item["arguments"] = block.text
+        return [self._of_item("response.function_call_arguments.delta", delta=text)] if text else []
+
+    def _count(self, more: Any) -> None:
+        """Count more of the output, so that the whole need not be measured at the end."""
+        if self._kept:
+            self._kept.count(dumps(more).decode())
+
+    def _begun(self, block: ReplyBlock) -> list[Event]:
+        """Add the item of a block."""
+        item = _item(block, block.name in self._custom) | self._origins.get(block.name, {})
+        self._output.append(item)
+        self._count(item)
+        first = {**item, "content": []} if "content" in item else dict(item)
+        added = [self._event("response.output_item.added", output_index=block.index, item=first)]
+        if "content" in item:
+            part = deepcopy(item["content"][0])
+            added.append(self._of_item("response.content_part.added", content_index=0, part=part))
+        return added
+
+    def _ended(self, block: ReplyBlock) -> list[Event]:
+        """Complete the item of a block."""
+        item = self._output[-1]
+        item["status"] = "incomplete" if self._reply.finish_reason == "length" else "completed"
+        if item["type"] == "function_call":
+            arguments = {"name": item["name"], "arguments": item["arguments"]}
+            events = [self._of_item("response.function_call_arguments.done", **arguments)]
+        elif item["type"] == "custom_tool_call":
+            item["input"] = text_of(block.text)
+            events = [
+                self._of_item("response.custom_tool_call_input.delta", delta=item["input"]),
+                self._of_item("response.custom_tool_call_input.done", input=item["input"]),
+            ]
+        else:
+            part = item["content"][0]
+            kind = "reasoning_text" if block.kind == "reasoning" else "output_text"
+            whole = {name: part[name] for name in ("text", "logprobs") if name in part}
+            events = [
+                self._of_item(f"response.{kind}.done", content_index=0, **whole),
+                self._of_item("response.content_part.done", content_index=0, part=part),
+            ]
+        return [*events, self._event("response.output_item.done", output_index=block.index, item=item)]
+
+
+@dataclass(slots=True)
+class _Kept:
+    """The place of a growing response in the store. `items`: its input. `size`: bytes of memory so far. `length`:
+    characters of its items so far."""
+
+    store: ResponseStore
+    items: Sequence[Item]
+    size: int
+    length: int
+
+    def count(self, text: str) -> None:
+        """Count more of the output, as JSON."""
+        self.size += memory(text)
+        self.length += len(text)
+
+    def put(self, document: dict[str, Any], more: int) -> None:
+        """Store the whole response. `more`: bytes of memory that are not counted yet."""
+        previous = document["previous_response_id"]
+        self.store.put(StoredResponse(document, self.items, previous, self.size + more, self.length))
+
+
+class FailingEncoder(ResponsesEncoder):
+    """A response that fails before it has any output."""
+
+    def __init__(self, document: dict[str, Any], error: ApiError) -> None:
+        super().__init__(document, ChatReply(), {}, frozenset(), None, None)
+        self._error = error
+
+    def end(self, usage: Usage) -> list[Event]:
+        """Raise the error, which ends the stream."""
+        raise self._error
+
+
+def _item(block: ReplyBlock, custom: bool) -> dict[str, Any]:
+    """Return the item of a block without its text. `custom`: it calls a custom tool."""
+    if block.kind == "reasoning":
+        content: list[Any] = [{"type": "reasoning_text", "text": ""}]
+        return {"id": _id("rs"), "type": "reasoning", "status": "in_progress", "summary": [], "content": content}
+    if block.kind == "text":
+        content = [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]
+        about: dict[str, Any] = {"role": "assistant", "content": content}
+        return {"id": _id("msg"), "type": "message", "status": "in_progress", **about}
+    kind, prefix, text = ("custom_tool_call", "ctc", "input") if custom else ("function_call", "fc", "arguments")
+    about = {"call_id": block.id, "name": block.name, text: ""}
+    return {"id": _id(prefix), "type": kind, "status": "in_progress", **about}
+
+
+def _id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+def usage_of(usage: Usage, reasoning: int) -> dict[str, Any]:
+    """Return the token counts of a response."""
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+        "output_tokens": usage.written,
+        "output_tokens_details": {"reasoning_tokens": reasoning},
+        "total_tokens": usage.prompt + usage.written,
+        "speculation": usage.speculation(),
+    }

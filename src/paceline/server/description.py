@@ -1,0 +1,306 @@
+"""The OpenAPI document: bodies, answers and errors of every route, with the models of answers."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel, RootModel
+from pydantic.json_schema import models_json_schema
+
+from paceline.server import errors
+from paceline.server.apis import embeddings, ollama_models, rerank, tokens
+from paceline.server.apis.messages import CountTokensRequest
+from paceline.server.compat import PlainAnswer
+
+
+class Health(PlainAnswer):
+    """True if the server accepts requests and answers them; "failing" after several internal errors in a row."""
+
+    status: Literal["ok", "stopping", "failing"]
+    running: int
+    waiting: int
+
+
+class TokenPiece(PlainAnswer):
+    """A token with its text."""
+
+    id: int
+    piece: str
+
+
+class Tokens(PlainAnswer):
+    """Token ids of a text."""
+
+    tokens: list[int] | list[TokenPiece]
+    count: int
+    max_model_len: int
+
+
+class DecodedText(PlainAnswer):
+    """Text of token ids, under vLLM's name and llama.cpp's."""
+
+    prompt: str
+    content: str
+
+
+class TokenizerInfo(BaseModel):
+    """A tokenizer, with its special tokens by their roles."""
+
+    tokenizer_class: str
+    model_max_length: int
+    vocab_size: int
+    chat_template: str | None
+
+
+class GenerationSettings(PlainAnswer):
+    """Default parameters of a model, under llama.cpp's names, and its context length."""
+
+    params: dict[str, Any]
+    n_ctx: int
+
+
+class Modalities(PlainAnswer):
+    """What a model takes besides text."""
+
+    vision: bool
+    audio: bool
+
+
+class Properties(PlainAnswer):
+    """A model and its default parameters, as llama.cpp's server describes them."""
+
+    default_generation_settings: GenerationSettings
+    total_slots: int
+    model_alias: str
+    model_path: str
+    modalities: Modalities
+    endpoint_slots: bool
+    endpoint_props: bool
+    endpoint_metrics: bool
+    chat_template: str
+    bos_token: str
+    eos_token: str
+    build_info: str
+
+
+class Slot(PlainAnswer):
+    """A place for a running reply."""
+
+    id: int
+    n_ctx: int
+    speculative: bool
+    is_processing: bool
+
+
+class Slots(RootModel[list[Slot]]):
+    """The slots of a model, none if it is not loaded."""
+
+
+class RenderedPrompt(PlainAnswer):
+    """A chat's prompt."""
+
+    prompt: str
+
+
+class TokenCount(PlainAnswer):
+    """Tokens of a prompt."""
+
+    input_tokens: int
+
+
+class ServedModel(PlainAnswer):
+    """A model, for OpenAI's and Anthropic's clients. `parent`: of an adapter. `paceline`: `loaded`, and then drafters,
+    context and sampling."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    type: Literal["model"]
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"]
+    parent: str | None = None
+    paceline: dict[str, Any]
+
+
+class ModelName(PlainAnswer):
+    """A model as llama.cpp's clients read it."""
+
+    name: str
+    model: str
+
+
+class ModelListing(PlainAnswer):
+    """All models."""
+
+    object: Literal["list"]
+    data: list[ServedModel]
+    models: list[ModelName]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class OllamaVersion(PlainAnswer):
+    """The version of Ollama whose API this is."""
+
+    version: str
+
+
+class OllamaDetails(PlainAnswer):
+    """About a model's files."""
+
+    parent_model: str
+    format: Literal["gguf", "safetensors"]
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str
+
+
+class OllamaModel(PlainAnswer):
+    """A model as Ollama lists it; `size_vram` to `expires_at`: of one in memory."""
+
+    name: str
+    model: str
+    modified_at: str
+    size: int
+    digest: str
+    details: OllamaDetails
+    size_vram: int | None = None
+    context_length: int | None = None
+    expires_at: str | None = None
+
+
+class OllamaModelList(PlainAnswer):
+    """All models, or those in memory."""
+
+    models: list[OllamaModel]
+
+
+class OllamaModelAbout(PlainAnswer):
+    """What a model is and can do."""
+
+    license: str
+    modelfile: str
+    parameters: str
+    template: str
+    details: OllamaDetails
+    model_info: dict[str, str | int]
+    capabilities: list[str]
+    modified_at: str
+
+
+class DeletedResponse(PlainAnswer):
+    """A response that has been forgotten."""
+
+    id: str
+    object: Literal["response.deleted"]
+    deleted: bool
+
+
+class ErrorDetail(BaseModel):
+    """OpenAI's error."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """Body of an error response."""
+
+    error: ErrorDetail
+
+
+class AnthropicErrorDetail(BaseModel):
+    """Anthropic's error, with OpenAI's parameter and code. `details` tell the client how to go on without a feature."""
+
+    type: str
+    message: str
+    param: str | None
+    code: str | None
+    details: dict[str, Any] | None = None
+
+
+class AnthropicErrorBody(BaseModel):
+    """Body of an error response of Anthropic's endpoints."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+    request_id: str
+
+
+class OllamaErrorBody(BaseModel):
+    """Body of an error response of Ollama's endpoints."""
+
+    error: str
+
+
+_REF = "#/components/schemas/{model}"
+_BODIES = (
+    *(CountTokensRequest, ollama_models.NamedModelRequest, ollama_models.PullRequest),
+    *(tokens.TokenizeRequest, tokens.DetokenizeRequest, tokens.ApplyTemplateRequest),
+    rerank.RerankRequest,
+    *(embeddings.EmbeddingsRequest, embeddings.OllamaEmbedRequest, embeddings.OllamaPromptEmbedRequest),
+)
+"""Bodies of requests that generate no text."""
+ANSWERS: tuple[type[BaseModel], ...] = (
+    *(Tokens, DecodedText, RenderedPrompt, TokenCount),
+    *(ModelListing, ServedModel, DeletedResponse, Health),
+    *(
+        TokenizerInfo,
+        Properties,
+        Slots,
+        OllamaVersion,
+        OllamaModelList,
+    ),
+    *(OllamaModelAbout, ErrorBody, AnthropicErrorBody, OllamaErrorBody),
+    rerank.Ranking,
+    *(embeddings.Embeddings, embeddings.OllamaEmbeddings, embeddings.OllamaPromptEmbedding),
+)
+"""Bodies of answers."""
+_MEANINGS = {
+    400: "The body is malformed, or the parameter in `param` is unknown or out of range.",
+    401: "The API key is missing or wrong.",
+    403: "The Host header is not allowed.",
+    404: "No such model or path.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
+    429: "The server is full. Retry-After gives the seconds to wait.",
+    500: "Internal error.",
+    503: "The server is stopping, or out of memory.",
+    504: "The request took longer than `timeout`.",
+}
+
+
+def errors_of(path: str) -> dict[int | str, dict[str, Any]]:
+    """Return the error responses of the API that `path` belongs to."""
+    shape = {"messages": AnthropicErrorBody, "api": OllamaErrorBody}.get(errors.dialect(path), ErrorBody)
+    return {
+        status: {"description": meaning, "content": content(shape.__name__)} for status, meaning in _MEANINGS.items()
+    }
+
+
+def content(model: str) -> dict[str, Any]:
+    """Describe a JSON body. FastAPI would build a validator from a class in each of some 300 places; a name is free."""
+    return {"application/json": {"schema": {"$ref": _REF.format(model=model)}}}
+
+
+def describe(app: FastAPI) -> dict[str, Any]:
+    """Return the OpenAPI document. FastAPI does not know the models of bodies that `BodyReader` reads: `app.state.apis`
+    has those of requests for text."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        models = [(body, "validation") for body in (*(api.body for api in app.state.apis), *_BODIES, *ANSWERS)]
+        _, schemas = models_json_schema(models, ref_template=_REF)  # type: ignore[arg-type]
+        document["components"]["schemas"] |= schemas["$defs"]
+        for path in document["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)  # FastAPI's own, which this server never sends
+        app.openapi_schema = document
+    return app.openapi_schema

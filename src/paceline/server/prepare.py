@@ -1,0 +1,251 @@
+"""From a request to the jobs of its replies: tokens, sampling, speculation, grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from paceline.chat import thinking
+from paceline.chat.calls import CallParser, ForcedCallParser, ReasonedCalls
+from paceline.engine.draft_policy import OFF, Speculation
+from paceline.engine.prediction import predicted_ids
+from paceline.errors import InvalidPrompt, PacelineError
+from paceline.llm import LLM
+from paceline.sampling.grammar import Grammar
+from paceline.sampling.parameters import Sampling
+from paceline.server import grammars
+from paceline.server.errors import ContextExceeded, bad_request
+from paceline.server.limits import Settings
+from paceline.server.models import LoadedModel
+from paceline.server.prompts import call_format, chat_text, truncated
+from paceline.server.replies import ChatReply
+from paceline.server.request import ChatPrompt, GenerateRequest, TextPrompt
+from paceline.server.schema import SpeculationOptions
+from paceline.server.worker import ReplyJob
+from paceline.text.infill import infill_prompt, infill_tokens
+from paceline.types import DraftBudget
+
+_MAX_BRANCHES = 512
+"""Branches of a drafted tree: no limit of its own."""
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A request that is ready to run.
+
+    Attributes:
+        id: The id of the answer.
+        model: The model.
+        jobs: The jobs of the replies.
+        replies: The reply of each job as far as it has come.
+    """
+
+    id: str
+    model: LoadedModel
+    jobs: list[ReplyJob]
+    replies: Sequence[ChatReply]
+
+    @property
+    def sampling(self) -> Sampling:
+        """The sampling of the replies; the model's own if there are none."""
+        return self.jobs[0].sampling if self.jobs else self.model.llm.sampling()
+
+
+def prepare(model: LoadedModel, settings: Settings, request: GenerateRequest | None, answer_id: str) -> Prepared:
+    """Prepare the replies to a request; None asks for an empty reply. Raises `PacelineError` and `ApiError`."""
+    if request is None:
+        return Prepared(answer_id, model, [], [ChatReply()])
+    if isinstance(request.prompt, TextPrompt):
+        jobs = _text_jobs(model, settings, request, request.prompt)
+        return Prepared(answer_id, model, jobs, [ChatReply() for _ in jobs])
+    prompt = request.prompt
+    try:
+        jobs, replies = _chat(model, settings, request, prompt)
+    except ContextExceeded:
+        if not prompt.truncated:
+            raise
+        most = prompt_limit(model.llm, settings)
+        prompt = truncated(prompt, lambda shorter: _size(model.llm, settings, shorter), most, request.max_tokens)
+        jobs, replies = _chat(model, settings, request, prompt)
+    return Prepared(answer_id, model, jobs, replies)
+
+
+def _chat(
+    model: LoadedModel, settings: Settings, request: GenerateRequest, prompt: ChatPrompt
+) -> tuple[list[ReplyJob], list[ChatReply]]:
+    """Return the jobs of a chat, and a new reply for each."""
+    llm, functions = model.llm, prompt.tools.schemas
+    family, text = call_format(llm), chat_text(llm, prompt)
+    check_length(llm, settings, text, "messages")
+    form = thinking.family(llm.tokenizer.template_for(bool(prompt.tools.offered)))
+    budget = None
+    if form and request.thinking_budget is not None and not form.over(text):
+        budget = form.budget(request.thinking_budget, form.begun(text))
+    if form and (form.over(text) or not (prompt.split or form is thinking.HARMONY)):
+        form = None
+    inside = form is not None and form.begun(text)
+    markers = _special(llm, *(family.markers if functions else ()), *(form.markers if form else ()))
+    calls = None
+    if functions:
+        content = grammars.content_schema(request.constraints)
+        if prompt.tools.forced or content is not None:
+            calls = family.grammar([*functions.items()], markers, None if prompt.tools.forced else content)
+    thought = form.rules(inside, markers) if form else None
+    grammar = grammars.grammar(model.grammar_trials, request.constraints, calls, thought)
+    if grammar and form is None:
+        budget = None  # the grammar has no reasoning
+    tokens = token_ids(llm, text, "messages", chat=True)
+    check_length(llm, settings, tokens, "messages")
+    sampling = replace(_sampling(llm, request, grammar), thinking_budget=budget)
+    if form:
+        sampling = replace(sampling, reasoning=form.reasoning(inside))
+    if request.prediction:
+        # Here, because doing it where the reply begins would hold up all other replies.
+        most, size = sampling.max_new_tokens, llm.model.target.vocab_size
+        sampling = replace(sampling, prediction=predicted_ids(request.prediction, llm.tokenizer.encode, most, size))
+
+    def parser() -> CallParser | ForcedCallParser | None:
+        if prompt.tools.forced:
+            return ForcedCallParser(family, functions)
+        return CallParser(family, functions, prompt.tools.single, bare=grammar is None) if functions else None
+
+    def reply() -> ChatReply:
+        reasoned = form and functions and not prompt.tools.forced
+        return ChatReply(
+            parser=parser(),
+            thoughts=form.parser(inside) if form else None,
+            reasoned=ReasonedCalls(family, functions, prompt.tools.single) if reasoned else None,
+            markers={token: marker for marker, token in markers.items()},
+        )
+
+    jobs = _jobs(llm, settings, request, [tokens], sampling)
+    return jobs, [reply() for _ in jobs]
+
+
+def _text_jobs(model: LoadedModel, settings: Settings, request: GenerateRequest, prompt: TextPrompt) -> list[ReplyJob]:
+    """Return the jobs of prompts that are text or token ids as they are."""
+    llm, texts = model.llm, prompt.texts
+    params = [f"{prompt.param}.{i}" if len(texts) > 1 else prompt.param for i in range(len(texts))]
+    others = "".join((prompt.after or "", *(part for file in prompt.files for part in file)))
+    for text, param in zip(texts, params, strict=True):
+        if isinstance(text, str):
+            check_length(llm, settings, text + others, param)
+    prompts = [_prompt_ids(llm, prompt, text, param) for text, param in zip(texts, params, strict=True)]
+    for tokens in prompts:
+        check_length(llm, settings, tokens, "prompt")
+    grammar = grammars.grammar(model.grammar_trials, request.constraints)
+    sampling = _sampling(llm, request, grammar)
+    if prompt.after is not None and prompt.ends:
+        sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *infill_tokens(llm.tokenizer).ends))
+    made = _jobs(llm, settings, request, prompts, sampling)
+    return [replace(job, prompt_only=True) for job in made] if request.max_tokens == 0 else made
+
+
+def _prompt_ids(llm: LLM, prompt: TextPrompt, text: str | Sequence[int], param: str) -> list[int]:
+    """Return a prompt's token ids. Raises `ApiError` 400."""
+    if prompt.after is None:
+        return token_ids(llm, text, param)
+    if not isinstance(text, str):
+        raise bad_request(f"{param} must be text, not token ids, beside suffix", param)
+    try:
+        return infill_prompt(llm.tokenizer, text, prompt.after, prompt.files)
+    except InvalidPrompt as error:
+        raise bad_request(str(error), "suffix" if prompt.param == "prompt" else None) from error
+
+
+def _sampling(llm: LLM, request: GenerateRequest, grammar: Grammar | None) -> Sampling:
+    """Return the model's recommended sampling, overridden by the request."""
+    most = request.max_tokens
+    if most < 0:
+        most = llm.model.target.context_length // request.share
+    fields: dict[str, Any] = {**request.sampling, **({"grammar": grammar} if grammar else {})}
+    # A round generates at least one token; it is not shown if none was requested.
+    return llm.sampling(max_new_tokens=max(1, most), logprobs=request.logprobs, **fields).seeded()
+
+
+def _jobs(
+    llm: LLM, settings: Settings, request: GenerateRequest, prompts: Sequence[Sequence[int]], sampling: Sampling
+) -> list[ReplyJob]:
+    """Return a job for each sample of each prompt in turn. Raises `ApiError` 400 for too many, and as
+    `Sampling.sampler` does."""
+    n = request.samples
+    if n > settings.max_n or n * len(prompts) > settings.max_choices:
+        raise bad_request(
+            f"n={n} replies to {len(prompts)} prompts are too many: "
+            f"the limits are {settings.max_n} per prompt and {settings.max_choices} in all",
+            "n",
+        )
+    how = _speculation(llm, request.speculation)
+    made = []
+    for tokens in prompts:
+        # Fails before anything is queued if it must, and keeps compiled grammars alive until the reply begins.
+        sampler = sampling.sampler(vocabulary=llm.vocabulary)
+        group = object()
+        made += [ReplyJob(tokens, sampling, i, how, group=group, keep_alive=sampler) for i in range(n)]
+    return made
+
+
+def _speculation(llm: LLM, options: str | SpeculationOptions | None) -> Speculation | None:
+    """Return how to draft, None for the server's default. Raises `ApiError` 400 for a drafter that is not loaded."""
+    if options is None or options == "auto":
+        return None
+    if isinstance(options, str) or options.max_draft == 0:
+        return OFF
+    drafter = options.drafter or llm.engine.policies.default.drafter
+    try:
+        _ = llm.engine.policies[drafter]
+    except PacelineError as error:
+        raise bad_request(str(error), "speculation.drafter") from error
+    limit = options.max_draft
+    return Speculation(drafter, None if limit is None else DraftBudget(limit, limit, _MAX_BRANCHES))
+
+
+def token_ids(llm: LLM, prompt: Any, param: str, chat: bool = False) -> list[int]:
+    """Return the token ids of a text, or of a prompt that is token ids already. `chat`: the text of a chat, which has
+    its special tokens. Raises `ApiError` 400 naming the parameter."""
+    try:
+        return llm.encode(llm.tokenizer.encode(prompt, special=False) if chat else prompt, raw=True)
+    except PacelineError as error:
+        raise bad_request(str(error), param) from error
+
+
+def prompt_limit(llm: LLM, settings: Settings) -> int:
+    """Return the most tokens of a prompt, which leaves room for one of the reply."""
+    context = llm.model.target.context_length
+    return min(context - 1, settings.max_prompt or context)
+
+
+def check_length(llm: LLM, settings: Settings, prompt: str | Sequence[int], param: str) -> None:
+    """Raise `ContextExceeded` for a prompt that is too long, or leaves no room for a reply.
+
+    Text is refused before it is tokenised if it is too long whatever its tokens are.
+    """
+    limit, size = prompt_limit(llm, settings), len(prompt)
+    if is_text := isinstance(prompt, str):
+        longest = llm.tokenizer.max_token_chars
+        size = 0 if longest is None else -(-size // longest)
+    if size > limit:
+        context = llm.model.target.context_length
+        raise ContextExceeded(size, context if limit == context - 1 else limit, param, exact=not is_text)
+
+
+def chat_tokens(llm: LLM, settings: Settings, prompt: ChatPrompt) -> list[int]:
+    """Return the token ids of a chat's prompt. Raises `ApiError` 400."""
+    text = chat_text(llm, prompt)
+    check_length(llm, settings, text, "messages")
+    return token_ids(llm, text, "messages", chat=True)
+
+
+def _size(llm: LLM, settings: Settings, prompt: ChatPrompt) -> int:
+    """Return the tokens of a chat's prompt; at least as many for a text that is too long whatever its tokens are."""
+    try:
+        return len(chat_tokens(llm, settings, prompt))
+    except ContextExceeded as error:
+        return error.size
+
+
+def _special(llm: LLM, *markers: str) -> dict[str, int]:
+    """Return those markers that are special tokens, which a reply's text leaves out, with their ids."""
+    ids = {marker: llm.tokenizer.token_id(marker) for marker in markers}
+    return {marker: token for marker, token in ids.items() if token is not None and token in llm.tokenizer.special_ids}
