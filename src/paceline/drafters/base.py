@@ -72,7 +72,7 @@ class Ask:
         return len(self.token_ids) - 1
 
 
-class Part(NamedTuple):
+class DrafterPart(NamedTuple):
     """A part of a drafter with a draft length of its own. `draft`, `free`, `reads_prompt`: as in `Drafter`."""
 
     draft: DraftBudget
@@ -123,10 +123,10 @@ class Drafter(ABC):
         """Receive a prefill chunk that the target has processed: its tokens, and the declared taps [len(tokens), H]."""
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[DrafterPart, ...]:
         """The parts with draft lengths of their own. A cascade has several: it asks them one after the other, each for
         the requests that have no draft yet, and notes in `Draft.part` which it asked last."""
-        return (Part(self.draft, self.free, self.reads_prompt),)
+        return (DrafterPart(self.draft, self.free, self.reads_prompt),)
 
     @property
     def needs_past(self) -> bool:
