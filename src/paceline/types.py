@@ -114,6 +114,7 @@ class Draft:
             without replacement. Children of a row without an entry were chosen, not drawn (a point-mass set).
         carried: Work that verification need not repeat.
         lengthened: Number of tokens that lookups added at the end of a chain (`Drafter.extend`).
+        part: The part of a cascade (`Drafter.parts`) that was asked last, with a draft or without.
     """
 
     tokens: tuple[int, ...] = ()
@@ -121,6 +122,7 @@ class Draft:
     q: Mapping[int, Tensor] = field(default_factory=dict, compare=False)
     carried: Carried | None = field(default=None, compare=False)
     lengthened: int = field(default=0, compare=False)
+    part: int = field(default=0, compare=False)
 
     @property
     def own(self) -> int:

@@ -28,6 +28,8 @@ def test_a_thinking_budget_needs_a_model_that_reasons() -> None:
         SamplingOptions(thinking_budget=3).resolve(scripted("yes", "go:"))
     with pytest.raises(InvalidOption, match="thinking_budget"):
         SamplingOptions(thinking_budget=-1).check()
+    with pytest.raises(InvalidOption, match="--thinking-budget and a grammar exclude each other"):
+        SamplingOptions(thinking_budget=3, regex="a*").check()
 
 
 def test_dry_reaches_the_reply() -> None:

@@ -30,6 +30,7 @@ from paceline.sampling.sampler import Ranked
 from paceline.testing import TINY, run, run_together, tiny_target
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 from paceline.verify.tree import PREFILL_ROWS
+from tests.support.controlled import fixed_plan
 from tests.support.cover import cover
 from tests.support.eagle_reference import Reference
 from tests.support.tiny_heads import eagle_config, eagle_tensors
@@ -171,7 +172,7 @@ def test_of_a_long_prompt_few_taps_are_kept(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_prompt_that_nobody_drafts_for_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = make(CONFIGS["eagle-3"], LONG)
     monkeypatch.setattr(drafter, "_read", None)
-    monkeypatch.setattr(Controller, "choose", lambda self, *state: DraftBudget.chain(0))
+    monkeypatch.setattr(Controller, "plan", lambda self, each, together: fixed_plan(self, each, self.sizes[0]))
     run(LONG, [i * i % 37 for i in range(3 * PREFILL_ROWS)], Sampling(max_new_tokens=5), drafter)
 
 

@@ -20,6 +20,7 @@ from paceline.sampling.sampler import Prefix, Ranked, RuleName
 from paceline.testing import TINY, random_tensors, run, tiny_target
 from paceline.types import Draft, DraftBudget, Forward, Rows, Verdict, Want
 from paceline.verify.tree import MIN_ROWS
+from tests.support.controlled import fixed_plan
 from tests.support.cover import cover
 from tests.support.toys import ask_for
 
@@ -200,7 +201,8 @@ def test_an_early_stop_changes_no_text(
 ) -> None:
     """Sizes and stops at random, as a machine's whims might have it."""
     turns = itertools.count()
-    monkeypatch.setattr(Controller, "choose", lambda self, *args: self.sizes[next(turns) % len(self.sizes)])
+    whims = lambda self, each, together: fixed_plan(self, each, self.sizes[next(turns) % len(self.sizes)])  # noqa: E731
+    monkeypatch.setattr(Controller, "plan", whims)
 
     class Whim(DraftModel):
         stops = 0
@@ -225,11 +227,8 @@ def test_drafters_learn_the_pace_but_not_under_rules_that_draw(rule: RuleName, m
             paces.update(ask.pace for ask in asks)
             return super().propose(asks)
 
-    def choose(self: Controller, *args: int) -> DraftBudget:
-        self.pace = 5.0
-        return self.sizes[-1]
-
-    monkeypatch.setattr(Controller, "choose", choose)
+    most = lambda self, each, together: fixed_plan(self, each, self.sizes[-1], pace=5.0)  # noqa: E731
+    monkeypatch.setattr(Controller, "plan", most)
     sampling = Sampling(max_new_tokens=12, temperature=1.0, seed=2, rule=rule)
     run(tiny_target(), [1, 5, 9], sampling, Noting(tiny_target(), 37), None)
     assert paces == ({5.0} if rule == "match" else {0.0})

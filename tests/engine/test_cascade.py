@@ -8,7 +8,7 @@ from itertools import count
 
 import pytest
 
-from paceline.drafters.base import Ask, Drafter, Stage
+from paceline.drafters.base import Allowance, Ask, Drafter, Part
 from paceline.drafters.stack import SURE, DrafterStack, DrafterWrapper
 from paceline.drafters.suffix import Suffix
 from paceline.engine.draft_length import Controller
@@ -40,11 +40,12 @@ class Slow(DrafterWrapper):
 
     def __init__(self, inner: Drafter, clock: Clock, seconds: float) -> None:
         super().__init__(inner)
-        self._clock, self._seconds, self.asked = clock, seconds, 0
+        self._clock, self._seconds, self.asked, self.asks = clock, seconds, 0, list[Ask]()
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         self._clock.now += self._seconds
         self.asked += 1
+        self.asks += asks
         return super().propose(asks)
 
 
@@ -101,8 +102,8 @@ def test_lookups_go_on_where_a_learned_drafter_does_not_pay() -> None:
 
 
 def test_a_drafter_that_is_off_is_left_alone_in_most_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, chosen, honest = Clock(), list[int](), Controller.choose
-    monkeypatch.setattr(Controller, "choose", lambda *given, **named: chosen.append(1) or honest(*given, **named))
+    clock, chosen, honest = Clock(), list[int](), Controller._seconds
+    monkeypatch.setattr(Controller, "_seconds", lambda *given, **named: chosen.append(1) or honest(*given, **named))
     engine = Engine(charged(clock), Slow(Oracle([1], 0.0, 37), clock, 5.0), timer=clock)
     rounds = sum(run(engine.target, PROMPT, Sampling(max_new_tokens=200), engine=engine)[2].rounds for _ in range(4))
     assert rounds > 700
@@ -131,8 +132,7 @@ def test_a_text_that_lookups_write_does_not_keep_the_learned_drafter_from_anothe
     for text, length, (tokens, _, stats) in zip(texts, (60, 3), replies, strict=True):
         assert tokens == text[length:]
         assert stats.rounds < 60
-    controller = next(iter(engine.policies)).controllers[1]
-    assert controller._behind < 60, "the prompt that it is not asked to read"
+    assert all(ask.token_ids[0] != 5 for ask in slow.asks), "the prompt that it is not asked to read"
 
 
 def test_a_stack_within_a_stack_drafts_with_all_its_parts() -> None:
@@ -140,18 +140,28 @@ def test_a_stack_within_a_stack_drafts_with_all_its_parts() -> None:
     stack = DrafterStack([Suffix(), inner])
     stack.admit(0, [1, 2])
     ask = Ask(0, Prefix([1, 2], (), 2), DraftBudget.chain(2), Sampling().sampler())
-    for stage in (None, 1):
-        assert stack.propose([replace(ask, stage=stage)])[0].tokens == (3, 4)
+    for parts in ((), (Allowance(DraftBudget.chain(0), 0.0, 0.0), Allowance(DraftBudget.chain(2), 0.0, 0.0))):
+        assert stack.propose([replace(ask, parts=parts)])[0].tokens == (3, 4)
 
 
-def test_stages_are_runs_of_one_kind_and_reach_through_wrappers() -> None:
+def test_lookups_and_learned_drafters_are_two_parts_that_wrappers_keep() -> None:
     model = Oracle([1], 1.0, 37)
     stack = DrafterStack([Suffix(), model])
-    assert stack.stages == (Stage(Suffix.draft, True, True), Stage(model.draft, False, True))
-    assert DrafterWrapper(stack).stages == stack.stages
-    assert DrafterStack([Suffix(), Suffix()]).stages == (Stage(Suffix.draft, True, True),)
-    with pytest.raises(IndexError):
-        stack.propose([Ask(0, None, stack.draft, None, stage=2)])  # type: ignore[arg-type]
+    assert stack.parts == (Part(Suffix.draft, True, True), Part(model.draft, False, True))
+    assert DrafterWrapper(stack).parts == stack.parts
+    assert DrafterStack([Suffix(), Suffix()]).parts == (Part(Suffix.draft, True, True),)
+    assert DrafterStack([model, Suffix(), Oracle([2], 1.0, 37)]).parts == stack.parts[::-1]
+
+
+def test_each_part_of_a_cascade_has_a_budget_of_its_own_and_a_draft_says_whose_it_is() -> None:
+    stack = DrafterStack([Oracle([1, 2, 3, 4], 1.0, 37), Oracle([1, 2, 7, 8], 1.0, 37)])
+    stack._part_of = [0, 1]
+    stack.admit(0, [1, 2])
+    ask = Ask(0, Prefix([1, 2], (), 2), DraftBudget.chain(9), Sampling().sampler())
+    for first, second, tokens, part in ((1, 2, (3,), 0), (0, 2, (7, 8), 1), (2, 0, (3, 4), 0), (0, 0, (), 0)):
+        parts = tuple(Allowance(DraftBudget.chain(n), 0.0, 0.0) for n in (first, second))
+        (draft,) = stack.propose([replace(ask, parts=parts)])
+        assert (draft.tokens, draft.part) == (tokens, part)
 
 
 class Watched(DrafterWrapper):
@@ -198,8 +208,8 @@ def test_lookups_hold_back_only_for_a_drafter_that_is_asked() -> None:
     assert any(SURE in sures for sures in lookup.asked.values())
 
 
-def test_each_stage_notes_once_that_a_text_begins() -> None:
-    """Where other tokens are known, or lookups draft, a stage begins later."""
+def test_each_part_notes_once_that_a_text_begins() -> None:
+    """Where other tokens are known, or lookups draft, a part begins later."""
     target, sampling = tiny_target(), Sampling(max_new_tokens=40)
     plain = run(target, PROMPT, sampling)[0]
     engine = Engine(target, DrafterStack([Watched(Oracle([0], 1.0, 37), True), Oracle([*PROMPT, *plain], 1.0, 37)]))

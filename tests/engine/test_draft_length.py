@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 
 from paceline.engine.cost_model import Curve, Fading
-from paceline.engine.draft_length import Controller
+from paceline.engine.draft_length import Standing
 from paceline.types import Draft, DraftBudget, Verdict
 from paceline.verify.tree import MIN_ROWS
+from tests.support.controlled import Driven
 from tests.support.cover import cover
 
 Accept = Callable[[int], float]
@@ -22,8 +23,9 @@ class World:
     once at d, with the chance `right`. Times are jittered, and now and then another program takes the machine."""
 
     def __init__(self, most: DraftBudget, per_row: float, per_level: float, right: float, together: int = 1) -> None:
-        self.controller = Controller(most)
+        self.controller = Driven(most)
         self.per_row, self.per_level, self.right, self.together = per_row, per_level, right, together
+        self.others = 0
         self._random = random.Random(0)
         self.sizes: list[int] = []
 
@@ -43,7 +45,7 @@ class World:
                 kept += 1
             drafts.append(Draft.chain((0,) * size.nodes))
             verdicts.append(Verdict(tuple(range(1, kept + 1)), (0,) * (kept + 1)))
-        self.controller.learn(
+        self.controller.take(
             [size] * self.together,
             drafts,
             verdicts,
@@ -51,6 +53,7 @@ class World:
             verifying * noise[1],
             self.together,
             self.together * (1 + size.nodes),
+            self.others,
         )
         return sum(len(v.tokens) for v in verdicts) / self.together, drafting + verifying
 
@@ -107,11 +110,11 @@ def test_more_rows_are_known_to_read_more_experts(most: DraftBudget, right: floa
 def test_a_drafter_that_is_off_rests_for_most_rounds() -> None:
     world = World(DraftBudget.chain(5), per_row=0.1, per_level=0.5, right=0.0)
     world.speed(300)
-    resting = sum(world.round() is not None and world.controller._resting for _ in range(400))
+    resting = sum(world.round() is not None and world.controller.last.resting for _ in range(400))
     assert resting > 0.8 * 400
-    while not world.controller._resting:
+    while not world.controller.last.resting:
         world.round()
-    assert not world.controller.rest(fresh=True), "another text may be easier to guess"
+    assert not world.controller.plan([Standing(fresh=True)], 1).resting, "another text may be easier to guess"
 
 
 def test_it_gives_up_and_comes_back() -> None:
@@ -157,7 +160,7 @@ def test_full_rows_leave_no_room_for_drafts() -> None:
 
 
 def test_sizes_go_from_nothing_to_all() -> None:
-    assert Controller(DraftBudget(24, 6, 4)).sizes == [
+    assert Driven(DraftBudget(24, 6, 4)).sizes == [
         DraftBudget.chain(0),
         DraftBudget(1, 1, 4),
         DraftBudget(3, 3, 4),
@@ -165,9 +168,9 @@ def test_sizes_go_from_nothing_to_all() -> None:
         DraftBudget(12, 6, 4),
         DraftBudget(24, 6, 4),
     ]
-    assert Controller(DraftBudget.chain(5)).sizes == [DraftBudget.chain(n) for n in (0, 1, 2, 3, 5)]
-    assert Controller(DraftBudget.chain(0)).sizes == [DraftBudget.chain(0)]
-    assert {Controller(DraftBudget.chain(0)).choose() for _ in range(9)} == {DraftBudget.chain(0)}
+    assert Driven(DraftBudget.chain(5)).sizes == [DraftBudget.chain(n) for n in (0, 1, 2, 3, 5)]
+    assert Driven(DraftBudget.chain(0)).sizes == [DraftBudget.chain(0)]
+    assert {Driven(DraftBudget.chain(0)).choose() for _ in range(9)} == {DraftBudget.chain(0)}
 
 
 def test_a_text_that_begins_ends_a_rest() -> None:
@@ -184,35 +187,35 @@ def test_a_text_that_begins_ends_a_rest() -> None:
 
 def test_the_end_of_a_text_teaches_nothing() -> None:
     """A draft that was cut by EOS or by the length was not wrong."""
-    controller = Controller(DraftBudget.chain(4))
+    controller = Driven(DraftBudget.chain(4))
     for _ in range(30):
         size = controller.choose()
         rows = 1 + size.nodes
-        controller.learn([size], [Draft.chain((0,) * size.nodes)], [Verdict((), (0,), "eos")], 0.1, 1.0, 1, rows)
+        controller.take([size], [Draft.chain((0,) * size.nodes)], [Verdict((), (0,), "eos")], 0.1, 1.0, 1, rows)
     assert controller.choose() == DraftBudget.chain(4)
 
 
 def test_what_a_budget_left_out_was_not_wrong() -> None:
     """A chain of 4 cut to 1 at the end of a block says nothing of the second token."""
-    controller = Controller(DraftBudget.chain(4))
+    controller = Driven(DraftBudget.chain(4))
     for _ in range(60):
         controller.choose()
-        controller.learn([DraftBudget.chain(1)], [Draft.chain((0,))], [Verdict((1,), (0, 0))], 0.1, 1.0, 1, 2)
+        controller.take([DraftBudget.chain(1)], [Draft.chain((0,))], [Verdict((1,), (0, 0))], 0.1, 1.0, 1, 2)
     assert controller.choose() == DraftBudget.chain(4)
 
 
 def late(ahead: int) -> DraftBudget:
     """What is chosen for a reply after a prompt of 1000 tokens, where the drafter must read 10 ms of it a token."""
-    controller = Controller(DraftBudget.chain(4))
+    controller = Driven(DraftBudget.chain(4))
     for turn in range(60):
         # At first little, which says what much will cost.
         behind = 40 if turn < 10 else 1000 if turn % 10 == 0 else 3
-        size = controller.choose(behind=behind)
+        size = controller.choose(unread=behind)
         kept = tuple(range(1, size.nodes))
         seconds = (0.05 * size.nodes + 0.01 * behind) if size.nodes else 0.0
         draft, verdict = Draft.chain((0,) * size.nodes), Verdict(kept, (0, *kept))
-        controller.learn([size], [draft], [verdict], seconds, 1.0, 1, 1 + size.nodes)
-    return controller.choose(behind=1000, ahead=ahead)
+        controller.take([size], [draft], [verdict], seconds, 1.0, 1, 1 + size.nodes)
+    return controller.choose(unread=1000, left=ahead)
 
 
 def test_catching_up_with_a_prompt_must_pay_within_what_is_left_to_write() -> None:
@@ -252,7 +255,7 @@ def test_a_small_pass_is_taken_to_cost_no_more_than_a_larger_one() -> None:
 def test_company_that_is_drafted_for_in_other_ways_does_not_keep_it_from_learning() -> None:
     """Of two requests that share rounds one is not drafted for: drafts of the other are right, or wrong, as ever."""
     for right, expected in ((True, 6), (False, 0)):
-        controller = Controller(DraftBudget.chain(6))
+        controller = Driven(DraftBudget.chain(6))
         sizes = []
         for _ in range(400):
             size = controller.choose(2)
@@ -260,37 +263,35 @@ def test_company_that_is_drafted_for_in_other_ways_does_not_keep_it_from_learnin
             kept = size.nodes if right else 0
             drafts, verdicts = [Draft.chain((0,) * size.nodes)], [Verdict(tuple(range(1, kept + 1)), (0,) * (kept + 1))]
             rows = 2 + size.nodes
-            controller.learn([size], drafts, verdicts, 0.01 * size.nodes, 1.0 + 0.05 * rows, 2, rows)
+            controller.take([size], drafts, verdicts, 0.01 * size.nodes, 1.0 + 0.05 * rows, 2, rows)
         assert sizes[-100:].count(expected) > 80, sizes[-100:]
 
 
 def test_a_round_that_yields_no_token_does_not_stop_later_rounds() -> None:
-    """Of two stages that share rounds, one draws and the reply fails; before any other round, and after many."""
+    """Of two parts that share rounds, one draws and the reply fails; before any other round, and after many."""
     for rounds in (0, 50):
         world = World(DraftBudget.chain(6), 0.02, 0.1, 0.8)
+        world.others = 1
         for _ in range(rounds):
-            world.controller.share(2, 1)
             world.round()
-        for own, others in ((0, 0), (0, 0), (0, 3), (0, 0)):
+        for others in (0, 0, 3, 0):
             world.controller.choose(1)
-            world.controller.share(own, others)
-            world.controller.learn([], [], [], 0.0, 1.0, 1, 4)
-        world.controller.share(2, 1)
+            world.controller.take([], [], [], 0.0, 1.0, 1, 4, others)
         assert world.speed(300) > 1.1
 
 
 def test_a_clock_that_stands_still_does_not_stop_the_controller() -> None:
-    controller = Controller(DraftBudget.chain(4))
+    controller = Driven(DraftBudget.chain(4))
     for _ in range(40):
         size = controller.choose()
         verdict = Verdict((), (0,))
-        controller.learn([size], [Draft.chain((0,) * size.nodes)], [verdict], 0.0, 0.0, 1, 1 + size.nodes)
-        controller.price(1)
+        controller.take([size], [Draft.chain((0,) * size.nodes)], [verdict], 0.0, 0.0, 1, 1 + size.nodes)
+        assert controller.last.price <= 1.0
 
 
 @pytest.mark.parametrize("most", [DraftBudget(8, 4), DraftBudget(4, 8)])
 def test_a_chain_has_one_node_for_each_level(most: DraftBudget) -> None:
-    assert Controller(most).sizes[-1] == DraftBudget.chain(4)
+    assert Driven(most).sizes[-1] == DraftBudget.chain(4)
     assert World(most, 0.02, 0.1, 0.8).speed(200) > 1.1
 
 
@@ -320,7 +321,7 @@ class Uneven(World):
         drafting = self.per_level * max(1, *own) if size.depth else 0.0
         verifying = 1.0 + self.per_row * (rows - self.together) / self.together
         seconds = drafting * (1 + 0.05 * dice()), verifying * (1 + 0.05 * dice())
-        self.controller.learn([size] * self.together, drafts, verdicts, *seconds, self.together, rows)
+        self.controller.take([size] * self.together, drafts, verdicts, *seconds, self.together, rows)
         return 1 + sum(kept) / self.together, drafting + verifying
 
 
@@ -355,7 +356,7 @@ def test_a_batch_drafts_as_long_as_its_longest_chain(
 
 def caught_up(asked: int, together: int) -> float:
     """What a token of catching up is found to cost, where it takes 0.1 ms and a level 1 ms."""
-    controller = Controller(DraftBudget.chain(8))
+    controller = Driven(DraftBudget.chain(8))
     for turn in range(200):
         late = turn > 40 and turn % 4 == 0
         count = asked if late else together
@@ -364,7 +365,7 @@ def caught_up(asked: int, together: int) -> float:
         kept = tuple(range(1, size.nodes + 1))
         drafts, verdicts = [Draft.chain((0,) * size.nodes)] * count, [Verdict(kept, (0, *kept))] * count
         seconds = 0.001 * size.nodes + (0.0001 * behind if size.nodes else 0.0)
-        controller.learn([size] * count, drafts, verdicts, seconds, 0.01, together, together + count * size.nodes)
+        controller.take([size] * count, drafts, verdicts, seconds, 0.01, together, together + count * size.nodes)
     return controller._catch_up.value
 
 
@@ -377,7 +378,7 @@ def test_catching_up_costs_the_same_whoever_shares_the_round(asked: int, togethe
 @pytest.mark.parametrize("together", [1, 4])
 def test_the_pace_is_that_of_all_requests_at_the_best_size(together: int) -> None:
     world = World(DraftBudget.chain(4), 0.02, 0.1, 0.9, together)
-    assert world.controller.pace == 0.0
+    assert world.controller.last.pace == 0.0
     world.speed(100)
     tokens, seconds = (sum(part) for part in zip(*(world.round() for _ in range(100)), strict=True))
-    assert world.controller.pace == pytest.approx(together * tokens / seconds, rel=0.25)
+    assert world.controller.last.pace == pytest.approx(together * tokens / seconds, rel=0.25)

@@ -9,8 +9,8 @@ from statistics import fmean
 
 import pytest
 
-from paceline.engine.draft_length import Controller
 from paceline.types import Draft, DraftBudget, Verdict
+from tests.support.controlled import Driven
 from tests.support.cover import some
 
 _PREFILL, _PLAIN = 0.15, 0.045
@@ -40,7 +40,7 @@ class Machine:
 
     def __init__(self, prices: Prices, seed: int) -> None:
         self._prices, self._dice = prices, random.Random(seed)
-        self._controller = Controller(prices.most, free=not prices.token)
+        self._controller = Driven(prices.most, free=not prices.token)
 
     def speed(self, prompt: int, length: int, right: float) -> float:
         """Return a reply's speed over plain decoding's, end to end. `right`: the chance of a drafted token."""
@@ -69,7 +69,7 @@ class Machine:
         verdict = Verdict(tuple(range(1, kept + 1)), (0,) * (kept + 1), "length" if kept + 1 >= left else None)
         noise = [1 + 0.05 * self._dice.random() + 2.0 * (self._dice.random() < 0.02) for _ in range(2)]
         seconds = drafting * noise[0] * _PLAIN, verifying * noise[1] * _PLAIN
-        self._controller.learn([budget], [Draft.chain((0,) * drafted)], [verdict], *seconds, 1, 1 + drafted)
+        self._controller.take([budget], [Draft.chain((0,) * drafted)], [verdict], *seconds, 1, 1 + drafted)
 
 
 class Knowing(Machine):
@@ -77,7 +77,7 @@ class Knowing(Machine):
 
     def _draft(self, budget: DraftBudget, right: float) -> tuple[int, int]:
         """`right`: the share of tokens that are nearly certain; the others are accepted once in three times."""
-        least = self._controller.price(1) + self._controller.pace * self._prices.level * _PLAIN
+        least = self._controller.last.price + self._controller.last.pace * self._prices.level * _PLAIN
         odds, drafted, kept = 1.0, 0, 0
         while drafted < budget.depth and (not drafted or odds >= least):
             chance = 0.97 if self._dice.random() < right else 0.35

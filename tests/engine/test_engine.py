@@ -22,6 +22,7 @@ from paceline.sampling.parameters import Sampling
 from paceline.testing import Oracle, run, run_together, tiny_target
 from paceline.types import Draft, DraftBudget, Forward, Rows, Want
 from paceline.verify.tree import MIN_ROWS, PREFILL_ROWS, pack
+from tests.support.controlled import fixed_plan
 
 
 class Watched(Decoder):
@@ -240,7 +241,9 @@ def test_whatever_is_chosen_from_round_to_round_the_text_is_plain_decoding_s(
     target, rolls = tiny_target(), random.Random(1)
     sampling = Sampling(max_new_tokens=60, temperature=temperature, seed=5)
     plain = run(target, [1, 2, 3], sampling)[0]
-    monkeypatch.setattr(Controller, "choose", lambda self, *state: rolls.choice(self.sizes))
+    monkeypatch.setattr(
+        Controller, "plan", lambda self, each, together: fixed_plan(self, each, rolls.choice(self.sizes))
+    )
     sized = Sized([1, 2, 3, *plain])
     tokens, _, stats = run(target, [1, 2, 3], sampling, sized)
     assert tokens == plain

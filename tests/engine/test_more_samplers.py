@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
 from paceline.drafters.base import Drafter
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
 from paceline.drafters.suffix import Suffix
 from paceline.engine.engine import Engine
+from paceline.errors import InvalidOption
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
+from paceline.sampling.sampler import Prefix
+from paceline.sampling.thinking import ThinkingBudget
 from paceline.testing import Oracle, run, run_together, tiny_target
 from paceline.types import DraftBudget
 from tests.support.cover import cover
@@ -117,6 +122,19 @@ def test_a_thinking_budget_forces_the_end_at_its_place(
     assert reply(prompt, replace(how, thinking_budget=None))[:at] == tokens[:at]
     for kind, shape in (("ngram", "chain"), ("oracle", "tree"), ("another model", "tree")):
         assert reply(prompt, how, kind, shape) == tokens
+
+
+def test_a_thinking_budget_counts_no_token_twice() -> None:
+    """A drafter may lag behind the text that the target has read."""
+    budget, row = ThinkingBudget(4, "", "q").limit(toy_model().tokenizer), torch.zeros(37)
+    assert [len(budget.forced(Prefix([1] * size, (), 1), 9)) for size in (4, 2, 4, 5, 3, 5)] == [0, 0, 0, 1, 0, 1]
+    assert budget(Prefix([1] * 4, (), 1), row.clone()).tolist() == row.tolist()
+
+
+@pytest.mark.parametrize("wrong", [(3, 5, "q"), (3, "", None), (3, "", ""), (3, "", "q", 1), ("a", "", "q")])
+def test_a_malformed_thinking_budget_is_refused(wrong: tuple[Any, ...]) -> None:
+    with pytest.raises(InvalidOption):
+        Sampling(thinking_budget=ThinkingBudget(*wrong))
 
 
 def test_reasoning_that_ends_within_its_budget_is_left_alone() -> None:

@@ -343,6 +343,36 @@ def test_first_layers_hold_one_of_each_kind() -> None:
     assert len(first_layers(llama).model.layers) == 6
 
 
+@pytest.mark.parametrize("change", ["a tuple", "a hook", "a type of the config"])
+def test_layers_differ_by(change: str) -> None:
+    from paceline.models.transformers_excerpt import first_layers
+
+    llama = model_of("Llama", BASE | {"num_hidden_layers": 6})
+    for number, layer in enumerate(llama.model.layers):
+        if change == "a tuple":
+            layer.self_attn.window = (4, None if number < 3 else 8)
+        elif change == "a hook" and number == 3:
+            layer.mlp.register_forward_hook(lambda *_: None)
+    if change == "a type of the config":
+        llama.config.layer_types = ["full_attention"] * 3 + ["other"] * 3
+    assert len(first_layers(llama).model.layers) == 5
+
+
+def test_a_late_layer_that_no_pass_can_repeat_is_noticed() -> None:
+    class Sums(type(model_of("Llama", BASE).model.layers[0])):  # type: ignore[misc]
+        def forward(self, hidden_states, **rest):  # type: ignore[no-untyped-def]
+            states = super().forward(hidden_states, **rest)
+            return states.cumsum(1) if self.self_attn.layer_idx == 3 else states
+
+    hooked, own = (model_of("Llama", BASE | {"num_hidden_layers": 4}) for _ in range(2))
+    hooked.model.layers[3].register_forward_hook(lambda layer, args, states: states.cumsum(1))
+    for layer in own.model.layers:
+        layer.__class__ = Sums
+    for model in (hooked, own):
+        with pytest.raises(UnsupportedModel, match="cannot verify"):
+            causal(model)
+
+
 def test_a_model_whose_first_layers_do_not_run_is_checked_whole() -> None:
     class Counts(transformers.LlamaForCausalLM):  # type: ignore[misc]
         def forward(self, input_ids=None, attention_mask=None, position_ids=None, **rest):  # type: ignore[no-untyped-def]

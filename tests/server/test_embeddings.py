@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
 import pytest
 import torch
 
+from paceline.engine.prompt_logprobs import PooledStates
 from paceline.llm import LLM
 from paceline.server.answers import RunningRequest
 from paceline.server.bodies import BodyReader
@@ -15,6 +17,7 @@ from paceline.server.worker import Worker
 from paceline.types import Rows, Want
 from paceline.verify.tree import pack_prefix
 from tests.support.running import Serving, serving
+from tests.support.toys import toy_llm
 
 TEXTS = ["abc abc", "the long text of a toy", "b"]
 
@@ -64,6 +67,15 @@ def test_refusals(served: Serving, body: dict[str, Any], param: str) -> None:
     answer = served.post("/v1/embeddings", body)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("encoding", ["float", "base64"])
+def test_vectors_that_are_not_finite_are_an_error(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PooledStates, "vector", lambda *_: [math.nan] * 4)
+    with serving(toy_llm()) as it:
+        answer = it.post("/v1/embeddings", {"input": "a", "encoding_format": encoding})
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "NonFiniteLogits"
 
 
 def test_ollamas_client(served: Serving, plain: LLM) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -14,6 +16,7 @@ from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
 from paceline.testing import tiny_target
 from paceline.text.tokenizer import Tokenizer
+from paceline.types import Forward
 from tests.support.running import Serving, serving
 from tests.support.toys import toy_llm
 from tests.support.vocabularies import byte_level
@@ -87,6 +90,7 @@ def test_a_document_forms_no_control_tokens(judging: Serving) -> None:
         {"query": " "},
         {"top_n": 0},
         {"documents": ["a" * 9999]},
+        {"query": "a" * 40_000, "documents": ["a"] * 128},
         {"x": 1},
     ],
 )
@@ -94,6 +98,30 @@ def test_malformed_requests_are_refused(judging: Serving, wrong: dict[str, objec
     answer = judging.post("/v1/rerank", {"query": QUERY, "documents": DOCUMENTS, **wrong})
     assert answer.status_code == 400, answer.text
     assert judging.idle()
+
+
+def test_a_query_is_not_repeated_without_limit() -> None:
+    with serving(judge(), max_body=1000) as it:
+        few = it.post("/v1/rerank", {"query": "a" * 40, "documents": ["a"] * 8})
+        many = it.post("/v1/rerank", {"query": "a" * 40, "documents": ["a"] * 32})
+    assert few.status_code == 200
+    assert many.status_code == 400
+    assert "Send fewer documents" in many.json()["error"]["message"]
+
+
+def test_scores_that_are_not_finite_are_an_error() -> None:
+    llm = judge()
+    forward = llm.model.target.forward
+
+    def damaged(*pass_: Any) -> Forward:
+        out = forward(*pass_)
+        return replace(out, logits=out.logits * math.nan)
+
+    llm.model.target.forward = damaged  # type: ignore[method-assign]
+    with serving(llm) as it:
+        answer = it.post("/v1/rerank", {"query": QUERY, "documents": DOCUMENTS})
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "NonFiniteLogits"
 
 
 def test_a_model_that_cannot_judge_says_so() -> None:

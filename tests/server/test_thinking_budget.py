@@ -100,6 +100,16 @@ def test_an_answer_of_a_schema_follows_the_budget(special: tuple[str, ...], begu
         assert isinstance(json.loads(made["content"])["a"], int)
 
 
+@pytest.mark.parametrize("special", [(), SPECIAL])
+def test_a_budget_is_ignored_if_a_grammar_has_no_reasoning(special: tuple[str, ...]) -> None:
+    pytest.importorskip("llguidance")
+    fields = {"guided_json": SCHEMA, "reasoning_format": "none", "temperature": 0}
+    with serving(scripted(THOUGHT * 9, TEMPLATE + "<think>\n", special)) as it:
+        made = message(it, thinking_budget=2, **fields)
+        assert made == message(it, **fields)
+        assert isinstance(json.loads(made["content"])["a"], int)
+
+
 def test_harmony_goes_on_in_the_final_channel() -> None:
     template = f"{{# {harmony.CHANNEL} {harmony.MESSAGE} #}}go:"
     text = f"{harmony.CHANNEL}analysis{harmony.MESSAGE}{THOUGHT * 9}"
@@ -112,6 +122,9 @@ def test_harmony_goes_on_in_the_final_channel() -> None:
         formed = message(it, thinking_budget=BUDGET, guided_json=SCHEMA, max_tokens=200)
         assert formed["reasoning_content"] == made["reasoning_content"]
         assert isinstance(json.loads(formed["content"])["a"], int)
+        made = message(it, thinking_budget=0)
+        assert "reasoning_content" not in made
+        assert made["content"]
 
 
 def test_a_model_that_does_not_reason_takes_any_budget() -> None:

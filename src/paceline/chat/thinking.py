@@ -91,7 +91,7 @@ class _Harmony(ThoughtFormat):
 
     def budget(self, tokens: int, inside: bool) -> ThinkingBudget:
         final = f"{harmony.END}{harmony.START}assistant{harmony.FINAL}"
-        return ThinkingBudget(tokens, f"{harmony.CHANNEL}analysis", harmony.END, final)
+        return ThinkingBudget(tokens, f"{harmony.CHANNEL}analysis{harmony.MESSAGE}", harmony.END, final)
 
     def rules(self, inside: bool, special: Mapping[str, int]) -> str:
         return harmony.rules(special)

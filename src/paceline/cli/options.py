@@ -399,6 +399,10 @@ class SamplingOptions:
         from paceline.sampling.parameters import Sampling
 
         given = self.given()
+        if "thinking_budget" in given and "grammar" in given:
+            raise InvalidOption(
+                "--thinking-budget and a grammar exclude each other: the grammar has no reasoning", "Drop one of them"
+            )
         reasoning = ("", "</think>") if "thinking_budget" in given else ()
         Sampling(**(defaults | given), reasoning=reasoning)
 

@@ -243,7 +243,9 @@ def tune(
     name = model.model if model.model != DEMO else name_of(predictor.model.path)
     line = f"paceline generate -m {shlex.quote(name)} {given}".rstrip()
     line += f" {best.candidate.options if best else '--drafter none'}"
-    gain = f"predicted: {_interval(best.ratio)} times as fast as plain decoding" if best else "no drafter surely gains"
+    gain = "no drafter is certain to be faster than plain decoding"
+    if best:
+        gain = f"predicted: {_interval(best.ratio)} times as fast as plain decoding"
     _show(file, predictor, replies, found, as_json, fastest={"command": line, "predicted": gain})
 
 

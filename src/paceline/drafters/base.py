@@ -14,6 +14,14 @@ from paceline.sampling.sampler import Prefix, Ranked, Sampler, Subset
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 
 
+class Allowance(NamedTuple):
+    """The share of one part of a cascade in an ask. `budget`, `price`, `pace`: as in `Ask`."""
+
+    budget: DraftBudget
+    price: float
+    pace: float
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
     """A request for one draft after the text `prefix`.
@@ -21,9 +29,9 @@ class Ask:
     `budget`: limits of the draft. `price`: the cost of verifying one more node, in tokens: a node that is less likely
     to be accepted is not worth drafting. `pace`: tokens per second that the requests of this round get together, as
     measured: what drafting for a second longer must bring. 0 where that is unknown, or must not matter. `sure`: the
-    least probability of a first token that is worth a draft, since another drafter stands by. `stage`: which of
-    `Drafter.stages` is asked, the same for all asks of a call; None: all of them, in order. `room`: the most that
-    lookups may lengthen a draft to (`Drafter.extend`); None: `budget`.
+    least probability of a first token that is worth a draft, since another drafter stands by. `parts`: for a cascade
+    (`Drafter.parts`), the allowance of each part, within `budget`; () for any drafter, and where all have the whole
+    budget.
     """
 
     slot: int
@@ -33,8 +41,7 @@ class Ask:
     price: float = 0.0
     pace: float = 0.0
     sure: float = 0.0
-    stage: int | None = None
-    room: DraftBudget | None = None
+    parts: tuple[Allowance, ...] = ()
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -65,8 +72,8 @@ class Ask:
         return len(self.token_ids) - 1
 
 
-class Stage(NamedTuple):
-    """A part of a drafter whose draft length is chosen by itself. `draft`, `free`, `reads_prompt`: as in `Drafter`."""
+class Part(NamedTuple):
+    """A part of a drafter with a draft length of its own. `draft`, `free`, `reads_prompt`: as in `Drafter`."""
 
     draft: DraftBudget
     free: bool
@@ -116,9 +123,10 @@ class Drafter(ABC):
         """Receive a prefill chunk that the target has processed: its tokens, and the declared taps [len(tokens), H]."""
 
     @property
-    def stages(self) -> tuple[Stage, ...]:
-        """The parts that are asked one after the other, each for the requests that have no draft yet."""
-        return (Stage(self.draft, self.free, self.reads_prompt),)
+    def parts(self) -> tuple[Part, ...]:
+        """The parts with draft lengths of their own. A cascade has several: it asks them one after the other, each for
+        the requests that have no draft yet, and notes in `Draft.part` which it asked last."""
+        return (Part(self.draft, self.free, self.reads_prompt),)
 
     @property
     def needs_past(self) -> bool:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
-from operator import attrgetter
 
 from torch import Tensor
 
-from paceline.drafters.base import Ask, Drafter, Stage
+from paceline.drafters.base import Allowance, Ask, Drafter, Part
 from paceline.errors import InvalidOption
 from paceline.protocols import KVCache, Saved, common_most
 from paceline.types import Draft, DraftBudget, Tap, Verdict
@@ -36,8 +34,9 @@ class DrafterStack(Drafter):
     A lookup speaks before a learned drafter only if it is sure (`Ask.sure`), and continues a chain that the other has
     made where it finds a match at its end (`Drafter.extend`). All observe every token, so each can take over in any
     round. None is asked for more than its own `draft` budget (a lookup drafts for nothing, a draft model pays a pass
-    per token); the stack's budget has room for any of them. Lookups and learned drafters are stages of their own: what
-    one costs says nothing of the other. A drafter belongs to one stack only. Raises `InvalidOption` for an empty stack.
+    per token); the stack's budget has room for any of them. Lookups and learned drafters are parts with budgets of
+    their own: what one costs says nothing of the other. A drafter belongs to one stack only. Raises `InvalidOption` for
+    an empty stack.
     """
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
@@ -49,11 +48,13 @@ class DrafterStack(Drafter):
         self.free = all(d.free for d in drafters)
         self.reads_prompt = any(d.reads_prompt for d in drafters)
         self.draft: DraftBudget = _widest(drafters)
-        self._runs = [tuple(run) for _, run in groupby(drafters, attrgetter("free"))]
+        kinds = list(dict.fromkeys(drafter.free for drafter in drafters))
+        self._part_of = [kinds.index(drafter.free) for drafter in drafters]
+        self._parts = tuple(_part([drafter for drafter in drafters if drafter.free == kind]) for kind in kinds)
 
     @property
-    def stages(self) -> tuple[Stage, ...]:
-        return tuple(Stage(_widest(run), run[0].free, any(d.reads_prompt for d in run)) for run in self._runs)
+    def parts(self) -> tuple[Part, ...]:
+        return self._parts
 
     def bind(self, cache: KVCache) -> None:
         for drafter in self._drafters:
@@ -90,29 +91,30 @@ class DrafterStack(Drafter):
             drafter.feed(slot, tokens, taps)
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        drafts = [Draft()] * len(asks)
-        stage = asks[0].stage if asks else None
-        asked = self._drafters if stage is None else self._runs[stage]
-        lookups = [drafter for drafter in self._drafters if drafter.free]
-        for drafter in asked:
-            self._fill(drafts, asks, drafter, drafter.free and not self._drafters[-1].free)
-        # The others may have been unable to draft: of a text whose hidden states are missing, for example.
-        for drafter in lookups if not asked[-1].free else ():
-            self._fill(drafts, asks, drafter, False)
+        drafts, learned = [Draft()] * len(asks), None if self._drafters[-1].free else self._part_of[-1]
+        for drafter, part in zip(self._drafters, self._part_of, strict=True):
+            self._fill(drafts, asks, drafter, part, learned if drafter.free else None)
+        if learned is not None:
+            # It may have been unable to draft: for a text whose hidden states are missing, for example.
+            for drafter in self._drafters:
+                if drafter.free:
+                    self._fill(drafts, asks, drafter, learned)
         return drafts
 
-    def _fill(self, drafts: list[Draft], asks: Sequence[Ask], drafter: Drafter, holds_back: bool) -> None:
-        """Let a drafter draft where there is no draft yet, and lookups continue its chains. `holds_back`: unless it is
-        sure, for another one."""
-        empty = [i for i, draft in enumerate(drafts) if not draft.tokens]
-        if not empty:
-            return
-        own = []
-        for ask in (asks[i] for i in empty):
-            sure = (SURE if ask.stage is None else ask.sure) if holds_back else 0.0
-            own.append(replace(ask, budget=ask.budget.limited(drafter.draft), sure=sure, stage=None))
-        for i, draft in zip(empty, drafter.propose(own), strict=True):
-            drafts[i] = draft if drafter.free else self._extended(asks[i], draft)
+    def _fill(
+        self, drafts: list[Draft], asks: Sequence[Ask], drafter: Drafter, part: int, later: int | None = None
+    ) -> None:
+        """Let a drafter draft, with a part's allowance, where there is no draft yet, and let lookups continue its
+        chains. `later`: the part of a learned drafter that is asked next, which only a sure draft comes before."""
+        asked = dict[int, Ask]()
+        for i, ask in enumerate(asks):
+            if not drafts[i].tokens and (allowed := _allowance(ask, part)).budget.nodes:
+                sure = SURE if later is not None and _allowance(ask, later).budget.nodes else 0.0
+                budget = allowed.budget.limited(drafter.draft)
+                asked[i] = replace(ask, budget=budget, price=allowed.price, pace=allowed.pace, sure=sure, parts=())
+        for i, draft in zip(asked, drafter.propose([*asked.values()]) if asked else (), strict=True):
+            draft = draft if drafter.free else self._extended(asks[i], draft)
+            drafts[i] = draft if draft.part == part else replace(draft, part=part)
 
     def _extended(self, ask: Ask, draft: Draft) -> Draft:
         # Under the rules that draw, all of a chain is drawn or none of it.
@@ -120,7 +122,7 @@ class DrafterStack(Drafter):
             return draft
         own = len(draft.tokens)
         for drafter in self._drafters:
-            draft = drafter.extend(replace(ask, budget=ask.room or ask.budget), draft) if drafter.free else draft
+            draft = drafter.extend(ask, draft) if drafter.free else draft
         return replace(draft, lengthened=len(draft.tokens) - own)
 
     def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
@@ -140,12 +142,21 @@ class DrafterWrapper(DrafterStack):
         self.inner = inner
 
     @property
-    def stages(self) -> tuple[Stage, ...]:
-        inner = self.inner.stages
-        return inner if len(inner) > 1 else (Stage(self.draft, self.free, self.reads_prompt),)
+    def parts(self) -> tuple[Part, ...]:
+        inner = self.inner.parts
+        return inner if len(inner) > 1 else (Part(self.draft, self.free, self.reads_prompt),)
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         return self.inner.propose(asks)
+
+
+def _allowance(ask: Ask, part: int) -> Allowance:
+    return ask.parts[part] if ask.parts else Allowance(ask.budget, ask.price, ask.pace)
+
+
+def _part(drafters: Sequence[Drafter]) -> Part:
+    """Return the part that drafters of one kind make."""
+    return Part(_widest(drafters), drafters[0].free, any(drafter.reads_prompt for drafter in drafters))
 
 
 def _widest(drafters: Sequence[Drafter]) -> DraftBudget:

@@ -200,10 +200,12 @@ class _State:
 
 @dataclass(frozen=True, slots=True)
 class Trimmed(Verdict):
-    """A verdict cut where the reply ends, with one chunk per token and the state of the text after them."""
+    """A verdict cut where the reply ends, with one chunk per token and the state of the text after them. `error`: ends
+    the reply without a token."""
 
     chunks: tuple[Chunk, ...] = ()
     state: _State | None = None
+    error: Exception | None = None
 
 
 class TextStream:

@@ -34,7 +34,7 @@ OFF = Speculation(None, DraftBudget.chain(0))
 class DraftPolicy:
     """A drafter and its draft size: fixed to `draft`, or chosen by a controller up to the drafter's own maximum.
 
-    `controllers`: one for each stage of the drafter; none for a fixed size.
+    `controllers`: one for each part of the drafter; none for a fixed size.
     """
 
     def __init__(self, name: str, drafter: Drafter, draft: DraftBudget | None) -> None:
@@ -48,7 +48,7 @@ class DraftPolicy:
         self.controllers = self.controllers and self._fresh()
 
     def _fresh(self) -> tuple[Controller, ...]:
-        return tuple(Controller(*stage) for stage in self.drafter.stages)
+        return tuple(Controller(*part) for part in self.drafter.parts)
 
     def propose(self, asks: Sequence[Ask], vocab_size: int) -> list[Draft]:
         """Return a draft for each ask. Raises `InvalidOption` for an invalid draft, which names the drafter: it may be
@@ -70,7 +70,7 @@ class DraftPolicy:
             )
         for draft, ask in zip(drafts, asks, strict=True):
             check(draft)
-            most = (ask.room or ask.budget).nodes
+            most = ask.budget.nodes
             if len(draft.tokens) > most or any(not 0 <= t < vocab_size for t in draft.tokens):
                 raise InvalidOption(
                     f"{type(self.drafter).__name__} drafted {len(draft.tokens)} tokens {draft.tokens}",

@@ -1,4 +1,4 @@
-"""The step that everything else serves: draft, verify, commit, stream."""
+"""The step that everything else serves: plan, draft, forward, accept, commit, emit."""
 
 from __future__ import annotations
 
@@ -7,30 +7,27 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial, wraps
-from itertools import zip_longest
 from threading import RLock
 from typing import Any, TypeVar
 from weakref import ref
 
-from paceline.drafters.base import Ask, Drafter
+from torch import Tensor
+
+from paceline.drafters.base import Drafter
 from paceline.engine.detokenizer import Chunk, TextStream, Trimmed
-from paceline.engine.draft_groups import PolicyGroup, learn, stages, taps
 from paceline.engine.draft_policy import DraftPolicies, Speculation
+from paceline.engine.drafting import learn, plan_round, propose, taps
 from paceline.engine.prefix_cache import PrefixCache
-from paceline.engine.request import Request
+from paceline.engine.request import Request, accept
 from paceline.engine.self_check import guarantee, seamless
 from paceline.engine.stats import Clock, Stats, Timer
 from paceline.errors import OutOfMemory, memory_named
 from paceline.protocols import KVCache, Target
 from paceline.sampling.sampler import Sampler
-from paceline.types import Draft, DraftBudget, Forward, Guarantee, Rows, Want
+from paceline.types import Draft, DraftBudget, Forward, Guarantee, Rows, Tap, Want
 from paceline.verify.tree import PREFILL_ROWS, chunk_end, pack, pack_prefix
 
 _log = logging.getLogger("paceline.engine")
-
-_MAX_FORCED = 32
-"""The most tokens of a draft that a grammar forces."""
-
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -42,17 +39,17 @@ def _exclusive(method: Method) -> Method:
     def run(self: Engine, *args: Any, **options: Any) -> Any:
         outermost = not self._lock._is_owned()  # type: ignore[attr-defined]
         with self._lock:
-            # Set anew, as an interrupt may have come between the two changes of an earlier call.
-            self._depth = 1 if outermost else self._depth + 1
+            depth = 0 if outermost else self._depth
             try:
+                self._depth = depth + 1
                 return method(self, *args, **options)
             except BaseException:
                 self._leaving |= {*range(len(self.cache.lengths))} - {*self._holders}
                 self._settle()
                 raise
             finally:
-                self._depth -= 1
-                while self._finished and not self._depth:
+                self._depth = depth  # set, not decreased, as an interrupt may have come before it grew
+                while self._finished and not depth:
                     self._finish(self._finished.pop())
 
     return run  # type: ignore[return-value]
@@ -221,20 +218,20 @@ class Engine:
         An error before the commit changes no request, so the round can be repeated; later ones end their request alone.
         """
         clock = Clock(self._timer)
-        drafts = [self._known(request) for request in requests]
-        groups = self._draft(requests, drafts)
+        plan = plan_round(requests, self.cache)
+        drafted = propose(plan, self.target.vocab_size, self._timer)
         clock.lap("draft")
-        rows = self._rows(requests, drafts)
+        rows = self._rows(requests, drafted.drafts)
         out = self._forward(rows, Want("all", taps=taps(requests)))
-        verdicts = [r.verify(draft, logits) for r, draft, logits in zip(requests, drafts, out.logits, strict=True)]
+        verdicts = [accept(*one) for one in zip(requests, drafted.drafts, out.logits, strict=True)]
         clock.lap("verify")
-        self.cache.commit(rows, [None if r.error else v.path for r, v in zip(requests, verdicts, strict=True)])
+        self.cache.commit(rows, [None if verdict.error else verdict.path for verdict in verdicts])
         try:
-            for i, (request, draft, verdict) in enumerate(zip(requests, drafts, verdicts, strict=True)):
-                self._advance(request, draft, verdict, out, i)
+            for place, (request, draft, verdict) in enumerate(zip(requests, drafted.drafts, verdicts, strict=True)):
+                self._commit(request, draft, verdict, {tap: states[place] for tap, states in out.taps.items()})
             clock.lap("commit")
             _charge(requests, clock)
-            learn(groups, drafts, verdicts, clock.laps["verify"] + clock.laps["commit"])
+            learn(plan, requests, drafted, verdicts, clock.laps["verify"] + clock.laps["commit"])
         except Exception as error:  # the round is committed and must not be repeated
             for request in requests:
                 request.fail(request.error or error)
@@ -297,49 +294,17 @@ class Engine:
             self._give_back(request)
             raise
 
-    def _known(self, request: Request) -> Draft:
-        """Return a draft that needs no drafter: those that only can come next, by a grammar, or predicted ones."""
-        draft = request.max_draft or DraftBudget.chain(_MAX_FORCED)
-        room = self.cache.fit(request.slot, draft.within(request.stream.left - 1))
-        forced = request.sampler.forced(request.prefix, room.depth)
-        if forced or not request.prediction:
-            return Draft.chain(forced)
-        return request.prediction.propose(room.depth)
-
-    def _draft(self, requests: Sequence[Request], drafts: list[Draft]) -> list[PolicyGroup]:
-        """Fill in the drafts, stage by stage. Returns the groups that were asked."""
-        groups = []
-        for members in stages(requests, drafts, self.cache):
-            groups.append(members)
-            if members.drafts:
-                began = self._timer()
-                made = members.policy.propose(self._asks(requests, members), self.target.vocab_size)
-                members.seconds = self._timer() - began
-                for i, draft in zip(members.indices, made, strict=True):
-                    drafts[i] = draft
-        return groups
-
-    @staticmethod
-    def _asks(requests: Sequence[Request], members: PolicyGroup) -> list[Ask]:
-        asks = []
-        for i, budget, room, sure in zip_longest(members.indices, members.budgets, members.rooms, members.sures):
-            request = requests[i]
-            if not members.controller or members.controller.reads_prompt:
-                request.num_seen_tokens = len(request.token_ids)
-            limits = members.price, members.pace, sure or 0.0, members.stage, room
-            asks.append(Ask(request.slot, request.prefix, budget, request.sampler, *limits))
-        return asks
-
     def _rows(self, requests: Sequence[Request], drafts: Sequence[Draft]) -> Rows:
         last, slots = [r.token_ids[-1] for r in requests], [r.slot for r in requests]
         return pack(last, drafts, slots, [r.position for r in requests], self.target.device)
 
     @staticmethod
-    def _advance(request: Request, draft: Draft, verdict: Trimmed, out: Forward, index: int) -> None:
-        """Advance a request by its committed verdict, and its drafter with it. `index`: the request's in the pass."""
+    def _commit(request: Request, draft: Draft, verdict: Trimmed, states: Mapping[Tap, Tensor]) -> None:
+        """Advance a request by its verdict, and its drafter with it. `states` [T, H]: taps of the request's rows."""
         request.stats.count(draft, verdict)
         request.stats.draft_failures = request.sampler.draft_failures
-        if request.error:
+        if verdict.error:
+            request.fail(verdict.error)
             return
         request.token_ids.extend(verdict.tokens)
         request.finish = verdict.finish
@@ -348,8 +313,7 @@ class Engine:
             request.stats.confirmed = request.prediction.accepted
         if request.policy and not verdict.finish:
             try:
-                taps = {tap: states[index] for tap, states in out.taps.items()}
-                request.policy.drafter.observe(request.slot, verdict, taps)
+                request.policy.drafter.observe(request.slot, verdict, states)
             except Exception as error:  # the tokens are committed, and still shown
                 request.fail(error)
 

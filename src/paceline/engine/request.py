@@ -27,7 +27,7 @@ class Request:
     something of the prompt, which is then fed whole, whatever the prefix cache holds. `num_seen_tokens`: the text's
     length when the drafter last drafted. `prediction`: drafts what the reply is expected to be, before the drafter.
     `active`: whether the request holds its slot. `adapter`: see `KVCache.acquire`. `judged`: controllers that have
-    chosen for it. `on_finish`: called once, when the request has ended.
+    learned from it. `on_finish`: called once, when the request has ended.
     """
 
     token_ids: list[int]
@@ -62,19 +62,18 @@ class Request:
         """Position of the pending token; also the number of tokens that the cache holds."""
         return len(self.token_ids) - 1
 
-    def verify(self, draft: Draft, logits: Tensor) -> Trimmed:
-        """Return the verdict on a draft, cut where the reply ends. `logits` [T, V]: those of the round's rows.
-
-        An error here, of a user's processor or criterion too, ends this request alone.
-        """
-        if self.error:  # the round is repeated
-            return self.fail(self.error)
-        try:
-            return self.stream.trim(RULES[self.sampler.rule](draft, logits, self.sampler, self.prefix), draft, logits)
-        except Exception as error:
-            return self.fail(error)
-
-    def fail(self, error: Exception) -> Trimmed:
-        """End with an error. Returns the verdict of a round without tokens."""
+    def fail(self, error: Exception) -> None:
+        """End with an error."""
         self.error, self.finish = error, "error"
-        return Trimmed((), (), "error")
+
+
+def accept(request: Request, draft: Draft, logits: Tensor) -> Trimmed:
+    """Return the verdict on a draft, cut where the reply ends. Changes nothing. `logits` [T, V]: of the round's rows.
+
+    An error here, for example of a user's processor or criterion, ends this request alone.
+    """
+    try:
+        verdict = RULES[request.sampler.rule](draft, logits, request.sampler, request.prefix)
+        return request.stream.trim(verdict, draft, logits)
+    except Exception as error:
+        return Trimmed((), (), "error", error=error)

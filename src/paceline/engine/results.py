@@ -125,7 +125,7 @@ class Stream(Closable, Iterator[Chunk]):
     """
 
     def __init__(self, engine: Engine, request: Request) -> None:
-        self._batch = Batch(engine, [Task(lambda source: request, request=request)], 1)
+        self._batch = Batch(engine, [Task(request=request)], 1)
 
     def __next__(self) -> Chunk:
         try:

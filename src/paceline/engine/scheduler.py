@@ -30,13 +30,13 @@ _MAX_CATCH_UP = 4
 class Task:
     """One reply: waiting, then prefilling, running, done.
 
-    `num_prompt_tokens`: its length until the request exists. `group`: replies to one prompt share its prefill where
-    they run together. `client`: the client it is for. `deadline`: by the scheduler's clock. `cancelled`: may be set at
-    any moment by any thread; the reply then ends before its next round. `arrived`, `started`: times of creation and of
-    the first slot. `request`: None until it starts. `error`: why it ended early.
+    `begin`: starts the request; None if `request` has been started already. `num_prompt_tokens`: its length until the
+    request exists. `group`: replies to one prompt share its prefill where they run together. `client`: the client it is
+    for. `deadline`: by the scheduler's clock. `cancelled`: may be set at any moment by any thread; the reply then ends
+    before its next round. `arrived`, `started`: times of creation and of the first slot. `error`: why it ended early.
     """
 
-    begin: Begin
+    begin: Begin | None = None
     num_prompt_tokens: int = 0
     group: Hashable | None = None
     client: Hashable | None = None
@@ -108,7 +108,7 @@ class Scheduler:
         """End cancelled and late tasks, feed prompts, run one round. Returns new chunks and ended tasks."""
         ended = [*self._expire(), *self._prefill()]
         self._make_room()
-        return [*((task, []) for task in ended), *self._round()]
+        return [*((task, []) for task in ended), *self._round([*self.running])]
 
     def close(self) -> list[Event]:
         """End all tasks here."""
@@ -173,14 +173,38 @@ class Scheduler:
         return task.group is not None and any(one.group == task.group for one in self.waiting)
 
     def _feed(self, task: Task, limit: float) -> float:
-        """As `_chunk`. A prompt for which there is no memory waits again, and uses up the quota."""
+        """Feed a chunk of the prompt; after the last one the task is running. Returns its number of tokens.
+
+        A prompt for which there is no memory waits again, and uses up the quota.
+        """
         try:
-            return self._chunk(task, limit)
+            request = self._start(task)
+            fed = self._engine.feed(request, int(min(limit, PREFILL_ROWS)))
+            if not task.done and self._engine.cache.lengths[request.slot] == request.position:
+                self.prefilling = None
+                self.running.append(task)
+                if not request.stream.left:  # an empty reply was asked for
+                    request.finish = "length"
+                    self._end(task)
+                elif task.group is not None:
+                    self._prefilled[task.group] = request
         except Exception as error:
             if isinstance(error, OutOfMemory) and self._preempt(task):
                 return limit
             self._fail(task, error)
-        return 0
+            return 0
+        return fed
+
+    def _start(self, task: Task) -> Request:
+        """Let a task's request take a slot, if it has none. Returns the request."""
+        task.started = task.started or self._clock()
+        if task.request is None and task.begin:
+            source = self._prefilled.get(task.group) if task.group is not None else None
+            task.request = task.begin(source if source and source.active else None)
+        request = _request(task)
+        if not request.active:
+            self._engine.resume(request)
+        return request
 
     def _next(self) -> Task | None:
         """Take the next waiting task, if there is room for it."""
@@ -195,26 +219,6 @@ class Scheduler:
         self.prefilling = task
         self.waiting.remove(task)
         return task
-
-    def _chunk(self, task: Task, limit: float) -> int:
-        """Feed a chunk of the prompt; after the last one the task is running. Returns its number of tokens."""
-        task.started = task.started or self._clock()
-        if task.request is None:
-            source = self._prefilled.get(task.group) if task.group is not None else None
-            task.request = task.begin(source if source and source.active else None)
-        elif not task.request.active:
-            self._engine.resume(task.request)
-        fed = self._engine.feed(task.request, int(min(limit, PREFILL_ROWS)))
-        if not task.done and self._engine.cache.lengths[task.request.slot] == task.request.position:
-            self.prefilling = None
-            self.running.append(task)
-            if not task.request.stream.left:  # an empty reply was asked for
-                task.request.finish = "length"
-                self._end(task)
-                return fed
-            if task.group is not None:
-                self._prefilled[task.group] = task.request
-        return fed
 
     def _fail(self, task: Task, error: Exception) -> Event:
         task.error = error
@@ -245,32 +249,20 @@ class Scheduler:
 
     # Rounds
 
-    def _round(self) -> list[Event]:
-        batch = list(self.running)
-        if not batch:
-            return []
+    def _round(self, batch: list[Task]) -> list[Event]:
+        """Run one round; if it fails, once more for each task alone, so that only those fail that must."""
         try:
-            events = self._step(batch)
+            chunks = self._engine.step([_request(task) for task in batch]) if batch else []
         except Exception as error:
             if isinstance(error, OutOfMemory) and self._preempt(_latest(batch)):
                 return []
             if len(batch) == 1:
                 return [self._fail(batch[0], error)]
-            # Repeat the round for each task alone, so that only those fail that must.
-            events = [self._step_alone(task) for task in batch]
+            return [event for task in batch for event in self._round([task])]
         for task in batch:
-            if not task.done and _request(task).finish:
+            if _request(task).finish:
                 self._end(task)
-        return events
-
-    def _step(self, tasks: list[Task]) -> list[Event]:
-        return list(zip(tasks, self._engine.step([_request(task) for task in tasks]), strict=True))
-
-    def _step_alone(self, task: Task) -> Event:
-        try:
-            return self._step([task])[0]
-        except Exception as error:
-            return self._fail(task, error)
+        return [*zip(batch, chunks, strict=True)]
 
 
 def _latest(tasks: list[Task]) -> Task:

@@ -19,11 +19,11 @@ _LENGTHS, _DEPTH = (8, 13), 4
 weights, so there are few passes, not few rows."""
 
 Plain = Callable[[Tensor], Tensor]
-"""From whole texts [B, T] to their logits [B, T, V], by the model alone."""
+"""Whole texts [B, T] -> their logits [B, T, V], from the model itself."""
 
 
 def verification_error(target: TargetWithHead, trees: bool, plain: Plain) -> str | None:
-    """Why the target's passes are not the model's own; None if they are.
+    """Return the reason why the target's passes differ from the model's own, or None if they do not.
 
     Two slots of unequal length are fed together, verify a draft (`trees`: a tree whose accepted path has a wrong
     sibling at every level; else a chain), commit it and go on: three passes, compared with a plain one. Every row must
@@ -88,7 +88,7 @@ def _plain_logits(
 
 
 def _differ(ours: Tensor, right: Tensor, allowed: float, misled: Tensor) -> str | None:
-    """Why logits [R, V] are not the right ones. `misled`: those of rows that see other tokens than they should."""
+    """Return the reason why logits [R, V] are wrong, or None. `misled`: logits of rows that see the wrong tokens."""
     error = _error(ours, right)
     if not error < allowed:
         return f"its logits differ from its plain forward's by {error:.1g}"

@@ -8,19 +8,26 @@ from typing import Any
 from torch.nn import Module, ModuleList
 from transformers import PreTrainedModel
 
+_KNOWN = ("torch", "transformers", "peft")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
 
 def first_layers(model: PreTrainedModel) -> PreTrainedModel:
     """Return a model of the fewest first layers that have one of each kind, with the same embedding and head.
 
     It has one layer more, if there is one, since a layer does not see what it did itself. It shares the weights of
-    `model`, which is not changed. Returns `model` itself if its list of layers is not found.
+    `model`, which is not changed. Returns `model` itself if its list of layers is not found, or if some of its code is
+    neither torch's, transformers' nor PEFT's: such code may treat layers differently by their numbers.
     """
+    if any(type(part).__module__.partition(".")[0] not in _KNOWN for part in model.modules()):
+        return model
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     found = [name for name, part in model.named_modules() if isinstance(part, ModuleList) and len(part) == count]
     if len(found) != 1:
         return model
     layers = model.get_submodule(found[0])
-    kinds = [_kind(layer) for layer in layers]
+    types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or [""] * count
+    kinds = [(kind, *_kind(layer)) for kind, layer in zip(types, layers, strict=True)]
     keep = min(count, 2 + max(map(kinds.index, kinds)))
     config = copy.deepcopy(model.config)
     text = config.get_text_config(decoder=True)
@@ -54,6 +61,14 @@ def _kind(layer: Module) -> tuple[Any, ...]:
 
 
 def _settings(part: Module) -> dict[str, Any]:
-    plain = {key: x for key, x in vars(part).items() if x is None or isinstance(x, bool | int | float | str)}
+    plain = {key: x for key, x in vars(part).items() if key != "layer_idx" and _is_plain(x)}
     weights = {key: (x.shape, x.dtype, x.device) for key, x in part._parameters.items() if x is not None}
-    return {**{key: x for key, x in plain.items() if key != "layer_idx"}, **weights}
+    # Hooks of the same code are alike.
+    hooks = {key: [getattr(hook, "__qualname__", type(hook)) for hook in vars(part)[key].values()] for key in _HOOKS}
+    return {**plain, **weights, **hooks}
+
+
+def _is_plain(x: object) -> bool:
+    return (
+        x is None or isinstance(x, bool | int | float | str) or (isinstance(x, list | tuple) and all(map(_is_plain, x)))
+    )

@@ -398,6 +398,9 @@ def _budget(budget: Any, reasoning: Sequence[str]) -> ThinkingBudget | None:
     tokens = budget.tokens if isinstance(budget, ThinkingBudget) else budget
     _check_number("thinking_budget", tokens, int, 0, 2**31)
     if isinstance(budget, ThinkingBudget):
+        _reasoning((budget.start, budget.end))
+        if not isinstance(budget.forced, str):
+            raise InvalidOption(f"thinking_budget forces {budget.forced!r}, which is not a string", "Use a string")
         return budget
     if not reasoning:
         raise InvalidOption(

@@ -334,7 +334,8 @@ def _check_finite(best: float, raw: Tensor, position: int) -> None:
     if best == -math.inf:
         raise NoTokenLeft(
             f"every token is banned at position {position}",
-            "Relax bad_words, logit_bias, no_repeat_ngram_size, min_new_tokens, the grammar or your own processors",
+            "Relax bad_words, logit_bias, no_repeat_ngram_size, min_new_tokens, thinking_budget, the grammar or your "
+            "own processors",
         )
     raise NonFiniteLogits(
         f"a logits processor made the logits at position {position} infinite or NaN",

@@ -105,7 +105,7 @@ class ThinkingLimit(Forcing):
     def _at(self, prefix: Prefix) -> _Reasoned:
         if self._read != len(prefix.token_ids):
             progress = self._known.get(())
-            if progress is None:
+            if progress is None or self._read > len(prefix.token_ids):
                 progress, self._read = self._begin(prefix), prefix.num_prompt_tokens
             for token in prefix.token_ids[self._read :]:
                 progress = self._after(progress, token)

@@ -144,7 +144,7 @@ class RunningRequest:
             for event in encoder.end(self.usage()):
                 yield encode(event)
             yield encoder.last
-        except Exception as error:
+        except Exception as error:  # `api_error` logs unexpected ones with their traceback
             self.error = error
             yield encode(encoder.failed(api_error(error)))
         finally:

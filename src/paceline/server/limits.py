@@ -145,7 +145,7 @@ class RequestLog:
         except asyncio.CancelledError:  # by uvicorn, at the end of its graceful shutdown
             if not status:
                 await api_error(ServerStopping()).response(scope["path"])(scope, receive, send_with_id)
-        except Exception as error:
+        except Exception as error:  # `api_error` logs unexpected ones with their traceback
             if status:
                 raise
             await api_error(error).response(scope["path"])(scope, receive, send_with_id)

@@ -93,6 +93,8 @@ def _chat(
             calls = family.grammar([*functions.items()], markers, None if prompt.tools.forced else content)
     thought = form.rules(inside, markers) if form else None
     grammar = grammars.grammar(model.grammar_trials, request.constraints, calls, thought)
+    if grammar and form is None:
+        budget = None  # the grammar has no reasoning
     tokens = token_ids(llm, text, "messages", chat=True)
     check_length(llm, settings, tokens, "messages")
     sampling = replace(_sampling(llm, request, grammar), thinking_budget=budget)

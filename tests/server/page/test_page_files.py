@@ -49,6 +49,13 @@ def test_text_files_go_with_a_message(tab: Tab, fake: Fake, tmp_path: Path) -> N
     assert json.loads((tmp_path / "chat.json").read_text())["messages"][0]["content"] == sent
 
 
+def test_a_file_may_hold_many_backticks(tab: Tab, fake: Fake) -> None:
+    text = "`a" * 300_000
+    tab.page.set_input_files("#picker", file("a.txt", text))
+    tab.send("")
+    assert fake.bodies[0]["messages"][0]["content"] == f"a.txt:\n```\n{text}\n```"
+
+
 def test_a_file_needs_no_message(tab: Tab, fake: Fake) -> None:
     tab.page.set_input_files("#picker", file("a.txt", "Why is the sky blue?"))
     tab.send("")

@@ -6,6 +6,7 @@ A vector is the mean of the model's last hidden states, with length 1.
 from __future__ import annotations
 
 import base64
+import math
 import struct
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from paceline.engine.draft_policy import OFF
 from paceline.engine.prompt_logprobs import PooledStates
 from paceline.llm import LLM
 from paceline.models.decoder import Decoder
+from paceline.sampling.sampler import not_finite
 from paceline.server.compat import Ignored, Naming, PlainAnswer, Strict, accepts, ignored
 from paceline.server.errors import bad_request
 from paceline.server.fields import ModelName, Text, TokenIds
@@ -128,12 +130,20 @@ class EmbeddingJobs:
         return sum(job.prompt_tokens for job in self.jobs)
 
     def vectors(self) -> list[list[float]]:
-        """Return the vectors, once all jobs are over. Raises `ServerStopping` if the server stopped before, and
-        `ApiError` 400 for more dimensions than there are."""
+        """Return the vectors, once all jobs are over.
+
+        Raises:
+            ServerStopping: If the server stopped before.
+            NonFiniteLogits: If a vector is not finite.
+            ApiError: 400 if there are fewer dimensions than requested.
+        """
         for job, states in zip(self.jobs, self.states, strict=True):
             if states.count < job.prompt_tokens:
                 raise ServerStopping
         found = [states.vector(self.size) for states in self.states]
+        for job, vector in zip(self.jobs, found, strict=True):
+            if not math.isfinite(sum(vector)):
+                raise not_finite(job.prompt_tokens)
         _check_size(self.size, len(found[0]))
         return found
 

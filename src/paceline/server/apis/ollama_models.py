@@ -218,7 +218,7 @@ class OllamaModels:
             try:
                 assert self._models.pull is not None
                 fetched = self._models.pull(name, progress)
-            except Exception as error:
+            except Exception as error:  # shown to the client, and logged if unexpected (`api_error`)
                 fetched = error
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(done.set_result, fetched)

@@ -1,4 +1,4 @@
-"""/v1/rerank: how well documents fit a query, judged by a model that was trained for it.
+"""/v1/rerank: ranks documents by their relevance to a query, with a model that was trained for it.
 
 Qwen3-Reranker answers "yes" or "no" to each document; the score is the probability of "yes" among the two. The prompt
 is that of its model card (huggingface.co/Qwen/Qwen3-Reranker-0.6B).
@@ -6,6 +6,7 @@ is that of its model card (huggingface.co/Qwen/Qwen3-Reranker-0.6B).
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from starlette.responses import Response
 
 from paceline.engine.draft_policy import OFF
 from paceline.llm import LLM
+from paceline.sampling.sampler import not_finite
 from paceline.server.apis.embeddings import EmbeddingUsage
 from paceline.server.compat import Ignored, Lenient, PlainAnswer, Strict
 from paceline.server.errors import bad_request
@@ -59,7 +61,7 @@ class RerankRequest(Strict):
     documents: Annotated[list[Text | RerankDocument], Field(min_length=1, max_length=MOST_DOCUMENTS, fail_fast=True)]
     top_n: Annotated[int | None, Field(ge=1, description="Results to return; all unless set.")] = None
     return_documents: bool | None = None
-    instruction: Annotated[Text | None, Field(description="What the query asks for, for the model.")] = None
+    instruction: Annotated[Text | None, Field(description="The task that the model is told.")] = None
     user: Ignored = None
 
     @property
@@ -99,7 +101,13 @@ class Ranking(PlainAnswer):
 
 @dataclass(slots=True)
 class Verdicts:
-    """Reads a prompt's last row. `tokens`: of "yes" and "no". `count`: tokens read so far."""
+    """Reads the score of a document from its prompt's last row.
+
+    Attributes:
+        tokens: Tokens of "yes" and "no".
+        count: Number of prompt tokens read so far.
+        score: Probability of "yes" among the two.
+    """
 
     want: ClassVar[Want] = Want("all")
 
@@ -116,18 +124,24 @@ class Verdicts:
 
 @dataclass(frozen=True, slots=True)
 class RerankJobs:
-    """A job for each document, and what reads its score."""
+    """A job for each document, and the reader of its score."""
 
     jobs: Sequence[ReplyJob]
     verdicts: Sequence[Verdicts]
     body: RerankRequest = field(repr=False)
 
     def answer(self, name: str) -> dict[str, Any]:
-        """Return the answer in Jina's and Cohere's shape, once all jobs are over. Raises `ServerStopping` if the server
-        stopped before."""
+        """Return the answer in Jina's and Cohere's format, once all jobs are over.
+
+        Raises:
+            ServerStopping: If the server stopped before.
+            NonFiniteLogits: If a score is not finite.
+        """
         for job, verdict in zip(self.jobs, self.verdicts, strict=True):
             if verdict.count < job.prompt_tokens:
                 raise ServerStopping
+            if not math.isfinite(verdict.score):
+                raise not_finite(job.prompt_tokens)
         order = sorted(range(len(self.verdicts)), key=lambda i: -self.verdicts[i].score)
         shown = self.body.texts if self.body.return_documents else None
         results = [
@@ -146,6 +160,7 @@ class RerankJobs:
 def prepare(model: LoadedModel, settings: Settings, body: RerankRequest) -> RerankJobs:
     """Return the jobs of a request. Raises `ApiError` 400, also for a model that cannot judge documents."""
     tokens = _answers(model)
+    _check_size(settings, body)
     sampling = model.llm.sampling(max_new_tokens=0).seeded()
     jobs, verdicts = [], []
     for i, text in enumerate(body.texts):
@@ -168,6 +183,18 @@ def _answers(model: LoadedModel) -> tuple[int, int]:
             "model",
         )
     return yes, no
+
+
+def _check_size(settings: Settings, body: RerankRequest) -> None:
+    """Raise `ApiError` 400 if the prompts, each with the query, are larger than a body may be."""
+    count = len(body.texts)
+    size = sum(map(len, body.texts)) + count * len(body.query + (body.instruction or ""))
+    if size > settings.max_body:
+        raise bad_request(
+            f"the query and {count} documents make prompts of {size} characters, more than {settings.max_body}. "
+            "Send fewer documents in one request",
+            "documents",
+        )
 
 
 def _prompt(llm: LLM, settings: Settings, body: RerankRequest, document: str, param: str) -> list[int]:

@@ -8,7 +8,7 @@ let files = [];
 /** The text of a message with its files, each in a code block. */
 export function withFiles(prompt, files = []) {
   const blocks = files.map(({ name, text }) => {
-    const longest = Math.max(2, ...(text.match(/`+/g) ?? []).map((run) => run.length));
+    const longest = (text.match(/`+/g) ?? []).reduce((most, run) => Math.max(most, run.length), 2);
     const fence = "`".repeat(longest + 1);
     return `${name}:\n${fence}\n${text.replace(/\n$/, "")}\n${fence}`;
   });

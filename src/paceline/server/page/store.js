@@ -99,10 +99,20 @@ export async function remove(id) {
 /** Calls `act` with the id of each conversation that another tab stores or deletes. */
 export const watch = (act) => tabs.addEventListener("message", ({ data }) => act(data));
 
-/** The ids of the conversations that contain some words, in lower case. */
+/** The ids of the conversations that contain some words, in lower case. The texts are read one by one: all may be large. */
 export async function find(words) {
-  const all = (await database())
-    ? await transact("readonly", (_, __, texts) => texts.getAll())
-    : [...memory.bodies].map(([id, body]) => ({ id, text: textOf(body) }));
-  return all.filter(({ text }) => text.includes(words)).map(({ id }) => id);
+  if (!(await database())) {
+    return [...memory.bodies].filter(([, body]) => textOf(body).includes(words)).map(([id]) => id);
+  }
+  const found = [];
+  await transact("readonly", (_, __, texts) => {
+    const request = texts.openCursor();
+    request.onsuccess = () => {
+      if (!request.result) return;
+      const { id, text } = request.result.value;
+      if (text.includes(words)) found.push(id);
+      request.result.continue();
+    };
+  });
+  return found;
 }

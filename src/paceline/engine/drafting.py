@@ -1,0 +1,205 @@
+"""The drafting half of a round: the plan, the drafts, and what the controllers learn from the outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from paceline.drafters.base import Allowance, Ask
+from paceline.engine.draft_length import Controller, DraftPlan, Outcome, Standing
+from paceline.engine.draft_policy import DraftPolicy
+from paceline.engine.request import Request
+from paceline.engine.stats import Timer
+from paceline.protocols import KVCache
+from paceline.types import Draft, DraftBudget, Tap, Verdict
+
+_NOTHING = DraftBudget.chain(0)
+_MAX_FORCED = 32
+"""The most tokens of a draft that a grammar forces."""
+
+Members = Mapping[int, Request]
+"""Requests by their place in the round."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartPlan:
+    """A controller's plan for one part of a drafter. `standings`, `budgets`: of the requests that wait for this part,
+    by place in the round."""
+
+    controller: Controller
+    plan: DraftPlan
+    standings: Mapping[int, Standing]
+    budgets: Mapping[int, DraftBudget]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyPlan:
+    """The plan for one drafter. `members`: the requests that it may draft for. `asks`: by place in the round, for those
+    that get a budget. `parts`: () where drafts must not depend on measurements."""
+
+    policy: DraftPolicy
+    members: Members
+    asks: Mapping[int, Ask]
+    parts: Sequence[PartPlan] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RoundPlan:
+    """The plan for a round. `known`: for each request its draft that needs no drafter, or an empty one."""
+
+    known: Sequence[Draft]
+    policies: Sequence[PolicyPlan]
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """The drafts of a round, one for each request, and the seconds that each drafter of the plan took."""
+
+    drafts: Sequence[Draft]
+    seconds: Sequence[float]
+
+
+def taps(requests: Sequence[Request]) -> tuple[Tap, ...]:
+    """Return the hidden states that the drafters of these requests need."""
+    return tuple(dict.fromkeys(tap for r in requests if r.policy for tap in r.policy.drafter.taps))
+
+
+# Plan
+
+
+def plan_round(requests: Sequence[Request], cache: KVCache) -> RoundPlan:
+    """Return the plan for a round of these requests. Changes nothing."""
+    known = [_known(request, cache) for request in requests]
+    by_policy: dict[DraftPolicy, dict[int, Request]] = {}
+    for place, (request, draft) in enumerate(zip(requests, known, strict=True)):
+        if request.policy and not draft.tokens:
+            by_policy.setdefault(request.policy, {})[place] = request
+    return RoundPlan(known, [_plan(policy, them, len(requests), cache) for policy, them in by_policy.items()])
+
+
+def _known(request: Request, cache: KVCache) -> Draft:
+    """Return a draft that needs no drafter: the only tokens that a grammar allows next, or predicted ones."""
+    room = _fit(DraftBudget.chain(_MAX_FORCED) if request.max_draft is None else request.max_draft, request, cache)
+    forced = request.sampler.forced(request.prefix, room.depth)
+    if forced or not request.prediction:
+        return Draft.chain(forced)
+    return request.prediction.propose(room.depth)
+
+
+def _plan(policy: DraftPolicy, members: Members, together: int, cache: KVCache) -> PolicyPlan:
+    """Return the plan for one drafter, for these members of a round of `together` requests."""
+    # Under the other rules than match a text depends on what is drafted, and must depend on nothing that was measured:
+    # a round with such a request keeps to the drafter's own size.
+    if not policy.controllers or any(r.sampler.rule != "match" for r in members.values()):
+        budgets = {place: _limited(policy.draft, r, cache) for place, r in members.items()}
+        asks = {i: Ask(r.slot, r.prefix, budgets[i], r.sampler) for i, r in members.items() if budgets[i].nodes}
+        return PolicyPlan(policy, members, asks)
+    parts = [_part_plan(controller, members, together, cache) for controller in policy.controllers]
+    waiting = [i for i in members if any(i in part.budgets for part in parts)]
+    return PolicyPlan(policy, members, {i: _ask(members[i], i, policy, parts, cache) for i in waiting}, parts)
+
+
+def _part_plan(controller: Controller, members: Members, together: int, cache: KVCache) -> PartPlan:
+    standings = {i: _standing(r, controller) for i, r in members.items() if _waits(controller, r)}
+    plan = controller.plan([*standings.values()], together)
+    given = zip(standings, plan.budgets, strict=True) if plan.at else ()
+    cut = ((i, _limited(budget, members[i], cache)) for i, budget in given if budget.nodes)
+    return PartPlan(controller, plan, standings, {i: budget for i, budget in cut if budget.nodes})
+
+
+def _waits(controller: Controller, request: Request) -> bool:
+    """Return whether a request waits for this part's draft: its first token does for none that reads the prompt."""
+    return not controller.reads_prompt or request.stats.rounds > 0
+
+
+def _standing(request: Request, controller: Controller) -> Standing:
+    length = len(request.token_ids)
+    unread = length - request.num_seen_tokens if controller.reads_prompt else 0
+    return Standing(unread, request.stream.left, length - request.num_prompt_tokens, controller not in request.judged)
+
+
+def _ask(request: Request, place: int, policy: DraftPolicy, parts: Sequence[PartPlan], cache: KVCache) -> Ask:
+    allowed = [Allowance(part.budgets.get(place, _NOTHING), part.plan.price, part.plan.pace) for part in parts]
+    if len(parts) == 1:
+        return Ask(request.slot, request.prefix, allowed[0].budget, request.sampler, *allowed[0][1:])
+    room = _limited(policy.draft, request, cache)
+    return Ask(request.slot, request.prefix, room, request.sampler, parts=tuple(allowed))
+
+
+def _limited(draft: DraftBudget, request: Request, cache: KVCache) -> DraftBudget:
+    """Cut a budget to the request's own, and to what `_fit` says."""
+    return _fit(draft.limited(request.max_draft) if request.max_draft else draft, request, cache)
+
+
+def _fit(draft: DraftBudget, request: Request, cache: KVCache) -> DraftBudget:
+    """Cut a budget to the cache, and to one token less than may follow: the target adds one itself."""
+    return cache.fit(request.slot, draft.within(request.stream.left - 1))
+
+
+# Draft
+
+
+def propose(plan: RoundPlan, vocab_size: int, timer: Timer) -> Drafted:
+    """Return the drafts of a round: each drafter is asked once, if there is anything to draft."""
+    drafts, seconds = [*plan.known], list[float]()
+    for one in plan.policies:
+        began = timer()
+        if one.asks:
+            made = one.policy.propose([*one.asks.values()], vocab_size)
+            for place, draft in zip(one.asks, made, strict=True):
+                drafts[place] = draft
+        seconds.append(timer() - began)
+    return Drafted(drafts, seconds)
+
+
+# Learn
+
+
+def learn(
+    plan: RoundPlan, requests: Sequence[Request], drafted: Drafted, verdicts: Sequence[Verdict], verifying: float
+) -> None:
+    """Tell the controllers the outcome of a committed round. `verifying`: seconds of the round after its drafts."""
+    drafts, rows = drafted.drafts, sum(1 + len(draft.tokens) for draft in drafted.drafts)
+    resumed = any(draft.carried for draft in drafts)
+    for one, seconds in zip(plan.policies, drafted.seconds, strict=True):
+        for i in one.asks:
+            if not one.parts or one.parts[drafts[i].part].controller.reads_prompt:
+                requests[i].num_seen_tokens = len(requests[i].token_ids) - len(verdicts[i].tokens)
+        over = [r for i, r in one.members.items() if verdicts[i].finish not in (None, "error")]
+        ended, payer = [len(r.token_ids) - r.num_prompt_tokens for r in over], _payer(one, drafts)
+        for number, part in enumerate(one.parts):
+            own = [i for i in part.standings if _is_own(number, drafts[i])]
+            for i in own:
+                requests[i].judged.add(part.controller)
+            carried_out = [i for i in own if i in part.budgets] if part.plan.at else own
+            outcome = Outcome(
+                part.plan,
+                [part.standings[i] for i in carried_out],
+                [part.budgets.get(i, _NOTHING) for i in carried_out],
+                [drafts[i] for i in carried_out],
+                [verdicts[i] for i in carried_out],
+                seconds if number == payer else 0.0,
+                verifying,
+                len(requests),
+                rows,
+                resumed,
+                sum(len(verdicts[i].tokens) for i in one.members if _is_others(number, drafts[i])),
+                ended,
+            )
+            part.controller.learn(outcome)
+
+
+def _payer(plan: PolicyPlan, drafts: Sequence[Draft]) -> int:
+    """Return the part that the time of drafting counts for: of those that were asked one that is not free, if any."""
+    asked = {drafts[i].part for i in plan.asks} or {0}
+    return max(asked, key=lambda number: not plan.parts[number].controller.free if plan.parts else 0)
+
+
+def _is_own(number: int, draft: Draft) -> bool:
+    """Return whether no earlier part drafted, and no later one was asked."""
+    return draft.part == number or (draft.part < number and not draft.tokens)
+
+
+def _is_others(number: int, draft: Draft) -> bool:
+    """Return whether a draft is another part's."""
+    return draft.part > number or (draft.part < number and bool(draft.tokens))
