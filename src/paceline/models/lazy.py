@@ -122,8 +122,8 @@ def renamed(name: str, parts: Mapping[str, str]) -> str:
 class LanguageTensors(LazyTensors):
     """The language model's tensors of a checkpoint that may be multimodal (Qwen3.5).
 
-    The names are the same as in a text-only checkpoint. If the file stacks all experts of a layer in one tensor, each expert
-    becomes a tensor of its own.
+    The names are the same as in a text-only checkpoint. If the file stacks all experts of a layer in one tensor, each
+    expert becomes a tensor of its own.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], names: Mapping[str, str], turned: bool = False) -> None:
