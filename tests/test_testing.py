@@ -295,7 +295,7 @@ BROKEN: dict[type[ListCache] | type[ToyTarget], tuple[str, str]] = {
     Deaf: ("_wanted", "no tap"),
     Eager: ("_wanted", "only commit may"),
     Crowded: ("_drafts", "a chain of 6"),
-    ShortSighted: ("_ends", "context can be used to its last token. It raised"),
+    ShortSighted: ("_ends", "context can be used up to its last token. It raised"),
     Moody: ("_wanted", "gives other logits"),
     CommitsAnyPass: ("_passes", "the older of two passes was committed"),
     KeepsPasses: ("_passes", "the same pass for the second time was committed"),

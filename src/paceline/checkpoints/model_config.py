@@ -99,7 +99,8 @@ def _check(c: ModelConfig) -> None:
     """Raise an error if fields contradict each other."""
     if c.mixture and not 0 < c.mixture.used <= c.mixture.count:
         raise CorruptModel(
-            f"the experts used per row must be from 1 to {c.mixture.count}, got {c.mixture.used}", CORRECT
+            f"experts per token must be from 1 to the number of experts, {c.mixture.count}, got {c.mixture.used}",
+            CORRECT,
         )
     known = ACTIVATIONS if c.gated_mlp else UNGATED
     if c.activation not in known:
