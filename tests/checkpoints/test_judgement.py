@@ -99,7 +99,10 @@ def test_an_adapter_on_a_tied_matrix_stored_as_the_head(tmp_path: Path) -> None:
     ("change", "said"),
     [
         (lambda tensors: tensors.pop("model.layers.3.mlp.up_proj.weight"), "lacks model.layers.3.mlp.up_proj.weight"),
-        (lambda tensors: tensors.update({"model.norm.weight": torch.ones(7)}), "has shape (7,) where the config means"),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": torch.ones(7)}),
+            "has shape (7,), but the config requires",
+        ),
         (lambda tensors: tensors.update({"model.layers.9.x": torch.ones(1)}), "does not know (model.layers.9.x"),
         (lambda tensors: tensors.pop(EMBEDDING), f"lacks {EMBEDDING}"),
     ],
@@ -145,7 +148,7 @@ def test_info_and_load_agree_on_what_transformers_would_run(
 def test_a_model_with_another_head_is_refused(tmp_path: Path, head: str) -> None:
     save(tmp_path)
     rewrite(tmp_path, {"architectures": [head]})
-    with pytest.raises(UnsupportedModel, match=f"of a {head}, which is not a language model") as caught:
+    with pytest.raises(UnsupportedModel, match=f"describes a {head}, which is not a language model") as caught:
         load_model(tmp_path)
     result = CliRunner().invoke(app, ["info", str(tmp_path)])
     assert (result.exit_code, result.stderr) == (1, f"error: {caught.value}\n")

@@ -100,5 +100,5 @@ def test_speculators_layout(tmp_path: Path) -> None:
     with pytest.raises(InvalidOption, match="P-EAGLE"):
         write_head(tmp_path / "d", head_of(made))
     beyond = replace(CONFIGS["plain"], mask_token=37)
-    with pytest.raises(CorruptModel, match="mask token is 37, of a vocabulary of 37"):
+    with pytest.raises(CorruptModel, match="mask token 37 is outside its vocabulary of 37"):
         ParallelEagle(beyond, tensors_of(beyond), TOY)

@@ -89,7 +89,7 @@ class Ask:
         return len(self.token_ids) - 1
 
 
-class Part(NamedTuple):
+class DrafterPart(NamedTuple):
     """A part of a drafter with its own draft length. See `Drafter` for the fields."""
 
     draft: DraftBudget
@@ -156,13 +156,13 @@ class Drafter(ABC):
         """
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[DrafterPart, ...]:
         """The parts that have their own draft length.
 
         Only a cascade has several. It asks them in order, each for the requests that have no draft yet, and records in
         `Draft.part` which part it asked last.
         """
-        return (Part(self.draft, self.free, self.reads_prompt),)
+        return (DrafterPart(self.draft, self.free, self.reads_prompt),)
 
     @property
     def needs_past(self) -> bool:

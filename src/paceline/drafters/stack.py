@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from paceline.drafters.base import Allowance, Ask, Drafter, Part
+from paceline.drafters.base import Allowance, Ask, Drafter, DrafterPart
 from paceline.errors import InvalidOption
 from paceline.protocols import KVCache, Saved, common_most
 from paceline.types import Draft, DraftBudget, Tap, Verdict
@@ -63,7 +63,7 @@ class DrafterStack(Drafter):
         self._parts = tuple(_part([drafter for drafter in drafters if drafter.free == kind]) for kind in kinds)
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[DrafterPart, ...]:
         return self._parts
 
     def bind(self, cache: KVCache) -> None:
@@ -161,9 +161,9 @@ class DrafterWrapper(DrafterStack):
         self.inner = inner
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[DrafterPart, ...]:
         inner = self.inner.parts
-        return inner if len(inner) > 1 else (Part(self.draft, self.free, self.reads_prompt),)
+        return inner if len(inner) > 1 else (DrafterPart(self.draft, self.free, self.reads_prompt),)
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         return self.inner.propose(asks)
@@ -173,9 +173,9 @@ def _allowance(ask: Ask, part: int) -> Allowance:
     return ask.parts[part] if ask.parts else Allowance(ask.budget, ask.price, ask.pace)
 
 
-def _part(drafters: Sequence[Drafter]) -> Part:
+def _part(drafters: Sequence[Drafter]) -> DrafterPart:
     """Return the part that consists of these drafters, which are all lookups or all learned."""
-    return Part(_widest(drafters), drafters[0].free, any(drafter.reads_prompt for drafter in drafters))
+    return DrafterPart(_widest(drafters), drafters[0].free, any(drafter.reads_prompt for drafter in drafters))
 
 
 def _widest(drafters: Sequence[Drafter]) -> DraftBudget:

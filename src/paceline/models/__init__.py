@@ -1,1 +1,1 @@
-"""The native decoder and what reads models into it."""
+"""The native decoder, and the code that loads models into it."""

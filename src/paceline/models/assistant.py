@@ -1,4 +1,4 @@
-"""The network of Gemma 4's assistant: decoder layers of queries alone, over the keys and values of its target."""
+"""The network of Gemma 4's assistant: decoder layers that have only queries and read the target's keys and values."""
 
 from __future__ import annotations
 
@@ -23,12 +23,24 @@ _TABLE = "model.embed_tokens.weight"
 
 
 class AssistantNetwork:
-    """Each layer sees what the last layer of its kind (with a window, or without) of the target that has keys and
-    values of its own has stored."""
+    """The layers of Gemma 4's assistant, which attend to the target's KV cache.
+
+    Each layer reads the keys and values of one target layer: the last one of the same type (sliding or full attention)
+    that stores its own.
+    """
 
     def __init__(self, config: AssistantConfig, tensors: Mapping[str, Tensor], host: Decoder) -> None:
-        """`tensors`: under the names of `heads.py`. Raises `CorruptModel` for missing or misshapen ones, and
-        `UnsupportedModel` for a target without such keys and values."""
+        """Build the network.
+
+        Args:
+            config: The assistant's architecture.
+            tensors: Weights, under the names in `heads.py`.
+            host: The target.
+
+        Raises:
+            CorruptModel: A tensor is missing or has the wrong shape.
+            UnsupportedModel: The target has no keys and values that the assistant's layers can read.
+        """
         c = replace(config.layer, special=tuple(_placed(config.layer, one, host.config) for one in config.layer.plan))
         self._host = host
         weights = Weights(tensors, host.dtype, host.device)
@@ -41,7 +53,7 @@ class AssistantNetwork:
         weights.skip("lm_head.weight" if tied else _TABLE)
         weights.finish()
         self.logits = linear(head).precise
-        """Logits [..., V] of the first result of `step`."""
+        """Maps the normed states that `step` returns first to logits [..., V]."""
         self._attentions = [
             LayerAttention(c.attention.scale or 1.0, one.window, heads=(one.kv_heads, one.head_dim), source=one.source)
             for one in c.plan
@@ -51,10 +63,17 @@ class AssistantNetwork:
 
     @torch.inference_mode()
     def step(self, tokens: Tensor, hidden: Tensor, cache: SlabCache, slots: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Run rows [B, T] that all stand at the position after their slot's text.
+        """Run one step for each slot, at the position after its text.
 
-        `tokens` [B, T], and `hidden` [B, T, target H]: the target's normed state before each, or the second result for
-        the token before. Returns normed states [B, T, H] and what stands for the target's [B, T, target H].
+        Args:
+            tokens: Token ids [B, T].
+            hidden: [B, T, target H]. The target's normed state before each token, or the second result of the step
+                for the token before.
+            cache: The target's cache.
+            slots: The slot of each row of the batch.
+
+        Returns:
+            The normed states [B, T, H], and the predicted stand-in for the target's hidden states [B, T, target H].
         """
         attention = cache.view(slots, tokens.shape[1], self._attentions)
         lengths = [cache.lengths[slot] for slot in slots]
@@ -68,7 +87,7 @@ class AssistantNetwork:
 
 
 def _placed(c: ModelConfig, layer: LayerConfig, target: ModelConfig) -> LayerConfig:
-    """The layer with the target's layer whose keys and values it sees."""
+    """Complete an assistant layer with the target layer whose keys and values it reads."""
     own = [
         i
         for i, one in enumerate(target.plan)
@@ -77,7 +96,7 @@ def _placed(c: ModelConfig, layer: LayerConfig, target: ModelConfig) -> LayerCon
     sizes = c.of(layer).head_dim, c.of(layer).kv_heads
     if not own or sizes != (target.of(target.plan[own[-1]]).head_dim, target.of(target.plan[own[-1]]).kv_heads):
         raise UnsupportedModel(
-            "this target has no keys and values that the assistant's layers can see",
-            "Use the assistant with the Gemma 4 that it was made for",
+            "this target has no keys and values that the assistant's layers can read",
+            "Use the assistant with the Gemma 4 model that it was trained for",
         )
     return replace(layer, source=own[-1], head_dim=sizes[0], kv_heads=sizes[1], window=target.plan[own[-1]].window)

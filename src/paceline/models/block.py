@@ -1,27 +1,29 @@
-"""The network of a block drafter (DFlash, arXiv 2602.06036): a whole block from one pass.
+"""The network of a block drafter (DFlash, arXiv 2602.06036), which proposes a whole block in one pass.
 
 It follows the published implementations (z-lab/dflash `dflash/model.py`; vllm-project/speculators `models/dflash/`;
 vLLM `qwen3_dflash.py`; SpecForge `dflash_family_model.py`):
 
-- **Context.** The taps of a token, side by side in the config's order, pass `fc`, then `hidden_norm`. Every layer makes
-  the token's key (`k_proj`, `k_norm`, rotary) and value (`v_proj`) from this one vector, without `input_layernorm`. So
-  keys and values of all layers can be computed at once and kept.
-- **Block.** Its first entry is the pending token, whose hidden states are not known yet; mask tokens follow, through
-  the target's embedding. Entry j has the pending token's position + j and predicts the token of its own position (with
-  `from_anchor` the next one). A block is always fed whole, as in training.
-- **Attention.** An entry sees the context and its whole block, both ways. In layers marked `causal` it sees only the
-  earlier part of the block: drafters with sliding windows are trained so. A window counts the entry itself.
-- **Taps.** `target_layer_ids` are layer outputs, `hidden_states[id + 1]`: the stream entering layer id + 1. Speculators
-  already counts that way.
-- **Markov head** (DSpark; DeepSpec, speculators `models/dspark/`). The logits of an entry have W2 W1[t] added, t being
-  the token before the one that it predicts: the pending one, then drafted ones. A confidence head tells from the
-  entry's state, after `norm`, and from W1[t] how likely the best token is accepted.
-- **DFlash 2** (inco.ai/blog/dflash2; vLLM `qwen3_dflash2.py`, SpecForge `dflash2.py`). `models/convolved.py` is around
-  each part of its layers. Its path selector keeps the best `selector_top_k` tokens of an entry by its logits U, and
-  scores token b after token a with U(b) + <A(a) * H(h), B(b)>: A and B are rows of the codebooks, H(h) the
-  `hidden_projection` of the entry's state after `norm`.
-- **Embedding and head** are the target's (speculators may store some rows of the head, with their tokens in `d2t`);
-  `norm` comes before the head.
+- **Context.** The hidden states of a token at all taps are concatenated in the config's order and pass through `fc`
+  and `hidden_norm`. Every layer computes the token's key (`k_proj`, `k_norm`, rotary) and value (`v_proj`) from this
+  one vector, without `input_layernorm`. The keys and values of all layers can therefore be computed in one product.
+- **Block.** The first entry is the pending token, whose hidden states are not known yet. Mask tokens, embedded by the
+  target, follow. Entry j stands at the pending token's position + j and predicts the token at its own position, or at
+  the next position with `from_anchor`. The network always gets a whole block, as in training.
+- **Attention.** An entry sees the context and its whole block, in both directions. In layers marked `causal` it sees
+  only earlier entries of the block, because drafters with sliding windows are trained that way. A window includes the
+  entry itself.
+- **Taps.** `target_layer_ids` name layer outputs, `hidden_states[id + 1]`: the stream that enters layer id + 1.
+  Speculators already counts that way.
+- **Markov head** (DSpark; DeepSpec, speculators `models/dspark/`). W2 W1[t] is added to the logits of an entry, where t
+  is the token before the predicted one: first the pending token, then drafted tokens. A confidence head estimates from
+  the entry's normed state and W1[t] how likely the best token is to be accepted.
+- **DFlash 2** (inco.ai/blog/dflash2; vLLM `qwen3_dflash2.py`, SpecForge `dflash2.py`). Each part of a layer runs
+  between
+  two convolutions (`models/convolved.py`). The path selector keeps the `selector_top_k` tokens of an entry with the
+  highest logits U. It scores token b after token a with U(b) + <A(a) * H(h), B(b)>, where A and B are rows of the
+  codebooks and H(h) is the `hidden_projection` of the entry's normed state.
+- **Embedding and head** are the target's. Speculators may store only some rows of the head, with their token ids in
+  `d2t`. `norm` is applied before the head.
 """
 
 from __future__ import annotations
@@ -52,7 +54,16 @@ class BlockNetwork:
     """The layers between a target's hidden states and its output head."""
 
     def __init__(self, config: BlockConfig, tensors: Mapping[str, Tensor], host: TargetWithHead) -> None:
-        """`tensors`: by the names in `heads.py`. Raises `CorruptModel` for missing or misshapen ones."""
+        """Build the network.
+
+        Args:
+            config: The head's architecture.
+            tensors: Weights, under the names in `heads.py`.
+            host: The target, for its embedding, output head, dtype, device and context length.
+
+        Raises:
+            CorruptModel: A tensor is missing or has the wrong shape.
+        """
         c = config.layer
         self.config, self._device = config, host.device
         weights = Weights(tensors, host.dtype, host.device)
@@ -60,7 +71,7 @@ class BlockNetwork:
         self._fused_norm = make_norm(c, weights, "hidden_norm", c.hidden)
         names = [f"layers.{i}." for i in range(c.layers)]
         parts = {f"{name}self_attn.{x}_proj": c.kv_heads * c.head_dim for name in names for x in "kv"}
-        # Keys and values of the context for all layers in one product.
+        # One product computes the context's keys and values for all layers.
         self._keys_values = weights.linear(parts, c.hidden)
         layers = [make_layer(c, layer, weights, name) for layer, name in zip(c.plan, names, strict=True)]
         if config.conv:
@@ -69,19 +80,25 @@ class BlockNetwork:
         self._stack = LayerStack(c, layers, host, [not late for late in config.causal or (False,) * c.layers])
         self._norm = make_norm(c, weights, "norm", c.hidden)
         self.subset, self.logits = output_head(weights, host, config.draft_vocab or host.vocab_size, c.hidden)
-        """The tokens of the logits' columns (None: all of the target's), and logits [..., C] of a draft's states."""
+        """Token ids of the logits' columns (None for the target's whole vocabulary), and a function from the states
+        that
+        `draft` returns to logits [..., C]."""
         self._follow = _follower(config, weights, host.vocab_size)
         weights.finish()
 
     def new_cache(self) -> SlabCache:
-        """A cache for the host's context length, whatever length the head was trained on."""
+        """Create a cache for the host's context length, whatever length the head was trained on."""
         return self._stack.new_cache()
 
     @torch.inference_mode()
     def read(self, cache: SlabCache, slots: Sequence[int], features: Tensor, counts: Sequence[int]) -> None:
-        """Add the target's hidden states of the next tokens of each slot to its context.
+        """Append the target's hidden states of the next tokens to each slot's context.
 
-        features [B, n, taps * H]: the first counts[b] rows of slot b, then padding.
+        Args:
+            cache: The drafter's cache, from `new_cache`.
+            slots: Slots of that cache.
+            features: Hidden states [B, n, taps * H]. Slot b has counts[b] valid rows; the rest is padding.
+            counts: Number of valid rows per slot.
         """
         b, n, _ = features.shape
         rows, attention, ropes = self._begin(cache, slots, [cache.lengths[slot] for slot in slots], n)
@@ -95,29 +112,46 @@ class BlockNetwork:
 
     @torch.inference_mode()
     def draft(self, cache: SlabCache, slots: Sequence[int], first: Sequence[int], x: Tensor) -> Tensor:
-        """From embedded blocks x [B, size, H], with pending tokens at positions `first`, to the input of `logits`
-        [B, size, H]. Commits nothing."""
+        """Run embedded blocks through the layers, without committing anything to the cache.
+
+        Args:
+            cache: The drafter's cache.
+            slots: Slots of that cache.
+            first: Position of each slot's pending token.
+            x: Embedded blocks [B, size, H].
+
+        Returns:
+            Normed states [B, size, H], the input of `logits`.
+        """
         _, attention, ropes = self._begin(cache, slots, first, x.shape[1])
         x, _ = self._stack.run(x, 0, self.config.layer.layers, ropes, attention)
         return self._norm(x)
 
     @torch.inference_mode()
     def follow(self, tokens: Sequence[int], state: Tensor, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Of an entry with this input of `logits` [H] and these logits [C], for each token that may come before the
-        one that it predicts: logits [n, C], and the probability [n] that its best token is accepted, if a head
-        tells."""
+        """Refine an entry's logits for each token that may precede the predicted one.
+
+        Args:
+            tokens: The n candidate tokens before the predicted one.
+            state: The entry's normed state [H], as `draft` returns it.
+            logits: The entry's logits [C].
+
+        Returns:
+            Logits [n, C], and the probability [n] that the best token is accepted (None without a confidence head).
+        """
         assert self._follow is not None
         return self._follow(torch.tensor(tokens, device=self._device), state, logits)
 
     def _begin(
         self, cache: SlabCache, slots: Sequence[int], first: Sequence[int], count: int
     ) -> tuple[Rows, Pass, list[Rope]]:
-        """A pass of `count` rows per slot at positions from `first` on, and its rotary factors of every kind."""
+        """Begin a pass of `count` consecutive rows per slot, starting at positions `first`. Returns its rotary factors
+        too."""
         device = self._device
         positions = torch.tensor(first, device=device)[:, None] + torch.arange(count, device=device)
         chains = ((NONE, *range(count - 1)),) * len(slots)
         lengths = tuple(cache.lengths[slot] for slot in slots)
-        # The cache does not read the tokens. Bits of drafts do not matter: the fast kernel (prefill) will do.
+        # The cache does not read the tokens. Drafts need not be bit-exact, so the faster prefill kernel is used.
         starts = (0,) * len(slots)
         rows = Rows(positions, positions, tuple(slots), lengths, chains, starts, prefill=True)
         ropes = self._stack.ropes(positions, max(first) + count, [cache.prompts[slot] for slot in slots])
@@ -160,7 +194,7 @@ class _Markov:
     def __init__(self, config: BlockConfig, weights: Weights, vocab: int) -> None:
         rank, rows = config.markov, config.draft_vocab or vocab
         if "d2t" in weights and not bool(weights.get("d2t", (rows,), torch.int64).diff().ge(0).all()):
-            raise CorruptModel("d2t of the head does not rise from row to row", "Fetch the head again")
+            raise CorruptModel("d2t of the head is not in ascending order", "Fetch the head again")
         self._before = weights.get("markov_head.markov_w1.weight", (vocab, rank))
         self._after = linear(weights.head("markov_head.markov_w2.weight", (rows, rank))).precise
         self._wide = config.confidence > config.layer.hidden

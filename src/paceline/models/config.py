@@ -1,4 +1,4 @@
-"""Configuration of a decoder. `families.py` reads it from a checkpoint's config, `decoder.py` builds the model."""
+"""Configuration of a decoder: `checkpoints/families` reads it from a checkpoint, `decoder.py` builds the model."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ from paceline.cache.slab import ring
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding: base, scaling rule (see `rope.KINDS`) with its numbers in Hugging Face's terms.
+    """Rotary embedding: its base, and its scaling rule (see `rope.KINDS`) with parameters named as by Hugging Face.
 
-    `factors`: divisors per frequency, if the checkpoint has them (GGUF's rope_freqs, longrope's short ones);
-    `long_factors`: those for prompts beyond the original context. `share`: rotated part of each head. `interleaved`: in
-    the files, the two halves of each rotary pair lie side by side.
+    Attributes:
+        theta: Base of the frequencies.
+        kind: Scaling rule, a key of `rope.KINDS`.
+        scaling: Parameters of the rule, as (name, value) pairs.
+        factors: Divisor of each frequency, if the checkpoint has them (GGUF's rope_freqs, longrope's short factors).
+        long_factors: longrope's factors for prompts that exceed the original context length.
+        share: Fraction of each head that is rotated.
+        interleaved: In the files, the two elements of each rotary pair are adjacent.
     """
 
     theta: float = 10000.0
@@ -28,11 +33,16 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class MatrixConfig:
-    """States that are `heads` matrices [key_dim, value_dim], for `key_heads` keys and queries, after a convolution over
-    `width` tokens.
+    """A recurrent state of `heads` matrices [key_dim, value_dim], updated after a causal convolution.
 
-    `tiled`: a head's key is that of its number modulo `key_heads` (Qwen3.5 in files of llama.cpp), not of neighbouring
-    heads.
+    Attributes:
+        key_heads: Number of key heads and of query heads.
+        heads: Number of value heads.
+        key_dim: Elements of a key head.
+        value_dim: Elements of a value head.
+        width: Tokens that the convolution covers.
+        tiled: Head i uses key head i modulo `key_heads` (Qwen3.5 in llama.cpp's files). Otherwise neighbouring heads
+            share a key head.
     """
 
     key_heads: int
@@ -44,12 +54,12 @@ class MatrixConfig:
 
     @property
     def channels(self) -> int:
-        """Queries, keys and values, which pass through the convolution."""
+        """Channels of the convolution: queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
 
     @property
     def state_size(self) -> int:
-        """Numbers in the state of one layer."""
+        """Number of elements in the state of one layer."""
         return self.heads * self.key_dim * self.value_dim + (self.width - 1) * self.channels
 
 
@@ -60,9 +70,10 @@ class DeltaNetConfig(MatrixConfig):
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Config(MatrixConfig):
-    """Mamba-2: a group's B and C are its heads' key and query.
+    """Mamba-2. B and C of a group are the key and the query of the heads in that group.
 
-    `norm_first`: the norm of the output, if there is one, comes before its gate.
+    Attributes:
+        norm_first: The output norm, if there is one, is applied before the output gate.
     """
 
     norm_first: bool = False
@@ -70,14 +81,14 @@ class Mamba2Config(MatrixConfig):
 
 @dataclass(frozen=True, slots=True)
 class ShortConvConfig:
-    """A convolution of each of `channels` over `width` tokens, between two gates (LFM2)."""
+    """A depthwise convolution of `channels` channels over `width` tokens, between two gates (LFM2)."""
 
     channels: int
     width: int
 
     @property
     def state_size(self) -> int:
-        """Numbers in the state of one layer."""
+        """Number of elements in the state of one layer."""
         return (self.width - 1) * self.channels
 
 
@@ -88,13 +99,21 @@ RecurrentConfig = DeltaNetConfig | Mamba2Config | ShortConvConfig
 class LayerConfig:
     """Properties that may differ from layer to layer.
 
-    `rope`: None if positions are not encoded. `window`: number of positions that a row sees, its own included (None:
-    all). `sparse`: whether the feed-forward part is a mixture of experts. `recurrent`: the layer has a state.
-    `attends`: it has attention, beside its state if both. `feeds`: it has a feed-forward part. `kv_heads`, `head_dim`,
-    `ffn`: its own sizes, where they are not the model's (0). `source`: the layer whose keys and values it sees, if it
-    has none of its own. `keys_as_values`: values are its keys before norm and rotation. `chunked`: its window begins at
-    a multiple of its width, so that rows see their own part of the text alone. `temperature`: factors of its queries by
-    position, where these are not encoded. `unit_heads`: query and key heads are normed, without a weight.
+    Attributes:
+        rope: Rotary embedding; None if the layer encodes no positions.
+        window: Number of positions that a row sees, including its own; None for all.
+        sparse: The feed-forward part is a mixture of experts.
+        recurrent: The layer's recurrent state, if it has one.
+        attends: The layer has attention, possibly in parallel with a state.
+        feeds: The layer has a feed-forward part.
+        kv_heads: Number of key heads, if not the model's; 0 for the model's.
+        head_dim: Elements of a head, if not the model's; 0 for the model's.
+        ffn: Width of the feed-forward part, if not the model's; 0 for the model's.
+        source: Index of the layer whose keys and values this layer reads, if it has none of its own.
+        keys_as_values: The values are the keys before norm and rotation.
+        chunked: The window starts at a multiple of its width: a row sees only its own chunk of the text.
+        temperature: Factors by position that scale the queries of a layer that encodes no positions.
+        unit_heads: QK-norm without weights.
     """
 
     rope: RopeConfig | None
@@ -115,7 +134,8 @@ class LayerConfig:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """A row uses experts of `used` of `count` equal groups only: those whose `best` experts score most together."""
+    """Limit of each row to the experts of `used` out of `count` equal groups. A group's score is the sum of its `best`
+    highest expert scores."""
 
     count: int
     used: int
@@ -124,13 +144,23 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class MixtureConfig:
-    """A mixture of `count` experts of width `ffn`, `used` for each row, their weights summing to 1 if `normalised`.
+    """A mixture of `count` experts of width `ffn`, with `used` experts per row.
 
-    `block`, `names`, `router`: names in the checkpoint of the block, of an expert's gate, up and down projections, and
-    of what chooses among them. `shared`: width of one more expert that every row uses (0: none), named `shared_block`.
-    `sigmoid`: a score is the expert's own, not a share of all; `scale`: factor of the weights. `with_dense`: a dense
-    network adds to the experts' result, each with norms of its own (Gemma 4). `groups`: limits what a row chooses
-    among. `weighs_inputs`: what an expert sees has its weight, not its result.
+    Attributes:
+        count: Number of experts.
+        used: Experts per row.
+        ffn: Width of an expert.
+        normalised: The weights of a row's experts are scaled to sum to 1.
+        block: Name of the block in the checkpoint.
+        names: Names of an expert's gate, up and down projections.
+        router: Name of the router's projection.
+        shared: Width of the shared expert, which every row uses; 0 for none.
+        shared_block: Name of the shared expert.
+        sigmoid: Scores are sigmoids of the router's logits; otherwise their softmax.
+        scale: Factor of the weights.
+        with_dense: A dense network runs in parallel, and both branches have norms of their own (Gemma 4).
+        groups: Limit of the experts that a row may choose, by group.
+        weighs_inputs: The weight multiplies an expert's input instead of its output.
     """
 
     count: int
@@ -154,10 +184,16 @@ class MixtureConfig:
 class LatentConfig:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
 
-    Keys and values of all heads are products of one vector of `rank` elements by token; each key also has a part of
-    `rotary` elements that encodes its position, the same for all heads. Query heads have `plain` elements for the
-    former and `rotary` for the latter, value heads `value`. `query_rank`: of the vector that queries are products of
-    (0: they are products of the stream).
+    The keys and values of all heads are computed from one latent vector per token. Each key also has a rotary part,
+    which
+    is the same for all heads.
+
+    Attributes:
+        rank: Elements of the latent vector.
+        query_rank: Elements of the latent vector of the queries; 0 if queries are computed from the stream.
+        plain: Elements of a query or key head without position.
+        rotary: Elements of a query or key head with rotary position.
+        value: Elements of a value head.
     """
 
     rank: int
@@ -169,15 +205,15 @@ class LatentConfig:
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """Attention, but for its sizes, positions and norms.
+    """Properties of attention, except for its sizes, positions and norms.
 
     Attributes:
-        scale: Factor of the scores; None: head_dim ** -0.5.
-        softcap: Bound of the scores, by tanh.
-        sinks: Each query head has a score for seeing nothing.
-        gated: The output is multiplied by a gate, which is stored with the queries.
-        latent: Keys and values are products of one vector, and the cache holds that: one key head of `head_dim`
-            elements.
+            scale: Factor of the scores; None for head_dim ** -0.5.
+            softcap: Bound of the scores, applied with tanh.
+            sinks: Each query head has an attention sink: a learned score that takes part in the softmax.
+            gated: The output is multiplied by a gate, which is stored with the queries.
+            latent: Multi-head latent attention. The cache stores the latent vector as one key head of `head_dim`
+                elements.
     """
 
     scale: float | None = None
@@ -189,19 +225,19 @@ class AttentionConfig:
 
 @dataclass(frozen=True, slots=True)
 class NormConfig:
-    """Norms of the stream and of heads.
+    """Norms of the stream and of the attention heads.
 
     Attributes:
-        eps: Added to the variance.
-        kind: "rms", or "layer": they subtract the mean too, and may have biases.
-        offset: Added to every weight.
-        before: Attention and feed-forward part see normed rows.
-        after: The outputs of attention and feed-forward part are normed.
-        shared: Attention and feed-forward part see the rows of one norm.
-        heads: Norms of query and key heads: with one weight for all heads ("shared"), with a weight for each head
-            ("own"), or over all heads together ("joint"). None: there are none.
-        rotated_first: Norms of query and key heads come after the rotation.
-        values: Value heads are normed, without a weight.
+            eps: Added to the variance.
+            kind: "rms", or "layer" for LayerNorm, which also subtracts the mean and may have biases.
+            offset: Added to every weight.
+            before: The inputs of attention and of the feed-forward part are normed.
+            after: The outputs of attention and of the feed-forward part are normed.
+            shared: Attention and the feed-forward part share one input norm.
+            heads: QK-norm: with one weight for all heads ("shared"), with a weight for each head ("own"), or across all
+                heads ("joint"); None for no QK-norm.
+            rotated_first: QK-norm is applied after the rotation.
+            values: Value heads are normed, without a weight.
     """
 
     eps: float = 1e-6
@@ -217,21 +253,21 @@ class NormConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Architecture of a decoder-only model. Sizes in elements, `context_length` in tokens.
+    """Architecture of a decoder-only model. Sizes are in elements, `context_length` is in tokens.
 
     Attributes:
-        ffn: Width of dense feed-forward networks.
-        gated_mlp: Feed-forward networks have a gate.
-        tied: The output head is the embedding.
-        parallel: Attention and feed-forward part both see the stream that enters the layer.
-        special: The layers one by one, unless all are alike (full attention, dense, with `rope`).
-        mixture: The experts of sparse layers.
-        embed_scale: Factor of the embedding.
-        residual_scale: Factor of what attention and feed-forward part add to the stream.
-        logits_divisor: Divisor of the logits.
-        final_softcap: Bound of the logits, by tanh.
-        layer_scale: Each layer's result has a factor.
-        token_inputs: Size of what each layer gets from a table of its own by the token; 0: no such tables.
+            ffn: Width of dense feed-forward networks.
+            gated_mlp: Feed-forward networks have a gate.
+            tied: The embedding is also the output head.
+            parallel: Attention and the feed-forward part both read the stream that enters the layer.
+            special: Configuration of each layer; empty if all layers are full attention and dense, with `rope`.
+            mixture: The experts of sparse layers.
+            embed_scale: Factor of the embedding.
+            residual_scale: Factor of what attention and the feed-forward part add to the stream.
+            logits_divisor: Divisor of the logits.
+            final_softcap: Bound of the logits, applied with tanh.
+            layer_scale: The output of each layer is multiplied by a learned factor.
+            token_inputs: Size of the per-layer embeddings (Gemma 4); 0 for none.
     """
 
     family: str
@@ -261,20 +297,24 @@ class ModelConfig:
 
     @property
     def mixed(self) -> int:
-        """Outputs of attention."""
+        """Width of attention's output, before the output projection."""
         latent = self.attention.latent
         return self.heads * (latent.value if latent else self.head_dim)
 
     @property
     def plan(self) -> tuple[LayerConfig, ...]:
-        """The configuration of every layer."""
+        """The configuration of each layer."""
         return self.special or (LayerConfig(self.rope),) * self.layers
 
     def cache_bytes(self, tokens: int, itemsize: int = 2) -> int:
-        """Bytes of the keys and values of a text of `tokens` tokens, at `itemsize` bytes per element, without states.
+        """Return the size of the keys and values of a text of `tokens` tokens, in bytes, without recurrent states.
 
-        A layer with a window holds no more than its ring. The cache grows in steps, so it may hold a quarter more (a
-        `SharedSlabCache` twice as much).
+        A layer with a window stores no more than its ring buffer. The cache grows in steps, so it may allocate up to a
+        quarter more than this (a `SharedSlabCache` up to twice as much).
+
+        Args:
+            tokens: Length of the text.
+            itemsize: Bytes per element.
         """
         own = [layer for layer in self.plan if layer.attends and layer.source is None]
         held = [min(tokens, ring(layer.window)) if layer.window else tokens for layer in own]
@@ -284,7 +324,7 @@ class ModelConfig:
         )
 
     def of(self, layer: LayerConfig) -> ModelConfig:
-        """The same with the sizes that this layer has."""
+        """Return this configuration with the sizes of the given layer."""
         return replace(
             self,
             kv_heads=layer.kv_heads or self.kv_heads,
@@ -294,5 +334,5 @@ class ModelConfig:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states of a text, whatever its length; 0 without recurrent layers. In float32."""
+        """Bytes of the float32 recurrent states of one text, whatever its length; 0 without recurrent layers."""
         return 4 * sum(layer.recurrent.state_size for layer in self.plan if layer.recurrent)

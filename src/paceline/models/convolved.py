@@ -1,4 +1,4 @@
-"""Decoder layers between convolutions whose kernels come from what they convolve (DFlash 2)."""
+"""Decoder layers whose parts run between convolutions with input-dependent kernels (DFlash 2)."""
 
 from __future__ import annotations
 
@@ -13,26 +13,39 @@ from paceline.protocols import Pass
 
 
 class BlockConvolution:
-    """Two depthwise convolutions along a block, one before a part of a layer and one after it.
+    """Two depthwise convolutions along a block: one before a part of a layer, one after it.
 
-    A row's kernels are `base_kernel` [2, taps, H] and, added to all channels of a group, a product of the normed row
-    that enters the first of them: rows of `kernel_projection` are by side, tap and group. What lies before the block
-    is zero.
+    The kernels of a row are `base_kernel` [2, taps, H] plus a product of the normed row that enters the first
+    convolution. The product has one element per side, tap and group, in that order of `kernel_projection`'s rows, and
+    all
+    channels of a group share it. The block is padded with zeros at its start.
     """
 
     def __init__(self, weights: Weights, prefix: str, hidden: int, taps: int, group: int) -> None:
-        """`group`: channels that share what is added. Raises `CorruptModel` as `Weights`."""
+        """Load the kernels.
+
+        Args:
+            weights: The checkpoint's tensors.
+            prefix: Prefix of the tensors' names.
+            hidden: Channels H.
+            taps: Tokens that a kernel covers.
+            group: Channels that share the input-dependent part of a kernel.
+
+        Raises:
+            CorruptModel: A tensor is missing or has the wrong shape.
+        """
         self._base = weights.get(prefix + "base_kernel", (2, taps, hidden))
         self._product = weights.linear({prefix + "kernel_projection": 2 * taps * (hidden // group)}, hidden)
         self._shape, self._group = (2, taps, hidden // group), group
 
     def before(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """From blocks [B, size, H] what the part sees, and what `after` needs."""
+        """Convolve blocks [B, size, H]. Returns the input of the part, and the kernels' addends, which `after`
+        needs."""
         added = self._product(x).unflatten(-1, self._shape)
         return self._convolve(x, added, 0), added
 
     def after(self, x: Tensor, added: Tensor) -> Tensor:
-        """Convolve the part's output [B, size, H] before it is added to the stream."""
+        """Convolve the part's output [B, size, H]. The result is then added to the stream."""
         return self._convolve(x, added, 1)
 
     def _convolve(self, x: Tensor, added: Tensor, side: int) -> Tensor:
@@ -44,8 +57,9 @@ class BlockConvolution:
 
 
 class ConvolvedLayer(Layer):
-    """A pre-norm layer of attention and a feed-forward part, each within a `BlockConvolution`. Every slot of x is a
-    whole block."""
+    """A pre-norm layer with a `BlockConvolution` around attention and another around the feed-forward part. Every slot
+    of
+    x must be a whole block."""
 
     def __init__(self, layer: Layer, attention: BlockConvolution, mlp: BlockConvolution) -> None:
         super().__init__(layer.attn_norm, layer.attention, layer.out, layer.mlp_norm, None)
@@ -61,7 +75,7 @@ class ConvolvedLayer(Layer):
         entry: Tensor | None = None,
         given: Tensor | None = None,
     ) -> Tensor:
-        """See `Layer`, of which these have neither `post` norms nor inputs by the token."""
+        """See `Layer`. These layers have neither `post` norms nor per-layer embeddings."""
         assert self.mlp_norm
         norm, mixer, out, mlp = self._parts()
         seen, added = self._around_attention.before(norm(x))

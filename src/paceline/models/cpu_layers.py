@@ -1,4 +1,4 @@
-"""Decoder layers run by one call of `layers.cpp`: its structures for weights and passes."""
+"""Decoder layers run by one call of `layers.cpp`: the C structures of weights and passes, and the call."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from paceline.models.rope import Rope
 
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "clamped_swiglu": 3}
 _WIDEST = 1 << 30
-"""A window that reaches back further than any text, and fits the kernels' 32 bits."""
+"""A window that exceeds any text and still fits into the kernels' 32-bit integers."""
 
 
 def _fields(*groups: tuple[type, str]) -> list[tuple[str, type]]:
-    """Fields of a structure, in the order of layer.h and attention.h: kinds, each with its names."""
+    """Return the fields of a C structure, in the order of layer.h and attention.h. Each group is a type and its
+    names."""
     return [(name, kind) for kind, names in groups for name in names.split()]
 
 
@@ -89,7 +90,7 @@ class _CPass(Structure):
 
 
 class NativeLayers:
-    """Layers as the kernels read them, and a call that runs them (see `stack.LayerStack`)."""
+    """Layers in the kernels' own structures, and the call that runs them (see `stack.LayerStack`)."""
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class NativeLayers:
     ) -> None:
         """See `stack.LayerStack`."""
         self._held: list[Tensor] = []
-        """Tensors that the structures point into."""
+        """Tensors that the structures point to, kept alive here."""
         self._changes: list[NativeChanges] = []
         self._layers = layers
         self._sums = None if ranks is None else _Sums(ranks)
@@ -123,7 +124,8 @@ class NativeLayers:
         taps: Sequence[int],
         adapters: Sequence[int] = (),
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """See `stack.LayerStack.run`. `plans`: as of a `SlabPass`; `taps`: none after the last layer."""
+        """See `stack.LayerStack.run`. `plans` are those that a `SlabPass` makes; no tap may lie after the last
+        layer."""
         entering, x = x, x.clone(memory_format=torch.contiguous_format)
         inner = [tap for tap in taps if first < tap < end]
         states = x.new_empty(len(inner), *x.shape)
@@ -142,7 +144,7 @@ class NativeLayers:
             if failed == 2 and self._sums:
                 raise self._sums.error or lost("within a pass")
             if failed:
-                raise OutOfMemory(f"no memory for a pass of {passed.c.rows} rows", SMALLER)
+                raise OutOfMemory(f"not enough memory for a pass of {passed.c.rows} rows", SMALLER)
         return x, dict(zip(inner, states, strict=True)) | ({first: entering} if first in taps else {})
 
     def _structure(self, layer: Layer, spec: LayerAttention, slab: int, index: int, rope: int) -> _CLayer:
@@ -203,7 +205,9 @@ class NativeLayers:
 
 
 class _Sums:
-    """The sums of the ranks within a pass, as the kernels call them. `error`: why one through Python failed."""
+    """All-reduce within a pass, as a function that the kernels call. `error` is the exception of a failed sum, if the
+    sum
+    ran in Python."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -211,7 +215,7 @@ class _Sums:
         self.error: Exception | None = None
 
     def function(self) -> tuple[int | None, int | None]:
-        """Addresses of the function and of its first argument."""
+        """Return the addresses of the function and of its first argument."""
         if (exchange := self._ranks.exchange) is None:
             return ctypes.cast(self._reduce, c_void_p).value, None
         add = kernel("paceline_sum", c_void_p, c_void_p, c_int64)
@@ -228,18 +232,22 @@ class _Sums:
 
 
 def whole(size: int) -> int:
-    """A size in whole lanes: that of heads in the cache of native layers."""
+    """Round a head size up to whole SIMD lanes, as the cache of native layers stores heads."""
     return -(-size // LANES) * LANES
 
 
 def runs_natively(layers: Sequence[Layer], dtype: torch.dtype) -> bool:
-    """Return whether `NativeLayers` can run them: all products native."""
+    """Return True if `NativeLayers` can run these layers: all of their products are native."""
     return dtype in FLOAT_KINDS and all(map(_parts, layers)) and library() is not None
 
 
 class _Parts(NamedTuple):
-    """Products of a layer, without adapters. `experts`: gate and up, their product, and down, of each; of a dense layer
-    one, and last the one of a mixture that all rows use. `router`: of a `mixture`."""
+    """The products of a layer, without adapters.
+
+    `experts` holds for each network the gate and up projections, their product, and the down projection. A dense layer
+    has
+    one network; a shared expert comes last. `router` belongs to `mixture`.
+    """
 
     qkv: NativeLinear
     out: NativeLinear
@@ -249,7 +257,7 @@ class _Parts(NamedTuple):
 
 
 def _parts(layer: Layer) -> _Parts | None:
-    """None if the kernels cannot run the layer."""
+    """Return the products of a layer; None if the kernels cannot run it."""
     if not isinstance(layer.attention, Attention) or layer.attention.gated or layer.attention.value_norm:
         return None
     if layer.attention.tempered or layer.attention.rotated_first:
@@ -275,7 +283,7 @@ def _parts(layer: Layer) -> _Parts | None:
         return None
     if router is not None and not isinstance(router, NativeLinear):
         return None
-    # All experts take the same inputs, and those of mixtures have no adapters.
+    # The kernels need all experts to have one type and shape, and do not apply adapters within a mixture.
     alike = len({(both.matrix.c.kind, down.matrix.c.kind, both.matrix.shape) for _, both, down in experts}) == 1
     each = zip(dense, experts, strict=True)
     changed = mixture and any(gated.both is not both or one.down is not down for one, (gated, both, down) in each)
@@ -283,7 +291,7 @@ def _parts(layer: Layer) -> _Parts | None:
 
 
 def _networks(mlp: object) -> tuple[Mixture | None, Sequence[Dense]] | None:
-    """The mixture that a feed-forward part is or has, and all networks; None if the kernels do not run it."""
+    """Return the mixture in a feed-forward part, if any, and all of its networks; None if the kernels cannot run it."""
     if isinstance(mlp, Dense):
         return None, [mlp]
     shared = [mlp.shared] if isinstance(mlp, SharedMixture) and mlp.share is None else []
@@ -295,7 +303,7 @@ def _networks(mlp: object) -> tuple[Mixture | None, Sequence[Dense]] | None:
 
 
 class _KernelPass:
-    """A pass as the kernels see it."""
+    """A pass in the kernels' own structures."""
 
     def __init__(
         self, plans: Sequence[Sequence[SlabPlan]], ropes: Sequence[Rope], adapters: Sequence[int] = (), rank: int = 0
@@ -312,7 +320,7 @@ class _KernelPass:
         )
 
     def _of_rows(self, adapters: Sequence[int], counts: Sequence[int]) -> int | None:
-        """The adapter of each row; None if no row has one."""
+        """Return the address of an array with the adapter of each row; None if no row has one."""
         if not any(adapters):
             return None
         each = [number for number, count in zip(adapters, counts, strict=True) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""A decoder whose passes are CUDA graphs."""
+"""A decoder that runs its passes as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from paceline.types import Forward, Rows, Want
 
 SLOTS = (1, 2, 4, 8, 16, 32)
 ROWS = (4, 8, 16, 32, 64, 128)
-"""Sizes of graphs. A pass takes the smallest that holds it, and a pass larger than all of them runs without."""
+"""Sizes of the graphs. A pass uses the smallest graph that holds it; a pass larger than all of them uses none."""
 
 PATIENCE = 2
-"""Passes of one size before it gets a graph: recording one costs as much as several of them."""
+"""Passes of one size that run without a graph before one is recorded. A recording costs as much as several passes."""
 
 FIRST = 1 << 15
-"""Positions with rotary factors from the start. Graphs hold addresses: where later positions make the tables grow, new
-graphs are recorded."""
+"""Number of positions whose rotary factors are computed at the start. Graphs hold addresses, so all of them must be
+recorded again when the table of factors grows."""
 
 Capture = Callable[[Replay], Replay]
-"""From a function over tensors with fixed addresses to one that does the same to their later contents."""
+"""Turns a function over tensors at fixed addresses into one that repeats its kernels on their current contents."""
 
 
 def cuda_graph(run: Replay) -> Replay:
-    """Record the kernels of `run`, after running it once to compile and choose them."""
+    """Record the kernels of `run` as a CUDA graph. `run` is called once before that, to compile and select its
+    kernels."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -51,21 +52,26 @@ def cuda_graph(run: Replay) -> Replay:
 
 
 class DeviceDecoder(Decoder):
-    """A `Decoder` that keeps lengths on the device (`DeviceCache`) and verifies by one graph per size of pass.
+    """A `Decoder` that keeps lengths on the device (`DeviceCache`) and verifies with one CUDA graph per pass size.
 
-    Prompts, passes that resume where drafting stopped (`Rows.resume`, `Rows.starts`), early exits and sizes without a
-    graph run kernel by kernel.
+    Some passes run kernel by kernel: prompts, passes that resume where drafting stopped (`Rows.resume`, `Rows.starts`),
+    early exits, and sizes without a graph.
     """
 
     _cache_type = DeviceCache
 
     def __init__(self, *args: Any, exact: bool = False, capture: Capture | None = cuda_graph) -> None:
-        """`args`: see `Decoder`. `exact`: products whose rows do not depend on each other. `capture`: None for no
-        graphs."""
+        """Build the decoder.
+
+        Args:
+            *args: Arguments of `Decoder`.
+            exact: Use matrix products in which the result of a row does not depend on the other rows.
+            capture: Function that records a graph; None to run without graphs.
+        """
         with products(FixedTile) if exact else nullcontext():
             super().__init__(*args)
         config = self.config
-        # Factors that follow the prompt have many tables.
+        # Rope kinds whose factors depend on the prompt have several tables, which one graph cannot hold.
         fixed = all(layer.rope is None or layer.rope.kind not in ("dynamic", "longrope") for layer in config.plan)
         self._capture = capture if fixed else None
         if self._capture:
@@ -88,7 +94,7 @@ class DeviceDecoder(Decoder):
         table, replay = graph
         table.fill(rows, places)
         out = replay()
-        # Copies, because the next run overwrites them.
+        # The next replay overwrites these tensors, so they are copied.
         b, t = rows.tokens.shape
         return Forward(out.logits[:b, :t].clone(), {tap: x[:b, :t].clone() for tap, x in out.taps.items()})
 
@@ -102,15 +108,19 @@ class DeviceDecoder(Decoder):
 
     @torch.inference_mode()
     def _run_table(self, table: RowTable, cache: DeviceCache, want: Want) -> Forward:
-        """A pass over the contents of the table at the time it runs. What `Rows` says on the host is not read, except
-        for the highest position, which the tables of rotary factors reach already."""
+        """Run a pass over the current contents of the table.
+
+        The graph ignores the host's fields of `Rows`, except for the highest position. The tables of rotary factors
+        already
+        cover that position.
+        """
         zeros = (0,) * table.slots
         rows = Rows(table.tokens, table.positions(), zeros, zeros, ((),) * table.slots, zeros)
         return self._run(rows, 0, self.embed(rows.tokens), cache.over(table), zeros, want)
 
 
 def _size(rows: Rows, want: Want) -> tuple[int, int] | None:
-    """Size of the smallest graph that holds a pass; None for a pass that runs without."""
+    """Return the size (slots, rows) of the smallest graph that holds a pass; None if the pass runs without a graph."""
     b, t = rows.tokens.shape
     if rows.prefill or rows.resume or any(rows.starts) or want.logits != "all" or want.layers is not None:
         return None

@@ -1,4 +1,4 @@
-"""One config-driven decoder for every native family."""
+"""One config-driven decoder for all native families."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ from paceline.protocols import KVCache, Pass
 from paceline.types import Forward, Rows, Want
 
 _HEAD_ROWS = 256
-"""Outputs of an excerpt's head."""
+"""Number of outputs of an excerpt's head."""
 
 Progress = Callable[[int, int], None]
-"""(layers done, layers in all)"""
+"""Called with the number of layers loaded so far and the total number of layers."""
 
 
 class Decoder:
@@ -52,7 +52,7 @@ class Decoder:
 
     _cache_type: type[SlabCache] = SlabCache
     ranks: Ranks | None = None
-    """Those that have the other parts of the model."""
+    """The ranks that hold the other parts of the model, with tensor parallelism."""
 
     def __init__(
         self,
@@ -65,17 +65,31 @@ class Decoder:
         adapters: Sequence[Factors] = (),
         devices: Sequence[torch.device] = (),
     ) -> None:
-        """`tensors`: by Hugging Face name, any float dtype. `head_tokens`: of a draft model on the CPU, the only tokens
-        that its logits [..., C] are of. `adapters`: of which each request may have one (`KVCache.acquire`). `devices`:
-        those of the layers, if not all are on `device`. Raises `CorruptModel` for missing or misshapen tensors, and as
-        `Weights.finish` for adapters."""
+        """Build the model.
+
+        Args:
+            config: The architecture.
+            tensors: Weights by Hugging Face name, in any float dtype.
+            dtype: Type of the computation.
+            device: Device of the embedding, the final norm and the output head, and of the layers by default.
+            progress: Called before each layer is loaded, and at the end.
+            head_tokens: Token ids of the logits' columns [..., C], for draft models on the CPU with a reduced
+                vocabulary; None for all tokens.
+            adapters: LoRA adapters. Each request may use one of them (`KVCache.acquire`).
+            devices: Device of each layer, if not all are on `device`.
+
+        Raises:
+            CorruptModel: A tensor is missing, unknown or has the wrong shape.
+            AdapterMismatch: An adapter changes a module that the model does not have.
+            UnsupportedModel: An adapter changes a module that can only be merged.
+        """
         self.config, self.dtype, self.device = config, dtype, device
         self.vocab_size, self.context_length, self.layers = config.vocab_size, config.context_length, config.layers
         weights = Weights(tensors, dtype, device, adapters)
         self.adapters = tuple(adapter.name for adapter in adapters)
         table = (config.vocab_size, config.hidden)
         self._embed = weights.embedding("model.embed_tokens.weight", table, config.tied)
-        # As the published models do: the root is rounded to the model's dtype first.
+        # As in the published models, the scale is rounded to the model's dtype first.
         self._embed_scale = torch.tensor(config.embed_scale).to(dtype).item()
         layers = []
         for index, layer in enumerate(config.plan):
@@ -99,7 +113,12 @@ class Decoder:
         progress(config.layers, config.layers)
 
     def excerpt(self) -> Decoder:
-        """See `protocols.Divisible`. One layer more, if there is one, since a layer does not see what it did itself."""
+        """See `protocols.Divisible`.
+
+        The excerpt has one layer of each kind, and one layer after them: the effect of a layer on the cache only shows
+        in a
+        later layer.
+        """
         if self.device.type != "cpu" or len(self._stack.devices) > 1:
             return self
         plan, part = self.config.plan, copy(self)
@@ -110,7 +129,7 @@ class Decoder:
         return part
 
     def position_bytes(self) -> dict[torch.device, int]:
-        """Bytes of the keys and values of one position on each device."""
+        """Return the bytes that the keys and values of one position take on each device."""
         found = dict.fromkeys(self._stack.devices, 0)
         for device, layer in zip(self._stack.device_of, self.config.plan, strict=True):
             found[device] += replace(self.config, special=(layer,)).cache_bytes(1, self.dtype.itemsize)
@@ -139,7 +158,8 @@ class Decoder:
         want: Want,
         adapters: Sequence[int] = (),
     ) -> Forward:
-        """Layers from `first` on, which x [B, T, H] enters, then norm, and the head for the rows that want it."""
+        """Run the layers from `first`, the final norm, and the head for the wanted rows. x [B, T, H] enters layer
+        `first`."""
         end = self.config.layers if want.layers is None else want.layers
         inner = sorted(tap for tap in want.taps if tap != "final" and first <= tap <= end)
         ropes = self._stack.ropes(rows.positions, rows.end, prompts)
@@ -157,15 +177,18 @@ class Decoder:
         return Forward(self.logits(x), taps)
 
     def _logits(self, head: NativeLinear, x: Tensor, rows: Rows) -> Tensor:
-        """Logits of the real rows alone. (Torch's products need the padding, or a row's bits would depend on how many
-        rows there are; the CPU kernels do not.)"""
+        """Compute logits of the real rows, without padding.
+
+        Only the CPU kernels may skip the padding. With torch's products, a row's bits would depend on the number of
+        rows.
+        """
         logits = head.precise(x, torch.tensor(rows.lines))[:, : max(rows.counts)]
         for slot, count in zip(logits, rows.counts, strict=True):
             self._shaped(slot[:count])
         return logits
 
     def _enter(self, rows: Rows, cache: KVCache) -> tuple[int, Tensor]:
-        """The first layer of a pass, and its input [B, T, H]."""
+        """Return the index of the first layer to run, and its input [B, T, H]."""
         x = self.embed(rows.tokens)
         resume = rows.resume
         if resume is None:
@@ -189,7 +212,7 @@ class Decoder:
         return self._shaped(self._head.precise(x))
 
     def _shaped(self, logits: Tensor) -> Tensor:
-        """In place, with the config's divisor and bound."""
+        """Apply the config's divisor and bound to the logits, in place."""
         if self.config.logits_divisor != 1.0:
             logits.div_(self.config.logits_divisor)
         cap = self.config.final_softcap
@@ -207,13 +230,13 @@ class Decoder:
 
 
 def _rows(table: Tensor | NativeLinear, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """The rows [..., *] of an embedding."""
+    """Return the rows [..., *] of an embedding."""
     return table.matrix.rows(tokens).to(dtype) if isinstance(table, NativeLinear) else F.embedding(tokens, table)
 
 
 class TokenInputs:
-    """What each layer gets by the token itself (see `layers.TokenInput`): rows of a table, and a product of the
-    embedding (Gemma 4)."""
+    """Per-layer embeddings (see `layers.TokenInput`): rows of a table, plus a projection of the token embedding
+    (Gemma 4)."""
 
     def __init__(self, c: ModelConfig, weights: Weights) -> None:
         self._shape, self._dtype = (c.layers, c.token_inputs), weights.dtype
@@ -224,7 +247,7 @@ class TokenInputs:
         self._scales = c.token_inputs**0.5, c.hidden**-0.5
 
     def __call__(self, tokens: Tensor, x: Tensor) -> Tensor:
-        """[B, T, layers, P], from tokens [B, T] and their embedding x [B, T, H]."""
+        """Return the inputs [B, T, layers, P] for tokens [B, T] with embedding x [B, T, H]."""
         of_table, of_product = self._scales
         own: Tensor = (_rows(self._table, tokens, self._dtype) * of_table).unflatten(-1, self._shape)
         normed = self._norm((self._product(x) * of_product).unflatten(-1, self._shape))
@@ -232,8 +255,18 @@ class TokenInputs:
 
 
 def make_layer(c: ModelConfig, layer: LayerConfig, weights: Weights, prefix: str, entry: int | None = None) -> Layer:
-    """Build a layer from Llama's names. Gemma has two more norms, and another meaning for one of the others. `entry`:
-    width of the input of attention, if it is not the stream that the layer norms itself."""
+    """Build a decoder layer from tensors with Llama's names.
+
+    Models with norms after each part (Gemma) have two more norms, and `post_attention` then names the norm after
+    attention.
+
+    Args:
+        c: The architecture.
+        layer: The layer's own configuration.
+        weights: The checkpoint's tensors.
+        prefix: Prefix of the layer's tensor names.
+        entry: Width of attention's input, if it is given separately instead of being the normed stream.
+    """
     c = c.of(layer)
 
     def norm(name: str) -> Norm:
@@ -271,7 +304,7 @@ def _token_input(c: ModelConfig, weights: Weights, prefix: str) -> TokenInput:
 def _make_mixer(
     c: ModelConfig, spec: LayerConfig, weights: Weights, prefix: str, width: int
 ) -> tuple[Mixer | None, Addend | None]:
-    """The mixer of a layer, if it has one, and its output product."""
+    """Return the mixer of a layer, if it has one, and its output product."""
     attention, state, products = None, None, list[Linear]()
     if spec.attends:
         make = make_latent if c.attention.latent else make_attention
@@ -288,10 +321,10 @@ def _make_mixer(
 def make_attention(
     c: ModelConfig, layer: LayerConfig, weights: Weights, prefix: str, width: int
 ) -> Attention | SharedAttention:
-    """Build attention whose queries, keys and values are products of rows of `width` elements."""
+    """Build attention over inputs of `width` elements."""
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
     if layer.source is not None:
-        for name in ("k_proj", "v_proj", "k_norm"):  # which checkpoints may hold all the same
+        for name in ("k_proj", "v_proj", "k_norm"):  # unused, but some checkpoints contain them
             weights.skip(f"{prefix}{name}.weight")
         product = weights.linear({prefix + "q_proj": q}, width)
         norm = make_head_norms(replace(c, kv_heads=0), weights, prefix, names=("q_norm", "q_norm"))
@@ -303,7 +336,7 @@ def make_attention(
         parts = {prefix + "qkv_proj": q + 2 * kv}
     within = _unpaired(c, layer.rope) if layer.rope and layer.rope.interleaved else None
     order = None if within is None else _each_head(c, within)
-    if prefix + "query_key_value.weight" in weights:  # GPT-NeoX: those of one key head after those of another
+    if prefix + "query_key_value.weight" in weights:  # GPT-NeoX groups queries, keys and values by key head
         parts = {prefix + "query_key_value": q + 2 * kv}
         rows = torch.arange(q + 2 * kv).view(c.kv_heads, -1, c.head_dim)
         order = torch.cat([part.flatten() for part in (rows[:, :-2], rows[:, -2], rows[:, -1])])
@@ -329,14 +362,15 @@ def make_attention(
 
 
 def _unpaired(c: ModelConfig, rope: RopeConfig) -> Tensor:
-    """The order of a head's elements in which the first halves of rotary pairs come before the second ones."""
+    """Return the order of a head's elements that moves the first elements of all rotary pairs before the second
+    ones."""
     rotated, order = int(c.head_dim * rope.share), torch.arange(c.head_dim)
     order[:rotated] = order[:rotated].view(-1, 2).T.flatten()
     return order
 
 
 def _each_head(c: ModelConfig, within: Tensor) -> Tensor:
-    """The order of queries, keys and values in which each head of the first two is in this one."""
+    """Return the order of query, key and value rows that applies `within` to each query and key head."""
     rows = torch.arange((c.heads + 2 * c.kv_heads) * c.head_dim).view(-1, c.head_dim)
     rows[: -c.kv_heads] = rows[: -c.kv_heads, within]
     return rows.flatten()
@@ -348,7 +382,8 @@ def make_mlp(c: ModelConfig, weights: Weights, prefix: str) -> Dense:
 
 
 def _dense(c: ModelConfig, weights: Weights, parts: Sequence[str], down: str, ffn: int) -> Dense:
-    """`parts`: gate and up projection, which may also be one tensor (Phi-3), or the latter be all there is."""
+    """Build a feed-forward network. `parts` names the gate and up projections. They may be one tensor in the checkpoint
+    (Phi-3), and a network without a gate only has the second."""
     fused = parts[1].removesuffix("up_proj") + "gate_up_proj"
     out = weights.linear({down: c.hidden}, ffn)
     if not c.gated_mlp:

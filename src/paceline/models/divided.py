@@ -1,4 +1,4 @@
-"""A decoder of which every rank has a part, and its cache: tensor parallelism behind `Target` and `KVCache`."""
+"""Tensor parallelism behind `Target` and `KVCache`: a decoder split across ranks, and its cache."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from paceline.types import Forward, Rows, Want
 
 @dataclass(frozen=True, eq=False)
 class SavedShards(SavedSlabs, Mirrored):
-    """One rank's part of what a slot has committed."""
+    """This rank's part of a slot's committed keys and values."""
 
 
 class DividedCache(SlabCache, Mirrored):
-    """Keys and values of this rank's heads."""
+    """The keys and values of this rank's heads."""
 
     acquire = repeated(SlabCache.acquire)
     fork = repeated(SlabCache.fork)
@@ -44,7 +44,7 @@ class DividedCache(SlabCache, Mirrored):
 
 
 class DividedDecoder(Decoder, Mirrored):
-    """This rank's part of a decoder. At rank 0 it is the target, and what is called there runs on all ranks."""
+    """This rank's part of a decoder. Rank 0 is the target: its calls are repeated on all other ranks."""
 
     _cache_type = DividedCache
 
@@ -60,7 +60,7 @@ class DividedDecoder(Decoder, Mirrored):
         mirror: Mirror,
         adapters: Sequence[Factors] = (),
     ) -> None:
-        """See `Decoder`; `tensors` and `adapters`: the whole ones."""
+        """See `Decoder`. `tensors` and `adapters` are whole; each rank takes its own part of them."""
         self.mirror, self.ranks = mirror, (ranks := mirror.ranks)
         with ranks.ended_by_failure():
             division = divide(config, tensors, ranks.count)
@@ -82,7 +82,7 @@ class DividedDecoder(Decoder, Mirrored):
 
     @repeated
     def excerpt(self) -> DividedDecoder:
-        """See `protocols.Divisible`. The head is whole."""
+        """See `protocols.Divisible`. The excerpt keeps the whole output head."""
         part = super().excerpt()
         assert isinstance(part, DividedDecoder)
         part._head = self._head
@@ -97,17 +97,17 @@ class DividedDecoder(Decoder, Mirrored):
 
     def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
         """See `protocols.Target.forward`."""
-        cache.begin(rows)  # so that misuse and lack of memory show before the other ranks are told
+        cache.begin(rows)  # raises for misuse and lack of memory before the other ranks start the pass
         return self.forward_part(rows, cache, want)
 
     @together
     def forward_part(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
-        """The pass on all ranks at once, of which rank 0 gets the logits."""
+        """Run the pass on all ranks. Rank 0 gets the logits."""
         return super().forward(rows, cache, want)
 
     @together
     def embed(self, tokens: Tensor) -> Tensor:
-        """See `protocols.EmbeddingAndHead`. Exact: all ranks but one add zeros."""
+        """See `protocols.EmbeddingAndHead`. The sum is exact because all ranks but one add zeros."""
         foreign = (tokens < self._first) | (tokens >= self._end)
         x = super().embed((tokens - self._first).masked_fill(foreign, 0))
         return self.ranks.sum(x.masked_fill(foreign[..., None], 0))

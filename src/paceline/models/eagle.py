@@ -1,9 +1,9 @@
-"""The network of an EAGLE head: a decoder layer or a few that continue the target's hidden states.
+"""The network of an EAGLE head: one or a few decoder layers that extrapolate the target's hidden states.
 
-Row t of a text pairs the target's features g_t at position t with token t + 1, and predicts token t + 2. Where g_t is
-unknown because the token is only drafted, the parent row's hidden state takes its place. Rows have rotary position t,
-as in SafeAILab's code, vLLM and SGLang; speculators trains with t + 1, which is equivalent: rotary scores depend on
-distances alone.
+Row t of a text combines the target's features g_t at position t with token t + 1, and predicts token t + 2. For drafted
+tokens g_t is unknown, and the parent row's hidden state takes its place. Row t has rotary position t, as in SafeAILab's
+code, vLLM and SGLang. Speculators trains with t + 1, which is equivalent because rotary scores depend only on
+distances.
 """
 
 from __future__ import annotations
@@ -31,47 +31,68 @@ _LAYER = "layers.0."
 
 
 class EagleNetwork:
-    """EAGLE-3 (arXiv 2503.01840), EAGLE-1/2 (2401.15077, 2406.16858) or a target's MTP layer, by `config`."""
+    """The network of EAGLE-3 (arXiv 2503.01840), EAGLE-1/2 (2401.15077, 2406.16858) or an MTP layer, depending on
+    `config`."""
 
     def __init__(self, config: EagleConfig, tensors: Mapping[str, Tensor], host: TargetWithHead) -> None:
-        """`tensors`: under the names of `heads.py`, any float dtype. Raises `CorruptModel` for missing or misshapen
-        ones, and if the head's vocabulary is not the host's."""
+        """Build the network.
+
+        Args:
+            config: The head's architecture.
+            tensors: Weights in any float dtype, under the names in `heads.py`.
+            host: The target.
+
+        Raises:
+            CorruptModel: A tensor is missing or has the wrong shape, or the head's tokens are not in the target's
+                vocabulary.
+        """
         layer = replace(
             config.layer, norms=replace(config.layer.norms, after=False)
-        )  # a head has no further norms, not even one for Gemma
+        )  # heads have no norms after attention and MLP, not even Gemma's
         weights = Weights(tensors, host.dtype, host.device)
         self._embed = _embedding(config, weights, host)
         self._entry = (_Eagle3Input if config.version == 3 else _Eagle1Input)(config, weights)
-        widths = [self._entry.width, *[None] * (layer.layers - 1)]  # later layers are the family's own
+        # Later layers take the plain stream, as in the target.
+        widths = [self._entry.width, *[None] * (layer.layers - 1)]
         layers = [
             make_layer(layer, kind, weights, f"layers.{i}.", width)
             for i, (kind, width) in enumerate(zip(layer.plan, widths, strict=True))
         ]
         self._stack = LayerStack(layer, layers, host)
-        # EAGLE-1 learns the normed state itself, so its layer leads straight to the target's head.
+        # An EAGLE-1 head without a norm predicts normed states, which go straight to the target's output head.
         normed = config.built_in or "norm.weight" in weights
         self._norm = make_norm(layer, weights, "norm", layer.hidden) if normed else None
         self._feeds_normed, self._layers = config.norm_output, layer.layers
         self.subset, self.logits = output_head(weights, host, config.draft_vocab, layer.hidden, config.head_tokens)
-        """The tokens of the logits' columns (None: all), and logits [..., C] of the second result of `step`."""
+        """Token ids of the logits' columns (None for all tokens), and a function from the second result of `step` to
+        logits
+        [..., C]."""
         self.mask = _mask(config, weights)
-        """P-EAGLE's mask token, and the features [taps * target H] that go with it."""
+        """P-EAGLE's mask token, and its features [taps * target H]; None for other heads."""
         weights.finish()
 
     def new_cache(self) -> SlabCache:
-        """A cache for the host's context length: the one in a head's config is only that of its training texts."""
+        """Create a cache for the host's context length. The context length in a head's config only describes its
+        training."""
         return self._stack.new_cache()
 
     @torch.inference_mode()
     def fuse(self, features: Tensor) -> Tensor:
-        """From the target's taps side by side [..., taps * target H] to a row's hidden state [..., H]."""
+        """Turn the target's concatenated taps [..., taps * target H] into the hidden states [..., H] that `step`
+        takes."""
         return self._entry.fuse(features)
 
     @torch.inference_mode()
     def step(self, rows: Rows, hidden: Tensor, cache: SlabCache) -> tuple[Tensor, Tensor]:
-        """Feed rows whose tokens *follow* those of `hidden` [B, T, H]: fused features, or hidden states of a step.
+        """Run one step of the head.
 
-        Returns two [B, T, H]: hidden states for the next step, and the input of `logits`.
+        Args:
+            rows: The tokens. Each token *follows* the token of its hidden state.
+            hidden: Hidden states [B, T, H]: fused features, or the first result of an earlier step.
+            cache: The head's cache.
+
+        Returns:
+            The hidden states for the next step and the input of `logits`, both [B, T, H].
         """
         entry, residual = self._entry.enter(self._embed(rows.tokens), hidden)
         ropes = self._stack.ropes(rows.positions, rows.end, [cache.prompts[slot] for slot in rows.slots])
@@ -81,8 +102,9 @@ class EagleNetwork:
 
 
 class _Eagle3Input:
-    """Input of EAGLE-3: queries, keys and values see embedding and hidden state, each normed; the stream continues the
-    hidden state. `width`: of the input of attention."""
+    """Input of EAGLE-3. Attention reads the embedding and the hidden state, each normed and then concatenated. The
+    residual
+    stream continues the hidden state. `width` is the size of attention's input."""
 
     def __init__(self, config: EagleConfig, weights: Weights) -> None:
         c, wide = config.layer, len(config.taps) * config.target_hidden
@@ -107,16 +129,21 @@ class _Eagle3Input:
         return self._fc(features)
 
     def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The input of attention [..., width], and the residual stream [..., H]."""
+        """Return attention's input [..., width] and the residual stream [..., H]."""
         normed = self._hidden_norm(hidden)
         both = torch.cat([self._input_norm(embedded), normed], -1)
         return both, normed if self._normed_residual else hidden
 
 
 class _Eagle1Input:
-    """Input of EAGLE-1 and 2: embedding and hidden state are fused before a Llama layer without an input norm. The
-    hidden state is the target's last one after its norm (transformers' `hidden_states[-1]`, the tap "final"). An MTP
-    layer norms both, and has an input norm; MiMo's sees the last state before the target's norm."""
+    """Input of EAGLE-1, EAGLE-2 and MTP layers.
+
+    `fc` fuses the embedding and the hidden state. In EAGLE-1 and 2 a Llama layer without an input norm follows, and the
+    hidden state is the target's last state after its final norm (transformers' `hidden_states[-1]`, the tap "final").
+    An
+    MTP layer norms both inputs of `fc` and has an input norm. MiMo's MTP layer reads the target's last state before its
+    final norm.
+    """
 
     def __init__(self, config: EagleConfig, weights: Weights) -> None:
         c = config.layer
@@ -148,12 +175,14 @@ def _mask(config: EagleConfig, weights: Weights) -> tuple[int, Tensor] | None:
     if token is None:
         return None
     if not 0 <= token < vocab:
-        raise CorruptModel(f"the head's mask token is {token}, of a vocabulary of {vocab}", "Fetch the head again")
+        raise CorruptModel(
+            f"the head's mask token {token} is outside its vocabulary of {vocab} tokens", "Fetch the head again"
+        )
     return token, weights.get("mask_hidden", (1, 1, len(config.taps) * config.target_hidden))[0, 0]
 
 
 def _embedding(config: EagleConfig, weights: Weights, host: TargetWithHead) -> Activation:
-    """The head's own embedding, or the target's."""
+    """Return the head's own embedding, or else the target's."""
     if "embed_tokens.weight" in weights:
         table = weights.get("embed_tokens.weight", (config.layer.vocab_size, config.layer.hidden))
         return lambda tokens: F.embedding(tokens, table)

@@ -1,33 +1,35 @@
-"""Configuration of learned drafters: read from any layout by `head_files.py`, run by `drafters/`, made by `train/`.
+"""Configuration of learned drafters. `head_files.py` reads it, `drafters/` runs the heads, `train/` makes them.
 
-Tensors travel under one set of names, those of the `speculators` layout:
+In memory, tensors always have the names of the `speculators` layout:
 
     eagle3   fc.weight [H, taps * target H], layers.0.{hidden_norm,input_layernorm,post_attention_layernorm}.weight,
              layers.0.self_attn.{q,k,v,o}_proj.weight (q, k, v take 2H: normed embedding, then normed hidden),
              layers.0.mlp.{gate,up,down}_proj.weight, layers.{1, ...}.* as in Llama, norm.weight,
-             lm_head.weight [draft_vocab, H], d2t [draft_vocab], t2d [vocab] (token = row + d2t[row], rising; t2d
-             marks the same tokens; neither is needed where
-             draft_vocab is the whole vocabulary); a missing lm_head is the
-             target's rows of these tokens; optional embed_tokens.weight, fc_norm.{i}.weight, input_norm.weight
+                          lm_head.weight [draft_vocab, H], d2t [draft_vocab], t2d [vocab]: row r stands for token r +
+                          d2t[r], in
+                          ascending order, and t2d marks the same tokens; neither is needed if draft_vocab is the whole
+                          vocabulary; without lm_head.weight, the target's rows of these tokens are used;
+                          optional embed_tokens.weight, fc_norm.{i}.weight, input_norm.weight
     peagle   as eagle3, with mask_hidden [1, 1, taps * target H]
     eagle    (EAGLE-1 and 2) fc.weight [H, 2H] (embedding, then hidden) and optional fc.bias, layers.0.* as in Llama;
              optional embed_tokens.weight, layers.0.input_layernorm.weight; the head is the target's
-    mtp      (the target's own, see `checkpoints/mtp.py`) as eagle, with pre_fc_norm_{embedding,hidden}.weight [H],
-             norm.weight, and the layer of its target; optional lm_head.weight
+        mtp      (the target's own layer, see `checkpoints/mtp.py`) as eagle, with pre_fc_norm_{embedding,hidden}.weight
+                 [H], norm.weight, and layers.0.* as in its target; optional lm_head.weight
     medusa   blocks.{head}.layers.{layer}.{weight,bias}; lm_heads.{head}.weight unless the target's head is shared;
              optional token_map [draft_vocab]
     block    (DFlash) fc.weight [H, taps * target H], hidden_norm.weight, layers.{i}.* as in Qwen3, norm.weight;
-             the embedding is the target's, and the head too unless there is an lm_head.weight [draft_vocab, H] with
-             its d2t (and t2d), as in eagle3; DSpark adds markov_head.markov_w1.weight [vocab, R],
+                          the embedding and the head are the target's, unless there is an lm_head.weight [draft_vocab,
+                          H] with
+                          d2t (and t2d), as in eagle3; DSpark adds markov_head.markov_w1.weight [vocab, R],
              markov_head.markov_w2.weight [draft_vocab or vocab, R] and optional confidence_head.proj.{weight,bias};
              DFlash 2 adds layers.{i}.{attention,mlp}_conv.base_kernel [2, taps, H] and .kernel_projection.weight
              [2 * taps * H / group, H], candidate_selector.{predecessor,successor}_codebook [vocab, R] and
              candidate_selector.hidden_projection.weight [R, H]
-    assistant (Gemma 4) model.* as in its target, without keys and values; pre_projection.weight [H, 2 target H]
+        assistant (Gemma 4) model.* as in its target, but no keys and values; pre_projection.weight [H, 2 target H]
              (embedding, then hidden), post_projection.weight [target H, H]; the head is the embedding
     exit     (early exit) norm.weight [H] and optional proj.{down,up}.weight: a projection from layer E to the head
 
-Any projection may have a bias beside its weight.
+Any projection may also have a bias.
 """
 
 from __future__ import annotations
@@ -44,18 +46,27 @@ from paceline.types import Tap
 
 @dataclass(frozen=True, slots=True)
 class EagleConfig:
-    """EAGLE-3, or EAGLE-1/2 where `version` is 1 (arXiv 2503.01840, 2401.15077, 2406.16858). If it is `built_in`, also
-    of version 1, it is the target's multi-token-prediction layer (DeepSeek-V3, arXiv 2412.19437; Qwen3-Next, Qwen3.5).
+    """An EAGLE-3 or EAGLE-1/2 head (arXiv 2503.01840, 2401.15077, 2406.16858), or the target's own MTP layer
+    (DeepSeek-V3,
+    arXiv 2412.19437; Qwen3-Next, Qwen3.5).
 
-    `layer`: the decoder layer or layers, with the target's vocabulary; only the first sees the embedding. Its
-    `context_length` is that of the file (2048 in many published ones) and not a limit: the target's counts. `taps`: its
-    input taps, in order; () in a file that leaves them to the target, and `head_fit.fits` then fills them in.
-    `norm_before_residual`: the residual stream of the first layer is the normed hidden state. `fc_norm`: each tap is
-    normed by itself before `fc`. `norm_before_fc`: their concatenation is. `norm_output`: the normed output is fed back
-    to the next step, not the raw one. `hidden_first`: `fc` takes the hidden state before the embedding (MiMo).
-    `head_tokens`: cut the output head over the whole vocabulary to these tokens, ascending; not in the file.
-    `mask_token`: of P-EAGLE, which drafts all tokens of a chain in one pass: what stands for those that are not known
-    yet.
+    Attributes:
+        layer: The decoder layers, with the target's vocabulary. Only the first layer reads the embedding. Its
+            `context_length` is the file's (2048 in many published heads), not a limit: the target's context length
+            applies.
+        taps: Input taps, in order; () in a file that leaves them to the target, until `head_fit.fits` fills them in.
+        target_hidden: The target's hidden size.
+        draft_vocab: Number of tokens that the head can draft.
+        version: 3, or 1 for EAGLE-1, EAGLE-2 and MTP layers.
+        norm_before_residual: The residual stream of the first layer is the normed hidden state.
+        norm_before_fc: The concatenated taps are normed before `fc`.
+        fc_norm: Each tap has its own norm before `fc`.
+        norm_output: The next step takes the normed output, not the raw one.
+        built_in: The head is the target's MTP layer (with `version` 1).
+        hidden_first: `fc` takes the hidden state before the embedding (MiMo).
+        mask_token: For P-EAGLE, which drafts all tokens of a chain in one pass: the placeholder for unknown tokens.
+        head_tokens: Token ids, ascending, to which an output head over the whole vocabulary is reduced. Set when
+            loading; not in the file.
     """
 
     layer: ModelConfig
@@ -75,10 +86,17 @@ class EagleConfig:
 
 @dataclass(frozen=True, slots=True)
 class MedusaConfig:
-    """Medusa (arXiv 2401.10774): head i predicts the token i + 2 positions after the one whose "final" state it sees.
+    """Medusa heads (arXiv 2401.10774). Head i reads the "final" state of a token and predicts the token i + 2 positions
+    after it.
 
-    `layers`: residual SiLU blocks per head. `shared`: the heads use the target's own output head. `draft_vocab`: number
-    of tokens they choose from (`token_map` lists them, if not the whole vocabulary); 0 means all.
+    Attributes:
+        hidden: The target's hidden size.
+        vocab_size: The target's vocabulary size.
+        heads: Number of heads.
+        layers: Residual SiLU blocks per head.
+        shared: The heads use the target's output head.
+        draft_vocab: Number of tokens that the heads can draft, listed in `token_map`; 0 for the whole vocabulary.
+        paths: The static tree, each node as the ranks on its path; () for the drafter's default tree.
     """
 
     hidden: int
@@ -88,7 +106,6 @@ class MedusaConfig:
     shared: bool = False
     draft_vocab: int = 0
     paths: tuple[tuple[int, ...], ...] = ()
-    """The static tree, each node by the ranks on its path; () for the drafter's own."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "draft_vocab", self.draft_vocab or self.vocab_size)
@@ -96,21 +113,30 @@ class MedusaConfig:
 
 @dataclass(frozen=True, slots=True)
 class BlockConfig:
-    """DFlash 1 (arXiv 2602.06036) or 2, or DSpark: one pass over the pending token and `size` - 1 mask tokens drafts a
-    block.
+    """A block drafter: DFlash 1 (arXiv 2602.06036), DFlash 2 or DSpark.
 
-    `layer`: its layers, with the target's hidden size and vocabulary; windows and rotary embedding by layer (`plan`).
-    `causal`: for each layer whether a block's entry sees only earlier entries of the block; () for none. Layers with a
-    window are trained causal, unless the config says otherwise (speculators' `sliding_window_non_causal`, vLLM's
-    `dflash_config.causal` and `is_causal`). `from_anchor`: entry j predicts the token after its own position, the
-    pending token's entry included (speculators' `sample_from_anchor`). `draft_vocab`: number of tokens it chooses from,
-    with an `lm_head` of its own; 0 means all, by the target's head. `markov`: rank of DSpark's correction of the logits
-    by the token before (0: none). `confidence`: inputs of DSpark's confidence head: the state of an entry and, unless
-    it is as wide as that alone, W1's row of the token before (0: no such head).
+    One pass over the pending token and `size` - 1 mask tokens drafts a block. Only DFlash 2 has `conv`, `conv_group`,
+    `selector` and `candidates`, and it has no reduced vocabulary.
 
-    DFlash 2 has these and no reduced vocabulary, each 0 in others. `conv`: entries that the kernels of its convolutions
-    span, the newest first. `conv_group`: channels that share what a row adds to its kernels. `selector`: rank of its
-    path selector, which chooses among the best `candidates` tokens of each entry.
+    Attributes:
+        layer: The layers, with the target's hidden size and vocabulary, and windows and rotary embedding by layer
+            (`plan`).
+        taps: Input taps, in order.
+        size: Entries of a block.
+        mask_token: Token id of the mask.
+        causal: For each layer, True if an entry only sees earlier entries of its block; () if no layer is causal.
+            Layers with a window are trained causal, unless the config says otherwise (speculators'
+            `sliding_window_non_causal`, vLLM's `dflash_config.causal` and `is_causal`).
+        from_anchor: Entry j predicts the token after its own position, starting with the pending token's entry
+            (speculators' `sample_from_anchor`).
+        draft_vocab: Number of tokens that the drafter's own `lm_head` scores; 0 for the target's head.
+        markov: Rank of DSpark's Markov head, which corrects logits by the preceding token; 0 for none.
+        confidence: Number of inputs of DSpark's confidence head: the state of an entry and, if the number exceeds the
+            hidden size, also W1's row of the preceding token; 0 for no such head.
+        conv: Number of entries that a convolution covers, newest first.
+        conv_group: Channels that share the input-dependent part of a kernel.
+        selector: Rank of the path selector.
+        candidates: Number of best tokens of each entry among which the path selector chooses.
     """
 
     layer: ModelConfig
@@ -129,13 +155,15 @@ class BlockConfig:
 
     @property
     def depth(self) -> int:
-        """Number of tokens that one pass drafts."""
+        """Number of tokens drafted by one pass."""
         return self.size if self.from_anchor else self.size - 1
 
 
 @dataclass(frozen=True, slots=True)
 class ExitConfig:
-    """Early exit after `layers` of the target's layers. `rank`: of the residual projection before the head; 0: none."""
+    """Early exit after `layers` of the target's layers, with a residual projection of rank `rank` before the output
+    head (0
+    for none)."""
 
     hidden: int
     layers: int
@@ -144,7 +172,8 @@ class ExitConfig:
 
 @dataclass(frozen=True, slots=True)
 class AssistantConfig:
-    """Gemma 4's assistant: layers of queries alone, which see the target's keys and values. `layer`: its layers, with
+    """Gemma 4's assistant: layers that have only queries and read the target's keys and values. `layer` describes them,
+    with
     the target's vocabulary."""
 
     layer: ModelConfig
@@ -153,12 +182,12 @@ class AssistantConfig:
 
 
 TrainableConfig = EagleConfig | MedusaConfig | BlockConfig | ExitConfig
-"""Heads that Paceline trains, and writes, too."""
+"""Heads that Paceline can train and write."""
 HeadConfig = TrainableConfig | AssistantConfig
 
 
 def kind_of(config: HeadConfig) -> str:
-    """Name of the method: "eagle3", "peagle", "eagle" (1 and 2), "mtp", "medusa", "block", "exit" or "assistant"."""
+    """Return the method: "eagle3", "peagle", "eagle" (1 and 2), "mtp", "medusa", "block", "exit" or "assistant"."""
     if isinstance(config, EagleConfig):
         if config.mask_token is not None:
             return "peagle"
@@ -169,7 +198,7 @@ def kind_of(config: HeadConfig) -> str:
 
 
 def taps_of(config: HeadConfig) -> tuple[Tap, ...]:
-    """The head's input taps; () if EAGLE-3's default was left to the target."""
+    """Return the head's input taps; () if an EAGLE-3 head leaves them to the target."""
     if isinstance(config, (EagleConfig, BlockConfig, AssistantConfig)):
         return config.taps
     return ("final",) if isinstance(config, MedusaConfig) else (config.layers,)
@@ -177,11 +206,17 @@ def taps_of(config: HeadConfig) -> tuple[Tap, ...]:
 
 @dataclass(frozen=True, slots=True)
 class HeadFile:
-    """A learned drafter on disk. `layout`: "speculators", "reference", "sglang", "vllm", "paceline" or "built in".
+    """A learned drafter on disk.
 
-    `target`: the model it was trained for, as its config names it, or None. `target_layers`: its number of layers, if
-    the file says so. `extra`: other data in the config (under "paceline"), such as the measured acceptance by category
-    and the target's `head_fit.fingerprint`.
+    Attributes:
+        path: The file or folder.
+        layout: "speculators", "reference", "sglang", "vllm", "paceline" or "built in".
+        config: The head's architecture.
+        tensors: Weights, under the names listed above.
+        target: Name of the model that the head was trained for, from its config; None if the config has no name.
+        target_layers: The number of layers of that model; None if unknown.
+        extra: Other data under "paceline" in the config, such as the measured acceptance by category and the
+            target's `head_fit.fingerprint`.
     """
 
     path: Path

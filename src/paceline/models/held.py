@@ -1,4 +1,4 @@
-"""The tensors that objects hold, for measures of their memory."""
+"""The tensors that an object holds, to measure its memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def tensors_of(root: object, beside: object = None) -> list[Tensor]:
-    """Every tensor that an object of Paceline holds, once, without what it reaches through `beside` alone."""
+    """Return each tensor that an object of Paceline holds once, except those reachable only through `beside`."""
     tensors: dict[int, Tensor] = {}
     seen, pending = {id(beside)}, [root]
     while pending:
@@ -31,5 +31,5 @@ def _is_searched(item: object) -> bool:
 
 
 def held_bytes(*roots: object) -> int:
-    """Return the bytes of all tensors that these objects hold together."""
+    """Return the total bytes of all tensors that these objects hold."""
     return sum(t.numel() * t.element_size() for t in tensors_of(roots))

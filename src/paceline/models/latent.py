@@ -1,9 +1,10 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), over a cache of the latents alone.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), with a cache that only stores the latents.
 
-What a token leaves is one vector that keys and values of all heads are products of, normed, and one key part that
-encodes its position: 576 numbers in DeepSeek-V3, where keys and values of its 128 heads would be 40,960. The product
-that makes a head's keys of the latents is moved to its query instead (it is the same sum in another order), and the one
-that makes its values to what it has read. So all heads attend to the same rows, whose values are the rows themselves.
+The cache stores one normed latent vector and one rotary key per token. The keys and values of all heads are computed
+from the latent. In DeepSeek-V3 the cache stores 576 numbers per token, instead of 40,960 for keys and values of 128
+heads. The up-projection of the keys is applied to the queries instead, which is the same sum in another order, and the
+up-projection of the values is applied to attention's output. All heads then attend to the same cache rows, and each row
+is both key and value.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from paceline.models.weights import Weights
 from paceline.protocols import Pass
 
 _EPS = 1e-6
-"""Of the norms of latents, whatever the config says of the others: as in DeepSeek's code and transformers'."""
+"""Epsilon of the latents' norms. DeepSeek's code and transformers use this value, whatever the config's epsilon."""
 
 
 class LatentAttention(Mixer):
-    """Attention of all heads to one row of the cache by token: its latent, then its rotary key."""
+    """Attention of all heads to one cache row per token: its latent, then its rotary key."""
 
     sinks: Tensor | None = None
 
@@ -38,9 +39,17 @@ class LatentAttention(Mixer):
         keys: Tensor,
         values: Tensor,
     ) -> None:
-        """`entry`: queries, or their latent, then the latent of keys and values and the rotary key. `norm`: of the
-        latter latent. `queries`: norm and product of theirs. `keys` [heads, rank, plain], `values` [heads, value,
-        rank]: what makes the keys and values of each head."""
+        """Build the mixer.
+
+        Args:
+            config: Sizes.
+            heads: Number of heads.
+            entry: Product for the queries (or their latent), the latent of keys and values, and the rotary key.
+            norm: Norm of the latent of keys and values.
+            queries: Norm and up-projection of the queries' latent; None if queries are computed directly.
+            keys: Up-projection of the keys, [heads, rank, plain].
+            values: Up-projection of the values, [heads, value, rank].
+        """
         c = self._config = config
         self._heads, self._entry, self._norm, self._queries = heads, entry, norm, queries
         self._keys, self._values = keys, values
@@ -63,15 +72,17 @@ class LatentAttention(Mixer):
 
 
 def _by_head(weight: Tensor, x: Tensor) -> Tensor:
-    """Product of each head [heads, out, in] with its part of x [B, T, heads, in]: [B, T, heads, out]."""
+    """Multiply each head's weight [heads, out, in] by its part of x [B, T, heads, in]. Returns [B, T, heads, out]."""
     columns = x.flatten(0, 1).permute(1, 2, 0)
     made: Tensor = torch.bmm(weight, columns).permute(2, 0, 1).unflatten(0, x.shape[:2])
     return made
 
 
 def make_latent(c: ModelConfig, layer: LayerConfig, weights: Weights, prefix: str, width: int) -> LatentAttention:
-    """Build latent attention from DeepSeek's names; its files may hold the product of latents as one matrix or, as
-    newer ones of llama.cpp, as two stacks. See `decoder.make_attention`."""
+    """Build latent attention from tensors with DeepSeek's names. See `decoder.make_attention`.
+
+    The up-projection of keys and values is one matrix, or two stacks of matrices (newer files of llama.cpp).
+    """
     m = c.attention.latent
     assert m
     outputs = c.heads * (m.plain + m.rotary)
@@ -95,19 +106,21 @@ def _norm(weights: Weights, name: str, size: int) -> RMSNorm:
 
 
 def _halves(m: LatentConfig, heads: int, plain: int, interleaved: bool) -> Tensor:
-    """The order of heads [plain + rotary] in which the first halves of rotary pairs come before the second ones."""
+    """Return the order of elements that moves the first elements of all rotary pairs before the second ones, in each
+    head
+    [plain + rotary]."""
     size = plain + m.rotary
     within = [*range(plain), *range(plain, size, 2), *range(plain + 1, size, 2)] if interleaved else [*range(size)]
     return torch.arange(heads * size).view(heads, size)[:, within].flatten()
 
 
 def _products(heads: int, m: LatentConfig, weights: Weights, prefix: str) -> tuple[Tensor, Tensor]:
-    """`keys` and `values` of `LatentAttention`."""
+    """Return `keys` and `values` of `LatentAttention`."""
     name, stacks = f"{prefix}kv_b_proj.weight", [f"{prefix}{x}_b_proj.weight" for x in "kv"]
     if stacks[0] in weights and name not in weights:
         keys = weights.get(stacks[0], (heads, m.rank, m.plain))
         return keys, weights.get(stacks[1], (heads, m.value, m.rank))
-    for stack in stacks:  # which some files hold too
+    for stack in stacks:  # some files hold these in addition to the matrix
         weights.skip(stack)
     both = weights.get(name, (heads * (m.plain + m.value), m.rank)).view(heads, -1, m.rank)
     return both[:, : m.plain].transpose(1, 2).contiguous(), both[:, m.plain :].contiguous()

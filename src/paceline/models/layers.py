@@ -1,4 +1,4 @@
-"""Parts of a decoder layer, as plain callables over tensors."""
+"""Parts of a decoder layer, as plain callables on tensors."""
 
 from __future__ import annotations
 
@@ -20,36 +20,39 @@ from paceline.verify.tree import MIN_ROWS
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """The logistic function, rounded from float64: torch computes the last elements of a float32 tensor, those that
-    fill no vector, by another function, so that a row's bits would depend on the number of rows."""
+    """Compute the logistic function in float64, then round.
+
+    For float32, torch computes the last elements of a tensor, which do not fill a SIMD vector, with another function. A
+    row's bits would then depend on the number of rows.
+    """
     return x.double().sigmoid().to(x.dtype)
 
 
 class Addend(Protocol):
-    """What adds to the stream: a feed-forward part, or the product that follows a mixer."""
+    """A part whose output is added to the stream: an MLP, or the output projection after a mixer."""
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor: ...
 
     @abstractmethod
     def onto(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual + self(x)."""
+        """Return residual + self(x)."""
         ...
 
 
 class Mixer(Protocol):
-    """The part of a layer in which rows see others: attention, or a recurrence."""
+    """The part of a layer in which rows see other rows: attention, or a recurrence."""
 
     @abstractmethod
     def mix(self, x: Tensor, layer: int, rope: Rope, attention: Any) -> Tensor:
-        """From normed rows x [B, T, H] to what the output product takes, [B, T, *]."""
+        """Map normed rows x [B, T, H] to the input of the output projection, [B, T, *]."""
         ...
 
 
 class Attention(Mixer):
-    """Grouped-query attention with q, k and v from one product.
+    """Grouped-query attention with one product for queries, keys and values.
 
-    With a gate (Qwen3-Next), each query head is followed by the gate of its output.
+    If it is gated (Qwen3-Next), the product outputs each query head followed by the gate of that head's output.
     """
 
     def __init__(
@@ -65,17 +68,31 @@ class Attention(Mixer):
         tempered: bool = False,
         rotated_first: bool = False,
     ) -> None:
-        """`qkv`: values may be missing where they are the keys before norm and rotation. `sinks` [heads]: see
-        `cache.attention.LayerAttention`, of which they are a part. `tempered`: rotary factors are of queries alone, by
-        which they are multiplied (Llama 4). `rotated_first`: `norm` comes after the rotation (Hunyuan)."""
+        """Build attention.
+
+        Args:
+            qkv: Product for queries, keys and values. It may omit the values if they equal the keys before norm and
+                rotation.
+            heads: Number of query heads.
+            kv_heads: Number of key heads.
+            head_dim: Elements of a head.
+            norm: QK-norm.
+            sinks: Attention sinks [heads], see `cache.attention.LayerAttention`.
+            gated: The output is gated.
+            value_norm: Norm of the values.
+            tempered: The rotary factors only scale the queries (Llama 4).
+            rotated_first: QK-norm is applied after the rotation (Hunyuan).
+        """
         self.qkv, self.norm, self.sinks, self.gated, self.value_norm = qkv, norm, sinks, gated, value_norm
         self.split = (heads + kv_heads, kv_heads)
         self.heads, self.head_dim, self.tempered = heads, head_dim, tempered
         self.rotated_first = rotated_first
 
     def mix(self, x: Tensor, layer: int, rope: Rope, attention: Pass) -> Tensor:
-        """Attend. Returns [B, T, heads * D], before the output product. `rope`: None where the layer encodes no
-        positions (SmolLM3)."""
+        """Attend. Returns [B, T, heads * D], before the output projection.
+
+        `rope` is None if the layer encodes no positions (SmolLM3).
+        """
         b, t, _ = x.shape
         every, gate = self.qkv(x).view(b, t, -1, self.head_dim), None
         if self.gated:
@@ -97,7 +114,7 @@ class Attention(Mixer):
 
 
 class SharedAttention(Mixer):
-    """Attention of queries alone, to the keys and values of an earlier layer (Gemma 4)."""
+    """Attention that has only queries and reads the keys and values of an earlier layer (Gemma 4)."""
 
     sinks: Tensor | None = None
 
@@ -122,18 +139,23 @@ class Dense:
         return self.down(self.gate_up(x))
 
     def onto(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual + self(x)."""
+        """Return residual + self(x)."""
         return self.down.onto(self.gate_up(x), residual)
 
 
 class Mixture:
-    """Top-k experts by softmax (Shazeer et al. 2017; Mixtral, Qwen3) or sigmoid (DeepSeek-V3, LFM2), perhaps of the
-    best groups alone (DeepSeek-V2 and V3): a router sends each row through a few of many feed-forward networks.
+    """A mixture of experts: a router sends each row through its top-k feed-forward networks.
 
-    A row's bits do not depend on other rows: ties go to the expert of lower number, an expert's product has at least
-    `MIN_ROWS` rows, and a row's experts are summed in the order of their numbers, as in transformers, but in float32
-    (float64 for a float64 model). The router's scores are as precise as its product, and are not rounded before they
-    are compared.
+    Scores are softmax (Shazeer et al. 2017; Mixtral, Qwen3) or sigmoid (DeepSeek-V3, LFM2). The choice may be limited
+    to
+    the best groups of experts (DeepSeek-V2 and V3).
+
+    A row's bits do not depend on the other rows. Ties go to the expert with the lowest number, and an expert's product
+    has
+    at least `MIN_ROWS` rows. The results of a row's experts are added in the order of their numbers, as in
+    transformers,
+    but in float32 (float64 for a float64 model). The router's scores keep the precision of its product when they are
+    compared.
     """
 
     def __init__(
@@ -148,14 +170,25 @@ class Mixture:
         groups: Groups | None = None,
         weighs_inputs: bool = False,
     ) -> None:
-        """`scales` [experts]: factors of their results. `sigmoid`: scores are by sigmoid. `bias` [experts]: added to
-        the scores that are compared, not to the weights. `weighs_inputs`: of the experts, not results (Llama 4)."""
+        """Build the mixture.
+
+        Args:
+            router: Product for the experts' logits.
+            experts: The experts.
+            used: Experts per row.
+            normalised: Scale the weights of a row's experts to sum to 1.
+            scales: Factors of the experts' results, [experts].
+            sigmoid: Compute scores by sigmoid instead of softmax.
+            bias: Added to the scores when choosing experts, but not to the weights; [experts].
+            groups: Limit of the choice by group.
+            weighs_inputs: Weigh the experts' inputs instead of their results (Llama 4).
+        """
         self.router, self.experts, self.scales, self.groups = router, experts, scales, groups
         self.used, self.normalised, self.sigmoid, self.bias = used, normalised, sigmoid, bias
         self.weighs_inputs = weighs_inputs
 
     def __call__(self, x: Tensor, judged: Tensor | None = None) -> Tensor:
-        """`judged` [..., H]: what the router sees, if not x."""
+        """Run the experts on x [..., H]. `judged` [..., H] is the router's input, if it is not x."""
         rows = x.flatten(0, -2)
         weights, chosen = self._route(rows if judged is None else judged.flatten(0, -2))
         total = torch.zeros_like(rows, dtype=weights.dtype)
@@ -170,14 +203,14 @@ class Mixture:
         return total.to(x.dtype).view_as(x)
 
     def onto(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual + self(x)."""
+        """Return residual + self(x)."""
         return residual + self(x)
 
     def _route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights and experts of each row, both [N, used]."""
+        """Return the weights and the experts' numbers of each row, both [N, used]."""
         logits = self.router.precise(rows)
         scores = sigmoid(logits) if self.sigmoid else logits.softmax(-1)
-        # Llama 4's choose by logits, of which many have a score that rounds to 1.
+        # Llama 4 compares logits, because the sigmoids of many logits round to 1.
         compared = logits if self.weighs_inputs else scores
         compared = compared if self.bias is None else compared + self.bias
         if self.groups:
@@ -189,7 +222,7 @@ class Mixture:
 
 
 def _limited(scores: Tensor, groups: Groups) -> Tensor:
-    """Scores [N, experts] where those of a row's other groups are -inf. Of equal groups the first is taken."""
+    """Set the scores [N, experts] outside of each row's best groups to -inf. Of equal groups, the first is taken."""
     each = scores.unflatten(-1, (groups.count, -1))
     together = each.sort(-1, descending=True)[0][..., : groups.best].sum(-1)
     others = together.sort(dim=-1, descending=True, stable=True)[1][:, groups.used :, None]
@@ -198,7 +231,9 @@ def _limited(scores: Tensor, groups: Groups) -> Tensor:
 
 
 class SharedMixture:
-    """Experts beside one that every row uses (Granite 4), by a share that may be the row's own (Qwen3-Next)."""
+    """A mixture plus a shared expert that every row uses (Granite 4). The shared expert's result may have a weight by
+    row
+    (Qwen3-Next)."""
 
     def __init__(self, experts: Mixture, shared: Dense, share: Linear | None) -> None:
         self.experts, self.shared, self.share = experts, shared, share
@@ -209,12 +244,13 @@ class SharedMixture:
         return self.experts(x) + (sigmoid(self.share.precise(x)) * self.shared(x)).to(x.dtype)
 
     def onto(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual + self(x)."""
+        """Return residual + self(x)."""
         return residual + self(x)
 
 
 class MixtureBeside:
-    """Experts beside a dense network, each with norms of its own (Gemma 4). It takes the stream itself."""
+    """A mixture in parallel with a dense network, each with its own norms (Gemma 4). The input is the stream, not
+    normed."""
 
     def __init__(
         self,
@@ -223,8 +259,9 @@ class MixtureBeside:
         before: tuple[Norm, Norm, Norm],
         after: tuple[Norm, Norm],
     ) -> None:
-        """`before`: norms of what the dense network, the experts and their router see. `after`: of the results of the
-        first two."""
+        """`before` holds the input norms of the dense network, the experts and the router. `after` holds the output
+        norms of
+        the dense network and the experts."""
         self._dense, self._experts, self._before, self._after = dense, experts, before, after
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -233,7 +270,7 @@ class MixtureBeside:
         return first(self._dense(dense)) + second(self._experts(experts, router))
 
     def onto(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual + self(x)."""
+        """Return residual + self(x)."""
         return residual + self(x)
 
 
@@ -241,22 +278,22 @@ FeedForward = Dense | Mixture | SharedMixture | MixtureBeside
 
 
 class TokenInput:
-    """What a layer adds by the token itself (Gemma 4's per-layer embeddings)."""
+    """The addition of per-layer token embeddings to the stream (Gemma 4)."""
 
     def __init__(self, gate: Linear, activation: Gate, out: Linear, norm: Norm) -> None:
         self._gate, self._activation, self._out, self._norm = gate, activation, out, norm
 
     def __call__(self, x: Tensor, given: Tensor) -> Tensor:
-        """x [B, T, H] with what `given` [B, T, P] adds."""
+        """Return x [B, T, H] plus the contribution of the layer's token embedding `given` [B, T, P]."""
         return x + self._norm(self._out(self._activation(self._gate(x), given)))
 
 
 class Layer:
-    """One pre-norm decoder layer: `out` and then `mlp` add to the stream, both through another norm if there are
-    `post` norms (Gemma 2 and 3).
+    """One pre-norm decoder layer: `out` after attention, then `mlp`, add to the stream.
 
-    Either half may be missing (Mamba-2, Nemotron-H). Without an `attn_norm` the input of attention is always given as
-    `entry`.
+    With `post` norms, both outputs are normed before they are added (Gemma 2 and 3). Either half may be missing
+    (Mamba-2,
+    Nemotron-H). A layer without `attn_norm` takes the stream as attention's input, unless `entry` is given.
     """
 
     def __init__(
@@ -271,7 +308,7 @@ class Layer:
         token_input: TokenInput | None = None,
         scale: Tensor | None = None,
     ) -> None:
-        """`mlp_norm`: None where `mlp` norms the stream itself. `scale` [1]: factor of the layer's result."""
+        """`mlp_norm` is None if `mlp` norms its own input. `scale` [1] multiplies the layer's output."""
         self.attn_norm, self.attention, self.mlp_norm = attn_norm, attention, mlp_norm
         self.out: Addend | None = out
         self.mlp: FeedForward | Summed | None = mlp
@@ -287,7 +324,16 @@ class Layer:
         entry: Tensor | None = None,
         given: Tensor | None = None,
     ) -> Tensor:
-        """`entry`: the input of attention, if not the normed stream. `given`: see `TokenInput`."""
+        """Run the layer on the stream x [B, T, H].
+
+        Args:
+            x: The stream.
+            layer: Index of the layer.
+            rope: Rotary factors; None if the layer encodes no positions.
+            attention: The pass's view of the cache.
+            entry: Input of attention, if it is not the normed stream.
+            given: The layer's token embeddings, see `TokenInput`.
+        """
         first, second = self.post or (None, None)
         if self.attention and self.out:
             if entry is None:
@@ -300,7 +346,7 @@ class Layer:
         return x if self.scale is None else x * self.scale
 
     def _parts(self) -> tuple[Norm, Mixer, Addend, FeedForward | Summed]:
-        """The norm of attention's input, attention, its output product and feed-forward, of a layer that has all."""
+        """Return the input norm, the mixer, its output projection and the MLP. The layer must have all of them."""
         assert self.attn_norm
         assert self.attention
         assert self.out
@@ -308,7 +354,7 @@ class Layer:
         return self.attn_norm, self.attention, self.out, self.mlp
 
     def _plus(self, x: Tensor, part: Addend, y: Tensor, norm: Norm | None) -> Tensor:
-        """The stream x and what a part makes of y."""
+        """Add a part's output for input y to the stream x."""
         if norm is None and self.residual_scale == 1.0:
             return part.onto(y, x)
         y = part(y) if norm is None else norm(part(y))
@@ -316,8 +362,9 @@ class Layer:
 
 
 class ParallelLayer(Layer):
-    """A decoder layer whose attention and feed-forward part both see the stream that enters it (GPT-J, Wang and
-    Komatsuzaki 2021), through one norm unless there is an `mlp_norm`."""
+    """A decoder layer whose attention and MLP both read the stream that enters it (GPT-J, Wang and Komatsuzaki 2021).
+    They
+    share one norm, unless there is an `mlp_norm`."""
 
     def __call__(
         self,
@@ -328,7 +375,7 @@ class ParallelLayer(Layer):
         entry: Tensor | None = None,
         given: Tensor | None = None,
     ) -> Tensor:
-        """See `Layer`, of which these have neither `post` norms nor inputs by the token."""
+        """See `Layer`. These layers have neither `post` norms nor per-layer embeddings."""
         norm, mixer, out, mlp = self._parts()
         normed = norm(x)
         mixed = mixer.mix(normed, layer, rope, attention)

@@ -15,9 +15,9 @@ from paceline.kernels.stored import FLOATS, Stored
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Tensors by name, read (dequantised, merged) at each access.
+    """Tensors by name. Each access reads the tensor, including dequantization or merging.
 
-    Unlike `Mapping`'s own, the membership test here reads no tensor.
+    Unlike `Mapping`, this class tests membership without reading a tensor.
     """
 
     _names: Mapping[str, object]
@@ -33,19 +33,19 @@ class LazyTensors(Mapping[str, Tensor]):
         return len(self._names)
 
     def codes(self, name: str) -> Codes | None:
-        """Return the codes that a matrix is stored in; None for floats and for tensors that are computed when read."""
+        """Return the quantization codes of a matrix; None for floats and for tensors that are computed when read."""
         return None
 
     def stored(self, name: str) -> Stored | None:
-        """Return a matrix where it lies, in the type of the file; None for tensors that are computed when read."""
+        """Return a matrix in the type and memory of the file; None for tensors that are computed when read."""
         return None
 
     def kind(self, name: str) -> str:
-        """Return the name of the type that a tensor is stored in."""
+        """Return the name of the type in which a tensor is stored."""
         return str(self[name].dtype)
 
     def mostly_codes(self) -> bool:
-        """Whether most weights are stored in codes."""
+        """Return True if most weights are stored as quantization codes."""
         return False
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -74,15 +74,15 @@ def shape_of(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
 
 
 def kind_of(tensors: Mapping[str, Tensor], name: str) -> str:
-    """Return `LazyTensors.kind`, of tensors in memory their dtype."""
+    """Return `LazyTensors.kind`; for tensors in memory, their dtype."""
     return tensors.kind(name) if isinstance(tensors, LazyTensors) else str(tensors[name].dtype)
 
 
 class Renamed(LazyTensors):
-    """Tensors under other names, or a part of them."""
+    """Tensors under other names, or a subset of them."""
 
     def __init__(self, tensors: Mapping[str, Tensor], names: Mapping[str, str] | None = None) -> None:
-        """`names`: name here -> name in `tensors`; None: all as they are."""
+        """`names` maps each name in this object to a name in `tensors`; None keeps all names."""
         self._tensors = tensors
         self._names: Mapping[str, str] = {name: name for name in tensors} if names is None else names
 
@@ -109,22 +109,25 @@ _SENSES = (
     *(f"model.{part}" for part in ("visual.", "vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")),
     *("vision_model.", "multi_modal_projector."),
 )
-"""Beginnings of the names of tensors that see and hear."""
+"""Prefixes of tensors that process images and audio."""
 
 
 def renamed(name: str, parts: Mapping[str, str]) -> str:
-    """A name with parts replaced, once each and one after the other."""
+    """Replace each part of a name, at its first occurrence, one part after the other."""
     for old, new in parts.items():
         name = name.replace(old, new, 1)
     return name
 
 
 class LanguageTensors(LazyTensors):
-    """The language model's tensors of a checkpoint that may also see (Qwen3.5), under the names of one that reads text
-    alone, and each expert by itself where the file stacks all of a layer."""
+    """The language model's tensors of a checkpoint that may be multimodal (Qwen3.5).
+
+    The names are the same as in a text-only checkpoint. If the file stacks all experts of a layer in one tensor, each
+    expert becomes a tensor of its own.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor], names: Mapping[str, str], turned: bool = False) -> None:
-        """`names`: as of `renamed`. `turned`: stacks are [experts, in, out]."""
+        """`names` replaces parts of names, see `renamed`. `turned` is True if stacks are [experts, in, out]."""
         self._tensors, self._turned = tensors, turned
         self._names = self._sources = dict[str, tuple[str, int, slice]]()
         for source in tensors:
@@ -137,7 +140,7 @@ class LanguageTensors(LazyTensors):
                 continue
             shape = shape_of(tensors, source)
             if len(shape) != 3 or not 0 < shape[0] <= EXPERTS:
-                what = f"{source} is {list(shape)}, no stack of up to {EXPERTS} experts"
+                what = f"{source} has shape {list(shape)} and is no stack of experts (1 to {EXPERTS})"
                 raise CorruptModel(what, "Fetch the file again")
             count, out = shape[0], shape[1 + turned]
             half = slice(out // 2), slice(out // 2, out)
@@ -168,18 +171,20 @@ class LanguageTensors(LazyTensors):
 
 
 class Outlines(Renamed):
-    """The tensors of a checkpoint on the meta device: shapes without values."""
+    """The tensors of a checkpoint on the meta device, as shapes without values."""
 
     def __getitem__(self, name: str) -> Tensor:
         return torch.empty(self.shape(name), device="meta")
 
 
 class Quantised(Renamed):
-    """Tensors whose matrices are to be held as codes, of `bits` where the file does not have codes already.
+    """Tensors whose matrices are quantized on loading, to `bits` bits, unless the file already stores codes.
 
-    `requantise`: matrices that the file has in codes of more bits too, and the output head: for draft models, whose
-    precision no text depends on. The settings travel with the tensors, so that all modules built from them
-    (`models.weights.Weights`) follow them.
+    With `requantise`, which draft models use because no text depends on their precision, codes of more than `bits` bits
+    and
+    the output head are also quantized to `bits`. The settings belong to the tensors, so that all modules built from
+    them
+    (`models.weights.Weights`) apply them.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], mode: Mode, requantise: bool = False) -> None:
@@ -187,7 +192,7 @@ class Quantised(Renamed):
         self.bits, self.requantise = {"int8": 8, "int4": 4}[mode], requantise
 
     def over(self, tensors: Mapping[str, Tensor]) -> Quantised:
-        """Return parts of these tensors, under the same names, to be held as these are."""
+        """Return other tensors with the same names, such as parts of these tensors, with the same settings."""
         part = copy(self)
         part._tensors = tensors
         return part

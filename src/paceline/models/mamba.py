@@ -1,4 +1,4 @@
-"""Mamba-2 (arXiv 2405.21060): layers whose state is a matrix that decays, alone or beside attention."""
+"""Mamba-2 (arXiv 2405.21060): layers with a decaying matrix state, possibly in parallel with attention."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from paceline.protocols import RecurrentPass
 
 
 class Selective(MatrixState):
-    """Mamba-2's state: B is the key, C the query, and the change is the value in proportion to the row's time step,
-    the gate. A share of the value, `skip` [heads], passes by the state."""
+    """Mamba-2's state. B is the key and C is the query. The change is the value times the row's time step, which is
+    passed
+    as the gate. The value times `skip` [heads] is added to the output directly."""
 
     def __init__(self, config: Mamba2Config, convolution: Convolution, skip: Tensor) -> None:
         super().__init__(config, convolution)
@@ -42,7 +43,7 @@ class Selective(MatrixState):
         return out + self._value(mixed) * self._skip
 
     def in_chunk(self, matrix: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, beta: Tensor | None) -> Tensors:
-        """By section 6 of the paper."""
+        """See `MatrixState.in_chunk`. Follows section 6 of the paper."""
         return (q * sums.exp()) @ matrix + (q @ k.transpose(1, 2) * between(sums)) @ v, v
 
     @property
@@ -55,15 +56,15 @@ class Selective(MatrixState):
 
 
 class GroupNorm:
-    """RMS norm of each group of channels by itself, before or after the gate (`first`)."""
+    """RMS norm of each group of channels separately. With `first` it is applied before the gate, otherwise after it."""
 
     def __init__(self, weight: Tensor, groups: int, eps: float, first: bool) -> None:
-        """`weight` [channels]."""
+        """`weight` is [channels]."""
         self._weight, self._groups, self._first = weight, groups, first
         self._norm = RMSNorm(torch.ones_like(weight[: len(weight) // groups]), eps)
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Both [..., channels]."""
+        """Norm x and apply the gate, both [..., channels]."""
         if not self._first:
             x = x * gate
         x = self._norm(x.unflatten(-1, (self._groups, -1))).flatten(-2).mul(self._weight)
@@ -81,8 +82,15 @@ class Mamba2(RecurrentMixer):
         steps: tuple[Tensor, Tensor],
         norm: GroupNorm | None,
     ) -> None:
-        """`product`: the output's gate, what passes through the convolution, and time steps. `steps`: the decay's rate
-        A, below 0, and the bias of the time step, both [heads]."""
+        """Build the mixer.
+
+        Args:
+            config: Sizes.
+            product: Product for the output gate, the convolution's entries and the time steps.
+            state: The state.
+            steps: The decay's negative rate A and the bias of the time step, both [heads].
+            norm: Norm of the output, if there is one.
+        """
         self.config, self._product, self.recurrence, self._norm = config, product, state, norm
         self._rate, self._bias = steps
 
@@ -91,7 +99,7 @@ class Mamba2(RecurrentMixer):
         c, wide = self.config, self._rate.dtype
         values = c.heads * c.value_dim
         gate, entries, step = self._product.precise(x).to(wide).split([values, c.channels, c.heads], -1)
-        # In float64, as elsewhere: torch computes the last elements of a float32 tensor by another function.
+        # Computed in float64 because torch's float32 function differs in the last elements of a tensor (see `sigmoid`).
         step = F.softplus((step + self._bias).double())
         out = attention.recur(layer, (entries, (self._rate * step).to(wide), step.to(wide))).flatten(2)
         gate = gate * sigmoid(gate)
@@ -99,18 +107,18 @@ class Mamba2(RecurrentMixer):
 
 
 class Parallel(RecurrentMixer):
-    """Attention beside a state, both of the same rows (Falcon-H1)."""
+    """Attention in parallel with a recurrent state, on the same rows (Falcon-H1)."""
 
     def __init__(self, attention: Attention, other: RecurrentMixer) -> None:
         self.attention, self._other, self.recurrence = attention, other, other.recurrence
 
     def mix(self, x: Tensor, layer: int, rope: Rope, attention: RecurrentPass) -> Tensor:
-        """What attention gives, then what the state gives, [B, T, *]."""
+        """Return the outputs of attention and of the state, concatenated, [B, T, *]."""
         return torch.cat([one.mix(x, layer, rope, attention) for one in (self.attention, self._other)], -1)
 
 
 class SplitProduct(Addend):
-    """The sum of the products of a row's two parts, of which the first has `width` elements."""
+    """The sum of two products. The first takes the first `width` elements of a row, the second takes the rest."""
 
     def __init__(self, first: Linear, second: Linear, width: int) -> None:
         self._parts, self._width = (first, second), width
@@ -129,8 +137,8 @@ class SplitProduct(Addend):
 
 
 def make_state(c: ModelConfig, kind: RecurrentConfig, weights: Weights, prefix: str) -> tuple[RecurrentMixer, str, int]:
-    """Build the mixer of a layer that has a state. Returns it, and the name and width of the output product that
-    follows."""
+    """Build the mixer of a layer with a state. Returns it, with the name and the input width of its output
+    projection."""
     if not isinstance(kind, Mamba2Config):
         return make_recurrent(c, kind, weights, prefix)
 

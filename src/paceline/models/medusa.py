@@ -1,4 +1,4 @@
-"""Medusa heads: a few residual blocks each, over one hidden state of the target (arXiv 2401.10774)."""
+"""Medusa heads: a few residual blocks per head, on one hidden state of the target (arXiv 2401.10774)."""
 
 from __future__ import annotations
 
@@ -18,15 +18,24 @@ MAP = "token_map"
 
 
 class MedusaHeads:
-    """All heads at once, in the target's dtype and on its device."""
+    """All Medusa heads, in the target's dtype and on its device."""
 
     def __init__(self, config: MedusaConfig, tensors: Mapping[str, Tensor], target: Target) -> None:
-        """`tensors`: see `models/heads.py`. Raises `CorruptModel` for missing, misshapen or unknown ones
-        and for a target that they do not fit, `UnsupportedModel` for a target without `EmbeddingAndHead`."""
+        """Build the heads.
+
+        Args:
+            config: The heads' architecture.
+            tensors: Weights, under the names in `heads.py`.
+            target: The target, for its dtype and device, and its output head if the heads share it.
+
+        Raises:
+            CorruptModel: A tensor is missing, unknown or has the wrong shape, or the heads do not fit the target.
+            UnsupportedModel: The target does not implement `EmbeddingAndHead`.
+        """
         if not isinstance(target, EmbeddingAndHead):
             raise UnsupportedModel(
                 f"{type(target).__name__} gives learned drafters no access to its embedding and head",
-                "Add what paceline.protocols.EmbeddingAndHead lists to it, or use another drafter",
+                "Implement paceline.protocols.EmbeddingAndHead in it, or use another drafter",
             )
         like = target.embed(torch.zeros(1, dtype=torch.int64, device=target.device))
         if like.shape[-1] != config.hidden:
@@ -38,23 +47,23 @@ class MedusaHeads:
         self._vocab = target.vocab_size
         self._blocks = [_block(config, weights, layer) for layer in range(config.layers)]
         self._ids: Tensor | None = None
-        """The target's token of each column of the heads; None: column t is token t, for all of them."""
+        """The target's token id of each of the heads' columns; None if column t is token t in all heads."""
         self._outs: list[Callable[[Tensor], Tensor]] = [target.logits]
-        """From states to logits: one for all heads, or one for each."""
+        """Functions from states to logits: one for all heads, or one per head."""
         if not config.shared:
             self._own(config, tensors, weights)
         weights.skip(MAP)
         weights.finish()
 
     def _own(self, config: MedusaConfig, tensors: Mapping[str, Tensor], weights: Weights) -> None:
-        """Load the heads' own output heads, without columns beyond the target's vocabulary."""
+        """Load the heads' own output heads, without columns outside the target's vocabulary."""
         names = [f"lm_heads.{head}.weight" for head in range(config.heads)]
-        # vLLM's `original_lm_head` is one for all.
+        # vLLM's `original_lm_head` is one output head for all Medusa heads.
         names = names if names[-1] in weights else names[:1]
         rows = len(tensors[names[0]]) if names[0] in weights else config.vocab_size
         every = torch.arange(self._vocab)
         ids = _map(tensors[MAP], rows, self._vocab) if MAP in weights else every[:rows]
-        # vLLM's files may hold all rows, and the map selects some; without a map the last may be padding.
+        # vLLM's files may hold all rows, and the map selects some of them. Without a map, the last rows may be padding.
         chosen = slice(rows) if len(ids) == rows else ids
         found = [weights.head(name, (rows, config.hidden))[chosen] for name in names]
         self._outs = [linear(weight).precise for weight in found]
@@ -62,15 +71,17 @@ class MedusaHeads:
             self._ids = ids.to(weights.device)
 
     def states(self, x: Tensor, heads: int) -> Tensor:
-        """States [heads, R, H] of the first `heads` heads, from the target's "final" states x [R, H]."""
+        """Return the states [heads, R, H] of the first `heads` heads, from the target's "final" states x [R, H]."""
         x = x.expand(heads, -1, -1)
         for weight, bias in self._blocks:
             x = x + F.silu(torch.baddbmm(bias[:heads], x, weight[:heads].mT))
         return x
 
     def logits(self, states: Tensor) -> Tensor:
-        """Logits [heads, R, V], float32 (float64 for a float64 target), from states [heads, R, H]; -inf for tokens that
-        the heads do not know."""
+        """Return logits [heads, R, V] from states [heads, R, H], in float32 (float64 for a float64 target).
+
+        Tokens that the heads cannot draft have -inf.
+        """
         if len(self._outs) == 1:
             logits = self._outs[0](states)
         else:
@@ -81,7 +92,7 @@ class MedusaHeads:
 
 
 def _block(config: MedusaConfig, weights: Weights, layer: int) -> tuple[Tensor, Tensor]:
-    """One layer of all heads: weights [heads, H, H] and biases [heads, 1, H]. vLLM's blocks may have no biases."""
+    """Load one layer of all heads: weights [heads, H, H] and biases [heads, 1, H]. vLLM's blocks may lack biases."""
     names = [f"blocks.{head}.layers.{layer}" for head in range(config.heads)]
     weight = torch.stack([weights.get(name + ".weight", (config.hidden,) * 2) for name in names])
     none = weight.new_zeros(config.hidden)

@@ -1,4 +1,4 @@
-"""Calls at rank 0 that every rank repeats, so that engine, drafters and server need not know of other ranks."""
+"""Calls on rank 0 that all ranks repeat, so that engine, drafters and server need not know about other ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from paceline.models.ranks import Ranks
 
 
 class Mirrored:
-    """An object that every rank has one of, each with its part of the data."""
+    """An object that exists on every rank, each with its own part of the data."""
 
     mirror: Mirror
 
@@ -33,7 +33,7 @@ MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 
 def together(method: MethodT) -> MethodT:
-    """A method in which the ranks exchange results: all call it at once. If it fails, the group ends."""
+    """Decorate a method in which the ranks exchange results: all ranks call it at once. If it fails, the group ends."""
 
     @wraps(method)
     def run(self: Mirrored, *args: Any, **options: Any) -> Any:
@@ -45,8 +45,9 @@ def together(method: MethodT) -> MethodT:
 
 
 def repeated(method: MethodT) -> MethodT:
-    """A method in which the ranks need nothing from each other: the others call it before their next pass, if it has
-    succeeded."""
+    """Decorate a method in which the ranks do not exchange results. After it has succeeded on rank 0, the other ranks
+    call
+    it before their next pass."""
 
     @wraps(method)
     def run(self: Mirrored, *args: Any, **options: Any) -> Any:
@@ -62,20 +63,21 @@ def _run(owner: Mirrored, method: Callable[..., Any], args: Any, options: Any) -
 
 
 class Mirror:
-    """Messages of rank 0: what was called since the last, and what all call now.
+    """Messages from rank 0 to the other ranks: the calls since the last message, and the call that all ranks run now.
 
-    Objects that `repeated` methods return have a number, the same on all ranks, until rank 0 no longer holds them.
-    Messages are pickled: the ranks trust each other, as torch.distributed does.
+    An object that a `repeated` method returns has the same number on all ranks, until rank 0 no longer holds it.
+    Messages
+    are pickled: the ranks trust each other, as with torch.distributed.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.lock = ranks, RLock()
         self.outermost = ranks.rank == 0
-        """Whether a call is to be repeated: at rank 0, and not from within another."""
+        """True if a call must be repeated on the other ranks: on rank 0, outside of any other such call."""
         self._objects: dict[int, Any] = {}
-        """At the other ranks."""
+        """Objects by number, on the other ranks."""
         self._numbers: dict[int, int] = {}
-        """At rank 0: number by `id`."""
+        """Numbers by `id` of the object, on rank 0."""
         self._next = itertools.count()
         self._waiting: deque[bytes] = deque()
         self._ended: str | None = None
@@ -83,7 +85,7 @@ class Mirror:
             atexit.register(self.end)
 
     def hold(self, it: Mirrored) -> int:
-        """Number an object, unless it has one; on every rank the first is 0."""
+        """Return the number of an object; a new object gets the next number. On every rank the first number is 0."""
         if id(it) in self._numbers:
             return self._numbers[id(it)]
         number = next(self._next)
@@ -116,9 +118,9 @@ class Mirror:
             result = method(owner, *args, **options)
             number = self.hold(result) if isinstance(result, Mirrored) else None
             self._waiting.append(self._packed((owner, method.__name__, args, options, number)))
-        except PacelineError:  # refused before anything changed
+        except PacelineError:  # raised before any state changed, so that the other ranks need not repeat it
             raise
-        except BaseException as error:  # perhaps half done, which no other rank can repeat
+        except BaseException as error:  # the state may be half changed, and other ranks cannot repeat that
             self._break(error)
             raise
         finally:
@@ -130,14 +132,19 @@ class Mirror:
         self.ranks.leave()
 
     def follow(self) -> None:
-        """At any rank but 0, repeat what rank 0 calls until it ends, and end the process with it; in the main thread.
-        Raises what a call raises, and `RankLost`.
+        """Repeat the calls of rank 0 until it ends, then end this process. Does nothing on rank 0.
 
-        Signals are rank 0's to handle: it may still have replies to finish.
+        Call it in the main thread. SIGINT and SIGTERM are ignored here, because rank 0 handles them: it may still have
+        replies
+        to finish.
+
+        Raises:
+            SystemExit: Rank 0 has ended.
+            RankLost: The connection to another rank was lost.
         """
         if self.outermost:
             return
-        gc.enable()  # loading, which this is a part of, pauses it
+        gc.enable()  # the caller is still loading the model, which pauses garbage collection
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         try:
@@ -158,16 +165,16 @@ class Mirror:
             self._objects[number] = result
 
     def end(self) -> None:
-        """Let the other ranks end."""
+        """Tell the other ranks to end."""
         with self.lock:
             if not self._ended:
                 self._ended = "rank 0 has left"
-                with suppress(RankLost):  # then it has said so itself
+                with suppress(RankLost):  # a lost rank has reported its own error
                     self.ranks.send(pickle.dumps([]))
                 self.ranks.leave()
 
     def _drop(self, key: int) -> None:
-        """What is forgotten here is forgotten everywhere, with the next message. Any thread may come here."""
+        """Release an object on the other ranks, with the next message. Any thread may call this."""
         self._waiting.append(self._packed((None, "", self._numbers.pop(key), {}, None)))
 
     def _send(self, call: bytes) -> None:
@@ -181,7 +188,7 @@ class Mirror:
 
 
 class _Pickler(pickle.Pickler):
-    """Mirrored objects by their numbers, tensors by their bytes."""
+    """Pickles mirrored objects as their numbers, and tensors as their bytes."""
 
     def __init__(self, numbers: dict[int, int], buffer: io.BytesIO) -> None:
         super().__init__(buffer, pickle.HIGHEST_PROTOCOL)

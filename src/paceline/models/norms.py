@@ -1,4 +1,4 @@
-"""Norms of the stream, and of query and key heads."""
+"""Norms of the stream, and of query and key heads (QK-norm)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class RMSNorm:
     """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019)."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
-        """`weight`: in the dtype of x, or a wider one, which then rounds only once (Gemma)."""
+        """`weight` has the dtype of x or a wider one. With a wider dtype the result is rounded only once (Gemma)."""
         self.weight, self.eps = weight, eps
-        # Not by `cat`, which imports torch's compiler where shapes alone are checked: two seconds.
+        # `torch.cat` on the meta device would import torch's compiler, which takes two seconds.
         self._doubled = weight.new_zeros(2 * len(weight))
         self._doubled[: len(weight)] = weight
         self._native: NativeNorm | None = None
@@ -29,7 +29,7 @@ class RMSNorm:
             return self._native(x)
         if x.device.type != "cpu":
             return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps).to(x.dtype)
-        # On the CPU rms_norm is eight kernels and layer_norm one, and [x, -x] has mean 0 and variance mean(x^2).
+        # On the CPU rms_norm takes eight kernels and layer_norm takes one. [x, -x] has mean 0 and variance mean(x^2).
         doubled = torch.cat([x, -x], -1)
         return F.layer_norm(doubled, self._doubled.shape, self._doubled, None, self.eps)[..., : x.shape[-1]]
 
@@ -48,42 +48,43 @@ Norm = RMSNorm | LayerNorm
 
 
 class HeadNorm:
-    """RMS norm of each query and key head by itself (Qwen3, Gemma 3): one norm for all, then the weights of each."""
+    """RMS norm of each query head and key head separately (Qwen3, Gemma 3). Each head is normed, then multiplied by its
+    weight."""
 
     def __init__(self, q: Tensor, k: Tensor, heads: int, kv_heads: int, eps: float) -> None:
-        """`q`, `k` [D]: the weights of all query heads and of all key heads."""
+        """`q` [D] is the weight of all query heads, `k` [D] the weight of all key heads."""
         self.weight = q.new_empty(heads + kv_heads, len(q))
         self.weight[:heads], self.weight[heads:] = q, k
         self._norm = RMSNorm(torch.ones_like(q), eps)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [B, T, n, D]: queries and keys, or the keys alone."""
+        """Norm x [B, T, n, D], which holds queries and keys, or only keys."""
         return (self._norm(x) * self.weight[-x.shape[2] :]).to(x.dtype)
 
 
 class WideNorm:
-    """RMS norms over all query heads together and over all key heads together (OLMo 2)."""
+    """QK-norm across heads: one RMS norm over all query heads, one over all key heads (OLMo 2)."""
 
     def __init__(self, q: Tensor, k: Tensor, kv_heads: int, eps: float) -> None:
-        """`q` [heads * D], `k` [kv_heads * D]: the weights."""
+        """`q` [heads * D] and `k` [kv_heads * D] are the weights."""
         self._q, self._k, self._kv_heads = RMSNorm(q, eps), RMSNorm(k, eps), kv_heads
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [B, T, n, D]: queries and keys, or the keys alone."""
+        """Norm x [B, T, n, D], which holds queries and keys, or only keys."""
         q, k = x[:, :, : -self._kv_heads], x[:, :, -self._kv_heads :]
         keys = self._k(k.flatten(2)).view_as(k)
         return torch.cat([self._q(q.flatten(2)).view_as(q), keys], 2) if q.shape[2] else keys
 
 
 class HeadLayerNorm:
-    """Layer norm of each query and key head by itself (Command R+, StableLM, Phi)."""
+    """Layer norm of each query head and key head separately (Command R+, StableLM, Phi)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, eps: float) -> None:
-        """`weight`, `bias` [heads + kv_heads, D]: of each head, in float32 or wider."""
+        """`weight` and `bias` [heads + kv_heads, D] have one row per head, in float32 or wider."""
         self._weight, self._bias, self._eps = weight, bias, eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [B, T, n, D]: queries and keys, or the keys alone."""
+        """Norm x [B, T, n, D], which holds queries and keys, or only keys."""
         n, size = x.shape[2:]
         y = F.layer_norm(x.to(self._weight.dtype), (size,), eps=self._eps) * self._weight[-n:]
         return (y if self._bias is None else y + self._bias[-n:]).to(x.dtype)
@@ -93,7 +94,7 @@ HeadNorms = HeadNorm | WideNorm | HeadLayerNorm
 
 
 def make_norm(c: ModelConfig, weights: Weights, name: str, size: int) -> Norm:
-    """Build a norm over `size` elements from `name`.weight, and `name`.bias if it is a layer norm that has one."""
+    """Build a norm over `size` elements, from `name`.weight and, for a layer norm that has one, `name`.bias."""
     if c.norms.kind == "rms":
         return RMSNorm(norm_weight(c, weights, name, size), c.norms.eps)
     bias = weights.get(name + ".bias", (size,)) if name + ".bias" in weights else None
@@ -101,10 +102,10 @@ def make_norm(c: ModelConfig, weights: Weights, name: str, size: int) -> Norm:
 
 
 def norm_weight(c: ModelConfig, weights: Weights, name: str, size: int) -> Tensor:
-    """The weight [size] of a norm, with the family's shift added."""
+    """Return the weight [size] of a norm, plus the family's offset."""
     if not c.norms.offset:
         return weights.get(name + ".weight", (size,))
-    # bfloat16 would lose most of a weight that is stored as its distance from 1.
+    # Adding the offset in bfloat16 would round away most of a weight that is stored as its distance from 1.
     return weights.get(name + ".weight", (size,), weights.precise) + c.norms.offset
 
 
@@ -115,8 +116,7 @@ def make_head_norms(
     order: Tensor | None = None,
     names: tuple[str, str] = ("q_norm", "k_norm"),
 ) -> HeadNorms | None:
-    """Build the norms of queries and keys, if there are any. `order`: of the elements of each head; None: as
-    stored."""
+    """Build the norms of query and key heads; None if there are none. `order` rearranges the elements of each head."""
     if not c.norms.heads:
         return None
     if c.norms.kind == "layer":
@@ -133,7 +133,7 @@ def _head_layer_norm(c: ModelConfig, weights: Weights, prefix: str, order: Tenso
     def table(kind: str) -> Tensor:
         rows = torch.empty(c.heads + c.kv_heads, c.head_dim, dtype=weights.precise, device=weights.device)
         for name, part in ((f"{prefix}q_norm", rows[: c.heads]), (f"{prefix}k_norm", rows[c.heads :])):
-            if f"{name}.0.{kind}" in weights:  # StableLM has them one by one
+            if f"{name}.0.{kind}" in weights:  # StableLM has one tensor per head
                 for i, row in enumerate(part):
                     row.copy_(weights.get(f"{name}.{i}.{kind}", (c.head_dim,), weights.precise))
             else:

@@ -18,12 +18,25 @@ _HEAD = "lm_head.weight"
 def output_head(
     weights: Weights, host: TargetWithHead, count: int, hidden: int, kept: Tensor | None = None
 ) -> tuple[Subset | None, Activation]:
-    """The target's tokens that a head scores (None: all, in order), and its map from states [..., hidden] to logits in
-    float32 or wider.
+    """Build the output head of a learned drafter.
 
-    The map is the head's own `lm_head` over `count` tokens, listed by `d2t`, or the target's head: all of it or the
-    rows of these tokens. `kept`: of a head over all tokens score only these, ascending. Raises `CorruptModel` if the
-    tokens are not the target's, or its rows not as wide as the states.
+    It is the drafter's own `lm_head` over `count` tokens, listed by `d2t`, or the target's head: the whole head, or its
+    rows of these tokens.
+
+    Args:
+        weights: The drafter's tensors.
+        host: The target.
+        count: Number of tokens that the drafter scores.
+        hidden: Size of the drafter's states.
+        kept: Token ids, ascending, to which a head over the whole vocabulary is reduced; None for all.
+
+    Returns:
+        The token ids that the head scores (None for all, in order), and a function from states [..., hidden] to logits
+        in
+        float32 or wider.
+
+    Raises:
+        CorruptModel: The tokens are not in the target's vocabulary, or the target's head has another width.
     """
     weights.skip("t2d")
     if "d2t" in weights or count < host.vocab_size:
@@ -35,10 +48,10 @@ def output_head(
         ids += weights.get("d2t", (count,), torch.int64).cpu()
     if bool((ids < 0).any()) or len(ids.unique()) < count or ("d2t" in weights and int(ids.max()) >= host.vocab_size):
         raise CorruptModel(
-            f"the head names tokens beyond the {host.vocab_size} of the target, or one of them twice",
-            "It was made for another model",
+            f"the head maps two rows to one token, or a row to an id beyond the {host.vocab_size} of the target",
+            "Use a head that was trained for this target",
         )
-    # Ascending, so that ties go to the lowest id; without a map, rows beyond the vocabulary are padding.
+    # In ascending order, so that ties go to the lowest id. Without a map, rows beyond the vocabulary are padding.
     order = ids.argsort()[: host.vocab_size] if kept is None else kept
     ids = ids[order]
     subset = None if len(ids) == host.vocab_size else Subset(ids, host.vocab_size)
@@ -50,7 +63,7 @@ def output_head(
 
 
 def _rows(host: TargetWithHead, hidden: int, ids: Tensor) -> Tensor:
-    """The target's rows of these tokens."""
+    """Return the rows of the target's head for these tokens."""
     head = host.head()
     if head.shape[1] != hidden:
         raise CorruptModel(

@@ -1,4 +1,4 @@
-"""A model's layers over several devices: which layer lies where."""
+"""Placement of a model's layers on several devices."""
 
 from __future__ import annotations
 
@@ -13,18 +13,27 @@ from paceline.errors import InvalidOption, OutOfMemory, install_line
 from paceline.models.lazy import shape_of
 
 DeviceMap = str | Mapping[str, int | None]
-"""Device -> number of layers, in the order of the layers; None: the rest. "auto" fills the GPUs and then the CPU. As a
-text: "cuda:0=20,cuda:1=10,cpu"."""
+"""Device -> number of layers, in the order of the layers; None for all remaining layers. "auto" fills the GPUs first
+and
+then the CPU. As a string: "cuda:0=20,cuda:1=10,cpu"."""
 
 Devices = tuple[torch.device, ...]
-"""The device of each layer; that of the first has embedding, norm and output head too."""
+"""The device of each layer. The device of the first layer also holds the embedding, the final norm and the output
+head."""
 
 _SHARE = 0.8
-"""Share of a device's free memory that weights may take; keys and values and the passes take the rest."""
+"""Fraction of a device's free memory that weights may take. The KV cache and activations need the rest."""
 
 
 def parse_map(given: DeviceMap) -> dict[str, int | None]:
-    """Return the devices and their numbers of layers; {} for "auto". Raises `InvalidOption`."""
+    """Parse a device map.
+
+    Returns:
+        The number of layers of each device (None for all remaining layers); {} for "auto".
+
+    Raises:
+        InvalidOption: The map is malformed.
+    """
     if isinstance(given, Mapping):
         pairs = list(given.items())
     elif given == "auto":
@@ -34,7 +43,7 @@ def parse_map(given: DeviceMap) -> dict[str, int | None]:
         pairs = [(name, None if not number else _number(number, given)) for name, _, number in split]
     found = {"cuda:0" if name == "cuda" else name: number for name, number in pairs}
     if len(found) < len(pairs):
-        raise InvalidOption(f"device_map {given!r} names a device twice", "Name each once")
+        raise InvalidOption(f"device_map {given!r} names a device twice", "Name each device once")
     if "auto" in found:
         raise InvalidOption(f'device_map {given!r} has "auto" as a device', _EXAMPLE)
     if not found or any(n is not None and (type(n) is not int or n < 1) for n in found.values()):
@@ -49,25 +58,34 @@ _EXAMPLE = 'Write "auto", or for example "cuda:0=20,cpu"'
 
 def _number(text: str, given: DeviceMap) -> int:
     if not text.isdecimal() or len(text) > 6:
-        raise InvalidOption(f"device_map {given!r} must have numbers of layers, got {text!r}", _EXAMPLE)
+        raise InvalidOption(f"device_map {given!r} must give whole numbers of layers, got {text!r}", _EXAMPLE)
     return int(text)
 
 
 def place(given: Mapping[str, int | None], layers: int) -> Devices:
-    """Return the device of each layer of a map. Raises `InvalidOption` unless its numbers add up to `layers`."""
+    """Return the device of each layer. Raises `InvalidOption` unless the map's numbers add up to `layers`."""
     known = sum(number or 0 for number in given.values())
     rest = layers - known if None in given.values() else 0
     if known + rest != layers or (None in given.values() and rest < 1):
-        raise InvalidOption(
-            f"the device map places {known} layers and the model has {layers}", "Place each of them once"
-        )
+        raise InvalidOption(f"device_map places {known} layers, but the model has {layers}", "Place each layer once")
     counts = {name: rest if number is None else number for name, number in given.items()}
     return tuple(torch.device(name) for name, count in counts.items() for _ in range(count))
 
 
 def plan(sizes: Sequence[int], others: int, memory: Mapping[str, int]) -> Devices:
-    """Fill the devices in their order: `sizes` are the bytes of the layers, `others` those of all else, which the first
-    device with a layer has too. Raises `OutOfMemory`."""
+    """Fill the devices with layers, in order.
+
+    Args:
+        sizes: Bytes of each layer.
+        others: Bytes of all other weights, which go to the device of the first layer.
+        memory: Free bytes of each device.
+
+    Returns:
+        The device of each layer.
+
+    Raises:
+        OutOfMemory: The layers do not fit.
+    """
     found: list[str] = []
     for name, free in memory.items():
         left = _SHARE * free - (0 if found else others)
@@ -77,14 +95,15 @@ def plan(sizes: Sequence[int], others: int, memory: Mapping[str, int]) -> Device
     if len(found) < len(sizes):
         total, all_free = (sum(sizes) + others) / 2**30, sum(memory.values()) / 2**30
         raise OutOfMemory(
-            f"the model takes {total:.1f} GiB and {_SHARE:.0%} of {all_free:.1f} GiB are not enough or lie badly",
+            f"the model takes {total:.1f} GiB, and its layers do not fit into {_SHARE:.0%} of {all_free:.1f} GiB free",
             "Use quantize='int4', or a smaller model",
         )
     return tuple(map(torch.device, found))
 
 
 def sizes(tensors: Mapping[str, Tensor], layers: int, matrix: float, vector: int) -> tuple[list[int], int]:
-    """Return the bytes of each layer and of all else, with `matrix` bytes for each number of a matrix."""
+    """Return the bytes of each layer and of all other weights, given the bytes per element of matrices and of
+    vectors."""
     of_layers, others = [0.0] * layers, 0.0
     for name in tensors:
         shape, number = shape_of(tensors, name), name.removeprefix("model.layers.").partition(".")[0]
@@ -97,7 +116,11 @@ def sizes(tensors: Mapping[str, Tensor], layers: int, matrix: float, vector: int
 
 
 def free_memory() -> dict[str, int]:
-    """Return the free bytes of each GPU and then of the CPU, by accelerate. Raises `InvalidOption` without it."""
+    """Return the free bytes of each GPU and then of the CPU, as accelerate reports them.
+
+    Raises:
+        InvalidOption: accelerate is not installed.
+    """
     if not find_spec("accelerate"):
         raise InvalidOption('device_map="auto" needs accelerate', f"Install it: {install_line('devices')}")
     from accelerate.utils import get_max_memory

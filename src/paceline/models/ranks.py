@@ -1,6 +1,6 @@
 """The processes that share one model by tensor parallelism (Megatron-LM, arXiv 1909.08053), over torch.distributed.
 
-Sums run in the order of the ranks, on every rank, so that all have the same bits in each pass and in each run.
+Every rank adds partial results in the order of the ranks. All ranks therefore get the same bits, in every pass and run.
 """
 
 from __future__ import annotations
@@ -25,40 +25,42 @@ from paceline.errors import InvalidOption, RankLost
 from paceline.kernels.cpu.build import kernel, library
 
 _HEAD = 4096
-"""Bytes of the first part of a message, which holds nearly all messages whole; the length is its first number."""
+"""Bytes of the first part of a message, which begins with the length. Nearly all messages fit into it."""
 _IDLE = timedelta(days=3650)
-"""Time that a rank waits for the next message: a server may have nothing to do for long."""
+"""Timeout for the next message. It is very long because a server may be idle."""
 _PASS = timedelta(minutes=10)
-"""Time that a rank waits for the others within a pass."""
+"""Timeout for the other ranks within a pass."""
 
 
 class Exchange(Structure):
-    """`Exchange` of exchange.h."""
+    """The structure `Exchange` in exchange.h."""
 
     _fields_ = (("memory", c_void_p), ("rank", c_int32), ("ranks", c_int32))
 
 
 class Ranks:
-    """The processes of a group. Rank 0 drafts, accepts and answers; the others compute their part of each pass."""
+    """The processes of a group. Rank 0 drafts, accepts and answers requests; the others compute their part of each
+    pass."""
 
     def __init__(self) -> None:
-        """Join the processes that torchrun started. Raises `InvalidOption` if it did not start this one."""
+        """Join the processes that torchrun started. Raises `InvalidOption` if torchrun did not start this process."""
         if "RANK" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1":
             raise InvalidOption(
-                "one process cannot share a model", "Start several: torchrun --nproc-per-node 2 -m paceline serve ..."
+                "tensor parallelism needs at least 2 processes",
+                "Start them: torchrun --nproc-per-node 2 -m paceline serve ...",
             )
         if dist.is_initialized():
-            raise InvalidOption("these processes share a model already", "Load each model in processes of its own")
+            raise InvalidOption("these processes already share a model", "Start separate processes for each model")
         with _lost_named():
             dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=_PASS)
             self._messages: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=_IDLE)
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         self.exchange: Exchange | None = None
-        """Memory that all ranks share, where all are on one machine."""
+        """Memory that all ranks share; None unless all ranks are on one machine."""
         atexit.register(self.leave)
 
     def device(self, given: torch.device) -> torch.device:
-        """This rank's device of the given type: the GPU of its number among the ranks of its machine."""
+        """Return this rank's device of the given type. Each rank uses the GPU with its local rank as index."""
         if given.type != "cuda":
             return given
         own = torch.device("cuda", int(os.environ.get("LOCAL_RANK", self.rank)))
@@ -67,7 +69,8 @@ class Ranks:
 
     @contextmanager
     def ended_by_failure(self) -> Iterator[None]:
-        """Context of work that all ranks do: if it fails at this one, the others need not wait for it."""
+        """Run work that all ranks do. If it fails on this rank, the group ends, so that the others do not wait for
+        it."""
         try:
             yield
         except BaseException:
@@ -75,16 +78,16 @@ class Ranks:
             raise
 
     def leave(self) -> None:
-        """End the group: the other ranks' sum or message, which they may wait in, fails."""
+        """End the group. Other ranks that wait in a sum or for a message get an error."""
         if self.exchange:
             kernel("paceline_leave", c_void_p)(addressof(self.exchange))
-        self._messages = None  # while anything holds a group, its connections stay open
+        self._messages = None  # a group's connections stay open while anything references it
         if dist.is_initialized():
             dist.destroy_process_group()
 
     @contextmanager
     def one_by_one(self) -> Iterator[None]:
-        """Context that the other ranks enter when rank 0 has left it."""
+        """Run work on rank 0 first and then on the other ranks."""
         if self.rank:
             self._wait()
         with self.ended_by_failure():
@@ -97,7 +100,7 @@ class Ranks:
             dist.barrier(self._messages)
 
     def check_alike(self, facts: object) -> None:
-        """Raise `InvalidOption` unless the text of `facts` is the same at all ranks."""
+        """Raise `InvalidOption` unless `str(facts)` is the same on all ranks."""
         own = torch.frombuffer(bytearray(sha256(str(facts).encode()).digest()), dtype=torch.int64)
         every = [torch.empty_like(own) for _ in range(self.count)]
         with _lost_named():
@@ -105,11 +108,12 @@ class Ranks:
         if not all(torch.equal(own, other) for other in every):
             raise InvalidOption(
                 "the processes hold different models, or run them differently",
-                "Give all the same files, options and kind of processor",
+                "Give all processes the same files, options and type of processor",
             )
 
     def share_memory(self) -> None:
-        """Add through memory, which takes microseconds, if all ranks are on this machine and have the CPU kernels."""
+        """Sum through shared memory, which takes microseconds, if all ranks are on one Linux machine with the CPU
+        kernels."""
         together = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
         if not together or self.exchange or library() is None or sys.platform != "linux":
             return
@@ -131,7 +135,8 @@ class Ranks:
             os.unlink(path)
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x, which have one shape, in the order of the ranks; float16 and bfloat16 in float32."""
+        """Return the sum of x over all ranks, added in the order of the ranks. float16 and bfloat16 are added in
+        float32."""
         if self.exchange and x.device.type == "cpu" and x.dtype != torch.float64:
             sums = x.to(torch.float32, copy=True).contiguous()
             if kernel("paceline_sum", c_void_p, c_void_p, c_int64)(
@@ -148,7 +153,8 @@ class Ranks:
         return total.to(x.dtype)
 
     def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        """The ranks' x [..., sizes[rank]] side by side, at rank 0; the others get zeros."""
+        """Concatenate the ranks' x [..., sizes[rank]] along the last dimension, on rank 0. The other ranks get
+        zeros."""
         widest = max(sizes)
         own = F.pad(x, (0, widest - x.shape[-1])).contiguous()
         parts = [torch.empty_like(own) for _ in sizes] if self.rank == 0 else None
@@ -159,7 +165,7 @@ class Ranks:
         return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], -1)
 
     def send(self, message: bytes) -> None:
-        """Send a message from rank 0 to all others."""
+        """Send a message from rank 0 to all other ranks."""
         whole = len(message).to_bytes(8, "little") + message
         head = torch.frombuffer(bytearray(whole.ljust(_HEAD, b"\0")), dtype=torch.uint8)
         with _lost_named():
@@ -168,7 +174,7 @@ class Ranks:
                     dist.broadcast(part, 0, self._messages)
 
     def receive(self) -> bytes:
-        """Wait for the next message of rank 0."""
+        """Wait for the next message from rank 0."""
         head = torch.empty(_HEAD, dtype=torch.uint8)
         with _lost_named():
             dist.broadcast(head, 0, self._messages)
@@ -181,7 +187,7 @@ class Ranks:
 
 @contextmanager
 def _lost_named() -> Iterator[None]:
-    """Name the reason for a broken connection."""
+    """Turn errors of torch.distributed into `RankLost`, with the reason."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
@@ -189,12 +195,12 @@ def _lost_named() -> Iterator[None]:
 
 
 def lost(how: str) -> RankLost:
-    """The error of a rank that others have left."""
+    """Return the error for a group that another rank has left."""
     return RankLost(f"another process of this model has ended or does not answer: {how}", "Start all of them again")
 
 
 class Summed:
-    """A product, or a feed-forward network, of which each rank has a part of the inner dimension."""
+    """A matrix product or feed-forward network whose inner dimension is split across ranks."""
 
     def __init__(self, part: Callable[[Tensor], Tensor], ranks: Ranks) -> None:
         self._part, self._ranks = part, ranks

@@ -1,5 +1,5 @@
-"""Layers with a recurrent state instead of keys and values (`cache/state.py`): Gated DeltaNet, short convolutions.
-(Mamba-2: `mamba.py`.)"""
+"""Layers with a recurrent state instead of keys and values (`cache/state.py`): Gated DeltaNet and short convolutions.
+Mamba-2 is in `mamba.py`."""
 
 from __future__ import annotations
 
@@ -22,24 +22,32 @@ from paceline.models.weights import Weights
 from paceline.protocols import RecurrentPass
 
 _CHUNK = 64
-"""Tokens of a prompt that are taken together."""
+"""Number of prompt tokens that are processed together."""
 
 
 class Convolution:
-    """A causal convolution of each channel by itself, along each row's own path."""
+    """A causal depthwise convolution, in which each row sees its own path through the tree."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """`weight` [width, channels], float32 or wider, the newest entry last. `bias` [channels]."""
+        """`weight` is [width, channels] in float32 or wider, with the newest entry last; `bias` is [channels]."""
         self.weight, self._bias = weight, bias
 
     def empty(self) -> Tensor:
-        """The entries before a text, [width - 1, channels]."""
+        """Return the entries before a text, [width - 1, channels]."""
         return torch.zeros_like(self.weight[1:])
 
     def run(self, before: Tensor, entries: Tensor, tree: Tree) -> Tensor:
-        """From the entries before the tree and those of all its rows to the results of the pass's rows [T, channels].
+        """Convolve the rows of a pass.
 
-        The products are added in order, so that a row's bits do not depend on the others.
+        The products are added in a fixed order, so that the bits of a row do not depend on the other rows.
+
+        Args:
+            before: The entries before the tree, [width - 1, channels].
+            entries: The entries of all rows of the tree, including rows of earlier passes.
+            tree: The tree.
+
+        Returns:
+            The results of the pass's rows, [T, channels].
         """
         every = torch.cat([before, entries])
         history = tree.history(len(self.weight)).to(every.device)
@@ -49,12 +57,12 @@ class Convolution:
         return total if self._bias is None else total + self._bias
 
     def advance(self, before: Tensor, entries: Tensor) -> Tensor:
-        """The last entries once these [n, channels] have come."""
-        return torch.cat([before, entries])[len(entries) :].clone()  # a view would hold the memory of all of them
+        """Return the last width - 1 entries after appending `entries` [n, channels]."""
+        return torch.cat([before, entries])[len(entries) :].clone()  # a view would keep all of the entries in memory
 
 
 class ConvolutionState(Recurrence):
-    """A convolution alone: its state is the last entries, and a row's update is its own entry."""
+    """The state of a layer that only has a convolution: the last entries. The update of a row is its own entry."""
 
     def __init__(self, convolution: Convolution) -> None:
         self._convolution = convolution
@@ -65,7 +73,7 @@ class ConvolutionState(Recurrence):
     def scan(
         self, state: Tensors, earlier: Tensors | None, tree: Tree, inputs: Tensors, prompt: bool
     ) -> tuple[Tensor, Tensors, Tensors | None]:
-        """`inputs`: the entries [T, channels]."""
+        """See `Recurrence.scan`. `inputs` holds the entries [T, channels]."""
         every = torch.cat([earlier[0], inputs[0]]) if earlier else inputs[0]
         out = self._convolution.run(state[0], every, tree)
         end = (self._convolution.advance(state[0], every),) if tree.is_chain else None
@@ -76,11 +84,12 @@ class ConvolutionState(Recurrence):
 
 
 class MatrixState(Recurrence):
-    """A matrix S [heads, K, V] whose rows are keys, after a short convolution.
+    """A matrix state S [heads, K, V], indexed by keys, after a short convolution.
 
-    For each row S decays, takes a change under the row's key, and is read by the row's query: S' = decay S + k d^T,
-    and out = S'^T q. The row's update is (decay, k, d) and the convolution's entry. In float32 (float64 in a
-    float64 model).
+    For each row, S decays, then a change is added under the row's key, and then the row's query reads it:
+    S' = decay S + k d^T, out = S'^T q. The row's update is (decay, k, d) plus the convolution's entry. All of this is
+    in
+    float32 (float64 in a float64 model).
     """
 
     def __init__(self, config: MatrixConfig, convolution: Convolution) -> None:
@@ -88,16 +97,35 @@ class MatrixState(Recurrence):
 
     @abstractmethod
     def split(self, mixed: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """From the convolution's results [T, channels] and gates [T, heads] to queries and keys [T, key_heads, K],
-        values [T, heads, V], and beta [T, heads]. Without a beta the values are the changes."""
+        """Split the convolution's results into the inputs of the state.
+
+        Args:
+            mixed: The convolution's results [T, channels].
+            gates: Gates [T, heads].
+
+        Returns:
+            Queries and keys [T, key_heads, K], values [T, heads, V], and beta [T, heads]. If beta is None, the values
+            are the changes.
+        """
 
     @abstractmethod
     def in_chunk(self, matrix: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, beta: Tensor | None) -> Tensors:
-        """Outputs and changes [heads, T, V] of a chain of T rows, by products of matrices. q, k [heads, T, K],
-        v [heads, T, V], sums of the decays' logarithms and beta [heads, T, 1]."""
+        """Process a chain of T rows with matrix products.
+
+        Args:
+            matrix: The state before the chain, [heads, K, V].
+            q: Queries [heads, T, K].
+            k: Keys [heads, T, K].
+            v: Values [heads, T, V].
+            sums: Cumulative sums of the decays' logarithms, [heads, T, 1].
+            beta: Beta [heads, T, 1], if the state has one.
+
+        Returns:
+            Outputs and changes, both [heads, T, V].
+        """
 
     def finish(self, out: Tensor, mixed: Tensor) -> Tensor:
-        """The outputs [T, heads, V], from what the queries read and the convolution's results."""
+        """Return the outputs [T, heads, V], given the queries' results and the convolution's results."""
         return out
 
     def empty(self) -> Tensors:
@@ -107,7 +135,9 @@ class MatrixState(Recurrence):
     def scan(
         self, state: Tensors, earlier: Tensors | None, tree: Tree, inputs: Tensors, prompt: bool
     ) -> tuple[Tensor, Tensors, Tensors | None]:
-        """`inputs`: of the convolution [T, channels], the logarithm of the decay and gates, both [T, heads]."""
+        """See `Recurrence.scan`. `inputs` holds the convolution's entries [T, channels], and the logarithms of the
+        decays and
+        the gates, both [T, heads]."""
         (before, matrix), (entries, decay, gates) = state, inputs
         entries = entries.to(matrix.dtype)
         every = torch.cat([earlier[0], entries]) if earlier else entries
@@ -137,7 +167,7 @@ class MatrixState(Recurrence):
         return last, matrix
 
     def _each(self, x: Tensor) -> Tensor:
-        """Keys or queries [..., key_heads, K] for each head."""
+        """Repeat keys or queries [..., key_heads, K] for each value head."""
         repeats = self.config.heads // self.config.key_heads
         if self.config.tiled:
             return x.repeat(*(1,) * (x.dim() - 2), repeats, 1)
@@ -154,7 +184,9 @@ class MatrixState(Recurrence):
         decays: Tensor,
         beta: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Outputs and changes [T, heads, V], and the matrix after the last row of a chain."""
+        """Process rows one after the other. Returns outputs and changes [T, heads, V], and the matrix after the last
+        row if the
+        tree is a chain."""
         q, k = self._each(q), self._each(k)
         after = {NONE: matrix}
         for row in range(tree.start):
@@ -178,8 +210,11 @@ class MatrixState(Recurrence):
     def _in_chunks(
         self, matrix: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Outputs [T, heads, V] of a chain of T rows, and the matrix after the last one. q, k [T, heads, K],
-        v [T, heads, V], logarithms of decays and beta [T, heads]."""
+        """Process a chain of T rows in chunks.
+
+        `q` and `k` are [T, heads, K], `v` is [T, heads, V], `decay` (logarithms) and `beta` are [T, heads]. Returns the
+        outputs [T, heads, V] and the matrix after the last row.
+        """
         parts = []
         for start in range(0, len(q), _CHUNK):
             here = slice(start, start + _CHUNK)
@@ -193,23 +228,27 @@ class MatrixState(Recurrence):
 
 
 def between(sums: Tensor) -> Tensor:
-    """The decay from each row of a chunk to each later one [heads, T, T], from the sums of logarithms [heads, T, 1]."""
+    """Return the decay [heads, T, T] from each row of a chunk to each later row, from sums of logarithms [heads, T,
+    1]."""
     return (sums - sums.transpose(1, 2)).tril().exp().tril()
 
 
 class DeltaRule(MatrixState):
-    """Gated DeltaNet (arXiv 2412.06464): what the decayed state holds under a row's key moves towards the row's value
-    by a share beta, d = beta (v - decay S^T k)."""
+    """Gated DeltaNet (arXiv 2412.06464). The state's value under a row's key moves towards the row's value by the
+    fraction
+    beta: d = beta (v - decay S^T k)."""
 
     def split(self, mixed: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Queries and keys have length 1 (the queries are scaled), and the gates are beta."""
+        """See `MatrixState.split`. Queries and keys are normalized to length 1, queries are then scaled, and the gates
+        are
+        beta."""
         c, keys = self.config, self.config.key_heads * self.config.key_dim
         q, k, v = mixed.split([keys, keys, mixed.shape[-1] - 2 * keys], -1)
         q, k = (_unit(x.unflatten(-1, (-1, c.key_dim))) for x in (q, k))
         return q * c.key_dim**-0.5, k, v.unflatten(-1, (-1, c.value_dim)), gates
 
     def in_chunk(self, matrix: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, beta: Tensor | None) -> Tensors:
-        """By section 3.3 of the paper."""
+        """See `MatrixState.in_chunk`. Follows section 3.3 of the paper."""
         assert beta is not None
         decays = between(sums)
         system = (beta * k) @ k.transpose(1, 2) * decays
@@ -225,7 +264,7 @@ def _decayed(matrix: Tensor, decay: Tensor) -> Tensor:
 
 
 def _write(matrix: Tensor, key: Tensor, change: Tensor) -> Tensor:
-    """Add to a matrix, in place."""
+    """Add a change under a key to a matrix, in place."""
     return matrix.addcmul_(key[:, :, None], change[:, None])
 
 
@@ -238,16 +277,16 @@ def _unit(x: Tensor) -> Tensor:
 
 
 class RecurrentMixer(Mixer):
-    """The mixer of a layer that has a state."""
+    """The mixer of a layer with a recurrent state."""
 
     recurrence: Recurrence
 
 
 class ShortConv(RecurrentMixer):
-    """The mixer of LFM2: a short convolution between two gates that are products of its input."""
+    """The mixer of LFM2: a short convolution between two gates. The gates are projections of the layer's input."""
 
     def __init__(self, product: Linear, convolution: Convolution) -> None:
-        """`product`: the gate before, the gate after, and what they gate."""
+        """`product` computes the gate before the convolution, the gate after it, and the convolution's entries."""
         self._product, self.recurrence = product, ConvolutionState(convolution)
 
     def mix(self, x: Tensor, layer: int, rope: Rope, attention: RecurrentPass) -> Tensor:
@@ -268,9 +307,16 @@ class DeltaNet(RecurrentMixer):
         decay: tuple[Tensor, Tensor],
         norm: RMSNorm,
     ) -> None:
-        """`mixed`: queries, keys and values before their convolution, then the output's gate. `gates`: what beta and
-        the decay are made of. `decay`: its rate A [heads], below 0, and the bias of its time step [heads]. `norm`: of
-        each head's output."""
+        """Build the mixer.
+
+        Args:
+            config: Sizes.
+            convolution: The convolution of queries, keys and values.
+            mixed: Product for queries, keys and values before the convolution, and for the output gate.
+            gates: Products for beta and for the time step of the decay.
+            decay: The decay's negative rate A and the bias of its time step, both [heads].
+            norm: Norm of each head's output.
+        """
         self.config, self._mixed, self._gates, self._norm = config, mixed, gates, norm
         self.recurrence = DeltaRule(config, convolution)
         self._rate, self._bias = decay
@@ -290,7 +336,7 @@ class DeltaNet(RecurrentMixer):
 def make_recurrent(
     c: ModelConfig, kind: DeltaNetConfig | ShortConvConfig, weights: Weights, prefix: str
 ) -> tuple[RecurrentMixer, str, int]:
-    """Build the mixer of a recurrent layer. Returns it, and the name and width of the output product that follows."""
+    """Build the mixer of a recurrent layer. Returns it, with the name and the input width of its output projection."""
     if isinstance(kind, ShortConvConfig):
         product = weights.linear({prefix + "conv.in_proj": 3 * kind.channels}, c.hidden)
         return ShortConv(product, make_convolution(kind, weights, prefix + "conv.conv")), "conv.out_proj", kind.channels
@@ -312,9 +358,9 @@ def make_convolution(kind: RecurrentConfig, weights: Weights, name: str) -> Conv
 def _projections(
     c: ModelConfig, kind: DeltaNetConfig, weights: Weights, prefix: str
 ) -> tuple[Linear, tuple[Linear, Linear]]:
-    """The products for queries, keys, values and the output's gate, and for beta and the time step."""
+    """Build the products for queries, keys, values and output gate, and those for beta and the time step."""
     values, each = kind.heads * kind.value_dim, kind.heads // kind.key_heads
-    if prefix + "in_proj_qkvz.weight" in weights:  # Qwen3-Next: the parts of one key head after those of another
+    if prefix + "in_proj_qkvz.weight" in weights:  # Qwen3-Next groups the rows by key head
         parts = _grouped(kind.key_heads, (kind.key_dim, kind.key_dim, each * kind.value_dim, each * kind.value_dim))
         mixed = weights.linear({prefix + "in_proj_qkvz": kind.channels + values}, c.hidden, torch.cat(parts))
     else:
@@ -328,6 +374,7 @@ def _projections(
 
 
 def _grouped(groups: int, sizes: Sequence[int]) -> list[Tensor]:
-    """Row numbers of each part of a matrix whose rows are `groups` times these parts."""
+    """Return the row numbers of each part of a matrix that consists of `groups` groups, each with all parts in
+    order."""
     rows = torch.arange(groups * sum(sizes)).view(groups, -1).split(list(sizes), 1)
     return [part.flatten() for part in rows]

@@ -1,4 +1,4 @@
-"""What is no causal language model, told by its config."""
+"""Errors for models that are not causal language models, judged by their configs."""
 
 from __future__ import annotations
 
@@ -13,17 +13,33 @@ Raw = Mapping[str, Any]
 
 
 def refuse_other_heads(raw: Raw, where: str | Path = "config.json") -> None:
-    """Raise `UnsupportedModel` for a decoder with a head that classifies, embeds or scores, which `architectures` alone
-    may tell from a language model: with a tied embedding nothing else is missing. See `refuse_other_kinds`."""
+    """Raise `UnsupportedModel` for a decoder with a head that classifies, embeds or scores.
+
+    If the embedding is tied, only `architectures` distinguishes such a model from a language model.
+
+    Args:
+        raw: The model's config.
+        where: Name of the config in error messages.
+    """
     name, *_ = raw.get("architectures") or ["CausalLM"]
     if not any(head in name for head in ("CausalLM", "LMHead", "ConditionalGeneration", "GenerationDecoder")):
-        raise UnsupportedModel(f"{where} is of a {name}, which is not a language model", "Use a model that writes text")
+        raise UnsupportedModel(
+            f"{where} describes a {name}, which is not a language model", "Use a model that generates text"
+        )
 
 
 def refuse_other_kinds(raw: Raw, where: str | Path = "config.json", native: Container[str] = ()) -> None:
-    """Raise `UnsupportedModel` for multimodal, encoder-decoder and recurrent models, `CorruptModel` for a config
-    without a model type. `where`: name of the source in error messages. `native`: model types whose states can drop
-    rejected tokens."""
+    """Raise an error for models that are not text-only causal decoders.
+
+    Args:
+        raw: The model's config.
+        where: Name of the config in error messages.
+        native: Recurrent model types that are supported, because Paceline can restore their states.
+
+    Raises:
+        UnsupportedModel: The model is multimodal, encoder-decoder or recurrent.
+        CorruptModel: The config has no model type.
+    """
     check(where, raw, IDENTITY)
     if "model_type" not in raw:
         raise CorruptModel(f"{where} lacks model_type", CORRECT)

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021) and the scaling rules for longer contexts."""
+"""Rotary position embedding (Su et al. 2021) and its scaling rules for longer contexts."""
 
 from __future__ import annotations
 
@@ -14,27 +14,33 @@ from paceline.files.schema import CORRECT, NULL, OBJECT, ROPE, check, check_valu
 from paceline.models.config import RopeConfig
 
 Rope = tuple[Tensor, Tensor] | None
-"""Cosines and signed sines of a pass (see `Rotary`), or None if positions are not encoded."""
+"""Cosines and signed sines of a pass (see `Rotary`); None if positions are not encoded."""
 
 _TABLES = 16
-"""Tables of factors kept at a time: a rule that depends on the prompt's length makes one for each length."""
+"""Maximum number of tables of factors. Rules that depend on the prompt length make one table per length."""
 
 
 class Rotary:
-    """Cosines and sines by position; halves are rotated against each other as in Hugging Face models."""
+    """Cosines and sines by position. The two halves of a head are rotated against each other, as in Hugging Face
+    models."""
 
     def __init__(self, config: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        """`dtype`: of the factors. Angles are float32, as in the training of the published models; powers, cosines and
-        sines are computed in float64 and rounded once, so that processors whose libraries differ in the last bit
-        agree."""
+        """Prepare the factors, in the given dtype.
+
+        Angles are float32, as in the training of the published models. Powers, cosines and sines are computed in
+        float64 and rounded once, so that they are the same on processors whose math libraries differ in the last bit.
+        """
         self.config, self._head_dim = config, head_dim
         self._empty = torch.empty(2, 0, 0, dtype=dtype, device=device)
         self._tables: dict[int, Tensor] = {}
 
     def __call__(self, positions: Tensor, highest: int, prompts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines [B, T, 1, R] of `positions` [B, T], none above `highest`, for R rotated dimensions.
+        """Return cosines and signed sines [B, T, 1, R], for R rotated dimensions.
 
-        `prompts` [B]: the prompt length of each request, for rules that depend on the length of the text.
+        Args:
+            positions: Positions [B, T].
+            highest: Upper bound of the positions.
+            prompts: Prompt length of each of the B requests, for rules that depend on it.
         """
         spans = [span_of(self.config, prompt) for prompt in prompts]
         if len(set(spans)) == 1:
@@ -45,7 +51,7 @@ class Rotary:
         return cos, sin
 
     def table(self, span: int, highest: int) -> Tensor:
-        """Factors [2, positions, R] up to `highest`, scaled for texts of length `span` (see `span_of`)."""
+        """Return factors [2, positions, R] that cover `highest`, scaled for texts of length `span` (see `span_of`)."""
         table = self._tables.get(span, self._empty)
         if highest >= table.shape[1]:
             if span not in self._tables and len(self._tables) == _TABLES:
@@ -55,7 +61,7 @@ class Rotary:
 
     def _make(self, span: int, length: int) -> Tensor:
         positions = torch.arange(length, dtype=torch.float32)
-        if self.config.kind == "temperature":  # of queries alone: a rotation by nothing, and longer
+        if self.config.kind == "temperature":  # scales queries without rotating them
             (_, floor), (_, scale) = self.config.scaling
             longer = 1 + scale * ((positions + 1) / floor).floor().double().log1p().float()
             return torch.stack([longer, torch.zeros(length)])[..., None].repeat(1, 1, self._head_dim).to(self._empty)
@@ -72,29 +78,35 @@ class RotarySet:
     def __init__(
         self, ropes: Sequence[tuple[RopeConfig | None, int]], dtype: torch.dtype, device: torch.device
     ) -> None:
-        """`ropes`: by layer, each with the size of a head. For the rest see `Rotary`."""
+        """`ropes` holds the rotary embedding and the head size of each layer. See `Rotary` for the other arguments."""
         kinds = list(dict.fromkeys(ropes))
         self._rotaries = [Rotary(rope, head_dim, dtype, device) if rope else None for rope, head_dim in kinds]
         self.index = [kinds.index(rope) for rope in ropes]
-        """For each layer the index of its factors in what a call returns."""
+        """Index of each layer's factors in the result of a call."""
 
     def __call__(self, positions: Tensor, highest: int, prompts: Sequence[int]) -> list[Rope]:
-        """Factors of every kind, None for layers without. See `Rotary`."""
+        """Return the factors of each distinct embedding, None for layers without positions. See `Rotary`."""
         return [rotary(positions, highest, prompts) if rotary else None for rotary in self._rotaries]
 
     def spans(self, prompt: int) -> tuple[int, ...]:
-        """Spans of all kinds for a prompt's length. Keys of two prompts mix only if they agree."""
+        """Return the spans of all embeddings for a prompt length. Keys can be shared between prompts with equal spans
+        only."""
         return tuple(span_of(rotary.config, prompt) for rotary in self._rotaries if rotary)
 
     def reserve(self, highest: int) -> int:
-        """Make the tables of factors for positions up to `highest`, as trained. Returns their positions in all, which
-        grow whenever a table moves."""
+        """Extend the unscaled tables of factors to positions up to `highest`.
+
+        Returns:
+            The total number of positions in all tables. It grows whenever a table is reallocated.
+        """
         return sum(rotary.table(0, highest).shape[1] for rotary in self._rotaries if rotary)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply `Rotary`'s factors to the first R of D elements of x [B, T, heads, D]. A roll by R / 2 and signed sines do
-    "rotate half"."""
+    """Apply `Rotary`'s factors to the first R of the D elements of x [B, T, heads, D].
+
+    A roll by R / 2 with signed sines is equivalent to "rotate half".
+    """
     rotated = cos.shape[-1]
     if rotated < x.shape[-1]:
         return torch.cat([rotate(x[..., :rotated], cos, sin), x[..., rotated:]], -1)
@@ -103,12 +115,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def span_of(config: RopeConfig, prompt: int) -> int:
-    """Text length that positions are scaled for in a request with a prompt of `prompt` tokens; 0: as trained.
+    """Return the text length for which a request's positions are scaled; 0 for no scaling.
 
-    The rules "dynamic" and "longrope" depend on the length of the text. transformers takes the length so far, so that
-    keys before and after the limit do not match; vLLM and llama.cpp take the longest possible text, so that short texts
-    suffer. Here the prompt decides for its whole request: a row never depends on other rows, on drafts or on
-    `max_new_tokens`, and every prompt has the logits of transformers. A text that outgrows the limit keeps its factors.
+    The rules "dynamic" and "longrope" depend on the length of the text. transformers uses the current length, so keys
+    computed before the limit do not match those computed after it. vLLM and llama.cpp use the longest possible text,
+    which
+    makes short texts worse. Here the prompt length decides for the whole request: a row never depends on other rows, on
+    drafts or on `max_new_tokens`, and every prompt has the same logits as in transformers. A text that outgrows the
+    limit
+    keeps its factors.
+
+    Args:
+        config: The rotary embedding.
+        prompt: Prompt length in tokens.
     """
     if config.kind not in ("dynamic", "longrope"):
         return 0
@@ -117,16 +136,16 @@ def span_of(config: RopeConfig, prompt: int) -> int:
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int, span: int = 0) -> Tensor:
-    """Radians per position for each of the R / 2 planes, float32."""
+    """Return the frequencies [R / 2] in radians per position, float32."""
     rotated, theta, numbers = int(head_dim * config.share), config.theta, dict(config.scaling)
-    if config.kind == "dynamic" and span:  # NTK-aware: the base grows with the text
+    if config.kind == "dynamic" and span:  # NTK-aware scaling: the base grows with the length of the text
         stretch = numbers["factor"] * span / numbers["original_max_position_embeddings"] - (numbers["factor"] - 1)
         theta *= stretch ** (rotated / (rotated - 2))
     exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
     wavelengths = (theta ** exponents.double()).float()
     if factors := (config.long_factors if span else ()) or config.factors:
         return 1.0 / (torch.tensor(factors) * wavelengths)
-    if config.kind == "proportional":  # the first planes turn, each as if all did (Gemma 4)
+    if config.kind == "proportional":  # only the first planes rotate, at their frequencies in a full rotation (Gemma 4)
         turning = torch.arange(rotated // 2) < int(numbers["partial_rotary_factor"] * rotated // 2)
         return turning / wavelengths / numbers["factor"]
     if config.kind == "linear":
@@ -137,7 +156,7 @@ def inverse_frequencies(config: RopeConfig, head_dim: int, span: int = 0) -> Ten
 
 
 def _llama3(inverse: Tensor, numbers: Mapping[str, float]) -> Tensor:
-    """Llama 3.1: slow planes are stretched by `factor`, fast ones kept, those in between blended."""
+    """Scale as Llama 3.1: low frequencies are divided by `factor`, high ones are kept, those in between are blended."""
     low, high = numbers["low_freq_factor"], numbers["high_freq_factor"]
     turns = numbers["original_max_position_embeddings"] * inverse / (2 * math.pi)
     blend = ((turns - low) / (high - low)).clamp(0, 1)
@@ -145,11 +164,11 @@ def _llama3(inverse: Tensor, numbers: Mapping[str, float]) -> Tensor:
 
 
 def _yarn(inverse: Tensor, theta: float, numbers: Mapping[str, float]) -> Tensor:
-    """YaRN (Peng et al. 2023): as Llama 3.1, blended between the planes that turn `beta_fast` and `beta_slow` times."""
+    """Scale as YaRN (Peng et al. 2023): blend between the planes that rotate `beta_fast` and `beta_slow` times."""
     planes = len(inverse)
 
     def plane(turns: float) -> float:
-        """The (fractional) plane that turns this often over the original context."""
+        """Return the (fractional) plane that makes this number of turns over the original context."""
         return planes * math.log(numbers["original_max_position_embeddings"] / (turns * 2 * math.pi)) / math.log(theta)
 
     low, high = plane(numbers["beta_fast"]), plane(numbers["beta_slow"])
@@ -164,10 +183,17 @@ Raw = Mapping[str, Any]
 
 
 def read_rope(scaling: Raw | None, raw: Raw, theta: float, head_dim: int) -> RopeConfig:
-    """Read `rope_scaling`, or transformers 5's `rope_parameters` with its own `rope_theta`.
+    """Read `rope_scaling`, or `rope_parameters` of transformers 5, which includes `rope_theta`.
 
-    `raw`: the config around it. Raises `UnsupportedModel` for unknown rules and keys, `CorruptModel` for values out of
-    range.
+    Args:
+        scaling: The scaling rule; None for none.
+        raw: The config that contains it.
+        theta: Base of the frequencies, unless the rule has its own.
+        head_dim: Elements of a head.
+
+    Raises:
+        UnsupportedModel: The rule or one of its keys is unknown.
+        CorruptModel: A key is missing, or a value is out of range.
     """
     check_value("config.json", "rope scaling", scaling, OBJECT | NULL)
     check("rope scaling", scaling or {}, ROPE)
@@ -179,7 +205,7 @@ def read_rope(scaling: Raw | None, raw: Raw, theta: float, head_dim: int) -> Rop
     if absent := [key for key in needed if key not in given]:
         raise CorruptModel(f"rope scaling {kind!r} lacks {', '.join(absent)}", CORRECT)
     if unknown := [key for key in given if key not in (*needed, *known, *_HARMLESS)]:
-        raise UnsupportedModel(f"rope scaling {kind!r} with {', '.join(unknown)} is not known", "Use another model")
+        raise UnsupportedModel(f"rope scaling {kind!r} with {', '.join(unknown)} is not supported", "Use another model")
     share = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     share = 1.0 if share is None else float(share)
     if kind == "proportional":
@@ -187,7 +213,7 @@ def read_rope(scaling: Raw | None, raw: Raw, theta: float, head_dim: int) -> Rop
     rotated = int(head_dim * share)
     short = given.get("short_factor") or raw.get("rope_freqs") or ()
     factors, long = tuple(map(float, short)), tuple(map(float, given.get("long_factor", ())))
-    # The base of "dynamic" grows by a power whose exponent is R / (R - 2).
+    # "dynamic" scales its base by a power with exponent R / (R - 2), so R must be greater than 2.
     least = 4 if kind == "dynamic" else 2
     if rotated < least or rotated % 2 or any(len(x) not in (0, rotated // 2) for x in (factors, long)):
         raise CorruptModel(
@@ -205,7 +231,7 @@ def read_rope(scaling: Raw | None, raw: Raw, theta: float, head_dim: int) -> Rop
 
 _ORIGINAL = "original_max_position_embeddings"
 _HARMLESS = ("type", "rope_theta", "partial_rotary_factor", _ORIGINAL, "finetuned")
-"""Keys allowed with every rule."""
+"""Keys that every rule accepts and ignores."""
 
 KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
@@ -216,13 +242,13 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "proportional": ((), ("factor",)),
     "longrope": (("short_factor", "long_factor"), ("factor", "attention_factor")),
 }
-"""Rule -> its required keys, and its optional ones."""
+"""Scaling rule -> its required keys and its optional keys."""
 
 
 def _numbers(kind: str, given: Raw, raw: Raw) -> dict[str, float]:
-    """The numbers of a rule, with what its config leaves to be derived."""
+    """Return the parameters of a rule, including derived ones."""
     longest = raw.get("max_position_embeddings", 2048)
-    # The trained context length: Phi-3 has it beside the rule, others in it.
+    # The trained context length is in the config (Phi-3) or in the rule (other models).
     original = float(raw.get(_ORIGINAL) or given.get(_ORIGINAL) or longest)
     if kind == "proportional":
         return {"factor": given.get("factor") or 1.0, "partial_rotary_factor": given["partial_rotary_factor"]}

@@ -1,4 +1,4 @@
-"""Whether the CPU kernels or torch compute a model's matrix products, and why."""
+"""Choice between the CPU kernels and torch for a model's matrix products, with the reason."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from paceline.kernels.cpu.matrix import FLOAT_KINDS
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """`name`: description of the runner. `remedy`: what would make it faster, if anything."""
+    """A description of what computes the matrix products, and a hint on how to make it faster ("" if there is none)."""
 
     name: str
     remedy: str = ""
 
 
 def runner_of(device: torch.device, dtype: torch.dtype) -> Runner:
-    """What multiplies matrices on this device, with activations of this dtype. Compiles the kernels if they are needed
-    and missing. They run whole layers of most models; of the others torch runs the rest (`cpu_layers.runs_natively`).
+    """Return the runner for this device and activation dtype. Compiles the CPU kernels if they are needed and missing.
+
+    For most models the CPU kernels run whole layers. For the others torch runs the rest (`cpu_layers.runs_natively`).
     """
     if device.type != "cpu":
         return Runner(f"torch, on {device.type}")
     kind = str(dtype).removeprefix("torch.")
     if dtype not in FLOAT_KINDS:
-        return Runner(f"torch, in {kind}")  # as was asked
+        return Runner(f"torch, in {kind}")  # no remedy: the caller chose this dtype
     kernels, reason = library(), obstacle()
     if kernels is None:
         assert reason is not None
@@ -39,7 +40,7 @@ def runner_of(device: torch.device, dtype: torch.dtype) -> Runner:
 
 @cache
 def warn_of(runner: Runner) -> None:
-    """Log once that a model runs slower than it could, and how to change that."""
+    """Log once that a model runs slower than it could, and how to make it faster."""
     if runner.remedy:
         line = "warning: slow: the layers run on %s. %s"
         logging.getLogger("paceline").warning(line, " ".join(runner.name.split()), runner.remedy)
@@ -50,7 +51,7 @@ _LARGE = 1 << 30
 
 @cache
 def suggest_codes(folder: Path, device: torch.device) -> None:
-    """Log once what codes would save, where a folder's floats are so large that memory and speed suffer on a CPU."""
+    """Log once that quantization would make a large float model faster on the CPU."""
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if device.type == "cpu" and size > _LARGE and library():
         line = "note: every pass reads %.1f GB of floats; --quantize int8 makes that about half, "

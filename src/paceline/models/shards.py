@@ -1,7 +1,7 @@
-"""A model's tensors and config cut for tensor parallelism: fewer heads, a narrower feed-forward network, fewer tokens.
+"""The tensors and config of one rank with tensor parallelism: fewer heads, narrower MLPs and fewer tokens.
 
-Products whose outputs are heads, inner elements or tokens are cut by rows, those that take them by columns. What the
-latter give are parts of sums (`ranks.Summed`), of which rank 0 has the bias.
+Projections that output heads, MLP elements or tokens are split by rows. Projections that take them as input are split
+by columns, and the ranks add their results (`ranks.Summed`). Only rank 0 adds the bias.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TOKENS = ("embed_tokens", "lm_head")
 
 
 def spans(size: int, count: int, unit: int = 1) -> list[tuple[int, int]]:
-    """First and end of each rank's part of `size`, whole units but for the last."""
+    """Split `size` into one range (first, end) per rank. All ranges are whole units, except perhaps the last."""
     units = size // unit
     borders = [units * rank // count * unit for rank in range(count)] + [size]
     return list(pairwise(borders))
@@ -35,22 +35,22 @@ def spans(size: int, count: int, unit: int = 1) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """The cuts of a model for `count` ranks, whose inner elements are cut in whole `unit`s."""
+    """The split of a model across `count` ranks. MLP elements are split into multiples of `unit`."""
 
     config: ModelConfig
     count: int
     unit: int
 
     def tokens(self) -> list[tuple[int, int]]:
-        """Each rank's part of the vocabulary."""
+        """Return each rank's range of the vocabulary."""
         return spans(self.config.vocab_size, self.count)
 
     def inner(self, width: int) -> list[tuple[int, int]]:
-        """Each rank's part of a feed-forward network."""
+        """Return each rank's range of an MLP's elements."""
         return spans(width, self.count, self.unit if width >= self.unit * self.count else 1)
 
     def part(self, rank: int) -> ModelConfig:
-        """The config of a rank's part."""
+        """Return the config of a rank's part of the model."""
         c = self.config
 
         def own(width: int) -> int:
@@ -64,7 +64,7 @@ class Division:
 
 
 def divide(config: ModelConfig, tensors: Mapping[str, Tensor], count: int) -> Division:
-    """Return the cuts of a model. Raises `UnsupportedModel`, with the fix, for one that cannot be cut so."""
+    """Return the split of a model. Raises `UnsupportedModel` if the model cannot be split into `count` parts."""
     if config.kv_heads % count:
         fitting = [str(n) for n in range(1, config.kv_heads + 1) if config.kv_heads % n == 0]
         raise UnsupportedModel(
@@ -73,19 +73,19 @@ def divide(config: ModelConfig, tensors: Mapping[str, Tensor], count: int) -> Di
         )
     narrow = min(width for width in (config.ffn, config.mixture and config.mixture.ffn) if width)
     if min(narrow, config.vocab_size) < count:
-        raise UnsupportedModel(f"the model is too small for {count} processes", "Start fewer")
+        raise UnsupportedModel(f"the model is too small for {count} processes", "Start fewer processes")
     down = _block(tensors, ("down_proj", config.mixture.names[2] if config.mixture else "down_proj"))
     cut, block = config.heads // count * config.head_dim, _block(tensors, ("o_proj",))
     if cut % block and block > 1:
         raise UnsupportedModel(
-            f"{cut} columns of attention's output, those of a process, are no whole blocks of {block}",
-            "Use other codes (Q8_0, Q4_0: blocks of 32), --quantize none, or another number of processes",
+            f"each process would get {cut} columns of attention's output, which are no whole blocks of {block}",
+            "Use another quantization (Q8_0, Q4_0: blocks of 32), --quantize none, or another number of processes",
         )
     return Division(config, count, max(down, GROUP))
 
 
 def _block(tensors: Mapping[str, Tensor], modules: tuple[str, ...]) -> int:
-    """Elements of the longest block that the weights of these modules are stored in; 1 for floats."""
+    """Return the size of the largest block in which the weights of these modules are stored; 1 for floats."""
     names = [name for name in tensors if name.endswith(tuple(f".{module}.weight" for module in modules))]
     if library() is None:
         return max((GROUP for name in names if codes_of(tensors, name)), default=1)
@@ -94,7 +94,7 @@ def _block(tensors: Mapping[str, Tensor], modules: tuple[str, ...]) -> int:
 
 
 class RankTensors(Renamed):
-    """One rank's part of the tensors."""
+    """One rank's part of a model's tensors."""
 
     def __init__(self, tensors: Mapping[str, Tensor], division: Division, rank: int) -> None:
         super().__init__(tensors)
@@ -112,15 +112,20 @@ class RankTensors(Renamed):
         return tensor[:, columns]
 
     def factors(self, adapter: Factors) -> Factors:
-        """This rank's part of an adapter: where rows of W are cut those of B, where columns are those of A. Raises
-        `AdapterMismatch`."""
+        """Return this rank's part of an adapter.
+
+        B is split by rows like W, A is split by columns like W.
+
+        Raises:
+            AdapterMismatch: The adapter does not fit the model.
+        """
         return Factors(adapter.name, {module: self._part(adapter, module) for module in adapter.factors})
 
     def _part(self, adapter: Factors, module: str) -> tuple[Tensor, Tensor]:
         (a, b), name = adapter.factors[module], module + ".weight"
         rows, columns = self._cut(name) if name in self._tensors else (None, None)
         if rows is not None or columns is not None:
-            adapter.check(module, shape_of(self._tensors, name))  # of the whole: a part may fit by chance
+            adapter.check(module, shape_of(self._tensors, name))  # before the split, after which it could fit by chance
         return a if columns is None else a[:, columns], b if rows is None else b[rows]
 
     def codes(self, name: str) -> Codes | None:
@@ -146,7 +151,7 @@ class RankTensors(Renamed):
         return (shape[0], columns.stop - columns.start) if columns and len(shape) == 2 else shape
 
     def _cut(self, name: str) -> tuple[slice | Tensor | None, slice | None]:
-        """The rows, or the columns, of a tensor that are this rank's."""
+        """Return this rank's rows, or its columns, of a tensor; None where the tensor is not split."""
         module, config, count = name.rpartition(".")[0].rpartition(".")[2], self._division.config, self._division.count
         experts = config.mixture
         gate, up, down = experts.names if experts and ".experts." in name else ("gate_proj", "up_proj", "down_proj")
@@ -168,14 +173,14 @@ class RankTensors(Renamed):
 
 
 def _width(config: ModelConfig, experts: MixtureConfig | None, name: str) -> int:
-    """Width of the feed-forward network that a tensor is of."""
+    """Return the width of the MLP that a tensor belongs to."""
     if experts and ".experts." in name:
         return experts.ffn
     return experts.shared if experts and f".{experts.shared_block}." in name else config.ffn
 
 
 def _rows(sizes: list[int], parts: list[tuple[int, int]]) -> slice | Tensor:
-    """A part of each of several matrices that are stacked."""
+    """Select one part of each of several stacked matrices."""
     if len(sizes) == 1:
         return slice(*parts[0])
     starts = [sum(sizes[:i]) for i in range(len(sizes))]

@@ -1,4 +1,4 @@
-"""Decoder layers with all they share, run one after the other by torch, or by one call of the CPU kernels."""
+"""A stack of decoder layers, run layer by layer with torch, or by one call of the CPU kernels."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _Attending = Attention | SharedAttention | LatentAttention
 
 
 class LayerStack:
-    """Layers of a config, their rotary factors (`ropes`) and caches, in parts that each lie on one device."""
+    """The layers of a model, with their rotary factors (`ropes`) and caches, split into one part per device."""
 
     def __init__(
         self,
@@ -40,9 +40,16 @@ class LayerStack:
         ranks: Ranks | None = None,
         devices: Sequence[torch.device] = (),
     ) -> None:
-        """`host`: the target, for dtype, device and context length. `mutual`: for each layer whether rows of one pass
-        all see each other; () for none. `ranks`: those that have the other parts of each layer. `devices`: of the
-        layers; () for the host's."""
+        """Prepare the layers.
+
+        Args:
+            config: The architecture.
+            layers: The layers.
+            host: The target, for dtype, device and context length.
+            mutual: For each layer, True if all rows of a pass see each other; () if none do.
+            ranks: The ranks that hold the other parts of each layer, with tensor parallelism.
+            devices: Device of each layer; () for the host's device.
+        """
         plan, self._device = config.plan, host.device
         native = _natively(layers, plan, host.dtype)
         runs = [(device, len([*same])) for device, same in groupby(devices or [host.device] * len(plan))]
@@ -63,12 +70,12 @@ class LayerStack:
             first = self._parts[-1].end if self._parts else 0
             self._parts.append(_PlacedLayers(first, layers[first : first + count], device, self.ropes.index, indices))
         for placed in self._parts:
-            # Torch's attention reads heads without padding, and all parts have one cache.
+            # Torch's attention reads heads without padding, but all parts share one cache layout.
             own = plan[placed.first : placed.end]
             if native or (config.head_dim % LANES == 0 and _natively(placed.layers, own, host.dtype)):
                 placed.take(self._attentions, ranks)
         if ranks and not native:
-            for layer in layers:  # of which all attend and feed, see `Division`
+            for layer in layers:  # `Division` only supports layers with both attention and an MLP
                 assert layer.out
                 assert layer.mlp
                 layer.out, layer.mlp = Summed(layer.out, ranks), Summed(layer.mlp, ranks)
@@ -77,12 +84,12 @@ class LayerStack:
 
     @property
     def native(self) -> NativeLayers | None:
-        """The CPU kernels' copy of all layers, if they run all in one call."""
+        """The CPU kernels' structures, if one call of the kernels runs all layers; else None."""
         return self._parts[0].native if len(self._parts) == 1 else None
 
     @property
     def devices(self) -> list[torch.device]:
-        """The device of each part, in the order of the layers."""
+        """The device of each part, in layer order."""
         return [part.device for part in self._parts]
 
     @property
@@ -99,7 +106,7 @@ class LayerStack:
         native: bool,
         part: int,
     ) -> LayerAttention:
-        """Attention of one layer, as the cache knows it."""
+        """Return one layer's attention, as described to the cache."""
         own = config.of(spec)
         scale = config.attention.scale or own.head_dim**-0.5
         sizes = own.kv_heads, whole(own.head_dim) if native else own.head_dim
@@ -118,11 +125,13 @@ class LayerStack:
         )
 
     def new_cache(self, kind: type[SlabCache] = SlabCache) -> SlabCache:
-        """A cache for these layers, as long as the host's context: of this kind unless there are recurrent ones."""
+        """Create a cache for these layers and the host's context length. Models with recurrent layers get a
+        `StateCache`;
+        others get one of the given type."""
         if self._recurrences:
             return StateCache(self._recurrences, self._attentions, *self._cache_sizes, self.ropes.spans)
         if kind is SlabCache and any(device.type != "cpu" for device in self.devices):
-            kind = SharedSlabCache  # each call of a kernel costs more there than the columns of some longer slot
+            kind = SharedSlabCache  # on a GPU, padding short slots costs less than further kernel launches
         return kind(self._attentions, *self._cache_sizes, self.ropes.spans, self.devices)
 
     def run(
@@ -137,12 +146,21 @@ class LayerStack:
         given: Tensor | None = None,
         adapters: Sequence[int] = (),
     ) -> tuple[Tensor, dict[Tap, Tensor]]:
-        """Run layers first..end - 1. Returns the stream after them, and the stream that enters each of `taps`, both on
-        the host's device.
+        """Run layers `first` to `end` - 1.
 
-        x [B, T, H]: the stream. `ropes`: all rotary factors. `entry` [B, T, *]: input of the first layer's attention,
-        if not the normed stream. `taps`: first to end, ascending. `given` [B, T, layers, P]: see `layers.TokenInput`.
-        `adapters`: of each slot (`kernels.low_rank`).
+        Args:
+            x: The stream [B, T, H].
+            first: Index of the first layer.
+            end: Index after the last layer.
+            ropes: All rotary factors of the pass.
+            attention: The pass's view of the cache.
+            entry: Input [B, T, *] of the first layer's attention, if it is not the normed stream.
+            taps: Indices of layers, ascending, from `first` to `end`. The stream before each of them is returned.
+            given: Per-layer token embeddings [B, T, layers, P], see `layers.TokenInput`.
+            adapters: Adapter number of each slot (`kernels.low_rank`).
+
+        Returns:
+            The stream after the last layer, and the stream at each tap, on the host's device.
         """
         states: dict[Tap, Tensor] = {}
         for part in self._parts:
@@ -157,7 +175,7 @@ class LayerStack:
 
 
 class _PlacedLayers:
-    """Successive layers on one device."""
+    """Consecutive layers on one device."""
 
     def __init__(
         self,
@@ -167,7 +185,7 @@ class _PlacedLayers:
         rope_of: Sequence[int],
         indices: Sequence[tuple[int, int]],
     ) -> None:
-        """`rope_of`: by layer, all layers. `indices`: their `slab_indices`."""
+        """`rope_of` and `indices` (see `slab_indices`) cover all layers of the model."""
         self.first, self.end, self.layers, self.device = first, first + len(layers), layers, device
         self._rope_of = rope_of
         slabs = [slab for slab, _ in indices[first : self.end] if slab >= 0]
@@ -175,7 +193,7 @@ class _PlacedLayers:
         self.native: NativeLayers | None = None
 
     def take(self, attentions: Sequence[LayerAttention | None], ranks: Ranks | None) -> None:
-        """Let the CPU kernels run the layers."""
+        """Hand the layers to the CPU kernels."""
         own = [attention for attention in attentions[self.first : self.end] if attention]
         self.native = NativeLayers(self.layers, own, self._rope_of[self.first : self.end], ranks)
 
@@ -191,7 +209,7 @@ class _PlacedLayers:
         given: Tensor | None,
         adapters: Sequence[int],
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """See `LayerStack.run`; all numbers are those of the model's layers."""
+        """See `LayerStack.run`. Layer indices count all layers of the model."""
         x, entry = x.to(self.device), None if entry is None else entry.to(self.device)
         ropes = [rope and (rope[0].to(self.device), rope[1].to(self.device)) for rope in ropes]
         if self.native and isinstance(attention, SlabPass):
@@ -210,11 +228,11 @@ class _PlacedLayers:
 
 
 def _natively(layers: Sequence[Layer], plan: Sequence[LayerConfig], dtype: torch.dtype) -> bool:
-    """Whether the CPU kernels can run these layers, whose windows move with each position."""
+    """Return True if the CPU kernels can run these layers. They do not support chunked attention."""
     return not any(spec.chunked for spec in plan) and runs_natively(layers, dtype)
 
 
 def _attending(layer: Layer) -> _Attending | None:
-    """The attention of a layer, if it has any."""
+    """Return a layer's attention, if it has any."""
     mixer = layer.attention.attention if isinstance(layer.attention, Parallel) else layer.attention
     return mixer if isinstance(mixer, _Attending) else None

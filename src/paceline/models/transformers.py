@@ -1,4 +1,4 @@
-"""Any causal language model of transformers as a target: its own forward, our masks, a cache that takes drafts."""
+"""Any causal language model of transformers as a target, with Paceline's masks and KV cache."""
 
 from __future__ import annotations
 
@@ -33,25 +33,38 @@ from paceline.verify.tree import MIN_ROWS
 _LOG = getLogger("paceline")
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
-"""Names of the context length in configs."""
+"""Names of the context length in the configs of different models."""
 
 
 _CHECKED: WeakKeyDictionary[PreTrainedModel, dict[Any, tuple[bool, bool]]] = WeakKeyDictionary()
-"""Models that were checked, by dtype, device and attention: whether they verify trees, and whether their first layers
-run as a model."""
+"""Results of the check for each model, by dtype, device and attention: whether the model can verify trees, and whether
+its first layers can run as a model of their own."""
 
 
 class CausalLM:
     """A `PreTrainedModel` with a causal head as a `Target`, in its own dtype and on its own devices.
 
-    `trees`: whether its attention takes the mask of a tree. Models that take none (ALiBi of Bloom and MPT) run one slot
-    at a time and verify chains. Both are checked at the start, against the model's plain forward.
+    `trees` is True if its attention accepts the mask of a tree. Models that accept no such mask (ALiBi in Bloom and
+    MPT)
+    run one slot at a time and verify only chains. Both abilities are checked on creation, against the model's plain
+    forward
+    pass.
     """
 
     def __init__(self, model: PreTrainedModel, wrapper: Any = None) -> None:
-        """Set the model to `eval()`. `wrapper`: the `PeftModel` around it, of whose LoRA adapters each slot may have
-        one; number 0 is the model as it is, with the active adapter. Raises `UnsupportedModel` for a model whose cache
-        cannot drop rejected tokens, or that otherwise does not verify."""
+        """Wrap a model, and set it to `eval()`.
+
+        Args:
+            model: The model.
+            wrapper: The `PeftModel` around it, if there is one. Each slot may then use one of its LoRA adapters. Number
+                0
+                is the model as given, with its active adapter.
+
+        Raises:
+            UnsupportedModel: The model's cache cannot drop rejected tokens, or its results differ from its plain
+                forward
+                pass.
+        """
         refuse(model)
         if model.get_input_embeddings().weight.device.type == "meta":
             raise UnsupportedModel(
@@ -73,12 +86,14 @@ class CausalLM:
         if key not in known:
             known[key] = self._check()
         self.trees, self._divisible = known[key]
-        # Without trees, the padding rows of a pass come after its chain.
+        # If only chains are verified, the padding rows of a pass take positions after the chain.
         self.context_length = _context_length(self._config) - (0 if self.trees else MIN_ROWS)
 
     def _check(self) -> tuple[bool, bool]:
-        """Return whether the model verifies trees, and whether its first layers show it, which are tried first. Raises
-        `UnsupportedModel` if it does not even verify chains."""
+        """Return whether the model verifies trees, and whether its first layers were enough for the check.
+
+        The first layers are tried first. Raises `UnsupportedModel` if the model cannot even verify chains.
+        """
         reason = None
         for trees in (True, False) if self._positions and self._windows is not None else (False,):
             self.trees = trees
@@ -87,16 +102,16 @@ class CausalLM:
                 if reason is None:
                     return trees, one is not self
         raise UnsupportedModel(
-            f"{type(self.model).__name__} cannot verify a draft: {reason}", "Use it without Paceline"
+            f"{type(self.model).__name__} cannot verify a draft: {reason}", "Use the model without Paceline"
         )
 
     def _first_layers(self) -> CausalLM:
-        """Return the target of the first layers; this one if they cannot be told from the rest, and on a GPU."""
+        """Return a target of the first layers. Returns this target on a GPU, and if the layers cannot be separated."""
         if self.device.type != "cpu":
             return self
         try:
             model = first_layers(self.model)
-        except Exception:  # of a config that takes no other number of layers, for example
+        except Exception:  # for example, if the config does not allow another number of layers
             _LOG.debug("all layers of %s are checked, not only the first", type(self.model).__name__, exc_info=True)
             return self
         if model is self.model:
@@ -106,7 +121,8 @@ class CausalLM:
         return short
 
     def excerpt(self) -> CausalLM:
-        """See `protocols.Divisible`. Passes with adapters run through their wrapper, which holds the whole model."""
+        """See `protocols.Divisible`. With adapters this is the whole model, because passes run through the PEFT
+        wrapper."""
         return self._first_layers() if self._divisible and not self.adapters else self
 
     def new_cache(self) -> SlotCache:
@@ -118,7 +134,7 @@ class CausalLM:
         if want.layers is not None:
             raise UnsupportedModel(
                 f"{type(self.model).__name__} is run by transformers, which does not stop after {want.layers} layers",
-                "Use early exit with a model that Paceline runs itself",
+                "Use early exit with an architecture that Paceline implements natively",
             )
         if self.trees and self._windows:
             return self._pass(rows, cache, want, {"attention_mask": self._masks(rows, self._windows)})
@@ -155,7 +171,7 @@ class CausalLM:
 
     @torch.inference_mode()
     def logits(self, x: Tensor) -> Tensor:
-        """See `protocols.EmbeddingAndHead`. A cap or scale applied to the logits outside the head is left out."""
+        """See `protocols.EmbeddingAndHead`. A cap or scale that the model applies after its head is not included."""
         logits: Tensor = self.model.get_output_embeddings()(x)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -165,17 +181,18 @@ class CausalLM:
         return weight.detach()
 
     def shaped(self, products: Tensor, tokens: Tensor) -> Tensor:
-        """See `protocols.EmbeddingAndHead`. As in `logits`, only a bias counts."""
+        """See `protocols.EmbeddingAndHead`. As in `logits`, only the head's bias is included."""
         bias: Tensor | None = self.model.get_output_embeddings().bias
         return products if bias is None else products.add_(bias.detach()[tokens])
 
     @torch.inference_mode()
     def _plain(self, texts: Tensor) -> Tensor:
-        """Logits [B, T, V] of whole texts [B, T] in one pass, by the model alone."""
+        """Return the logits [B, T, V] of whole texts [B, T] from one plain forward pass of the model."""
         return self.model(input_ids=texts, use_cache=False, return_dict=True).logits  # type: ignore[no-any-return]
 
     def _masks(self, rows: Rows, windows: Mapping[str, int | None]) -> Tensor | dict[str, Tensor]:
-        """4D masks as transformers makes them: [B, 1, T, columns], one per kind of layer where kinds differ."""
+        """Return 4D masks [B, 1, T, columns] in transformers' form: one mask, or one per type of layer if they
+        differ."""
         visible, distance = _visible(rows)
         masks = {
             kind: self._mask(visible if window is None else visible & (distance < window))
@@ -184,7 +201,7 @@ class CausalLM:
         return masks.get("", masks)
 
     def _mask(self, visible: Tensor) -> Tensor:
-        """A bool mask for torch's attention; one to add to the scores for the eager one."""
+        """Return a boolean mask for torch's attention, or an additive mask for eager attention."""
         if self._config._attn_implementation == "sdpa":
             return visible[:, None]
         zeros = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)
@@ -192,20 +209,23 @@ class CausalLM:
 
 
 def mixable(wrapper: Any) -> tuple[str, ...]:
-    """Return the names of the adapters of a `PeftModel` of which one pass can hold several: LoRA without DoRA. Raises
-    `UnsupportedModel` for one whose adapter is more than a change of products."""
+    """Return the names of the adapters in a `PeftModel` that one pass can mix: LoRA without DoRA; () if there are none.
+
+    Raises:
+        UnsupportedModel: The model has a learned prompt.
+    """
     configs = wrapper.peft_config
     if any(config.is_prompt_learning for config in configs.values()):
-        raise UnsupportedModel("this PeftModel has a learned prompt, which is no part of its model", "Use a LoRA")
+        raise UnsupportedModel("this PeftModel has a learned prompt, which Paceline does not support", "Use a LoRA")
     plain = all(config.peft_type.value == "LORA" and not config.use_dora for config in configs.values())
     return tuple(configs) if plain and isinstance(wrapper.active_adapter, str) else ()
 
 
 def check_config(path: Path) -> None:
-    """Check the config in a folder without reading weights, and without messages of transformers.
+    """Check the config in a folder, without reading weights and without messages from transformers.
 
-    Raises `UnsupportedModel` if transformers has no causal language model for it, or only one that speculation cannot
-    run on.
+    Raises:
+        UnsupportedModel: transformers has no causal language model for the config, or speculation cannot run on it.
     """
     with _silence():
         with _refusing(path):
@@ -221,7 +241,7 @@ def check_config(path: Path) -> None:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Suppress messages of transformers."""
+    """Suppress messages from transformers."""
     level = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
     try:
@@ -233,8 +253,12 @@ def _silence() -> Iterator[None]:
 
 
 def from_pretrained(path: Path, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    """Load a folder in Hugging Face layout. Raises `UnsupportedModel` for what transformers does not know,
-    `CorruptModel` for weights that lack a tensor, which it would fill with random numbers."""
+    """Load a folder in Hugging Face layout.
+
+    Raises:
+        UnsupportedModel: transformers cannot load it, or speculation cannot run on it.
+        CorruptModel: The weights lack a tensor. (transformers would initialize it randomly.)
+    """
     with _refusing(path):
         model, found = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
@@ -248,13 +272,13 @@ def from_pretrained(path: Path, dtype: torch.dtype, device: torch.device) -> Cau
 
 @contextmanager
 def _refusing(path: Path) -> Iterator[None]:
-    """Turn anything that transformers raises over a config into `UnsupportedModel`."""
+    """Turn any exception that transformers raises into `UnsupportedModel`, except for lack of memory."""
     try:
         yield
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        # The first sentence; some classes of errors say nothing without their name.
+        # Only the first sentence. Some messages mean nothing without the name of the exception.
         reason = str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")
         raise UnsupportedModel(
             f"transformers does not load {path} ({type(error).__name__}: {reason})", "Use another model"
@@ -262,7 +286,7 @@ def _refusing(path: Path) -> Iterator[None]:
 
 
 def refuse(model: PreTrainedModel) -> None:
-    """Raise `UnsupportedModel` for models that speculation cannot run on, and say why."""
+    """Raise `UnsupportedModel`, with the reason, for a model on which speculation cannot run."""
     name = type(model).__name__
     config = model.config
     refuse_other_kinds({**config.to_dict(), "architectures": [name]})
@@ -273,18 +297,21 @@ def refuse(model: PreTrainedModel) -> None:
     kinds = {type(layer) for layer in DynamicCache(config=config).layers}
     if others := kinds - {DynamicLayer, DynamicSlidingWindowLayer}:
         named = ", ".join(sorted(kind.__name__ for kind in others))
-        raise UnsupportedModel(f"{name} keeps its past in {named}, which cannot drop rejected tokens", fix)
+        raise UnsupportedModel(f"{name} caches its past in {named}, which cannot drop rejected tokens", fix)
     if any(getattr(part, "is_causal", True) is False for part in model.modules()):
         fix = "Use a causal model (is_decoder=True in its config)"
         raise UnsupportedModel(f"{name} attends in both directions", fix)
     if attention not in ("sdpa", "eager"):
         fix = 'Load it with attn_implementation="sdpa"'
-        raise UnsupportedModel(f"{name} runs {attention}, which takes no mask of a tree", fix)
+        raise UnsupportedModel(f"{name} uses {attention} attention, which takes no tree mask", fix)
 
 
 def _windows(config: Any) -> Mapping[str, int | None] | None:
-    """Sliding window (None: none) of each kind of layer, named "" where one mask serves all; None if the model makes
-    masks of its own that a tree's cannot replace."""
+    """Return the sliding window (None for full attention) of each type of layer, or {"": window} if one mask serves
+    all.
+
+    Returns None if the model builds its own masks, which a tree's mask cannot replace.
+    """
     layers = DynamicCache(config=config).layers
     windows = {layer.sliding_window for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)}
     settings = config.to_dict()
@@ -297,12 +324,16 @@ def _windows(config: Any) -> Mapping[str, int | None] | None:
 
 
 def _context_length(config: Any) -> int:
-    """The config's context length; without one no bound. Where rotary factors would change with the text's length, it
-    ends before they do, since the keys in the cache have the old ones."""
+    """Return the config's context length, or 2**31 if it has none.
+
+    With longrope the rotary factors change at a certain length. The context then ends at that length, because the keys
+    in
+    the cache keep the old factors.
+    """
     settings = config.to_dict()
     limit = next((int(settings[name]) for name in _LENGTHS if settings.get(name)), 2**31)
     rope = settings.get("rope_parameters") or {}
-    # One set, or one for each kind of layer.
+    # The config has one set of rope parameters, or one for each type of layer.
     for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if part.get("rope_type") == "longrope":
             short = part.get("original_max_position_embeddings") or settings.get("original_max_position_embeddings")
@@ -312,12 +343,12 @@ def _context_length(config: Any) -> int:
 
 @lru_cache(maxsize=256)
 def _tree(parents: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Ancestors, bool [T, T], and depths [T] of the rows of a tree."""
+    """Return the ancestors (bool [T, T]) and the depths [T] of a tree's rows."""
     return ancestors(parents), torch.tensor(depths(parents))
 
 
 def _visible(rows: Rows) -> tuple[Tensor, Tensor]:
-    """Which columns each row sees, and how far back in the text each lies, both [B, T, columns]."""
+    """Return which columns each row sees, and the distance of each column in the text, both [B, T, columns]."""
     count = rows.tokens.shape[1]
     visible = torch.zeros(len(rows.slots), count, rows.end, dtype=torch.bool)
     columns = torch.arange(rows.end).repeat(len(rows.slots), 1)
@@ -331,18 +362,18 @@ def _visible(rows: Rows) -> tuple[Tensor, Tensor]:
 
 
 def _chains(rows: Rows) -> Iterator[Rows]:
-    """Split a pass into one per slot. Raises `InvalidOption` for a tree."""
+    """Split a pass into one pass per slot. Raises `InvalidOption` for a tree."""
     for i, parents in enumerate(rows.parents):
         chain = next((r for r in range(1, len(parents)) if parents[r] == NONE), len(parents))
         if parents != (*range(NONE, chain - 1), *[NONE] * (len(parents) - chain)):
-            raise InvalidOption("this model verifies and drafts chains, and was given a tree", "Set draft to a length")
+            raise InvalidOption("this model only verifies chains, but was given a tree", "Set draft to a length")
         one = slice(i, i + 1)
         fields = ("tokens", "positions", "slots", "lengths", "starts", "counts")
         yield replace(rows, parents=(parents,), **{name: getattr(rows, name)[one] for name in fields})
 
 
 def _join(parts: list[Forward]) -> Forward:
-    """Join the results of single slots into a batch."""
+    """Join the results of passes over one slot each into a batch."""
     if len(parts) == 1:
         return parts[0]
     taps = {tap: torch.cat([part.taps[tap] for part in parts]) for tap in parts[0].taps}

@@ -1,4 +1,4 @@
-"""A KV cache for models of transformers, which run their own attention over it."""
+"""A KV cache for transformers models, which run their own attention on it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from paceline.protocols import Saved
 from paceline.types import DraftBudget, Rows
 
 _INITIAL_CAPACITY = 128
-"""Positions of a new layer. It doubles when a text outgrows it."""
+"""Positions that a new layer has room for. The capacity doubles when a text exceeds it."""
 
 
 @dataclass(slots=True)
 class _PassWindow:
-    """What the present pass writes and reads: slot `slots[b]` from position `starts[b]` on, up to `end`. `places`: the
-    number of slots that exist."""
+    """The slots and positions of the current pass. Slot `slots[b]` is written starting at position `starts[b]`, and
+    read up
+    to `end`. `places` is the number of existing slots."""
 
     slots: tuple[int, ...] = ()
     starts: tuple[int, ...] = ()
@@ -31,10 +32,11 @@ class _PassWindow:
 
 
 class _SlotLayer(DynamicLayer):  # type: ignore[misc]
-    """One layer of every slot, `keys` and `values` each [places, kv_heads, capacity, D].
+    """One layer of all slots. `keys` and `values` are [places, kv_heads, capacity, D].
 
-    The model writes through `update`, which returns what the pass may see. Columns past a slot's end may hold anything
-    that was once written: the mask hides them.
+    The model writes through `update`, which returns the part that the pass may read. Columns after a slot's end may
+    hold
+    stale data, which the mask hides.
     """
 
     def __init__(self, window: _PassWindow) -> None:
@@ -50,7 +52,8 @@ class _SlotLayer(DynamicLayer):  # type: ignore[misc]
         return self._seen(self.keys), self._seen(self.values)
 
     def room(self, keys: Tensor, values: Tensor) -> None:
-        """Make room for all slots up to the window's end. `keys`, `values`: [any, kv_heads, any, D], for the sizes."""
+        """Make room for all slots up to the window's end. The sizes are taken from `keys` and `values` [*, kv_heads, *,
+        D]."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
             self.keys, self.values = (x.new_empty(0, x.shape[1], 0, x.shape[3]) for x in (keys, values))
@@ -58,13 +61,13 @@ class _SlotLayer(DynamicLayer):  # type: ignore[misc]
             self.keys, self.values = self._grown(self.keys), self._grown(self.values)
 
     def get_seq_length(self) -> int:
-        """The length that models without position ids read: they are run one slot at a time."""
+        """Return the length for models without position ids, which run one slot at a time."""
         return max(self._window.starts, default=0)
 
     def _grown(self, old: Tensor) -> Tensor:
         places, heads, capacity, size = old.shape
         room = capacity if capacity >= self._window.end else max(_INITIAL_CAPACITY, 2 * capacity, self._window.end)
-        # Zeros, because a masked column still meets a weight of 0, and 0 times garbage may be NaN.
+        # A masked column has weight 0, but 0 times an uninitialized value may be NaN. The new room is therefore zeroed.
         new = old.new_zeros(self._window.places, heads, room, size)
         new[:places, :, :capacity] = old
         return new
@@ -77,16 +80,17 @@ class _SlotLayer(DynamicLayer):  # type: ignore[misc]
 
 
 class SlotCache(SlotTable):
-    """A `KVCache` for models of transformers. Row r of a slot's pass lies at position `length + r`.
+    """A `KVCache` for transformers models. Row r of a slot's pass is stored at position `length + r`.
 
-    Every layer keeps all positions, those with a sliding window too (the mask hides what has left it), so that any
-    rejected row is simply overwritten.
+    Every layer stores all positions, even with a sliding window, where the mask hides older positions. Rejected rows
+    can
+    therefore simply be overwritten.
     """
 
     rectangle = True
 
     def __init__(self, trees: bool) -> None:
-        """`trees`: whether the model can verify more than a chain."""
+        """`trees` is True if the model can verify trees, not only chains."""
         super().__init__()
         self._trees = trees
         self._window = _PassWindow()
@@ -97,7 +101,7 @@ class SlotCache(SlotTable):
         slot = super().acquire(prompt, adapter)
         for side in self._sides():
             if slot < len(side):
-                # A request that failed may have left NaN, which a longer neighbour's pass would read.
+                # A failed request may have left NaN, which a pass with a longer slot in the same batch would read.
                 side[slot].zero_()
         return slot
 
@@ -116,8 +120,12 @@ class SlotCache(SlotTable):
 
     @torch.inference_mode()
     def save(self, slot: int) -> Saved:
-        """See `protocols.KVCache.save`. Every layer keeps all positions, and no rotary factors depend on the prompt's
-        length (a context ends where its model's would), so any beginning can be loaded."""
+        """See `protocols.KVCache.save`.
+
+        Any prefix can be loaded: every layer stores all positions, and rotary factors do not depend on the prompt
+        length
+        because the context ends before they change.
+        """
         self.check_taken(slot)
         length = self.lengths[slot]
         return Saved(length, tuple(side[slot, :, :length].clone() for side in self._sides()) if length else ())
@@ -144,11 +152,11 @@ class SlotCache(SlotTable):
         self.lengths[slot] = length
 
     def fit(self, slot: int, budget: DraftBudget) -> DraftBudget:
-        """All of it, or a chain where the model's attention takes no tree."""
+        """Return the budget, reduced to a chain if the model's attention accepts no tree masks."""
         return budget if self._trees else DraftBudget.chain(budget.depth)
 
     def begin(self, rows: Rows) -> Cache:
-        """Return the cache to hand to the model as `past_key_values`."""
+        """Return the cache that the model takes as `past_key_values`."""
         self.note_pass(rows)
         self._window.slots = rows.slots
         self._window.starts = tuple(map(operator.add, rows.lengths, rows.starts))
@@ -164,5 +172,5 @@ class SlotCache(SlotTable):
         return [layer for layer in self._model_cache.layers if layer.is_initialized]
 
     def _sides(self) -> list[Tensor]:
-        """Keys and values of every layer."""
+        """Return the keys and the values of each layer."""
         return [side for layer in self._layers() for side in (layer.keys, layer.values)]

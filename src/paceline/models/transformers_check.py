@@ -1,4 +1,4 @@
-"""Check that a model verifies drafts as it would write them, on a few tokens."""
+"""A check, on a few tokens, that a model verifies drafts with the same results as its plain forward pass."""
 
 from __future__ import annotations
 
@@ -12,27 +12,35 @@ from paceline.types import Draft, Want
 from paceline.verify.tree import pack, with_siblings
 
 _FINE, _COARSE = 1e-2, 0.1
-"""Relative error of a row's logits that rounding explains: in a model of 32 bits (with TF32 products), and of 16."""
+"""Largest relative error of logits that rounding explains, for 32-bit models (with TF32 products) and 16-bit models."""
 
 _LENGTHS, _DEPTH = (8, 13), 4
-"""Tokens of the two texts, and of the path that a draft adds to each. A pass over few rows takes as long as reading the
-weights, so there are few passes, not few rows."""
+"""Lengths of the two texts in tokens, and depth of the draft added to each. A small pass takes as long as reading the
+weights, so the check uses few passes rather than few rows."""
 
 Plain = Callable[[Tensor], Tensor]
-"""Whole texts [B, T] -> their logits [B, T, V], from the model itself."""
+"""Maps whole texts [B, T] to their logits [B, T, V], by the model's plain forward pass."""
 
 
 def verification_error(target: TargetWithHead, trees: bool, plain: Plain) -> str | None:
-    """Return the reason why the target's passes differ from the model's own, or None if they do not.
+    """Return the reason why the target's passes differ from the model's plain forward pass; None if they do not.
 
-    Two slots of unequal length are fed together, verify a draft (`trees`: a tree whose accepted path has a wrong
-    sibling at every level; else a chain), commit it and go on: three passes, compared with a plain one. Every row must
-    have the logits of its path fed plainly, up to an error much smaller than what ignoring the mask would cause.
+    Two slots of unequal length run in three passes: both texts are fed, a draft is verified and committed, and one
+    further
+    token is fed. With `trees` the draft is a tree whose accepted path has a wrong sibling at every level, otherwise a
+    chain.
+    The logits of every row must equal the plain logits of its path, within an error much smaller than if the mask were
+    ignored.
+
+    Args:
+        target: The model as a target.
+        trees: Verify a tree instead of a chain.
+        plain: The model's plain forward pass.
     """
     try:
         return _verification_error(target, trees, plain)
     except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, NotImplementedError) as error:
-        # Anything that breaks inside a model whose code expects something else.
+        # The model's own code may fail in any of these ways if it expects other inputs.
         return (str(error).splitlines() or [type(error).__name__])[0]
 
 
@@ -40,7 +48,7 @@ def _verification_error(target: TargetWithHead, trees: bool, plain: Plain) -> st
     ids = [(i * 7919 + 11) % min(target.vocab_size, 30000) for i in range(sum(_LENGTHS))]
     texts = [ids[: _LENGTHS[0]], ids[_LENGTHS[0] :]]
     path = ids[3 : 3 + _DEPTH]
-    # A draft, and the rows of its accepted path.
+    # The draft, and the rows of its accepted path.
     draft, path_rows = with_siblings(path, ids[-1]) if trees else (Draft.chain(path), list(range(1, _DEPTH + 1)))
     cache = target.new_cache()
     slots = [cache.acquire() for _ in texts]
@@ -56,7 +64,7 @@ def _verification_error(target: TargetWithHead, trees: bool, plain: Plain) -> st
     fed([prompt[0] for prompt in prompts], chains, [range(1, len(prompt)) for prompt in prompts], Want("none"))
     logits = fed([text[-1] for text in texts], [draft] * 2, [path_rows[:-1]] * 2, Want())
     after = fed(path[-1:] * 2, [Draft()] * 2, [()] * 2, Want())
-    # Rows that see siblings, or in a chain the other text, have these logits.
+    # The logits of rows that see siblings of their path or, for a chain, the other text.
     wrong = [(text, draft.tokens) for text in texts] if trees else [(_swapped(texts, i), path) for i in range(2)]
     plain_logits = _plain_logits(plain, [*((text, path) for text in texts), *wrong], target.device)
     numbers = [0, *path_rows]
@@ -71,33 +79,36 @@ def _verification_error(target: TargetWithHead, trees: bool, plain: Plain) -> st
 
 
 def _swapped(texts: Sequence[Sequence[int]], i: int) -> list[int]:
-    """Return text `i` with the other of two texts before its last token."""
+    """Return text `i` with all tokens but the last replaced by those of the other text."""
     return [*texts[1 - i][:-1], texts[i][-1]]
 
 
 def _plain_logits(
     plain: Plain, continued: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device
 ) -> list[Tensor]:
-    """Return for each (text, tokens after it) the logits of the text's last token and those after it."""
+    """For each (text, continuation), return the logits of the text's last token and of the continuation's tokens."""
     wholes = [[*text, *more] for text, more in continued]
     longest = max(map(len, wholes))
-    # Later tokens change no row of a causal model.
+    # In a causal model, padding at the end does not change earlier rows.
     padded = [whole + whole[-1:] * (longest - len(whole)) for whole in wholes]
     logits = plain(torch.tensor(padded, device=device))
     return [one[len(text) - 1 : len(whole)] for one, (text, _), whole in zip(logits, continued, wholes, strict=True)]
 
 
 def _differ(ours: Tensor, right: Tensor, allowed: float, misled: Tensor) -> str | None:
-    """Return the reason why logits [R, V] are wrong, or None. `misled`: logits of rows that see the wrong tokens."""
+    """Return the reason why logits [R, V] are wrong; None if they are right. `misled` are logits with a wrong
+    context."""
     error = _error(ours, right)
     if not error < allowed:
-        return f"its logits differ from its plain forward's by {error:.1g}"
+        return f"its logits differ from its plain forward pass by {error:.1g}"
     if error > 0 and not error < _error(misled, right) / 2:
         return "its attention does not follow the mask of a pass"
     return None
 
 
 def _error(rows: Tensor, right: Tensor) -> float:
-    """Median relative error over rows: a mixture of experts may route one row differently by rounding alone."""
+    """Return the median relative error over rows. The median tolerates a mixture of experts that routes a row
+    differently
+    because of rounding."""
     rows, right = rows.double(), right.double()
     return float(((rows - right).norm(dim=-1) / right.norm(dim=-1)).median())

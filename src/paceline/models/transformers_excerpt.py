@@ -1,4 +1,4 @@
-"""The first layers of a model of transformers as a model of its own, for checks that all layers would make slow."""
+"""The first layers of a transformers model as a model of its own, for checks that would be slow with all layers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 def first_layers(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a model of the fewest first layers that have one of each kind, with the same embedding and head.
+    """Return a model with the first layers of `model`, and the same embedding and head.
 
-    It has one layer more, if there is one, since a layer does not see what it did itself. It shares the weights of
-    `model`, which is not changed. Returns `model` itself if its list of layers is not found, or if some of its code is
-    neither torch's, transformers' nor PEFT's: such code may treat layers differently by their numbers.
+    It has the fewest layers that include one of each kind, and one layer after them: the effect of a layer on the
+    cache only shows in a later layer. It shares the weights of `model`, which is not changed.
+
+    Returns `model` itself if its list of layers is not found, or if some of its code does not come from torch,
+    transformers
+    or PEFT, because such code may treat layers differently depending on their index.
     """
     if any(type(part).__module__.partition(".")[0] not in _KNOWN for part in model.modules()):
         return model
@@ -44,7 +47,7 @@ def first_layers(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _twin(module: Any, configs: dict[int, Any]) -> Any:
-    """Return a module that shares everything with this one but its table of submodules and its config."""
+    """Return a module that shares everything with `module`, except for the table of submodules and the config."""
     twin = copy.copy(module)
     twin._modules = dict(module._modules)
     if (config := configs.get(id(getattr(module, "config", None)))) is not None:
@@ -53,7 +56,7 @@ def _twin(module: Any, configs: dict[int, Any]) -> Any:
 
 
 def _kind(layer: Module) -> tuple[Any, ...]:
-    """Return what tells layers apart that compute differently: classes, settings, and shapes and places of weights."""
+    """Return what distinguishes layers that compute differently: classes, settings, and weights' shapes and devices."""
     return tuple(
         (name, type(part), sorted(map(str, _settings(part).items())), sorted(vars(part)))
         for name, part in layer.named_modules()
@@ -63,7 +66,7 @@ def _kind(layer: Module) -> tuple[Any, ...]:
 def _settings(part: Module) -> dict[str, Any]:
     plain = {key: x for key, x in vars(part).items() if key != "layer_idx" and _is_plain(x)}
     weights = {key: (x.shape, x.dtype, x.device) for key, x in part._parameters.items() if x is not None}
-    # Hooks of the same code are alike.
+    # Hooks with the same code count as equal.
     hooks = {key: [getattr(hook, "__qualname__", type(hook)) for hook in vars(part)[key].values()] for key in _HOOKS}
     return {**plain, **weights, **hooks}
 

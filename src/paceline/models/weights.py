@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint, and the matrix products made of them."""
+"""Tensors of a checkpoint, and the matrix products built from them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from paceline.kernels.stored import Stored
 from paceline.models.lazy import Quantised, codes_of, stored_of
 
 _HEAD_BITS = 8
-"""Least bits of an output head: it is one product of many, and decides every token."""
+"""Minimum bits of an output head. It is only one of many products, but it decides every token."""
 
 
 class Weights:
-    """Tensors of a checkpoint, taken one by one: their shapes are checked, and none may be left over.
+    """Tensors of a checkpoint, which modules take one by one. Shapes are checked, and no tensor may be left over.
 
-    Of `Quantised` tensors, products are made of codes; what is taken as a tensor stays one.
+    If the tensors are `Quantised`, products hold quantization codes, while tensors taken by `get` stay floats.
     """
 
     def __init__(
@@ -35,19 +35,31 @@ class Weights:
         device: torch.device,
         adapters: Sequence[Factors] = (),
     ) -> None:
-        """`adapters`: held beside the weights of the products that they change."""
+        """Prepare the tensors.
+
+        Args:
+            tensors: Tensors by name.
+            dtype: Type of the computation.
+            device: Device of the taken tensors.
+            adapters: LoRA adapters, applied next to the products that they change instead of being merged.
+
+        Raises:
+            InvalidOption: Quantization with float64.
+        """
         self._adapters = adapters
         self._changes = {(adapter.name, module) for adapter in adapters for module in adapter.factors}
-        """Those that no product has taken."""
+        """(adapter, module) pairs that no product has taken yet."""
         self._tensors, self.dtype, self.device = tensors, dtype, device
         self._bits = tensors.bits if isinstance(tensors, Quantised) else None
         self.requantises = isinstance(tensors, Quantised) and tensors.requantise
-        """Whether nothing keeps the codes that the file has it in, if they have more bits."""
+        """True if codes in the file that have more bits than requested are quantized again."""
         self._head_bits = self._bits and (self._bits if self.requantises else _HEAD_BITS)
         if self._bits and dtype == torch.float64:
-            raise InvalidOption("quantised weights do not run in float64", "Use float32 or bfloat16, or no quantize")
+            raise InvalidOption(
+                "quantised weights do not run in float64", "Use float32 or bfloat16, or leave quantize out"
+            )
         self.precise = torch.float64 if dtype == torch.float64 else torch.float32
-        # Layers that predict later tokens ("mtp") are no part of the model.
+        # Multi-token-prediction layers ("mtp") are loaded as a drafter, not as a part of the model.
         self._left = {
             name
             for name in tensors
@@ -56,7 +68,7 @@ class Weights:
         }
 
     def at(self, device: torch.device) -> Weights:
-        """The same tensors, to be taken to another device."""
+        """Return these weights with another device for the tensors taken from it."""
         part = copy(self)
         part.device = device
         return part
@@ -65,7 +77,11 @@ class Weights:
         return name in self._tensors
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        """Take one tensor, in the model's dtype (or the one given) and on its device. Raises `CorruptModel`."""
+        """Take a tensor, on the model's device and in the given dtype (by default the model's).
+
+        Raises:
+            CorruptModel: The tensor is missing or has another shape.
+        """
         if name not in self._tensors:
             raise CorruptModel(f"the checkpoint lacks {name}", "Fetch the model again")
         tensor = self._tensors[name]
@@ -75,13 +91,13 @@ class Weights:
     def _check(self, name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
         if found != shape:
             raise CorruptModel(
-                f"{name} has shape {found} where the config means {shape}",
-                "Config and weights are of different models; fetch the model again",
+                f"{name} has shape {found}, but the config requires {shape}",
+                "Config and weights are from different models. Fetch the model again",
             )
         self._left.discard(name)
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Tensor | Codes | Stored:
-        """Take the matrix of a product: in the model's dtype, or codes if the weights are quantised."""
+        """Take the matrix of a product: floats in the model's dtype, or codes if the weights are quantized."""
         return self._matrix(name, shape, self._bits)
 
     def head(self, name: str, shape: tuple[int, int]) -> Tensor | Codes | Stored:
@@ -89,8 +105,12 @@ class Weights:
         return self._matrix(name, shape, self._head_bits)
 
     def embedding(self, name: str, shape: tuple[int, int], tied: bool) -> Tensor | NativeLinear:
-        """Take an embedding: a tensor in the model's dtype, or a product, which has its rows and is a tied head too: of
-        the file's own codes, or, if the head is tied, of floats."""
+        """Take an embedding: a tensor in the model's dtype, or a product whose rows are the embedding.
+
+        A product is used for codes of the file, and for float embeddings that are tied, because it also serves as the
+        output
+        head.
+        """
         own = stored_of(self._tensors, name) if self._bits and name in self else None
         shared = own is not None and not own.is_float if self._bits else tied
         if shared and takes_stored(self.dtype, self._bits is not None, self.device):
@@ -110,14 +130,16 @@ class Weights:
         return replace(own, form=(own.form or bits) if bits else self.dtype, fewer=self.requantises)
 
     def borrowed(self, rows: Tensor, cut: bool = False) -> Tensor | Codes:
-        """An output head of rows of another model, quantised if these weights are. `cut`: one that was cut for speed
-        has 4 bits where there are kernels for them."""
+        """Return an output head made of another model's rows, quantized if these weights are.
+
+        With `cut`, which means that the head was reduced for speed, it has 4 bits if kernels for 4 bits exist.
+        """
         fast = cut and rows.dtype != torch.float64 and takes_stored(rows.dtype, True, self.device)
         bits = 4 if fast else self._head_bits
         return quantize(rows, bits) if bits else rows
 
     def _coded(self, name: str, shape: tuple[int, int], bits: int) -> Codes:
-        """The file's own codes, whatever their bits, since quantising twice would lose twice; else the nearest ones."""
+        """Return the file's own codes, with any number of bits, because quantizing twice loses more; else new codes."""
         own = codes_of(self._tensors, name) if name in self._tensors else None
         if own is None or (self.requantises and own.bits > bits):
             return quantize(self.get(name, shape, torch.float32), bits)
@@ -125,8 +147,13 @@ class Weights:
         return own.to(self.device)
 
     def linear(self, parts: Mapping[str, int], width: int, order: Tensor | None = None) -> Linear:
-        """One product for several projections of the same input, with any biases. `parts`: name -> outputs. `order`:
-        numbers of the outputs wanted, in their order."""
+        """Build one product for several projections of the same input, including biases.
+
+        Args:
+            parts: Number of outputs of each projection, by name.
+            width: Number of inputs.
+            order: Outputs to keep, in this order; None for all.
+        """
         weight, bias = self._stacked(parts, width)
         if order is not None:
             weight, bias = weight[order], None if bias is None else bias[order]
@@ -136,7 +163,8 @@ class Weights:
         return adapted(linear(weight, bias), changes, self.dtype)
 
     def _change(self, adapter: Factors, parts: Mapping[str, int], width: int) -> LowRank | None:
-        """What an adapter changes of a product of these projections. Rows choose experts, so theirs are left."""
+        """Return an adapter's change to a product of these projections. Experts are excluded: each runs on a few rows
+        only."""
         found = {name: adapter.factors.get(name) for name in parts if ".experts." not in name}
         for name in (name for name, factors in found.items() if factors):
             adapter.check(name, (parts[name], width))
@@ -145,16 +173,23 @@ class Weights:
         return LowRank.stacked(moved, list(parts.values()))
 
     def router(self, name: str, shape: tuple[int, int], order: Tensor | None = None) -> Linear:
-        """A product in the model's dtype even if the others are quantised: it is small, and chooses experts. `order`:
-        as in `linear`."""
+        """Build a product that stays in the model's dtype even if other products are quantized.
+
+        A router is small, and its rounding would change the choice of experts. See `linear` for `order`.
+        """
         weight, bias = self.get(name + ".weight", shape), self._bias(name, shape[0]) if name + ".bias" in self else None
         if order is not None:
             weight, bias = weight[order.to(weight.device)], None if bias is None else bias[order.to(bias.device)]
         return linear(weight, bias)
 
     def gated(self, parts: Sequence[str], shape: tuple[int, int], activation: str) -> Activation:
-        """The first half of a gated MLP. `parts`: gate and up projections, or one that holds both; each of `shape`
-        [out, in]."""
+        """Build the first half of a gated MLP.
+
+        Args:
+            parts: Names of the gate and up projections, or of one tensor that holds both.
+            shape: Shape [out, in] of each of them.
+            activation: Name of the activation.
+        """
         out, width = shape[0] * 2 // len(parts), shape[1]
         both = dict.fromkeys(parts, out)
         made = gated(*self._stacked(both, width), activation)
@@ -162,7 +197,7 @@ class Weights:
         return made
 
     def _stacked(self, parts: Mapping[str, int], width: int) -> tuple[Tensor | Codes | Stored, Tensor | None]:
-        """The projections stacked, and their biases if any has one."""
+        """Return the stacked projections, and their stacked biases if any projection has one."""
         weight = [self.matrix(name + ".weight", (out, width)) for name, out in parts.items()]
         bias = None
         if any(name + ".bias" in self for name in parts):
@@ -175,16 +210,21 @@ class Weights:
         return torch.zeros(out, dtype=self.dtype, device=self.device)
 
     def ones(self, size: int) -> Tensor:
-        """The weight of a norm without one."""
+        """Return the weight of a norm that has none in the checkpoint."""
         return torch.ones(size, dtype=self.dtype, device=self.device)
 
     def skip(self, name: str) -> None:
-        """Mark a tensor as known but unused."""
+        """Mark a tensor as known and unused."""
         self._left.discard(name)
 
     def finish(self) -> None:
-        """Raise `CorruptModel` if tensors are left over: the model would not be the one in the file; for what adapters
-        change, `AdapterMismatch` where the model has no such module, `UnsupportedModel` where it is merged only."""
+        """Check that every tensor and every change by an adapter was used.
+
+        Raises:
+            CorruptModel: Tensors are left over, so the architecture is not the file's.
+            AdapterMismatch: An adapter changes a module that the model does not have.
+            UnsupportedModel: An adapter changes a module for which adapters must be merged.
+        """
         for adapter, module in sorted(self._changes):
             if module + ".weight" in self._tensors:
                 raise UnsupportedModel(
@@ -193,18 +233,18 @@ class Weights:
                 )
             raise AdapterMismatch(
                 f"the adapter {adapter} changes {module}, which this model does not have",
-                "It was trained for another model; load it with that",
+                "It was trained for another model. Load it with that model",
             )
         if self._left:
             some = ", ".join(sorted(self._left)[:3])
             raise CorruptModel(
-                f"the checkpoint holds {len(self._left)} tensors this architecture does not know ({some}, ...)",
+                f"the checkpoint holds {len(self._left)} tensors that this architecture does not know ({some}, ...)",
                 "It may be another architecture, or an adapter that must be merged first",
             )
 
 
 def _stack(parts: Sequence[Tensor | Codes | Stored]) -> Tensor | Codes | Stored:
-    """Stack matrices, which are all of one class."""
+    """Stack matrices that all have the same type."""
     if stored := [part for part in parts if isinstance(part, Stored)]:
         return Stored.stack(stored)
     if codes := [part for part in parts if isinstance(part, Codes)]:
@@ -214,7 +254,7 @@ def _stack(parts: Sequence[Tensor | Codes | Stored]) -> Tensor | Codes | Stored:
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """As `torch.cat`, which on the meta device imports torch's compiler: two seconds."""
+    """Concatenate like `torch.cat`, which on the meta device would import torch's compiler (two seconds)."""
     whole = parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:])
     for part, place in zip(parts, whole.split([len(part) for part in parts]), strict=True):
         place.copy_(part)
