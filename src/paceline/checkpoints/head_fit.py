@@ -115,8 +115,8 @@ def fingerprint(target: Loaded) -> str:
     """Return the fingerprint of a target, which heads store: `<sizes and tokens>:<signs of the embedding>`, in hex.
 
     The first part is a hash of the vocabulary, the hidden size and the number of layers. The second part holds the
-    signs of
-    64 columns in 16 rows spread over the vocabulary. They do not depend on the dtype. Compare with `same_target`.
+    signs of 64 columns in 16 rows spread over the vocabulary. They do not depend on the dtype. Compare with
+    `same_target`.
     """
     vocabulary, sizes = vocabulary_of(target.tokenizer), sizes_of(target)
     text = repr((sizes.hidden, sizes.layers, sorted(vocabulary.items())))

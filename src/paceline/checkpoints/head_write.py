@@ -192,8 +192,8 @@ def _eagle3(head: HeadFile, c: EagleConfig, tensors: Tensors) -> Raw:
     """Return the fields of an EAGLE-3 head. See vllm-project/speculators, `models/eagle3/config.py`.
 
     If the head stores no embedding, vLLM uses the target's. `speculators` 0.9 should do the same, but under
-    transformers 5
-    it may use uninitialized memory instead. A head whose training continues there must store embed_tokens.weight.
+    transformers 5 it may use uninitialized memory instead. A head whose training continues there must store
+    embed_tokens.weight.
     """
     _refuse({"EAGLE-1 and 2": c.version != 3, "P-EAGLE": c.mask_token is not None})
     _refuse({"windows": any(x.window for x in c.layer.plan)})

@@ -45,8 +45,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
 HeadTokens = Callable[[Tokenizer, int], Tensor | None]
 """(a draft model's tokenizer, its vocabulary size) -> the token ids, ascending, to which its output head is reduced;
-None
-for all tokens."""
+None for all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,9 +247,8 @@ def weights_held(
     """Return how float matrices are quantized; None if they are not.
 
     By default a GGUF file keeps its own codes, which are smaller than floats and faster where there are kernels for
-    them. A
-    draft model is quantized to 4 bits if there are kernels, the fastest precision that keeps 97 % of the acceptance
-    (benchmarks/results/2026-11-23-drafts.md).
+    them. A draft model is quantized to 4 bits if there are kernels, the fastest precision that keeps 97 % of the
+    acceptance (benchmarks/results/2026-11-23-drafts.md).
 
     Args:
         config: The native config; None if transformers runs the model.

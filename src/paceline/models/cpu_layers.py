@@ -206,8 +206,7 @@ class NativeLayers:
 
 class _Sums:
     """All-reduce within a pass, as a function that the kernels call. `error` is the exception of a failed sum, if the
-    sum
-    ran in Python."""
+    sum ran in Python."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -245,8 +244,7 @@ class _Parts(NamedTuple):
     """The products of a layer, without adapters.
 
     `experts` holds for each network the gate and up projections, their product, and the down projection. A dense layer
-    has
-    one network; a shared expert comes last. `router` belongs to `mixture`.
+    has one network; a shared expert comes last. `router` belongs to `mixture`.
     """
 
     qkv: NativeLinear

@@ -181,10 +181,8 @@ class Quantised(Renamed):
     """Tensors whose matrices are quantized on loading, to `bits` bits, unless the file already stores codes.
 
     With `requantise`, which draft models use because no text depends on their precision, codes of more than `bits` bits
-    and
-    the output head are also quantized to `bits`. The settings belong to the tensors, so that all modules built from
-    them
-    (`models.weights.Weights`) apply them.
+    and the output head are also quantized to `bits`. The settings belong to the tensors, so that all modules built from
+    them (`models.weights.Weights`) apply them.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], mode: Mode, requantise: bool = False) -> None:

@@ -108,8 +108,7 @@ class Weights:
         """Take an embedding: a tensor in the model's dtype, or a product whose rows are the embedding.
 
         A product is used for codes of the file, and for float embeddings that are tied, because it also serves as the
-        output
-        head.
+        output head.
         """
         own = stored_of(self._tensors, name) if self._bits and name in self else None
         shared = own is not None and not own.is_float if self._bits else tied
