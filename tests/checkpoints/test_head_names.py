@@ -78,7 +78,7 @@ def test_default_taps_are_those_of_the_target(tmp_path: Path) -> None:
 
 def test_the_wrong_kind_under_a_name_is_an_error(tmp_path: Path) -> None:
     folder = write_head(tmp_path / "head", head_of(EAGLE3))
-    with pytest.raises(HeadMismatch, match=r"holds a head of kind eagle3, not medusa. Write head:"):
+    with pytest.raises(HeadMismatch, match=r"holds a head of kind eagle3, not medusa. Use head:"):
         make_drafter(f"medusa:{folder}", loaded(), refuse)
 
 
@@ -89,7 +89,7 @@ def test_early_exit_takes_a_number_of_layers() -> None:
     stack: Any = make_drafter("early-exit:3+suffix", target, refuse)
     assert [type(drafter).__name__ for drafter in stack._drafters] == ["Fake", "Suffix"]
     for layers in (0, 8):
-        with pytest.raises(InvalidOption, match=rf"early-exit:{layers} .* 8 layers\. Give 1 to 7"):
+        with pytest.raises(InvalidOption, match=rf"early-exit:{layers} .* 8 layers\. Use 1 to 7"):
             make_drafter(f"early-exit:{layers}", target, refuse)
 
 

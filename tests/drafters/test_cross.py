@@ -245,7 +245,7 @@ def test_the_way_follows_from_the_share_of_tokens(caplog: pytest.LogCaptureFixtu
         assert type(made) is kind
         (record,) = caplog.records
         assert "model:x has another tokenizer than the target" in record.message
-        assert ("encoded again" in record.message) == (kind is TextDrafter)
+        assert ("tokenized again" in record.message) == (kind is TextDrafter)
         assert (VocabMap(ours, draft).share() >= SHARED) == (kind is SharedTokens)
     assert type(make_drafter("model:x", ours, lambda reference: model("byte-level", 1))) is DraftModel
 

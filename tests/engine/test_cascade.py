@@ -8,7 +8,7 @@ from itertools import count
 
 import pytest
 
-from paceline.drafters.base import Allowance, Ask, Drafter, Part
+from paceline.drafters.base import Allowance, Ask, Drafter, DrafterPart
 from paceline.drafters.stack import SURE, DrafterStack, DrafterWrapper
 from paceline.drafters.suffix import Suffix
 from paceline.engine.draft_length import Controller
@@ -147,9 +147,9 @@ def test_a_stack_within_a_stack_drafts_with_all_its_parts() -> None:
 def test_lookups_and_learned_drafters_are_two_parts_that_wrappers_keep() -> None:
     model = Oracle([1], 1.0, 37)
     stack = DrafterStack([Suffix(), model])
-    assert stack.parts == (Part(Suffix.draft, True, True), Part(model.draft, False, True))
+    assert stack.parts == (DrafterPart(Suffix.draft, True, True), DrafterPart(model.draft, False, True))
     assert DrafterWrapper(stack).parts == stack.parts
-    assert DrafterStack([Suffix(), Suffix()]).parts == (Part(Suffix.draft, True, True),)
+    assert DrafterStack([Suffix(), Suffix()]).parts == (DrafterPart(Suffix.draft, True, True),)
     assert DrafterStack([model, Suffix(), Oracle([2], 1.0, 37)]).parts == stack.parts[::-1]
 
 

@@ -289,7 +289,7 @@ def test_a_processor_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch
 
     honest = BatchSequence.process
     monkeypatch.setattr(BatchSequence, "process", lambda self, prefix, row: honest(self, prefix.after(()), row))
-    how = speculate(Oracle(generate(LLAMA, ONE)[0].tolist(), 1.0, 37))
+    how = speculate(Oracle(generate(LLAMA, ONE)[0].tolist(), 1.0, 37), draft=4)  # "auto" may draft nothing when timed
     processors = transformers.LogitsProcessorList([ByPrefix()])
     ours = generate(LLAMA, ONE, custom_generate=how, logits_processor=processors, max_new_tokens=20)
     theirs = generate(LLAMA, ONE, logits_processor=processors, max_new_tokens=20)

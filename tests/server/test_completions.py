@@ -210,4 +210,4 @@ def test_a_client_that_leaves_ends_the_reading_of_its_prompt(plain: LLM) -> None
     body = CompletionRequest(prompt=PROMPT, echo=True, logprobs=0)
     model = Models([ModelSource(("toy",), lambda: Worker(plain), stays=True)]).get("toy")
     with pytest.raises(Unfinished):
-        context.run(Completions().prepare, model, Settings(), body, "cmpl-1")
+        context.run(Completions().prepare, Settings(), body, model, "cmpl-1")

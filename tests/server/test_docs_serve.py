@@ -1,4 +1,4 @@
-"""Commands and clients of docs/how-to/serve.md run, against the server that its first command starts."""
+"""Commands of docs/how-to/serve.md and clients of docs/how-to/clients.md run against the first command's server."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def curl(started: Started, block: str) -> str:
 def python(started: Started, block: str) -> dict[str, Any]:
     names: dict[str, Any] = {}
     with redirect_stdout(StringIO()):
-        exec(compile(block.replace(ADDRESS, started.address), "serve.md", "exec"), names)
+        exec(compile(block.replace(ADDRESS, started.address), "clients.md", "exec"), names)
     return names
 
 
@@ -117,7 +117,7 @@ def test_the_commands(started: Started) -> None:
 @pytest.mark.slow
 @pytest.mark.model
 def test_the_clients(started: Started) -> None:
-    openai, *others = blocks("how-to/serve.md")
+    openai, *others = blocks("how-to/clients.md")
     names = python(started, openai)
     assert names["reply"].choices[0].message.content
     assert names["reply"].usage.speculation["drafted"] == 0

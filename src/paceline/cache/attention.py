@@ -1,4 +1,4 @@
-"""Attention over the slab cache: which columns a row sees, and sums whose bits depend on nothing else."""
+"""Attention over the slab cache. The bits of a row's result depend only on the columns that the row sees."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from paceline.cache.layout import Layout
 from paceline.types import Rows
 
 BLOCK = 512
-"""Columns whose weighted values are summed by one product. A longer product would be split according to its length, and
-a row would get other bits when more rows travel with it; these blocks begin at fixed positions."""
+"""Number of columns that one product of weights and values sums over.
+
+Libraries split a longer product in a way that depends on its length, so a row's bits would change with the number of
+rows in the pass. These blocks always begin at multiples of `BLOCK`.
+"""
 
 
 _ROWS = 64
-"""Rows whose scores are held at a time: those of a prompt's chunk would take a gigabyte after a long text."""
+"""Number of rows scored at a time. After a long text, the scores of a whole prompt chunk would take a gigabyte."""
 
 
 Kind = tuple[int | None, bool, tuple[int, int] | None, int, bool, bool]
@@ -29,13 +32,20 @@ Kind = tuple[int | None, bool, tuple[int, int] | None, int, bool, bool]
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """Attention of one layer: scores times `scale`, then cap * tanh(scores / cap) if there is a `softcap`; a row sees
-    the last `window` positions, its own included (None: all). `mutual`: rows of one pass see each other, the later ones
-    too (a drafted block). `sinks` [heads]: the score, in the softmax alone, of a column without a value (gpt-oss).
-    `heads`: number and size of its key heads, where they are not the cache's. `source`: the layer whose keys and values
-    it sees, if it has none of its own. `part`: number of the device's part of the model (`models/placement.py`).
-    `single`: its keys are its values too, and are held once. `chunked`: the window begins at a
-    multiple of its width."""
+    """Properties of one layer's attention.
+
+    Attributes:
+        scale: Factor of the scores.
+        window: Number of positions that a row sees, including its own. None means all positions.
+        softcap: If set, scores become softcap * tanh(scores / softcap).
+        mutual: True if the rows of a pass also see later rows of the pass (a drafted block).
+        sinks: Attention sinks, [heads] (gpt-oss). Each is a score that takes part in the softmax but has no value.
+        heads: Number and size of the key heads, if they differ from the cache's.
+        source: The layer whose keys and values this layer reads, if it has none of its own.
+        part: Number of the part of the model that holds this layer (`models/placement.py`). Each part has one device.
+        single: True if the keys are also the values. They are stored once.
+        chunked: True if windows begin at multiples of `window` (chunked attention).
+    """
 
     scale: float
     window: int | None = None
@@ -50,13 +60,20 @@ class LayerAttention:
 
     @property
     def kind(self) -> Kind:
-        """Layers of one kind share a slab, and what a row sees in it."""
+        """The properties that decide which slab stores the layer and which columns a row sees in it."""
         return self.window, self.mutual, self.heads, self.part, self.single, self.chunked
 
 
 def slab_indices(layers: Sequence[LayerAttention | None]) -> list[tuple[int, int]]:
-    """For each layer its slab, numbered in the order in which the kinds first appear, and its index in that slab; (-1,
-    -1) for one that does not attend."""
+    """Return the place of each layer's keys and values.
+
+    Args:
+        layers: Attention of each layer. None for a layer without attention.
+
+    Returns:
+        For each layer, the number of its slab and its index in that slab. (-1, -1) for a layer without attention. Slabs
+        are numbered in order of first use.
+    """
     kinds = list(dict.fromkeys(layer.kind for layer in layers if layer))
     numbers = [itertools.count() for _ in kinds]
     found: list[tuple[int, int]] = []
@@ -72,7 +89,7 @@ def slab_indices(layers: Sequence[LayerAttention | None]) -> list[tuple[int, int
 
 
 class SlabPlan:
-    """The slab columns that rows of some of a pass's slots are written to, and those that each row attends to."""
+    """The columns of one set of slabs that a pass writes and reads, for the slots that these slabs hold."""
 
     def __init__(
         self,
@@ -84,9 +101,17 @@ class SlabPlan:
         layouts: Sequence[Layout],
         chunked: bool = False,
     ) -> None:
-        """`members`: indices of the slots in the pass, one or all; `places`, `layouts`: of each, its place in the slabs
-        [layers, places, kv_heads, capacity, D], of keys and of values or one of both, and its layout. `chunked`: see
-        `LayerAttention`."""
+        """Plan the reads and writes of a pass.
+
+        Args:
+            slabs: Keys and values, each [layers, places, kv_heads, capacity, D]. One tensor if it is both.
+            window: See `LayerAttention`.
+            rows: The rows of the pass.
+            members: Indices in the pass of the slots that these slabs hold: one slot or all of them.
+            places: For each member, its place in the slabs.
+            layouts: For each member, the layout of its rows.
+            chunked: See `LayerAttention`.
+        """
         self._chunked = chunked
         self.slabs, self.window, self.rows = slabs, window, rows
         self.members, self.places, self.layouts = list(members), list(places), layouts
@@ -94,13 +119,14 @@ class SlabPlan:
         self.count = max(rows.counts[i] for i in self.members)
         ends = [length + x.visible.shape[1] for length, x in zip(self.lengths, layouts, strict=True)]
         self.reach = min(max(ends), slabs[0].shape[3])
-        # Before the tail of the shortest slot every row sees every column, as long as no window has moved on.
+        # As long as every position lies within the window, every row sees all columns of the committed prefix. The mask
+        # can then begin where the shortest prefix ends.
         self._moved = window is not None and max(ends) > window
         self.seen = 0 if self._moved else min(self.lengths)
 
     @cached_property
     def mask(self) -> Tensor:
-        """[B, T, reach - seen], added to the scores of the columns from `seen` on."""
+        """Mask [B, T, reach - seen] to add to the scores of columns `seen` to `reach` - 1."""
         keys = self.slabs[0]
         if self._moved and self.window:
             span = self.window, self._chunked
@@ -117,7 +143,7 @@ class SlabPlan:
             entries = [place * kv * capacity + (length + column) % capacity for column in range(len(x.rows))]
             stores += [(entries[column], i * of + row) for column, row in x.stores.tolist()]
             copies += [(entries[column], entries[source]) for column, source in x.copies.tolist()]
-        # The slab seen as [places * kv_heads * capacity, D]: one store for all slots of a layer.
+        # With the slab viewed as [places * kv_heads * capacity, D], one store per layer is enough for all slots.
         heads = torch.arange(kv, device=device) * capacity
         targets, copy_targets, copy_sources = (
             (torch.tensor(column, dtype=torch.long, device=device)[:, None] + heads).flatten()
@@ -131,16 +157,23 @@ class SlabPlan:
 
     @cached_property
     def _views(self) -> list[tuple[Tensor, ...]] | None:
-        """Keys and values by layer, each [B * kv_heads, reach, D], where the slots lie side by side in order."""
+        """Views of keys and values by layer, each [B * kv_heads, reach, D]. None if the slots are not consecutive."""
         first, end = self.places[0], self.places[0] + len(self.places)
         if self.places != list(range(first, end)):
             return None
         return [slab[:, first:end, :, : self.reach].flatten(1, 2).unbind(0) for slab in self.slabs]
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store k and v [B, T, kv_heads, D] of all slots of the pass; a slab for native layers may pad D."""
+        """Store keys and values of the pass.
+
+        Args:
+            layer: Index of the layer in the slabs.
+            k: Keys [B, T, kv_heads, D] of all slots of the pass. D may be smaller than in the slabs, which native
+                layers pad.
+            v: Values, in the same shape.
+        """
         x, spare = self._writes, self.slabs[0].shape[-1] - k.shape[-1]
-        for flat, new in zip(x.flat, (k, v), strict=False):  # where values are keys, these are stored
+        for flat, new in zip(x.flat, (k, v), strict=False):  # a slab of one tensor stores only the keys
             new = new.flatten(0, 1)[x.sources]
             if spare:
                 new = F.pad(new, (0, spare))
@@ -149,7 +182,7 @@ class SlabPlan:
             flat[layer].index_copy_(0, x.targets, new.reshape(-1, new.shape[-1]))
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the slots, each [B * kv_heads, reach, D]."""
+        """Return keys and values of the slots, each [B * kv_heads, reach, D]."""
         if self._views:
             found = [view[layer] for view in self._views]
         else:
@@ -157,7 +190,7 @@ class SlabPlan:
         return found[0], found[-1]
 
     def queries(self, q: Tensor) -> Tensor:
-        """Of the pass's queries [B, T, heads, D] those of these slots' rows."""
+        """Select the queries of this plan's slots and rows from all queries of the pass, [B, T, heads, D]."""
         if len(self.members) < len(q):
             q = q[self.members]
         return q[:, : self.count]
@@ -173,12 +206,18 @@ class SlabPass:
         indices: Sequence[tuple[int, int]],
         prefill: bool,
     ) -> None:
-        """`plans`: for each kind of attention those of the pass's slots, in their order. `indices`: `slab_indices` of
-        the layers."""
+        """Make a pass.
+
+        Args:
+            plans: For each kind of attention, plans that together hold all slots of the pass, in order.
+            layers: Attention of each layer. None for a layer without attention.
+            indices: `slab_indices` of the layers.
+            prefill: See `Rows`.
+        """
         self.plans, self._layers, self._indices, self._prefill = plans, layers, indices, prefill
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store keys and values of rows that only later passes look at: the first half of `attend`."""
+        """Store keys and values without attending: the first half of `attend`, for rows that only later passes read."""
         slab, index = self._indices[layer]
         for plan in self.plans[slab]:
             plan.write(index, k, v)
@@ -196,7 +235,7 @@ class SlabPass:
         return torch.cat([self._look(plan, index, spec, q) for plan in self.plans[slab]])
 
     def _look(self, plan: SlabPlan, index: int, spec: LayerAttention, q: Tensor) -> Tensor:
-        """The slots of one plan. Those of the pass's queries that are not theirs are left out."""
+        """Return the attention output of one plan's slots, given the queries of the whole pass."""
         keys, values = plan.read(index)
         own, padding = plan.queries(q), q.shape[1] - plan.count
         if self._prefill and spec.softcap is None and spec.sinks is None:
@@ -204,12 +243,13 @@ class SlabPass:
         else:
             parts = enumerate(own.split(_ROWS, 1))
             mixed = torch.cat([_exact(x, keys, values, plan, spec, i * _ROWS) for i, x in parts], 1)
-        # Padding repeats the first row's token: with its mix too, it chooses the same experts, and no others are read.
+        # A padding row repeats the first row's token. With the same attention output it also chooses the same experts,
+        # so a mixture-of-experts layer reads no extra weights.
         return torch.cat([mixed, mixed[:, :1].expand(-1, padding, -1)], 1) if padding else mixed
 
 
 def _fast(q: Tensor, keys: Tensor, values: Tensor, plan: SlabPlan, spec: LayerAttention) -> Tensor:
-    """Attention of a prompt's chunks, which are the same whatever is drafted, by the fastest kernel."""
+    """Compute attention with the fastest kernel. This is for prompt chunks, which do not depend on drafts."""
     b, t, heads, d = q.shape
     keys, values = (x.view(b, -1, plan.reach, d) for x in (keys, values))
     mask = F.pad(plan.mask, (plan.seen, 0)).to(q.dtype)[:, None]
@@ -220,23 +260,31 @@ def _fast(q: Tensor, keys: Tensor, values: Tensor, plan: SlabPlan, spec: LayerAt
 
 
 def _exact(q: Tensor, keys: Tensor, values: Tensor, plan: SlabPlan, spec: LayerAttention, first: int = 0) -> Tensor:
-    """Attention whose bits do not depend on what lies between a row's ancestors, or on the other rows. `first`: the
-    pass's row that q begins with.
+    """Compute attention so that a row's bits depend neither on columns between its ancestors nor on other rows.
 
-    The softmax is taken apart so that no order of columns changes its sum: weights of 8 bits add up exactly in float64.
+    The softmax is computed in steps so that its sum does not depend on the order of columns: bfloat16 weights have 8
+    significant bits and add up exactly in float64.
+
+    Args:
+        q: Queries [B, T, heads, D].
+        keys: Keys [B * kv_heads, reach, D].
+        values: Values, in the same shape.
+        plan: The plan of these slots.
+        spec: Attention of the layer.
+        first: Number in the pass of the first row of q.
     """
     b, t, heads, d = q.shape
     kv = len(keys) // b
     group = heads // kv
-    # The query heads that share a key head become rows of one product. Keys stand on its left: that side is read in
-    # place, while the other, here the few queries, is packed first.
+    # The query heads that share a key head become rows of one product. The keys are on the left, because the product
+    # reads its left side in place and packs its right side first. The right side is the few queries.
     queries = (q * spec.scale).view(b, t, kv, group, d).permute(0, 2, 3, 1, 4).reshape(b * kv, group * t, d)
     scores = torch.bmm(keys, queries.transpose(1, 2)).transpose(1, 2)
     scores = scores.to(plan.mask.dtype, memory_format=torch.contiguous_format)
     if spec.softcap is not None:
         scores = scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
     scores.view(b, kv, group, t, -1)[..., plan.seen :].add_(plan.mask[:, None, None, first : first + t])
-    # 512 values under weights of up to 1 may pass float16's range.
+    # A weighted sum of 512 values may overflow float16.
     summed = torch.float32 if keys.dtype == torch.float16 else keys.dtype
     top = scores.amax(-1, keepdim=True)
     if spec.sinks is not None:
@@ -253,7 +301,8 @@ def _exact(q: Tensor, keys: Tensor, values: Tensor, plan: SlabPlan, spec: LayerA
 
 
 def _mix(weights: Tensor, values: Tensor, precise: torch.dtype) -> Tensor:
-    """Weighted sum of values [B kv, columns, D] by blocks: whole blocks in one product, added in order."""
+    """Return the weighted sum of values [B * kv_heads, columns, D]. Sums of blocks are computed in one batched product
+    and added in order."""
     reach = values.shape[1]
     blocks, rest = divmod(reach, BLOCK)
     if not blocks:
@@ -271,9 +320,16 @@ def _mix(weights: Tensor, values: Tensor, precise: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _SlabWrites:
-    """Entries [places * kv_heads * capacity] of a layer of the slab that a pass writes, over all key heads: `targets`
-    get the rows `sources` [B * T], after `copy_targets` have got what earlier passes left at `copy_sources`. `flat`:
-    keys and values [entries, D] of each layer."""
+    """What a pass writes to each layer of a slab. A layer is viewed as [entries, D] with entries = places * kv_heads *
+    capacity.
+
+    Attributes:
+        targets: Entries to store rows in.
+        sources: The row, among all B * T, for each of `targets`.
+        copy_sources: Entries of earlier passes that are copied before rows are stored.
+        copy_targets: The entry that each of `copy_sources` is copied to.
+        flat: Keys and values [entries, D] of each layer.
+    """
 
     targets: Tensor
     sources: slice | Tensor
@@ -283,7 +339,7 @@ class _SlabWrites:
 
 
 def _mask(count: int, lengths: Sequence[int], layouts: Sequence[Layout], first: int, reach: int) -> Tensor:
-    """Mask [B, count, reach - first]: 0 for the prefix and the visible columns, -inf elsewhere."""
+    """Return a mask [B, count, reach - first]: 0 for the prefix and the visible columns, -inf elsewhere."""
     mask = torch.zeros(len(layouts), count, reach - first)
     for slot, x, length in zip(mask, layouts, lengths, strict=True):
         tail = slot[:, length - first :]
@@ -296,14 +352,14 @@ def _mask(count: int, lengths: Sequence[int], layouts: Sequence[Layout], first: 
 def _window_mask(
     count: int, lengths: Sequence[int], layouts: Sequence[Layout], span: tuple[int, bool], capacity: int, reach: int
 ) -> Tensor:
-    """Mask [B, count, reach] for a window that has moved on, over a ring that may have wrapped. `span`: its width, and
-    whether it begins at a multiple of that."""
+    """Return a mask [B, count, reach] for a window that no longer begins at position 0, over a ring that may have
+    wrapped. `span`: `window` and `chunked` (see `LayerAttention`)."""
     window, chunked = span
     mask = torch.zeros(len(layouts), count, reach)
     for slot, length, x in zip(mask, lengths, layouts, strict=True):
         here = length + x.row_depths[:, None]
         passed = passed_by(here, window, chunked)
-        # The prefix position held by each column: the last one before `length` that falls on it.
+        # Each column holds the last position before `length` that maps to it.
         columns = torch.arange(reach)
         prefix = length - 1 - (length - 1 - columns) % capacity
         visible = (prefix >= 0) & (prefix > passed)
@@ -314,5 +370,5 @@ def _window_mask(
 
 
 def passed_by(here: Tensor, window: int, chunked: bool) -> Tensor:
-    """The last positions that rows at positions `here` do not see any more."""
+    """Return the last position that has left the window, for rows at positions `here`."""
     return here - (here % window + 1 if chunked else window)

@@ -1,11 +1,14 @@
-"""Columns of a tree's rows in the cache while they are verified.
+"""Placement of a draft tree's rows in the columns of the KV cache while the tree is verified.
 
-A sum of floats depends on its order, and a bfloat16 product adds keys in pairs of neighbouring columns (2i, 2i + 1).
-For a row's result to have the bits of plain decoding, its ancestors must lie in the order of their positions and in the
-same pairs. What lies between does not matter: it weighs zero, and adding zero changes nothing. A chain satisfies this
-as it is. In a tree, a row at an even position is the first of a pair and each of its children the second; every child
-after the first gets a copy of its parent beside it. Firsts begin at even columns, children or not, so that a row's
-column depends on the rows before it alone: a tree may grow over several passes, and every row keeps its bits.
+The result of a floating-point sum depends on its order, and a bfloat16 product adds keys in pairs of neighbouring
+columns (2i, 2i + 1). To get the same bits as plain decoding, a row's ancestors must lie in the order of their positions
+and in the same pairs. Other columns may lie in between: their weight is zero, and adding zero changes nothing.
+
+A chain meets this condition without further work. In a tree, a row at an even position is the first of a pair, and each
+of its children is the second. The first child takes the column after its parent. Every other child gets its own pair,
+with a copy of the parent in the first column. The first of a pair always takes an even column, even if it has no child
+yet. A row's column therefore depends only on earlier rows, so a tree can grow over several passes and every row keeps
+its bits.
 """
 
 from __future__ import annotations
@@ -23,13 +26,19 @@ NONE = -1
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """C columns after the committed prefix.
+    """The C columns after the committed prefix, for a pass of T rows.
 
-    `rows[c]`: the row whose keys and values column c holds. `columns[r]`: the column where row r itself lies.
-    `visible`: bool [T, C], the columns that each row of the pass attends to. `row_depths` and `column_depths`, int32
-    [T] and [C]: distance from the prefix of the pass's rows, and of the rows in the columns. What the pass writes, all
-    but columns that hold the same already: `stores`, int32 [n, 2], columns and the rows of the pass that they get, and
-    `copies`, int32 [m, 2], columns and those, written by earlier passes, of which they get copies first.
+    `stores` and `copies` are everything that the pass writes. They omit columns that already hold the right row.
+
+    Attributes:
+        rows: For each column, the row whose keys and values it holds.
+        columns: For each row, the column that it is written to. Copies of a row are not included.
+        visible: bool [T, C], the columns that each row of the pass attends to.
+        row_depths: int32 [T], distance of each row of the pass from the prefix.
+        column_depths: int32 [C], distance of the row in each column from the prefix.
+        stores: int32 [n, 2], pairs of a column and the row of the pass that is written to it.
+        copies: int32 [m, 2], pairs of a column and an earlier pass's column that is copied to it. Copies come before
+            stores.
     """
 
     rows: tuple[int, ...]
@@ -41,16 +50,19 @@ class Layout:
     copies: Tensor
 
     def mutual(self) -> Layout:
-        """The same columns, where every row sees every row."""
+        """Return a layout with the same columns, where every row attends to all of them."""
         return replace(self, visible=torch.ones_like(self.visible))
 
 
 @lru_cache(maxsize=256)
 def layout(parents: tuple[int, ...], length: int, start: int = 0) -> Layout:
-    """Layout of rows with these parents (`NONE`: no row of this tree) after a prefix of `length` tokens, for a pass
-    over the rows from `start` on.
+    """Return the layout of a tree for a pass over its new rows.
 
-    Only the parity of `length` matters: pass `length % 2`.
+    Args:
+        parents: The parent of every row of the tree: a row number, or `NONE`.
+        length: Number of tokens in the committed prefix. Only its parity matters. Pass `length % 2`, so that layouts
+            are found in the cache.
+        start: The first new row. Earlier passes have written the rows before it.
     """
     whole = _layout(parents, length % 2, start)
     if not start:
@@ -68,17 +80,18 @@ def layout(parents: tuple[int, ...], length: int, start: int = 0) -> Layout:
 
 @lru_cache(maxsize=64)
 def nothing(count: int) -> Layout:
-    """Layout of `count` rows that see the prefix alone, and are not written."""
+    """Return the layout of `count` rows that attend only to the prefix and are not written."""
     depths = torch.zeros(count, dtype=torch.int32)
     return Layout((), (), torch.zeros(count, 1, dtype=torch.bool), depths, depths[:1], _pairs(()), _pairs(()))
 
 
 def _layout(parents: tuple[int, ...], parity: int, start: int) -> Layout:
-    """Layout of all rows, those of earlier passes too."""
+    """Return the layout of all rows, including the rows of earlier passes."""
     numbers = tuple(range(len(parents)))
     if parents[1:] == numbers[:-1]:
         rows, columns, visible = numbers, numbers, torch.ones(len(numbers), len(numbers), dtype=torch.bool).tril_()
-    # A tree to verify has one root. Where earlier passes fed several, it only drafts, and its rows lie in order.
+    # A tree to verify has one root. If earlier passes fed several roots, the tree is only used for drafting, where the
+    # bits do not matter, so the rows lie in order.
     elif NONE in parents[1:start]:
         rows, columns, visible = numbers, numbers, ancestors(parents)
     else:
@@ -92,7 +105,7 @@ def _pairs(pairs: Iterable[tuple[int, int]]) -> Tensor:
 
 
 def depths(parents: Sequence[int]) -> list[int]:
-    """Number of rows of this tree between each row and the committed prefix."""
+    """Return the number of rows of the tree between each row and the committed prefix."""
     out: list[int] = []
     for parent in parents:
         out.append(0 if parent == NONE else out[parent] + 1)
@@ -100,7 +113,7 @@ def depths(parents: Sequence[int]) -> list[int]:
 
 
 def ancestors(parents: tuple[int, ...]) -> Tensor:
-    """Mask, bool [T, T]: row r sees itself and its ancestors, every row in the column of its own number."""
+    """Return a mask, bool [T, T], that lets each row see itself and its ancestors. Row r lies in column r."""
     visible = torch.eye(len(parents), dtype=torch.bool)
     for row, parent in enumerate(parents):
         if parent != NONE:
@@ -109,12 +122,14 @@ def ancestors(parents: tuple[int, ...]) -> Tensor:
 
 
 def _paired(parents: tuple[int, ...], parity: int) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
-    """`rows`, `columns` and `visible`: rows in order, each beside its parent if it is the second of a pair and that
-    column is free."""
+    """Return `rows`, `columns` and `visible` of a tree, in pairs of columns.
+
+    Rows are placed in order. The second row of a pair takes the column after its parent if that is still free.
+    """
     rows: list[int] = []
     paths: list[list[int]] = []
-    beside: dict[int, int] = {}
-    """The column kept free beside a first of a pair, until its first child comes."""
+    reserved: dict[int, int] = {}
+    """First row of a pair -> the column after it, kept free for its first child."""
 
     def place(row: int) -> int:
         rows.append(row)
@@ -132,9 +147,9 @@ def _paired(parents: tuple[int, ...], parity: int) -> tuple[tuple[int, ...], tup
                 align()
             paths.append([*above, place(row)])
             if first and row in parents:
-                beside[row] = place(row)
-        elif parent in beside:
-            column = beside.pop(parent)
+                reserved[row] = place(row)
+        elif parent in reserved:
+            column = reserved.pop(parent)
             rows[column] = row
             paths.append([*above, column])
         else:

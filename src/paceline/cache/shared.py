@@ -1,4 +1,5 @@
-"""A KV cache whose slots lie side by side, for devices where one call for all slots of a pass is what counts."""
+"""A KV cache that stores all slots in the same tensors, for devices where one call per pass is much faster than one
+call per slot."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ from paceline.cache.slab import Slab, SlabCache, SlotGroup
 
 
 class SharedSlabCache(SlabCache):
-    """A `SlabCache` with one slab per kind of attention for all slots, each as long as the longest.
+    """A `SlabCache` whose slots share one slab per kind of attention. Every slot takes as much memory as the longest.
 
-    Slots lie side by side (a slot's *place*), so that a batch is a view: when one is released, the last takes its
-    place. Growth doubles and copies all of them.
+    Each slot has a *place* in the slabs. Places are consecutive, so that a batch is a view. When a slot is released,
+    the last slot moves to its place. Growing doubles the capacity and copies all slots.
     """
 
     rectangle = True
@@ -29,7 +30,7 @@ class SharedSlabCache(SlabCache):
 
     @property
     def slabs(self) -> Sequence[Slab]:
-        """One per kind of attention."""
+        """One slab per kind of attention."""
         return self._slabs
 
     @torch.inference_mode()
@@ -50,14 +51,14 @@ class SharedSlabCache(SlabCache):
             for slab in self.slabs:
                 if place != last:
                     slab.copy(slab, last, place, max(self._tops[slot], self._tops[moved]))
-            # All slabs have moved: one assignment, so that an interrupt leaves each slot in one place.
+            # Assign the new places at once, after all copies, so that an interrupt leaves every slot with one place.
             self._places = {other: at for other, at in {**self._places, moved: place}.items() if other != slot}
             for slab in self.slabs:
-                # So that a shorter neighbour meets no NaN of a request that failed.
+                # A failed request may have left NaN, which a masked column of the next slot here would pick up.
                 slab.clear(last, self._tops[moved])
         super().release(slot)
         if not self._places:
-            # What one long text or one wide batch needed is not held for the next.
+            # Free the memory when idle, so that one long text or large batch does not hold it forever.
             for slab in self.slabs:
                 slab.resize(0, 0, 0)
 

@@ -1,4 +1,4 @@
-"""The KV cache: every slot has memory of its own length. `attention.py` reads it."""
+"""The KV cache. Each slot takes as much memory as its own text needs. `attention.py` reads it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from paceline.types import DraftBudget, Rows
 
 
 def ring(window: int) -> int:
-    """Number of columns that a layer with a sliding window keeps.
+    """Return the number of columns to keep for a sliding window, rounded up to whole blocks.
 
-    A draft stays within its block, so a ring of whole blocks wraps between drafts and never inside one.
+    A draft never crosses the end of a block (`SlabCache.fit`), so the ring wraps between drafts and never inside one.
     """
     return -(-(window + BLOCK - 1) // BLOCK) * BLOCK
 
@@ -33,19 +33,26 @@ def ring(window: int) -> int:
 class Slab:
     """Keys and values of all layers with one kind of attention, addressed by position.
 
-    Each [layers, places, kv_heads, capacity, D], for one slot (`SlabCache`) or several (`SharedSlabCache`); a position
-    lies in column `position % capacity`. Layers with a window keep a ring: what no later row can see is overwritten. A
-    full slab grows before it would wrap.
+    Keys and values are each [layers, places, kv_heads, capacity, D]. The places hold one slot (`SlabCache`) or several
+    (`SharedSlabCache`). A position is stored in column `position % capacity`. Layers with a window use a ring, which
+    overwrites positions that no later row can see. Other slabs grow before they would wrap.
     """
 
     def __init__(self, layers: int, window: int | None, empty: Tensor, limit: int, single: bool = False) -> None:
-        """`empty`: [kv_heads, 0, D], for dtype, device and sizes. `limit`: the most positions ever needed. `single`:
-        one tensor is keys and values both."""
+        """Make a slab without memory.
+
+        Args:
+            layers: Number of layers.
+            window: See `LayerAttention`.
+            empty: A tensor [kv_heads, 0, D] with the dtype and device of the slab.
+            limit: Maximum number of positions.
+            single: See `LayerAttention`.
+        """
         kv_heads, _, head_dim = empty.shape
         self.window = window
         self._limit = limit if window is None else min(ring(window), limit)
         self.ring = self._limit < limit
-        # One attribute, so that an interrupt between two stores cannot leave slabs of two sizes.
+        # Keys and values are one attribute, so that an interrupt cannot leave them with different sizes.
         self.tensors = (empty.new_empty(layers, 0, kv_heads, 0, head_dim),) * (1 if single else 2)
 
     @property
@@ -57,7 +64,11 @@ class Slab:
         return self.tensors[0].shape[3]
 
     def fits(self, reach: int, step: int, growth: float) -> int:
-        """Capacity for columns up to `reach`: the present one, `growth` times it in whole steps, or all of a ring."""
+        """Return the capacity that the slab needs to hold `reach` columns.
+
+        This is the present capacity if it is enough. Otherwise it is at least `growth` times the present capacity,
+        rounded up to a multiple of `step`, and for a ring at most the whole ring.
+        """
         if self.ring and reach > self._limit:
             return self._limit
         if reach <= self.capacity:
@@ -66,7 +77,11 @@ class Slab:
         return max(reach, min(-(-more // step) * step, self._limit))
 
     def resize(self, places: int, capacity: int, used: int) -> None:
-        """Make room for `places` x `capacity`, keeping the first `used` positions. Raises `OutOfMemory`."""
+        """Change the size to `places` x `capacity` and keep the first `used` positions.
+
+        Raises:
+            OutOfMemory: If there is no memory for the new size.
+        """
         old = self.tensors
         layers, held, kv_heads, before, head_dim = old[0].shape
         held, used = min(held, places), min(used, before)
@@ -76,37 +91,38 @@ class Slab:
             f"{cause} ({places} x {capacity} positions)",
             "Use a shorter prompt, fewer requests at once, or a smaller dtype",
         ):
-            # Zeros, because a masked column still meets a weight of 0, and 0 times garbage may be NaN.
+            # Fill with zeros: masked columns are multiplied by a weight of 0, and 0 times garbage may be NaN.
             new = tuple(_zeros(x, (layers, places, kv_heads, capacity, head_dim)) for x in old)
         for here, there in zip(old, new, strict=True):
             there[:, :held, :, :used] = here[:, :held, :, :used]
         self.tensors = new
 
     def copy(self, other: Slab, source: int, place: int, top: int) -> None:
-        """Copy the first `top` positions of a place of another slab, or of this one, to a place here."""
+        """Copy the first `top` positions of place `source` in `other`, which may be this slab, to place `place`."""
         for slab, theirs in zip(self.tensors, other.tensors, strict=True):
             slab[:, place, :, :top] = theirs[:, source, :, :top]
 
     def clear(self, place: int, top: int) -> None:
-        """Set zeros again: a masked column may still meet a weight of 0, and 0 times NaN is NaN."""
+        """Reset the first `top` positions to zero: masked columns have a weight of 0, and 0 times NaN is NaN."""
         for slab in self.tensors:
             slab[:, place, :, :top] = 0
 
     def holds(self, length: int, top: int) -> bool:
-        """Whether row `length` would find all that it sees in a place where `top` positions have been written."""
+        """Return True if a place still holds every position that a row at position `length` sees, after `top` positions
+        have been written to it."""
         return self.window is None or top <= self.capacity or length - self.window + 1 >= top - self.capacity
 
     def first(self, top: int) -> int:
-        """First position that is still held where `top` have been written."""
+        """Return the first position that a place still holds after `top` positions have been written to it."""
         return 0 if self.window is None else max(0, top - self.capacity)
 
     def read(self, place: int, first: int, end: int) -> tuple[Tensor, ...]:
-        """Copies of keys and values at positions `first` to `end` - 1, each [layers, kv_heads, end - first, D]."""
+        """Return copies of keys and values at positions `first` to `end` - 1: [layers, kv_heads, end - first, D]."""
         columns = self._columns(first, end)
         return tuple(slab[:, place].index_select(2, columns) for slab in self.tensors)
 
     def write(self, place: int, first: int, end: int, tensors: Sequence[Tensor]) -> None:
-        """Store what `read` returned for the same `first`, up to position `end` - 1."""
+        """Store tensors from `read` with the same `first`, up to position `end` - 1."""
         columns = self._columns(first, end)
         for slab, x in zip(self.tensors, tensors, strict=True):
             slab[:, place].index_copy_(2, columns, x[:, :, : end - first])
@@ -115,19 +131,22 @@ class Slab:
         return torch.arange(first, end, device=self.tensors[0].device) % max(1, self.capacity)
 
     def move(self, place: int, source: Sequence[int], target: Sequence[int]) -> None:
-        """Copy positions `source` to positions `target`; all are read before any is written."""
+        """Copy positions `source` to positions `target`. Read all of them before writing any."""
         here, there = (torch.tensor(x, device=self.tensors[0].device) % self.capacity for x in (source, target))
         for slab in self.tensors:
             slab[:, place, :, there] = slab[:, place, :, here]
 
 
 def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Zeros whose memory pages a CPU touches only when they are written: a cache has room for more and longer texts
-    than it holds, and filling all of it takes as long as several passes."""
+    """Return zeros of this shape, with the dtype and device of `like`.
+
+    On a CPU, memory pages are allocated only when they are first written. The cache is larger than the texts in it, and
+    filling all of it with zeros would take as long as several passes.
+    """
     count = math.prod(shape)
     if like.device.type != "cpu" or not count:
         return like.new_zeros(shape)
-    # Not NumPy's zeros: NumPy asks for huge pages, all of which are soon touched.
+    # np.zeros asks for huge pages, so a few writes would soon allocate all of them.
     size = count * like.element_size()
     if sys.platform == "win32":
         pages = mmap.mmap(-1, size)
@@ -138,10 +157,14 @@ def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class SavedSlabs(Saved):
-    """Keys and values of a slot, the tensors [layers, kv_heads, n, D] of each slab.
+    """Keys and values of a slot: for each slab, tensors [layers, kv_heads, n, D].
 
-    `top`: number of positions that were written. `firsts`: first position held by each slab; `windows`: their sliding
-    windows. `choice`: what the model chose for the prompt's length, by `choose`.
+    Attributes:
+        top: Number of positions that had been written, including rows that were not committed.
+        firsts: First saved position of each slab.
+        windows: Window of each slab (see `LayerAttention`).
+        choice: `choose` of the prompt's length, for example a set of rotary factors.
+        choose: See `SlabCache`.
     """
 
     top: int
@@ -151,15 +174,24 @@ class SavedSlabs(Saved):
     choose: Callable[[int], Hashable]
 
     def most(self, length: int, prompt: int) -> int:
-        """0 where a window's ring cannot go back so far, or rotary factors are for another prompt length."""
+        """Return the number of tokens that can be loaded, at most `length`.
+
+        It is 0 if a window no longer holds the positions that the text would continue from, or if the rotary factors
+        are different for a prompt of this length.
+        """
         length, seen = min(length, self.length), zip(self.firsts, self.windows, strict=True)
         moved = any(window is not None and first and length - window + 1 < first for first, window in seen)
         return 0 if moved or self.choose(prompt) != self.choice else length
 
 
 class SlotGroup(NamedTuple):
-    """Slots of a pass whose keys and values lie in the same slabs, one of each kind: their indices in the pass, and
-    their places there."""
+    """Slots of a pass that are stored in the same slabs.
+
+    Attributes:
+        slabs: One slab per kind of attention.
+        members: Indices of the slots in the pass.
+        places: Place of each slot in the slabs.
+    """
 
     slabs: Sequence[Slab]
     members: Sequence[int]
@@ -167,15 +199,16 @@ class SlotGroup(NamedTuple):
 
 
 class SlabCache(SlotTable):
-    """Slots with slabs of their own, one per kind of attention. Only the length reached is read, whatever the capacity.
+    """A KV cache whose slots have their own slabs, one per kind of attention.
 
-    A slot's memory follows its own text: no other slot is touched when it grows, and it is given back with the slot.
+    The time of a pass depends on the lengths of the texts, not on the capacity. A slot grows without moving other
+    slots, and its memory is freed when it is released.
     """
 
     initial_capacity = 256
-    """Positions of a new slab, and the steps in which it grows when a text outgrows it."""
+    """Number of positions in a new slab. Capacities are multiples of it."""
     growth = 1.25
-    """The least factor by which it grows, so that a long text is not copied at every step."""
+    """Minimum factor by which a slab grows, so that a long text is not copied at every step."""
 
     def __init__(
         self,
@@ -188,10 +221,18 @@ class SlabCache(SlotTable):
         choose: Callable[[int], Hashable] = lambda prompt: None,
         devices: Sequence[torch.device] = (),
     ) -> None:
-        """`layers`: None for one that does not attend. `kv_heads`, `head_dim`: of layers that do not say. `limit`: the
-        context length; a slab may exceed it by the rows of a draft that is never committed. `choose`: from a prompt's
-        length to what the model chooses by it (see `KVCache.prompts`). `devices`: of the layers' parts; () if all lie
-        on `device`."""
+        """Make a cache without slots.
+
+        Args:
+            layers: Attention of each layer. None for a layer without attention.
+            kv_heads: Number of key heads of layers that have no `LayerAttention.heads`.
+            head_dim: Size of these key heads.
+            limit: Context length of the model, in tokens. Uncommitted rows of a draft may exceed it.
+            dtype: Dtype of keys and values.
+            device: Device of keys and values.
+            choose: Maps a prompt length to a setting of the model that depends on it (see `KVCache.prompts`).
+            devices: Device of each part of the model (see `LayerAttention.part`). Empty if all are on `device`.
+        """
         super().__init__()
         self._choose = choose
         self._layers = tuple(layers)
@@ -207,21 +248,21 @@ class SlabCache(SlotTable):
         self._held: dict[int, tuple[Slab, ...]] = {}
         """Taken slot -> its slabs."""
         self._tops: dict[int, int] = {}
-        """Taken slot -> positions written so far, committed or not."""
+        """Taken slot -> number of positions written so far, whether committed or not."""
 
     @property
     def slabs(self) -> Sequence[Slab]:
-        """All slabs."""
+        """All slabs of all slots."""
         return [slab for slabs in self._held.values() for slab in slabs]
 
     @property
     def capacity(self) -> int:
-        """Positions of the longest slot that memory is held for, in the layers that keep most."""
+        """Capacity of the largest slab, in positions."""
         return max((slab.capacity for slab in self.slabs), default=0)
 
     @property
     def nbytes(self) -> int:
-        """Memory held, in bytes."""
+        """Memory of all slabs, in bytes."""
         return sum(x.numel() * x.element_size() for slab in self.slabs for x in slab.tensors)
 
     @torch.inference_mode()
@@ -270,7 +311,7 @@ class SlabCache(SlotTable):
         """See `protocols.KVCache.load`."""
         if not (length := saved.most(length, self.prompts[slot])):
             return 0
-        # A ring that has moved on must be as large as it was then, so that it knows how far back it goes.
+        # A ring that has dropped positions is restored at its full size, so that `Slab.first` still knows which.
         self._reserve([slot], [saved.top if any(saved.firsts) else length])
         (slabs, place), tensors = self._home(slot), iter(saved.tensors)
         for slab, first in zip(slabs, saved.firsts, strict=True):
@@ -285,7 +326,8 @@ class SlabCache(SlotTable):
 
     @torch.inference_mode()
     def truncate(self, slot: int, length: int) -> None:
-        """A ring that has overwritten what row `length` would see cannot go back: the slot then starts over."""
+        """See `protocols.KVCache.truncate`. The slot starts over at length 0 if a ring has overwritten positions that a
+        row at position `length` sees."""
         self.check_length(slot, length)
         slabs, place = self._home(slot)
         if length < self.lengths[slot] and not all(slab.holds(length, self._tops[slot]) for slab in slabs):
@@ -295,7 +337,8 @@ class SlabCache(SlotTable):
         self.lengths[slot] = length
 
     def fit(self, slot: int, budget: DraftBudget) -> DraftBudget:
-        """Up to the end of the block, where a tree may need two columns for a row, and one to align."""
+        """Limit a budget to the rest of the slot's block. Each row of a tree may take two columns, and alignment may
+        take another."""
         self.check_taken(slot)
         left = BLOCK - 1 - self.lengths[slot] % BLOCK
         nodes = left if budget.branch == 1 else max(0, left - 1) // 2
@@ -310,8 +353,16 @@ class SlabCache(SlotTable):
 
     @torch.inference_mode()
     def view(self, slots: Sequence[int], rows: int, layers: Sequence[LayerAttention]) -> SlabPass:
-        """A pass of `rows` rows of each slot that see all of its text so far, each at the position after it, and that
-        write nothing. `layers`: the `source` of each is one of this cache's own. Raises `OutOfMemory`."""
+        """Begin a pass of another model over this cache's keys and values, which writes nothing.
+
+        Args:
+            slots: Slots of the pass.
+            rows: Number of rows of each slot. Each row attends to all committed tokens, at the position after them.
+            layers: Attention of the other model's layers. `source` is a layer of this cache.
+
+        Raises:
+            OutOfMemory: If a slot is full and there is no memory to extend it.
+        """
         lengths, count = tuple(self.lengths[slot] for slot in slots), len(slots)
         tokens = torch.zeros(count, rows, dtype=torch.int64)
         passing = Rows(tokens, tokens, tuple(slots), lengths, ((),) * count, (0,) * count)
@@ -320,7 +371,7 @@ class SlabCache(SlotTable):
         return SlabPass(plans, layers, [self._indices[layer.source or 0] for layer in layers], False)
 
     def _plans(self, rows: Rows, layouts: Sequence[Layout]) -> list[list[SlabPlan]]:
-        """The plans of each kind of attention for a pass with these layouts."""
+        """Return the plans of each kind of attention for a pass with these layouts."""
         groups, plans = self._groups(rows.slots), []
         for kind, (window, mutual, *_, chunked) in enumerate(self._kinds):
             seen = [x.mutual() for x in layouts] if mutual else layouts
@@ -333,7 +384,7 @@ class SlabCache(SlotTable):
         return plans
 
     def _new_slabs(self) -> tuple[Slab, ...]:
-        """One of each kind, without memory."""
+        """Return one slab without memory per kind of attention."""
         each = zip(self._kinds.items(), self._empty, strict=True)
         return tuple(
             Slab(count, window, empty, self._limit, single) for ((window, _, _, _, single, _), count), empty in each
@@ -343,16 +394,16 @@ class SlabCache(SlotTable):
         return slab.fits(reach, self.initial_capacity, self.growth)
 
     def _groups(self, slots: Sequence[int]) -> list[SlotGroup]:
-        """The taken slots of a pass, by the slabs they lie in."""
+        """Group the taken slots of a pass by the slabs that hold them."""
         return [SlotGroup(self._held[slot], [i], [0]) for i, slot in enumerate(slots)]
 
     def _home(self, slot: int) -> tuple[Sequence[Slab], int]:
-        """A taken slot's slabs, and its place there."""
+        """Return the slabs of a taken slot, and its place in them."""
         ((slabs, _, (place,)),) = self._groups([slot])
         return slabs, place
 
     def _reserve(self, slots: Sequence[int], ends: Sequence[int]) -> None:
-        """Make room for the columns before `ends` [B] of these slots. Raises `OutOfMemory`."""
+        """Make room for `ends[i]` columns of each slot i. Raises `OutOfMemory`."""
         for slot, end in zip(slots, ends, strict=True):
             used = self._tops[slot]
             for slab in self._held[slot]:
@@ -371,6 +422,6 @@ class SlabCache(SlotTable):
 
 
 def _layout(rows: Rows, index: int) -> Layout:
-    """Layout of the rows of one slot of a pass, with those of earlier passes over the same tree."""
+    """Return the layout of one slot's rows in a pass, including rows of earlier passes over the same tree."""
     start, length = rows.starts[index], rows.lengths[index]
     return layout(rows.parents[index][: start + rows.counts[index]], length % 2, start)

@@ -1,4 +1,4 @@
-"""The slots of a KV cache: which are free, how long each is, and what a commit moves."""
+"""The slots of a KV cache: free slots, lengths, and the moves that a commit makes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from paceline.types import Rows
 
 
 class SlotTable(ABC):
-    """Base class of the KV caches: slots with their lengths, over storage that the subclass owns."""
+    """Base class of the KV caches. It manages slots and their lengths. The subclass owns the storage."""
 
     rectangle = False
-    """Whether all slots are allocated at the length of the longest, and their number doubles when it grows."""
+    """True if every slot takes as much memory as the longest, and the number of slots doubles when it grows."""
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
-        """Committed tokens of each slot."""
+        """Number of committed tokens of each slot."""
         self.prompts: list[int] = []
         """Prompt length of each slot's request."""
         self.adapters: list[int] = []
@@ -33,7 +33,7 @@ class SlotTable(ABC):
     def acquire(self, prompt: int = 0, adapter: int = 0) -> int:
         """See `protocols.KVCache.acquire`."""
         if not self._free:
-            # The new slot is listed last, so that an interrupt leaves no slot without its entries.
+            # List the new slot last, so that an interrupt never leaves a free slot without entries in the other lists.
             self.prompts.append(0)
             self.adapters.append(0)
             self.lengths.append(0)
@@ -52,7 +52,11 @@ class SlotTable(ABC):
             self._free.append(slot)
 
     def note_pass(self, rows: Rows) -> None:
-        """Make these rows the latest pass of their slots. Raises `CacheError` for a slot that is not taken."""
+        """Record that these rows are the latest pass of their slots.
+
+        Raises:
+            CacheError: If a slot is not taken.
+        """
         for slot in rows.slots:
             self.check_taken(slot)
         self._begun.update(dict.fromkeys(rows.slots, rows.number))
@@ -64,7 +68,8 @@ class SlotTable(ABC):
             if path is None:
                 continue
             self.check_commit(slot, rows, i)
-            # Not `self.lengths`: so a commit that failed half-way can be repeated.
+            # Count from the length before the pass, not from `self.lengths`, so that a commit that failed half-way can
+            # be repeated.
             length, columns = rows.lengths[i], self._columns(rows, i)
             moves = [(length + columns[row], length + to) for to, row in enumerate(path, 1) if columns[row] != to]
             if moves:
@@ -76,7 +81,7 @@ class SlotTable(ABC):
         """Raise `CacheError` for a slot that is free or does not exist."""
         if not 0 <= slot < len(self.lengths) or slot in self._free:
             raise CacheError(
-                f"slot {slot!r} is not taken", "Use a slot that acquire or fork returned, until its release"
+                f"slot {slot!r} is not taken", "Use a slot returned by acquire or fork that has not been released"
             )
 
     def check_length(self, slot: int, length: int) -> None:
@@ -85,7 +90,7 @@ class SlotTable(ABC):
         if not 0 <= length <= self.lengths[slot]:
             raise CacheError(
                 f"slot {slot} holds {self.lengths[slot]} tokens and cannot be cut to {length}",
-                f"Give 0 to {self.lengths[slot]}",
+                f"Pass a length from 0 to {self.lengths[slot]}",
             )
 
     def check_commit(self, slot: int, rows: Rows, index: int) -> None:
@@ -93,20 +98,20 @@ class SlotTable(ABC):
         self.check_taken(slot)
         if self._begun.get(slot) != rows.number:
             raise CacheError(
-                f"this pass of slot {slot} was committed already, or a later one has begun",
-                "Commit the slot's latest pass, once",
+                f"this pass of slot {slot} has already been committed, or a later pass has begun",
+                "Commit only the slot's latest pass, and only once",
             )
-        # A slot may be ahead of its rows: a round that failed half-way through its commits is repeated.
+        # If a round failed half-way through its commits and is repeated, some slots have already advanced.
         if rows.lengths[index] not in (self.lengths[slot], self._before.get(slot)):
             raise CacheError(
-                f"slot {slot} holds {self.lengths[slot]} tokens, and this pass was over {rows.lengths[index]}",
-                "Commit the slot's latest pass, once",
+                f"slot {slot} holds {self.lengths[slot]} tokens, but this pass began after {rows.lengths[index]}",
+                "Commit only the slot's latest pass, and only once",
             )
 
     def _columns(self, rows: Rows, index: int) -> Sequence[int]:
-        """Columns, counted from the committed length, of all rows of slot `index` of a pass."""
+        """Return the columns of all rows of slot `index` of a pass, counted from the committed length."""
         return range(len(rows.parents[index]))
 
     @abstractmethod
     def _move(self, slot: int, source: list[int], target: list[int]) -> None:
-        """Copy the entries at positions `source` to positions `target`; all are read before any is written."""
+        """Copy the entries at positions `source` to positions `target`. Read all of them before writing any."""

@@ -1,12 +1,12 @@
-"""State of recurrent layers: what a text has left in them, kept at a few of its lengths.
+"""States of recurrent layers, kept at a few lengths of each text.
 
-Attention finds every token of a text in the cache, so a rejected token costs nothing: it is overwritten. A recurrent
-layer has one state for the whole text, and a token that went into it cannot be taken out. So here a pass never changes
-a state. It leaves what each of its rows *would* change, its update, which is far smaller than a state; a commit takes
-the state before the pass and applies the updates of the accepted rows, in their order and by the operations of the
-pass, so that the bits are those of a pass over these rows alone. Nothing goes through the model twice.
+Attention reads every token of a text from the cache, so a rejected token costs nothing: it is overwritten. A recurrent
+layer has one state for the whole text, and a token cannot be removed from it. Therefore a pass never changes a state.
+It records an update for each row, which is far smaller than a state. A commit takes the state before the pass and
+applies the updates of the accepted rows, in order and with the same operations as the pass. The result has the same
+bits as a pass over only these rows, and no row goes through the model twice.
 
-States are never written to, so copies (forks, prefix cache, checkpoints) are references.
+States are immutable, so copies (forks, prefix cache, checkpoints) are references.
 """
 
 from __future__ import annotations
@@ -28,16 +28,20 @@ from paceline.types import Rows
 
 Tensors = tuple[Tensor, ...]
 State = Mapping[int, Tensors]
-"""Recurrent layer -> its state after one text."""
+"""Recurrent layer -> its state after a text."""
 
 CHECKPOINT = 256
-"""States are kept where a text's length is a multiple of this, which is where prompts are cut into chunks."""
+"""Distance between checkpoints, in tokens. Prompts are cut into chunks at the same positions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """The rows that one slot has fed since its last commit: `parents` of all of them (see `types.Rows`), of which those
-    before `start` were fed by earlier passes."""
+    """The rows that one slot has fed since its last commit.
+
+    Attributes:
+        parents: The parent of every row, including rows of earlier passes (see `types.Rows`).
+        start: The first row of the current pass.
+    """
 
     parents: tuple[int, ...]
     start: int = 0
@@ -47,8 +51,10 @@ class Tree:
         return self.parents == tuple(range(NONE, len(self.parents) - 1))
 
     def history(self, count: int) -> Tensor:
-        """For each row of the pass the last `count` entries of its text, its own last: int64 [T, count], numbered
-        through the last `count` - 1 entries of the committed text and then all rows."""
+        """Return int64 [T, count]: for each row of the pass, the last `count` entries of its text, ending with the row.
+
+        Entries 0 to `count` - 2 are the last tokens of the committed text. Entry `count` - 1 + r is row r of the tree.
+        """
         return _history(self.parents, count)[self.start :]
 
 
@@ -62,37 +68,47 @@ def _history(parents: tuple[int, ...], count: int) -> Tensor:
 
 
 class Recurrence(ABC):
-    """A layer's state, and how rows change it.
+    """The recurrence of one layer.
 
-    A row's result must have the same bits whatever other rows its pass has, unless the pass is part of a prompt; and
-    `apply` those of `scan`.
+    Unless the pass is part of a prompt, a row's result must have the same bits whatever other rows the pass has, and
+    `apply` must return the same bits as `scan`.
     """
 
     @abstractmethod
     def empty(self) -> Tensors:
-        """The state before a text."""
+        """Return the state of an empty text."""
 
     @abstractmethod
     def scan(
         self, state: Tensors, earlier: Tensors | None, tree: Tree, inputs: Tensors, prompt: bool
     ) -> tuple[Tensor, Tensors, Tensors | None]:
-        """Feed the rows of a pass, from the state before the tree. Writes to no argument.
+        """Feed the rows of a pass. The arguments stay unchanged.
 
-        `earlier`: the updates of the tree's first rows, those before `tree.start`, each [start, ...]. `inputs`, each
-        [T, ...]: those of the pass's rows. `prompt`: the rows are a chain of any length, whose end alone is needed.
-        Returns the outputs [T, ...], the rows' updates, each [T, ...] (or () for a prompt), and the state after the
-        last row if the tree is a chain.
+        Args:
+            state: The state before the tree.
+            earlier: Updates of the rows before `tree.start`, each [start, ...]. None if there are none.
+            tree: The tree that the rows belong to.
+            inputs: Inputs of the pass's rows, each [T, ...].
+            prompt: True if the rows are a chunk of a prompt: a chain of any length that needs no updates.
+
+        Returns:
+            The outputs [T, ...], the rows' updates, each [T, ...] (() for a prompt), and the state after the last row
+            (None if the tree is not a chain).
         """
 
     @abstractmethod
     def apply(self, state: Tensors, updates: Tensors, rows: Sequence[int]) -> Tensors:
-        """Return the state after these rows, in their order."""
+        """Return the state after applying the updates of these rows in order."""
 
 
 @dataclass(slots=True)
 class _Fed:
-    """Rows that a slot fed since its last commit: by layer the updates of its rows, and the states after the first n
-    rows of a chain."""
+    """Results of the rows that a slot has fed since its last commit.
+
+    Attributes:
+        updates: Layer -> updates of the rows.
+        after: Layer -> n -> state after the first n rows, if the rows are a chain.
+    """
 
     updates: dict[int, Tensors] = field(default_factory=dict)
     after: dict[int, dict[int, Tensors]] = field(default_factory=dict)
@@ -100,25 +116,31 @@ class _Fed:
 
 @dataclass(frozen=True, slots=True)
 class SavedHybrid(Saved):
-    """Keys and values of a slot, and states by the length of the text."""
+    """Keys and values of a slot, and its states by length of the text."""
 
     slabs: SavedSlabs
     states: Mapping[int, State]
 
     def most(self, length: int, prompt: int) -> int:
-        """A text can go on only from where there is a state."""
+        """Return the greatest length with a saved state, at most `length`, or 0."""
         return max((n for n in self.states if n <= length and self.slabs.holds(n, prompt)), default=0)
 
 
 class StateCache(SlabCache):
-    """A `SlabCache` for models that have recurrent layers too.
+    """A `SlabCache` for models that also have recurrent layers.
 
-    A slot has states at its length, at the length before its latest commit, and at checkpoints: the last two multiples
-    of `CHECKPOINT` and those that are a power of two times it. `truncate` and `load` go back to the nearest of them.
+    A slot keeps states at its current length, at the length before its latest commit, and at checkpoints. Checkpoints
+    are the last two multiples of `CHECKPOINT`, and `CHECKPOINT` times each power of two. `truncate` and `load` go back
+    to the nearest state.
     """
 
     def __init__(self, recurrences: Mapping[int, Recurrence], *args: Any) -> None:
-        """`recurrences`: by layer. For the rest see `SlabCache`."""
+        """Make a cache.
+
+        Args:
+            recurrences: Recurrent layer -> its recurrence.
+            args: Arguments of `SlabCache`.
+        """
         super().__init__(*args)
         self.recurrences = recurrences
         self._states: dict[int, dict[int, State]] = {}
@@ -174,8 +196,8 @@ class StateCache(SlabCache):
 
     @torch.inference_mode()
     def commit(self, rows: Rows, paths: Sequence[Sequence[int] | None]) -> None:
-        """See `protocols.KVCache.commit`. The state before it stays, so that a round that failed half-way can be
-        repeated."""
+        """See `protocols.KVCache.commit`. The state before the commit is kept, so that a round that failed half-way can
+        be repeated."""
         for i, (slot, length, path) in enumerate(zip(rows.slots, rows.lengths, paths, strict=True)):
             if path is not None:
                 self.check_commit(slot, rows, i)
@@ -186,17 +208,17 @@ class StateCache(SlabCache):
         super().commit(rows, paths)
 
     def _after(self, slot: int, length: int, path: Sequence[int]) -> dict[int, State]:
-        """The states after a text of `length` tokens and these rows, and at the checkpoints in between."""
+        """Return the states after `length` tokens and the rows of a path, at its end and at the checkpoints on it."""
         fed, state, done, found = self._fed[slot], self._states[slot][length], 0, dict[int, State]()
         for end in _ends(length, len(path)):
-            # A model's excerpt feeds its first layers alone.
+            # `Decoder.excerpt` feeds only the first layers. The other layers keep their state.
             fresh = {layer: self._one_after(fed, layer, state[layer], path, done, end) for layer in fed.updates}
             state = {**state, **fresh}
             found[length + end], done = state, end
         return found
 
     def _one_after(self, fed: _Fed, layer: int, state: Tensors, path: Sequence[int], done: int, end: int) -> Tensors:
-        """One layer's state after the first `end` rows of a path, from that after `done` of them."""
+        """Return one layer's state after the first `end` rows of a path, given its state after `done` rows."""
         if path[end - 1] == end - 1 and end in fed.after[layer]:
             return fed.after[layer][end]
         updates = fed.updates[layer]
@@ -218,9 +240,18 @@ class StatePass(SlabPass):
         before: Sequence[State],
         fed: Sequence[_Fed],
     ) -> None:
-        """`plans`, `layers`, `indices`: see `SlabPass`. `before`: for each slot the states before its rows. `fed`: for
-        each slot the rows since its last commit, to which `recur` adds."""
-        # Prompts too by the sums that keep bits: then, where the rest keeps them, a text may go on from any state.
+        """Make a pass.
+
+        Args:
+            plans: See `SlabPass`.
+            layers: See `SlabPass`.
+            indices: See `SlabPass`.
+            rows: The rows of the pass.
+            recurrences: Recurrent layer -> its recurrence.
+            before: For each slot, the state before its rows.
+            fed: For each slot, results of the rows since its last commit. `recur` adds to them.
+        """
+        # Prompts also use exact attention, so that a text can continue from any state with the same bits.
         super().__init__(plans, layers, indices, False)
         self._rows, self._recurrences, self._before, self._fed = rows, recurrences, before, fed
         ends = [start + count for start, count in zip(rows.starts, rows.counts, strict=True)]
@@ -235,7 +266,7 @@ class StatePass(SlabPass):
         return torch.stack([torch.cat([x, x[:1].expand(room - len(x), *x.shape[1:])]) for x in lines])
 
     def _recur(self, layer: int, b: int, inputs: Tensors) -> Tensor:
-        """The outputs [T, ...] of one slot's rows."""
+        """Return the outputs [T, ...] of one slot's rows."""
         if self._rows.prefill:
             return self._prompt(layer, b, inputs)
         tree, fed, recurrence = self._trees[b], self._fed[b], self._recurrences[layer]
@@ -251,7 +282,7 @@ class StatePass(SlabPass):
         return out
 
     def _prompt(self, layer: int, b: int, inputs: Tensors) -> Tensor:
-        """As `_recur` for a prompt's chunk, in parts that end at checkpoints."""
+        """Do the work of `_recur` for a prompt chunk, in parts that end at checkpoints."""
         state, fed, parts, done = self._before[b][layer], self._fed[b], list[Tensor](), 0
         fed.updates[layer], fed.after[layer] = (), {}
         for end in _ends(self._rows.lengths[b], len(inputs[0])):
@@ -269,18 +300,18 @@ def _chain(count: int) -> Tree:
 
 
 def _ends(length: int, count: int) -> list[int]:
-    """Return the numbers, from 1, of those of the next `count` tokens that end at a checkpoint, and of the last one."""
+    """Return the ends of the parts into which checkpoints divide the next `count` tokens, counted from `length`."""
     return [*range(CHECKPOINT - length % CHECKPOINT, count, CHECKPOINT), count]
 
 
 @lru_cache(maxsize=1024)
 def held(length: int) -> int:
-    """Return the number of states that a slot keeps at most after a text of this length."""
-    return len(_kept(length)) + 1  # and the one before its latest commit
+    """Return the maximum number of states that a slot keeps for a text of this length."""
+    return len(_kept(length)) + 1  # 1 for the state before the latest commit
 
 
 def _kept(length: int) -> frozenset[int]:
-    """Lengths at which a slot of this length keeps its states."""
+    """Return the lengths at which a slot of this length keeps states."""
     count = length // CHECKPOINT
     powers = [1 << power for power in range(count.bit_length())]
     return frozenset({0, length, *(n * CHECKPOINT for n in (*powers, count, max(0, count - 1)))})

@@ -1,1 +1,1 @@
-"""The notation of chat models: function calls and reasoning in the replies of each family."""
+"""Function calls and reasoning in the replies of chat models, in the format of each model family."""

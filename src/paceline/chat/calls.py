@@ -1,4 +1,4 @@
-"""Parsers of function calls in a reply as it grows. Everything that is not a call in the family's format is text."""
+"""Streaming parsers for function calls in a reply. Everything that is not a call in the family's format is text."""
 
 from __future__ import annotations
 
@@ -15,12 +15,18 @@ from paceline.text.growing import GrowingText, Malformed, Reading, overlap
 from paceline.text.loose_json import JsonReader
 
 Functions = Mapping[str, Schema | None]
-"""The schema of each function's arguments by its name."""
+"""Function name -> JSON schema of its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A function call. `arguments`: a JSON object, as text. `id`: None in an earlier message that has none."""
+    """A function call.
+
+    Attributes:
+        name: Name of the function.
+        arguments: JSON object as text.
+        id: Id of the call. None if the call is from an earlier message that has no id.
+    """
 
     name: str
     arguments: str
@@ -33,11 +39,11 @@ class Call:
 
 
 Piece = Call | str
-"""A new call, or more arguments of the last one."""
+"""A new call, or more text of the last call's arguments."""
 
 
 class ForcedCallParser:
-    """Parses a reply that is one call generated under `CallFormat.grammar`. Arguments are passed on as they come."""
+    """Parses a reply that is one call generated under `CallFormat.grammar`. It streams the arguments."""
 
     def __init__(self, family: CallFormat, functions: Functions) -> None:
         self._forms = {name: family.forced(schema) for name, schema in functions.items()}
@@ -53,13 +59,13 @@ class ForcedCallParser:
         return self._arguments is not None and self._arguments.complete
 
     def push(self, text: str) -> tuple[str, list[Piece]]:
-        """Return (text to show, always empty, and the new pieces of the call)."""
+        """Return the text to show, which is always empty, and the new pieces of the call."""
         pieces: list[Piece] = []
         self._held += text
         head = self._held.lstrip()
         if self._name is None and self._held:
             fitting = [name for name, known in self._heads.items() if known.startswith(head) or head.startswith(known)]
-            if len(fitting) == 1:  # at once if there is only one function
+            if len(fitting) == 1:  # from the first character if there is only one function
                 self._name = fitting[0]
                 pieces.append(Call(self._name, "", self._forms[self._name].new_id()))
         if self._name is not None and self._arguments is None and head.startswith(self._heads[self._name]):
@@ -70,7 +76,7 @@ class ForcedCallParser:
         return "", pieces
 
     def flush(self) -> tuple[str, list[Piece]]:
-        """Return the rest of the arguments."""
+        """End the reply. Return no text, and the rest of the arguments."""
         return "", [*filter(None, [self._arguments.flush() if self._arguments else ""])]
 
     def _reader(self, name: str) -> _JsonArguments | TaggedArguments:
@@ -81,19 +87,22 @@ class ForcedCallParser:
 
 
 class _JsonArguments:
-    """Passes growing JSON on, without what may be the `tail` of the call. `complete`: as of `TaggedArguments`."""
+    """Streams arguments that are JSON. It holds back text that may be the `tail` of the call.
+
+    `complete`: See `TaggedArguments`.
+    """
 
     def __init__(self, tail: str) -> None:
         self._tail, self._held, self._shown = tail, "", ""
         self.complete = False
 
     def push(self, text: str) -> str:
-        """Return more of the JSON."""
+        """Add text of the reply. Return the new part of the JSON."""
         self._held += text
         return self._show(len(self._held) - overlap(self._held, self._tail))
 
     def flush(self) -> str:
-        """Return the rest of incomplete arguments; after complete ones the rest is the end of the call."""
+        """End the reply. Return the rest of the arguments if they are incomplete. Otherwise, the rest is the tail."""
         self.complete = _is_json(self._shown)
         return "" if self.complete else self._show(len(self._held))
 
@@ -114,15 +123,15 @@ def _is_json(text: str) -> bool:
 _NAME = re.compile(r"[\w.:-]*")
 _BRACES = re.compile(r"\}*")
 _BARE_KEYS = {"name", "arguments", "parameters", "id", "type"}
-"""Keys of an object without a marker that is a call."""
+"""Keys that a call without a marker may have."""
 _WHOLE = replace(FENCED, name="whole", start="", heads=("```json", "```"))
-"""Format of a reply that is nothing but a call without a marker."""
+"""Format of a reply that consists of one call without a marker."""
 
 
 class CallParser:
     """Splits a growing reply into text and calls.
 
-    White space around calls is dropped. A call of an unknown function is text.
+    White space around calls is dropped. A call to an unknown function is text.
     """
 
     def __init__(
@@ -134,7 +143,7 @@ class CallParser:
             family: The model's format.
             functions: The functions that may be called.
             single: True to drop everything after the first call.
-            bare: False if a whole reply that is a JSON object is no call.
+            bare: True to read a reply that consists of a JSON object as a call.
             marked: True to read only calls that begin with a marker.
         """
         self._family, self._functions, self._single = family, functions, single
@@ -147,11 +156,12 @@ class CallParser:
         self._found: list[str | list[Call]] = []
         self._reading = self._read()
         self._space: list[str] = []
-        """White space that is shown if text follows it."""
+        """White space that is shown only if text follows it."""
         self.called = False
+        """True if a call has been found."""
 
     def push(self, text: str) -> tuple[str, Sequence[Piece]]:
-        """Return (text to show, complete calls)."""
+        """Add text of the reply. Return the text to show and the calls that are now complete."""
         self._text.push(text)
         next(self._reading, None)
         found, self._found = self._found, []
@@ -165,7 +175,7 @@ class CallParser:
         return "".join(shown), calls
 
     def flush(self) -> tuple[str, Sequence[Piece]]:
-        """Return what the end of the reply leaves: a call without its end marker, or text that was held back."""
+        """End the reply. Return text that was held back, and calls that lack an end marker."""
         self._text.over = True
         shown, calls = self.push("")
         return shown + ("" if self.called else "".join(self._space)), calls
@@ -176,7 +186,7 @@ class CallParser:
         return calls
 
     def _shown(self, text: str) -> list[str]:
-        """Return text that can be shown; white space waits until text or a call follows it."""
+        """Return the text that can be shown. White space is held back until text or a call follows it."""
         if self.called and self._single:
             return []
         stripped = text.rstrip()
@@ -197,7 +207,7 @@ class CallParser:
             yield from self._attempt(form)
 
     def _text_before_call(self) -> Reading[CallFormat | None]:
-        """Read text up to the beginning of a call, and return the call's format; None at the end of the reply."""
+        """Read text up to the beginning of a call. Return the call's format, or None at the end of the reply."""
         while True:
             start = self._text.seek((*self._forms,), self._starts)
             if shown := self._text.taken():
@@ -209,7 +219,7 @@ class CallParser:
             yield
 
     def _attempt(self, form: CallFormat) -> Reading[None]:
-        """Read calls in a format. What turns out to be none is text, and is not read again."""
+        """Read calls in a format. If they turn out not to be calls, everything that was read becomes text."""
         try:
             calls = yield from _CallBlock(
                 self._text, form, self._functions, lenient=self._family.name == "llama"
@@ -222,24 +232,27 @@ class CallParser:
 
 
 class ReasonedCalls:
-    """Finds calls in reasoning that never ends: models forget to end it before they call.
+    """Finds calls in reasoning that never ends, because models sometimes forget to end it before a call.
 
-    From a call on, the reasoning is held back until it is clear if it ends.
+    After a call, the reasoning is held back. If it ends after all, the call was part of the reasoning.
     """
 
     def __init__(self, family: CallFormat, functions: Functions, single: bool = False) -> None:
         self._parser = CallParser(family, functions, single, marked=True)
         self._raw = self._text = ""
-        """The text that is held back: as it came, and without its calls."""
+        """The text that is held back, with and without its calls."""
         self._calls: list[Call] = []
 
     def push(self, text: str, inside: bool, finish: str | None) -> tuple[str, Sequence[Call]]:
-        """Take more of the reasoning, and return (reasoning that can be shown, calls).
+        """Add text of the reasoning.
 
         Args:
-            text: The text.
-            inside: True if the reasoning goes on after it.
-            finish: The reason why the reply ends here, if it does. Reasoning that the length limit cuts has no calls.
+            text: New text.
+            inside: True if the reasoning continues after this text.
+            finish: The finish reason if the reply ends here, else None. Calls are dropped if the reason is "length".
+
+        Returns:
+            The reasoning that can be shown, and the calls.
         """
         self._raw += text
         if not self._raw:
@@ -255,7 +268,7 @@ class ReasonedCalls:
             return shown, calls
         if self._calls:
             return "", ()
-        shown, self._text = self._text, ""  # the beginning of what the parser has been given
+        shown, self._text = self._text, ""  # without a call, this is a prefix of `_raw`
         self._raw = self._raw[len(shown) :]
         return shown, ()
 
@@ -266,11 +279,17 @@ class ReasonedCalls:
 
 @dataclass(frozen=True, slots=True)
 class _CallBlock:
-    """Calls in one format: a marker, one or several of them, an end marker. Each may be written as
+    """Reads one or several calls in one format, with the markers around them. A call may be written as
 
         {"name": NAME, "arguments": {...}}   NAME {...}   NAME(KEY=VALUE)   NAME and tags
 
-    with the format's texts around name and arguments. lenient: a call without a marker may lack its arguments.
+    with the format's text around the name and the arguments.
+
+    Attributes:
+        text: The reply.
+        form: The format of the calls.
+        functions: The functions that may be called.
+        lenient: True if a call without a marker may omit its arguments.
     """
 
     text: GrowingText
@@ -279,7 +298,7 @@ class _CallBlock:
     lenient: bool
 
     def calls(self) -> Reading[list[tuple[str, str]]]:
-        """Read the calls as names and JSON. Raises `Malformed`."""
+        """Read all calls. Return the name and the arguments, as JSON text, of each. Raises `Malformed`."""
         text, form = self.text, self.form
         yield from text.skip(form.start)
         yield from self._skip(form.heads)
@@ -299,13 +318,14 @@ class _CallBlock:
                 found.append((yield from self._call()))
                 yield from text.space()
                 more = yield from text.skip("," if listed else ";")
-        unfinished = listed and (more or (yield from text.ahead()))  # a missing bracket is clear only at the end
+        # A list may lack its closing bracket only at the end of the reply.
+        unfinished = listed and (more or (yield from text.ahead()))
         if not found or unfinished or (form.last and (yield from self._followed())):
             raise Malformed
         return found
 
     def _followed(self) -> Reading[bool]:
-        """Return True if text follows, apart from the end of a code block."""
+        """Return True if more text follows. The end of a code block does not count."""
         yield from self._skip(self.form.tails)
         return bool((yield from self.text.ahead()))
 
@@ -336,14 +356,14 @@ class _CallBlock:
         if form.tags:
             schema = self.functions[name] or NO_ARGUMENTS
             yield from form.tags.read(text, schema, found, form.ends)
-        # At the end of a reply that was cut, "```" may be the beginning of "```json".
+        # "```" does not count as an end if a call may begin with "```json": the reply may have been cut off inside it.
         ends = [end for end in form.ends if not any(head.startswith(end) for head in form.heads)]
         if not (yield from text.begins(*ends)):
             raise Malformed
         return found
 
     def _end(self) -> Reading[None]:
-        """Read what closes a call, with brackets too many before an end."""
+        """Read the end of a call. Surplus closing braces are allowed before an end marker."""
         yield from self.text.space()
         if (yield from self.text.run(_BRACES)):
             yield from self.text.space()
@@ -352,7 +372,7 @@ class _CallBlock:
         yield from self._skip(self.form.tails)
 
     def _skip(self, texts: Collection[str]) -> Reading[None]:
-        """Skip texts of the format, in any order, and the white space around them."""
+        """Skip any of these texts, in any order, and the white space around them."""
         yield from self.text.space()
         while mark := (yield from self.text.skip(*texts)):
             if mark == "[CALL_ID]":
@@ -360,7 +380,7 @@ class _CallBlock:
             yield from self.text.space()
 
     def _known(self, name: str) -> str:
-        """Return the function that a name means. Raises `Malformed` if there is none."""
+        """Return the function that a name refers to. Raises `Malformed` if there is none."""
         short = re.sub(r":\d+$", "", name.removeprefix("functions."))
         known = (one for one in (name, short, short.removesuffix(".call")) if one in self.functions)
         if (found := next(known, None)) is None:
@@ -368,8 +388,11 @@ class _CallBlock:
         return found
 
     def _of_object(self, value: dict[str, Any], unclosed: list[Any]) -> tuple[str, dict[str, Any]]:
-        """Return name and arguments of a call that is an object. Raises `Malformed` for any other object, and for one
-        whose arguments the end of the reply cut off."""
+        """Return the name and arguments of a call that is a JSON object.
+
+        Raises:
+            Malformed: If the object is not a call, or the end of the reply cut off its arguments.
+        """
         inner = value.get("function")
         value = inner if isinstance(inner, dict) else value
         names = [one for key in ("name", "tool_name", "function") if isinstance(one := value.get(key), str)]
@@ -384,7 +407,7 @@ class _CallBlock:
 
 
 def _as_object(given: Any) -> dict[str, Any]:
-    """Return arguments, which may be JSON in a string, or none at all. Raises `Malformed`."""
+    """Return arguments as an object. They may be missing, or JSON in a string. Raises `Malformed`."""
     if isinstance(given, str) and given.strip():
         given = loose_json.parse(given)
     if given is None or given == "":

@@ -1,4 +1,4 @@
-"""Harmony, gpt-oss's chat format: a reply is a sequence of messages in channels of reasoning, calls and text.
+"""Harmony, the chat format of gpt-oss: a reply is a sequence of messages in channels for reasoning, calls and text.
 
     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>
     <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
@@ -16,15 +16,18 @@ CHANNEL, MESSAGE, END, START, CALL, RETURN = MARKERS = (
     *("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|call|>", "<|return|>"),
 )
 FINAL = f"{CHANNEL}final{MESSAGE}"
-"""Beginning of the text that is the answer."""
+"""Header of the message that holds the answer."""
 
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
 _BEGINNINGS = (CHANNEL, "to=")
 
 
 def rules(special: Mapping[str, int]) -> str:
-    """Return rules of a Lark grammar for an `answer` in the final channel, after reasoning or not. `special`: ids of
-    the markers that are special tokens."""
+    """Return rules of a Lark grammar for an `answer` in the final channel, with optional reasoning before it.
+
+    Args:
+        special: Ids of the markers that are special tokens.
+    """
     names = {marker: f"<[{special[marker]}]>" if marker in special else json.dumps(marker) for marker in MARKERS}
     return (
         f'start: thought? {names[CHANNEL]} "final" {names[MESSAGE]} answer\n'
@@ -33,11 +36,13 @@ def rules(special: Mapping[str, int]) -> str:
 
 
 class HarmonyParser:
-    """Splits a growing reply into reasoning and the rest, where a call becomes one in Hermes' format.
+    """Splits a growing reply into reasoning and the rest. Calls are rewritten in the Hermes format.
 
-    Every marker comes whole, since it is one token. A reply that begins with no header is the rest of an answer.
+    Every marker is one token, so it never arrives in parts. A reply that does not begin with a header continues an
+    answer.
 
-    `inside`: True while the text is reasoning.
+    Attributes:
+        inside: True while the text is reasoning.
     """
 
     def __init__(self) -> None:
@@ -45,11 +50,11 @@ class HarmonyParser:
         self._held = ""
         self._began = False
         self._tail: str | None = None
-        """What follows the message that the text is in; None in a header."""
+        """Text to add after the current message. None in a header."""
         self._opening, self._answered = "", False
 
     def push(self, text: str) -> tuple[str, str]:
-        """Return (reasoning, text of the answer) that can be shown."""
+        """Add text of the reply. Return the reasoning and the text of the answer that can be shown."""
         self._held += text
         thought = answer = ""
         while self._held and (self._tail is not None or self._header()):
@@ -65,12 +70,12 @@ class HarmonyParser:
         return thought, answer
 
     def flush(self) -> tuple[str, str]:
-        """Return what was held back for a header that did not come; one that did not end is dropped."""
+        """End the reply. Return no reasoning, and text that was held back. An incomplete header is dropped."""
         held, self._held = self._held, ""
         return "", "" if self._began else held
 
     def _header(self) -> bool:
-        """Read a message's header, if it is there as a whole."""
+        """Read a message's header. Return False if it is not complete yet."""
         head = self._held.lstrip()
         if not self._began and not any(head.startswith(x) or x.startswith(head) for x in _BEGINNINGS):
             self._began, self._tail = True, ""
@@ -89,7 +94,7 @@ class HarmonyParser:
         return True
 
     def _body(self) -> tuple[str, bool, str]:
-        """Return (text of the message, True if the message ends, the rest)."""
+        """Return the text of the message, True if the message ends after it, and the rest of the reply."""
         ends = [(at, marker) for marker in (END, CALL, RETURN) if (at := self._held.find(marker)) >= 0]
         if not ends:
             return self._held, False, ""

@@ -1,6 +1,6 @@
-"""Arguments of a call as tagged text, `<parameter=KEY>VALUE</parameter>`, instead of JSON: grammar, types, reading.
+"""Call arguments that are tagged text, `<parameter=KEY>VALUE</parameter>`, instead of JSON.
 
-A value is text without quotes or escapes; what JSON value it stands for is known from the function's schema.
+A value is text without quotes or escapes. The function's schema decides which JSON value it stands for.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Schema = Mapping[str, Any]
 _KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null", dict: "object"}
 _PYTHON = {"True": True, "False": False, "None": None}
 _ABOUT = {"title", "description", "default", "examples", "deprecated", "$comment"}
-"""Keywords that allow and forbid nothing."""
+"""Keywords that restrict nothing."""
 _OBJECT = {
     *_ABOUT,
     "type",
@@ -33,26 +33,34 @@ _OBJECT = {
     "definitions",
     "x-guidance",
 }
-"""Keywords of a function's schema that tagged text can hold to."""
+"""Keywords of a function's schema that a grammar of tagged text can enforce."""
 _MOST = 1 << 22
-"""Characters of a grammar's schemas."""
+"""Maximum total size of the schemas in a grammar, in characters."""
 
 
 _KEY = re.compile(r'[^<>"\n]*')
 
 
 def written(value: Any) -> str:
-    """Return JSON as UTF-8 can hold it. Raises `ValueError` for numbers that JSON does not have."""
+    """Return a value as JSON that can be encoded in UTF-8.
+
+    Raises:
+        ValueError: If the value contains a number that JSON does not allow (NaN, infinity).
+    """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    return json.dumps(value) if re.search(r"[\ud800-\udfff]", text) else text  # half a character
+    return json.dumps(value) if re.search(r"[\ud800-\udfff]", text) else text  # UTF-8 has no lone surrogates
 
 
 @dataclass(frozen=True)
 class Tags:
-    """Text before a parameter's name, between it and the value, and after the value.
+    """The tags around a parameter.
 
-    kind: An attribute of the parameter, whose value "true" or "false" tells whether the parameter is a string; "" if
-        only the function's schema tells it.
+    Attributes:
+        before: Text before the name.
+        between: Text between the name and the value.
+        after: Text after the value.
+        kind: Attribute with the value "true" if the parameter is a string, else "false". Empty if the format has no
+            such attribute, so that only the function's schema decides.
     """
 
     before: str
@@ -61,14 +69,17 @@ class Tags:
     kind: str = ""
 
     def read(self, text: GrowingText, schema: Schema, found: dict[str, Any], ends: Sequence[str] = ()) -> Reading[None]:
-        """Read parameters until something else follows, and add them to `found`. Line breaks of the tags may be left
-        out. Raises `Malformed`.
+        """Read parameters until something else follows, and add them to `found`. Tags may lack their line breaks.
 
         Args:
             text: The text, at the first parameter.
-            schema: The schema of all parameters, which tells their types.
-            found: The parameters that have been read.
-            ends: Texts that may follow the last parameter. A closing tag before anything else belongs to a value.
+            schema: The schema of all parameters, which decides their types.
+            found: Receives the parameters.
+            ends: Texts that may follow the last parameter. If anything else follows a closing tag, the tag is part of
+                the value.
+
+        Raises:
+            Malformed: If a tag is incomplete.
         """
         before = self.before.strip()
         yield from text.space()
@@ -86,7 +97,7 @@ class Tags:
             found[key] = value if is_text == "true" else typed(value, key, {} if is_text else schema)
 
     def _value_text(self, text: GrowingText, follows: Sequence[str]) -> Reading[str]:
-        """Read a value with its closing tag and the white space after it."""
+        """Read a value, its closing tag and the white space after it. Return the value."""
         closing, parts = self.after.strip(), list[str]()
         while True:
             parts.append((yield from text.until(closing)))
@@ -97,8 +108,16 @@ class Tags:
             parts.append(closing + space)
 
     def rules(self, name: str, schema: Schema, special: Mapping[str, int]) -> list[str] | None:
-        """Return rules of a Lark grammar for arguments in the order of their schema, the first under this name; None if
-        tagged text cannot hold to the schema."""
+        """Return rules of a Lark grammar for the arguments, in the order of their schema.
+
+        Args:
+            name: Name of the first rule. The names of the others begin with it.
+            schema: The schema of all parameters.
+            special: Ids of the markers that are special tokens.
+
+        Returns:
+            The rules. None if a grammar of tagged text cannot enforce the schema.
+        """
         properties = schema.get("properties")
         required = {key for key in _list(schema.get("required")) if isinstance(key, str)}
         if not isinstance(properties, Mapping) or not schema.keys() <= _OBJECT or not _divisible(schema):
@@ -117,10 +136,11 @@ class Tags:
         return rules
 
     def _forms(self, name: str, schema: Any, root: Schema, special: Mapping[str, int]) -> list[tuple[str, str, str]]:
-        """Return the forms that a value may have: the name of its rule, the attribute before the value, and the rule of
-        the value with what follows it.
+        """Return the forms that a value may have.
 
-        Where an attribute tells strings from JSON, a value that may be either has both forms.
+        Each form is the name of its rule, the attribute before the value, and the rule for the value and its closing
+        tag. If the format marks strings with an attribute (`kind`) and the schema allows strings and other types, there
+        are two forms.
         """
         schema, known = _resolved(schema, root), kinds(schema, root)
         is_text, is_json = (f"{self.kind}true", f"{self.kind}false") if self.kind else ("", "")
@@ -135,7 +155,7 @@ class Tags:
         return [*forms, (f"{name}_json", is_json, f"{rule}\n{value}")]
 
     def _text(self, name: str, schema: Schema, root: Schema, special: Mapping[str, int]) -> str | None:
-        """Return the rule of a value that is text, with what follows it; None if a rule cannot hold to the schema."""
+        """Return the rule for a text value and its closing tag. None if a rule cannot enforce the schema."""
         after = literal(self.after, special)
         named = [schema["const"]] if "const" in schema else _list(schema.get("enum"))
         if named and all(isinstance(one, str) for one in named):
@@ -145,26 +165,33 @@ class Tags:
             return None
         if any(marker in self.after for marker in special):
             closing = self.after.lstrip()
-            # Text ends at a special token, and not at text before one.
+            # A special token can end the value, but only if the closing tag begins with it.
             return f"{name}: /(.|\\n)*/ {literal(closing, special)}" if closing.startswith((*special,)) else None
         return f"{name}[suffix={quoted(self.after)}]: /(.|\\n)*/"
 
 
 class TaggedArguments:
-    """Turns growing tagged text into growing JSON.
+    """Converts growing tagged text to growing JSON.
 
-    `complete`: True if the call was complete at the end of the reply.
+    Attributes:
+        complete: True if the call was complete at the end of the reply.
     """
 
     def __init__(self, tags: Tags, schema: Schema, tail: str) -> None:
-        """`tail`: text after the arguments."""
+        """Make a converter.
+
+        Args:
+            tags: The tags around each parameter.
+            schema: The schema of all parameters.
+            tail: Text after the arguments.
+        """
         self._text, self._found, self._shown = GrowingText(), dict[str, Any](), 0
         self._reading = self._read(tags, schema, tail.strip())
         self._began = False
         self.complete = False
 
     def push(self, text: str) -> str:
-        """Return more of the JSON: whole parameters."""
+        """Add text of the reply. Return the new part of the JSON, in whole parameters."""
         self._text.push(text)
         next(self._reading, None)
         if len(self._found) == self._shown:
@@ -174,7 +201,7 @@ class TaggedArguments:
         return self._after_last(written(new)[1:-1])
 
     def flush(self) -> str:
-        """Return the end of the JSON if the call is complete."""
+        """End the reply. Return the rest of the JSON, with its closing brace if the call is complete."""
         self._text.over = True
         more = self.push("")
         return more + (self._after_last("") + "}" if self.complete else "")
@@ -193,7 +220,7 @@ class TaggedArguments:
 
 
 def kinds(schema: Any, root: Schema) -> set[str]:
-    """Return the JSON types that a schema allows, as far as it names them."""
+    """Return the JSON types that a schema names, directly or by its constants. Empty if it names none."""
     found: set[str] = set()
     for one in _members(schema, root):
         given = one.get("type")
@@ -204,7 +231,13 @@ def kinds(schema: Any, root: Schema) -> set[str]:
 
 
 def typed(text: str, key: str, schema: Schema) -> Any:
-    """Return the JSON value that a parameter's text stands for under the schema of all parameters."""
+    """Return the JSON value that a parameter's text stands for.
+
+    Args:
+        text: The text.
+        key: Name of the parameter.
+        schema: The schema of all parameters.
+    """
     properties = schema.get("properties")
     known = kinds(properties.get(key) if isinstance(properties, Mapping) else None, schema)
     if known == {"string"}:
@@ -237,12 +270,13 @@ def _finite(number: str) -> float:
 
 
 def _list(value: Any) -> list[Any]:
-    """Return a list that a schema may have; an empty one for anything else, since clients send what they like."""
+    """Return a value of a schema if it is a list, else an empty list. Clients may send malformed schemas."""
     return value if isinstance(value, list) else []
 
 
 def _members(schema: Any, root: Schema) -> list[Schema]:
-    """Return a schema, or those that it is a union of. Each is looked at once, since they may refer to themselves."""
+    """Return the members of a union, recursively, or the schema if it is not a union. Schemas may be recursive, so each
+    is visited once."""
     found: list[Schema] = []
     seen: dict[int, Schema] = {}
     waiting = [schema]
@@ -257,7 +291,7 @@ def _members(schema: Any, root: Schema) -> list[Schema]:
 
 
 def _resolved(schema: Any, root: Schema) -> Schema:
-    """Return the schema that a reference names; an empty one for what is no schema."""
+    """Follow the references of a schema. Return an empty schema if a reference is broken or `schema` is not one."""
     for _ in range(16):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str):
@@ -269,7 +303,10 @@ def _resolved(schema: Any, root: Schema) -> Schema:
 
 
 def _divisible(schema: Schema) -> bool:
-    """Return True if each property can be written with a copy of all definitions, and needs nothing else."""
+    """Return True if each property can be compiled separately, with a copy of all definitions.
+
+    This requires that references point only to definitions and that all copies together are not too large.
+    """
     text = json.dumps(schema)
     references = re.findall(r'"\$ref": "([^"]*)"', text)
     small = len(text) * len(schema["properties"]) <= _MOST

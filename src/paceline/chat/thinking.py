@@ -1,4 +1,4 @@
-"""Reasoning that a model writes before its answer: the markers of its family, and a parser that splits it off."""
+"""The reasoning that a model writes before its answer: markers of each model family, and parsers."""
 
 from __future__ import annotations
 
@@ -15,62 +15,70 @@ from paceline.text.template_text import TemplateText
 
 @dataclass(frozen=True, slots=True)
 class ThoughtFormat:
-    """Markers around the reasoning."""
+    """A format of reasoning, with a marker at its start and its end."""
 
     start: str
     end: str
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """What the parser must see, also where it is a special token."""
+        """Texts that the parser must see, even if they are special tokens."""
         return self.start, self.end
 
     def known(self, template: str) -> bool:
-        """Return True if a chat template is of a model that writes this format."""
+        """Return True if a chat template belongs to a model that writes this format."""
         return self.end in template
 
     def parser(self, inside: bool) -> ThoughtParser | HarmonyParser:
-        """Return a parser of a reply to a prompt that ends `inside` of the reasoning, or not."""
+        """Return a parser for a reply. `inside`: True if the prompt ends inside the reasoning."""
         return ThoughtParser(self, inside)
 
     def begun(self, prompt: str) -> bool:
-        """Return True if a prompt ends inside of the reasoning."""
+        """Return True if a prompt ends inside the reasoning."""
         return prompt.rstrip().endswith(self.start.rstrip())
 
     def over(self, prompt: str) -> bool:
-        """Return True if a prompt ends with reasoning that is over, as templates write it where none is wanted."""
+        """Return True if a prompt ends after complete reasoning. Templates write empty reasoning to turn it off."""
         return prompt.rstrip().endswith(self.end)
 
     def skip(self, prompt: str) -> str:
-        """Return the prompt with reasoning that is over at its end."""
+        """Return the prompt with complete, empty reasoning at its end, so that the reply begins with the answer."""
         if self.over(prompt):
             return prompt
         start, end = map(TemplateText.written, (self.start, f"\n\n{self.end}\n\n"))
         return (prompt.rstrip() if self.begun(prompt) else prompt + start) + end
 
     def reasoning(self, inside: bool) -> tuple[str, str]:
-        """Return `Sampling.reasoning` of a reply to a prompt that ends `inside` of the reasoning, or not."""
+        """Return `Sampling.reasoning` for a reply. `inside`: True if the prompt ends inside the reasoning."""
         return "" if inside else self.start, self.end
 
     def budget(self, tokens: int, inside: bool) -> ThinkingBudget:
-        """Return `Sampling.thinking_budget` of a reply to a prompt that ends `inside` of the reasoning, or not."""
+        """Return `Sampling.thinking_budget` for a reply.
+
+        Args:
+            tokens: Maximum number of tokens of reasoning.
+            inside: True if the prompt ends inside the reasoning.
+        """
         return ThinkingBudget(tokens, *self.reasoning(inside))
 
     def rules(self, inside: bool, special: Mapping[str, int]) -> str:
-        """Return rules of a Lark grammar for an `answer` that reasoning may precede, or follows if the prompt ends
-        `inside` of it. `special`: ids of the markers that are special tokens.
+        """Return rules of a Lark grammar for an `answer` with reasoning before it.
+
+        Args:
+            inside: True if the prompt ends inside the reasoning. Otherwise, reasoning is optional.
+            special: Ids of the markers that are special tokens.
         """
         if self.end in special:
             body = f"body: /(.|\\n)*/ {literal(self.end, special)}"
         else:
             body = f"body[suffix={literal(self.end, special)}]: /(.|\\n)*/"
         before = "body" if inside else f"{literal(self.start, special)} body"
-        space = "/\\n{0,2}/"  # no more: a small model that may write white space may write nothing else
+        space = "/\\n{0,2}/"  # a limit, because a small model may write white space forever
         return f"start: thought{'' if inside else '?'} answer\nthought: {before} {space}\n{body}\n"
 
 
 class _Harmony(ThoughtFormat):
-    """gpt-oss's channels, which are split whatever is asked for: without their markers they could not be told apart."""
+    """The channels of gpt-oss. They are always split, because without markers they look the same."""
 
     markers = harmony.MARKERS
 
@@ -98,7 +106,7 @@ class _Harmony(ThoughtFormat):
 
 
 class _Gemma(ThoughtFormat):
-    """Gemma 4's channel."""
+    """The reasoning channel of Gemma 4."""
 
     markers = ("<|channel>", "<channel|>")
 
@@ -121,14 +129,15 @@ _FORMATS = (
 
 
 def family(template: str | None) -> ThoughtFormat | None:
-    """Return the format that a chat template uses, None for models that do not reason."""
+    """Return the reasoning format that a chat template uses. None if the model does not reason."""
     return next((form for form in _FORMATS if form.known(template or "")), None)
 
 
 class ThoughtParser:
     """Splits a growing reply into reasoning and the rest. White space around the reasoning is dropped.
 
-    `inside`: True while the text is reasoning.
+    Attributes:
+        inside: True while the text is reasoning.
     """
 
     def __init__(self, form: ThoughtFormat, inside: bool) -> None:
@@ -140,7 +149,7 @@ class ThoughtParser:
         """True if white space is dropped until other text follows."""
 
     def push(self, text: str) -> tuple[str, str]:
-        """Return (reasoning, text of the answer) that can be shown."""
+        """Add text of the reply. Return the reasoning and the text of the answer that can be shown."""
         self._held += text
         if self._open and not self.inside:
             self._begin()
@@ -148,7 +157,7 @@ class ThoughtParser:
         return thought, "" if self._open else self._answer()
 
     def flush(self) -> tuple[str, str]:
-        """Return what was held back for a marker that did not come."""
+        """End the reply. Return the reasoning or the text that was held back because it might have been a marker."""
         held, self._held = self._held, ""
         return (held.rstrip(), "") if self.inside else ("", held)
 

@@ -1,7 +1,7 @@
 # ruff: noqa: RUF001 (DeepSeek's markers)
-"""Tool calling: the format in which a family of models writes function calls, detected from its chat template.
+"""Tool calling: the formats of function calls, by model family. A model's format is detected from its chat template.
 
-`calls.py` parses them. The formats are those of the families' own templates, in the table `FORMATS`.
+`calls.py` parses the calls. The table `FORMATS` follows the chat templates of the families.
 """
 
 from __future__ import annotations
@@ -23,23 +23,28 @@ Schema = Mapping[str, Any]
 _LETTERS = string.ascii_letters + string.digits
 
 NO_ARGUMENTS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
-"""Parameters of a function that declares none, as OpenAI's API defines it."""
+"""Schema of a function that declares no parameters, as in OpenAI's API."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFormat:
-    """Format in which a family writes calls, as `calls.py` reads them and grammars force them.
+    """The format of a family's function calls. `calls.py` parses it, and grammars force it.
 
-    templates: Texts that the family's chat templates contain, all of them.
-    token: A token of the family's vocabulary that tells the format, if it is not `start`.
-    start, end: Markers around calls. A call may lack the end; it ends where its JSON ends.
-    heads, tails: Texts around the name of a call, and after its arguments. Each may be missing.
-    call: The text of a call before its name, between name and arguments, and after them, for grammars.
-    tags: The tags around each argument. Without them the arguments are JSON.
-    quote: A marker around texts.
-    last: True if only the end of a reply can be a call in this format.
-    call_id: The form of a call's id: "call", "letters" (9 of them), or "counted" (functions.NAME:NUMBER).
-    also: Other formats that the models write.
+    Attributes:
+        name: Name of the format.
+        templates: Texts that identify a chat template of the family. It contains all of them.
+        token: A token that identifies the family by its vocabulary. Empty if `start` does.
+        start: Marker before calls.
+        end: Marker after calls. It may be missing, since a call ends where its JSON ends.
+        heads: Texts around the name of a call. Each may be missing.
+        tails: Texts after the arguments of a call. Each may be missing.
+        call: For grammars, the text of a call before its name, between name and arguments, and after the arguments.
+        tags: The tags around each argument. None if arguments are JSON.
+        quote: Marker that replaces the quotation marks around strings.
+        last: True if a call in this format must be at the end of the reply.
+        call_id: Form of a call's id: "call" (call_ and 24 characters), "letters" (9 characters), or "counted"
+            (functions.NAME:NUMBER).
+        also: Other formats that these models write.
     """
 
     name: str
@@ -64,7 +69,7 @@ class CallFormat:
 
     @property
     def markers(self) -> frozenset[str]:
-        """Return the texts that the parser must see, also where they are special tokens."""
+        """Texts that the parser must see, even if they are special tokens."""
         tags = (self.tags.before, self.tags.between, self.tags.after) if self.tags else ()
         found = {self.start, self.end, self.token, self.quote, *self.heads, *self.tails}
         found |= {*re.findall("<[^<>\\n]+>", "\n".join((*self.call, *tags)))}
@@ -72,15 +77,18 @@ class CallFormat:
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """Return the markers at which a call ends."""
+        """Markers that end a call."""
         return (*self.tails, *filter(None, (self.end,)))
 
     def head(self, name: str) -> str:
-        """Return a call generated under `grammar` up to its arguments."""
+        """Return the text of a call generated under `grammar`, up to its arguments."""
         return self.call[0] + name + self.call[1]
 
     def forced(self, schema: Schema | None) -> CallFormat:
-        """Return the format of a call generated under `grammar`: JSON if the family's own cannot hold to the schema."""
+        """Return the format of a call generated under `grammar`.
+
+        This is JSON if a grammar of the family's own format cannot enforce the schema.
+        """
         if self.tags is None:
             return self
         if self.tags.rules("arguments", arguments_schema(schema), {}):
@@ -92,10 +100,13 @@ class CallFormat:
     def grammar(
         self, functions: Sequence[tuple[str, Schema | None]], special: Mapping[str, int], content: Schema | None = None
     ) -> str:
-        """Return llguidance's Lark grammar of exactly one call of these (name, JSON schema of the arguments).
+        """Return a Lark grammar, for llguidance, of exactly one call.
 
-        `special`: ids of the markers that are special tokens. `content`: schema of JSON that may be generated instead
-        of a call. Each schema is a document of its own, so its references stay within it.
+        Args:
+            functions: The name and the JSON schema of the arguments of each function. References in a schema are
+                resolved within that schema.
+            special: Ids of the markers that are special tokens.
+            content: Schema of JSON that may be generated instead of a call. None if a call is required.
         """
         calls = [f"call_{i}" for i in range(len(functions))]
         rules = [f"start: {' | '.join(calls if content is None else [*calls, 'content'])}"]
@@ -115,12 +126,12 @@ class CallFormat:
 
 
 def arguments_schema(schema: Schema | None) -> Schema:
-    """Return the schema of a function's arguments, which are always an object."""
+    """Return the schema of a function's arguments, with the type "object", which is always required."""
     return {**schema, "type": "object"} if schema else NO_ARGUMENTS
 
 
 def _json_call(before: str, after: str, key: str = "arguments") -> tuple[str, str, str]:
-    """Return the texts around the name and the arguments of a call that is one JSON object."""
+    """Return `CallFormat.call` for a call that is one JSON object."""
     return before + '{"name": "', f'", "{key}": ', "}" + after
 
 
@@ -158,7 +169,7 @@ DSML = CallFormat(
     call=(f'<｜DSML｜function_calls>\n<{_INVOKE} name="', '">\n', f"</{_INVOKE}>\n</｜DSML｜function_calls>"),
     tags=Tags(f'<{_PARAMETER} name="', '">', f"</{_PARAMETER}>\n", kind='" string="'),
 )
-"""DeepSeek V3.2's. Forced calls have JSON within `invoke` where tags cannot hold to the schema."""
+"""DeepSeek V3.2. A forced call has JSON inside `invoke` if a grammar of tags cannot enforce the schema."""
 _CODER = CallFormat(
     name="qwen",
     templates=("<tool_call>", "<function=", "<parameter="),
@@ -170,7 +181,7 @@ _CODER = CallFormat(
     tags=Tags("<parameter=", ">\n", "\n</parameter>\n"),
 )
 QWEN = replace(_CODER, also=(replace(_CODER, start="<function="),))
-"""Qwen3-Coder's, which sometimes leaves the first marker out, and Qwen3.5's."""
+"""Qwen3-Coder, which sometimes omits the first marker, and Qwen3.5."""
 GLM = CallFormat(
     name="glm",
     templates=("<tool_call>", "<arg_key>", "<arg_value>"),
@@ -186,8 +197,8 @@ LFM = CallFormat(
     end="<|tool_call_end|>",
     call=_json_call("<|tool_call_start|>[", "]<|tool_call_end|>"),
 )
-"""LFM2's: a list of calls in Python. Forced calls are JSON, which it writes too if asked, since llguidance compiles
-schemas to no other notation."""
+"""LFM2: a list of calls in Python syntax. Forced calls are JSON, because llguidance compiles schemas only to JSON. LFM2
+also writes JSON on request."""
 KIMI = CallFormat(
     name="kimi",
     templates=("<|tool_call_begin|>",),
@@ -209,7 +220,7 @@ COHERE = CallFormat(
     end="<|END_ACTION|>",
     call=('<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "', '", "parameters": ', "}\n]<|END_ACTION|>"),
 )
-"""Command R7B's and Command A's."""
+"""Command R7B and Command A."""
 APERTUS = CallFormat(
     name="apertus",
     templates=("<|tools_prefix|>",),
@@ -226,7 +237,7 @@ GEMMA = CallFormat(
     call=("<|tool_call>call:", "", "<tool_call|>"),
     quote='<|"|>',
 )
-"""Gemma 4's: JSON without quotes around names, and with a token of its own around texts. Forced calls are JSON."""
+"""Gemma 4: JSON with unquoted keys, and a special token instead of quotation marks. Forced calls are ordinary JSON."""
 DEEPSEEK_V3 = CallFormat(
     name="deepseek",
     templates=(_SEPARATOR, "```json"),
@@ -245,7 +256,7 @@ DEEPSEEK = replace(
     templates=(_SEPARATOR,),
     call=(f"<｜tool▁calls▁begin｜>{_BEGIN}", _SEPARATOR, f"{_END}<｜tool▁calls▁end｜>"),
 )
-"""DeepSeek V3.1's."""
+"""DeepSeek V3.1."""
 PHI = CallFormat(
     name="phi",
     templates=("<|/tool|>",),
@@ -254,7 +265,7 @@ PHI = CallFormat(
     end="<|/tool_call|>",
     call=_json_call("<|tool_call|>[", "]<|/tool_call|>"),
 )
-"""Phi-4-mini's, which also writes its list after "functools"."""
+"""Phi-4-mini, which also writes its list after "functools"."""
 PHI = replace(PHI, also=(replace(PHI, start="functools"),))
 GRANITE = CallFormat(
     name="granite",
@@ -262,7 +273,7 @@ GRANITE = CallFormat(
     start="<|tool_call|>",
     call=_json_call("<|tool_call|>[", "]"),
 )
-"""Granite 3's: a list without an end marker."""
+"""Granite 3: a list without an end marker."""
 HARMONY = CallFormat(
     name="harmony",
     templates=("<|channel|>", "<|message|>"),
@@ -271,9 +282,9 @@ HARMONY = CallFormat(
     end="</tool_call>",
     call=_json_call("<tool_call>\n", "\n</tool_call>"),
 )
-"""gpt-oss's, whose calls `HarmonyParser` rewrites in Hermes' form."""
+"""gpt-oss. `HarmonyParser` rewrites its calls in the Hermes format."""
 HERMES = replace(HARMONY, name="hermes", templates=("<tool_call>",), token="")
-"""Hermes', Qwen2.5's, Qwen3's and SmolLM2's."""
+"""Hermes, Qwen2.5, Qwen3 and SmolLM2."""
 MISTRAL = CallFormat(
     name="mistral",
     templates=("[TOOL_CALLS]",),
@@ -282,7 +293,7 @@ MISTRAL = CallFormat(
     call=_json_call("[TOOL_CALLS][", "]"),
     call_id="letters",
 )
-"""A list of objects, or names and objects."""
+"""Mistral: a list of objects, or a name followed by an object."""
 LLAMA = CallFormat(
     name="llama",
     templates=("<|start_header_id|>", "ipython"),
@@ -298,25 +309,26 @@ LLAMA = CallFormat(
         ),
     ),
 )
-"""A reply that is a JSON object; sometimes with a marker before it, or in a tag with the function's name."""
+"""Llama 3: a reply that is a JSON object, sometimes after a marker or in a tag with the function's name."""
 FENCED = CallFormat(name="fenced", start="```json", tails=("```",), call=_json_call("```json\n", "\n```"), last=True)
 PLAIN = replace(HERMES, name="plain", templates=(), also=(FENCED,))
-"""Hermes' form, as `with_tools` describes it to a model whose template has none; a code block at the end counts too."""
+"""The Hermes format, which `with_tools` describes to a model if its template has no tools. A code block at the end of
+the reply is also read as a call."""
 FORMATS = (
     *(SEED, MINIMAX, DSML, QWEN, GLM, LFM, KIMI, COHERE, APERTUS, GEMMA, DEEPSEEK_V3, DEEPSEEK, PHI, GRANITE),
     *(HARMONY, HERMES, MISTRAL, LLAMA),
 )
-"""The families: the first whose texts a template contains is the model's."""
+"""All families. The first one that matches a template is used."""
 
 
 def family(template: str | None, has_token: Callable[[str], bool] = lambda _: False) -> CallFormat:
     """Return the format of a model's calls.
 
-    The parser reads every format whose marker is a token of the model. The main format is the one that the chat
-    template shows; if it shows none, the first that the tokens tell; else `PLAIN`.
+    The main format is identified by the chat template, else by the vocabulary, else it is `PLAIN`. The parser also
+    reads every other format whose marker is a token of the model.
 
     Args:
-        template: The chat template. None if it does not show tools to the model, which then learns `PLAIN`.
+        template: The chat template. None if it does not show tools to the model, which then uses `PLAIN`.
         has_token: Returns True if a text is a token of the model.
     """
     told = [form for form in FORMATS if has_token(form.token or form.start)]
@@ -328,11 +340,11 @@ def family(template: str | None, has_token: Callable[[str], bool] = lambda _: Fa
 
 
 _TOOLS = r"""(?<![\w.'"])tools\b"""
-"""The variable of the tools in a template, which is no attribute of a message."""
+"""Matches the variable `tools` in a template, but not an attribute `tools` of a message."""
 
 
 def knows_tools(template: str | None) -> bool:
-    """Return True if the template itself shows the tools to the model."""
+    """Return True if the template shows the tools to the model."""
     return bool(re.search(r"\btools\b", template or ""))
 
 
@@ -349,10 +361,19 @@ The functions:
 def fitted(
     template: str | None, form: CallFormat, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return checked messages and tools so that a template that knows tools loses none of them.
+    """Adapt checked messages and tools to a template that knows tools, so that it drops none of them.
 
-    Some templates take the tools from the system message (Phi-4-mini's), and some show no calls of earlier turns
-    (LFM2's, the first of Kimi K2): those become text in the model's own form.
+    Some templates read the tools from the system message (Phi-4-mini). Some do not show calls of earlier turns (LFM2,
+    the first template of Kimi K2). These calls become text in the model's own format.
+
+    Args:
+        template: The chat template.
+        form: The format of the model's calls.
+        messages: The messages of the chat.
+        tools: The tools, as in OpenAI's API.
+
+    Returns:
+        The messages and the tools for the template.
     """
     template, chat = template or "", [dict(message) for message in messages]
     if form.call_id == "counted":
@@ -367,8 +388,14 @@ def fitted(
 
 
 def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Schema]) -> list[dict[str, Any]]:
-    """Return a chat for a template without tools: the functions are described in the system message, calls and results
-    become text in Hermes' format."""
+    """Adapt a chat to a template without tools.
+
+    The system message describes the functions. Calls and results become text in the Hermes format.
+
+    Args:
+        messages: The messages of the chat.
+        tools: The tools, as in OpenAI's API.
+    """
     chat = [_as_text(message) for message in messages]
     if not tools:
         return chat
@@ -385,7 +412,7 @@ def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _calls_as_text(message: Mapping[str, Any], form: CallFormat) -> dict[str, Any]:
-    """Return a checked message with its calls as text in a format."""
+    """Return a checked message whose calls have become text in a format."""
     if not (calls := message.get("tool_calls")):
         return dict(message)
     functions = [call["function"] for call in calls]

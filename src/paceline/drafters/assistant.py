@@ -1,4 +1,4 @@
-"""Gemma 4's assistant: a few layers that draft over the target's own keys and values."""
+"""The Gemma 4 assistant: a few layers that draft over the target's own keys and values."""
 
 from __future__ import annotations
 
@@ -23,32 +23,41 @@ from paceline.verify.tree import MIN_ROWS
 
 
 class Assistant(CacheSharing, LastState, Growing):
-    """Drafts with a Gemma 4 assistant, beside the target that it was trained for.
+    """Drafts with a Gemma 4 assistant for the target that it was trained for.
 
-    A row is made of a token and the state before it, and sees the text that the target has committed, whatever its
-    depth: all rows of a round stand at the position of the pending token, as in training. So the assistant has no
-    cache, nothing to catch up with, and nothing that a rejected draft could spoil.
+    The input of a row is a token and the hidden state before it. At every depth, a row attends only to the target's
+    committed text, and it has the position of the pending token, as in training. Therefore the assistant needs no cache
+    of its own, it never has a backlog, and a rejected draft leaves nothing behind.
 
     Source: Google's Gemma 4 assistants, as in transformers (`SinglePositionMultiTokenCandidateGenerator`).
     """
 
     def __init__(self, config: AssistantConfig, tensors: Mapping[str, Tensor], target: Target) -> None:
-        """`tensors`: under the names of `models/heads.py`. Raises `CorruptModel`, and `UnsupportedModel` for a target
-        whose keys and values it cannot see."""
+        """Make a drafter.
+
+        Args:
+            config: Sizes of the assistant.
+            tensors: Weights, under the names of `models/heads.py`.
+            target: The target. It must be a model that Paceline runs itself.
+
+        Raises:
+            CorruptModel: If tensors are missing or have the wrong shape.
+            UnsupportedModel: If the target does not share its keys and values.
+        """
         if not isinstance(target, Decoder):
             raise UnsupportedModel(
-                f"{type(target).__name__} does not share its keys and values, as an assistant needs",
-                "Use it with a Gemma 4 that Paceline runs itself, or another drafter",
+                f"{type(target).__name__} does not share its keys and values, which an assistant needs",
+                "Use a Gemma 4 model that Paceline runs itself, or another drafter",
             )
         self.draft = DraftBudget(24, 6, 4) if free_rows(target.device) > 24 else DraftBudget.chain(3)
         self._net, self._device = AssistantNetwork(config, tensors, target), target.device
         self._after: dict[int, dict[int, Tensor]] = {}
-        """By slot: the state [target H] that the assistant imagines after the pending token (`ROOT`), and after each
-        node of this round that has been fed."""
+        """Slot -> node fed in this round, or `ROOT` for the pending token -> the state [target H] that the assistant
+        predicts after it."""
         super().__init__()
 
     def limit(self, ask: Ask) -> DraftBudget:
-        """Return an empty budget before the first token: there is no state yet."""
+        """Return the ask's budget, or an empty budget if there is no state yet."""
         return ask.budget if ask.slot in self._states and ask.position else DraftBudget.chain(0)
 
     def roots(self, growths: Sequence[Growth]) -> Sequence[Tensor]:
@@ -60,9 +69,9 @@ class Assistant(CacheSharing, LastState, Growing):
 
     @torch.inference_mode()
     def _step(self, growths: Sequence[Growth], tokens: Sequence[list[int]]) -> Sequence[Tensor]:
-        """Feed each tree's chosen nodes, of which these are the tokens."""
+        """Feed the chosen nodes of each tree, with these tokens. Return the logits [nodes, V] of each tree."""
         cache = self.target_cache
-        assert isinstance(cache, SlabCache)  # of a `Decoder`
+        assert isinstance(cache, SlabCache)  # every `Decoder` has one
         counts, room = [len(line) for line in tokens], max(-(-MIN_ROWS // len(growths)), *map(len, tokens))
         before = [torch.stack([self._before(growth, node) for node in growth.chosen]) for growth in growths]
         hidden = pad_sequence([torch.cat([x, x[:1].expand(room - len(x), -1)]) for x in before], batch_first=True)
@@ -73,6 +82,6 @@ class Assistant(CacheSharing, LastState, Growing):
         return logits_of(states, counts, self._net.logits)
 
     def _before(self, growth: Growth, node: int) -> Tensor:
-        """The state [target H] before a node's token."""
+        """Return the state [target H] before a node's token."""
         slot = growth.ask.slot
         return self._states[slot] if node == ROOT else self._after[slot][growth.nodes.parents[node]]

@@ -1,4 +1,5 @@
-"""Online suffix automaton over token ids: every substring of a text, with its followers and their counts."""
+"""An online suffix automaton over token ids. It finds every substring of a text, the tokens that followed, and their
+counts."""
 
 from __future__ import annotations
 
@@ -6,26 +7,29 @@ from collections.abc import Iterable
 from itertools import islice
 
 _CHAIN = 16
-"""Contexts per token whose statistics are kept up to date. Text rarely has more; a repeating one has as many as tokens,
-and its shortest contexts, which are the ones left out, say nothing that the longest do not."""
+"""Maximum number of contexts updated per token. Text rarely has more. Repetitive text has one per token, but its
+shortest contexts, which are skipped, predict the same tokens as the longest."""
 
 
 class SuffixAutomaton:
     """The suffix automaton of a growing text (Blumer et al. 1985), as SAM decoding uses it (arXiv 2411.10666).
 
-    A state stands for all substrings that end at the same places. It has at most two states and three transitions per
-    token, `push` is O(1) amortised, and no transition is ever removed. Beyond the classic construction, a state counts
-    its occurrences, and its transitions are kept in the order in which they were last seen.
+    A state stands for all substrings that end at the same places. State 0 is the empty context. There are at most two
+    states and three transitions per token, `push` is O(1) amortised, and no transition is ever removed. In addition to
+    the classic construction, each state counts its occurrences and keeps its transitions in the order in which they
+    were last seen.
 
-    `limit`: tokens held at most (>= 2). One more, and the automaton starts over from the latest half, which costs O(1)
-    per token in the long run; states never exceed `2 * limit`. State 0 is the empty context.
+    Attributes:
+        limit: Maximum number of tokens, at least 2. When it is exceeded, the automaton starts over with the latest
+            half. This costs O(1) per token on average. There are never more than `2 * limit` states.
+        text: The tokens.
+        generation: Increases whenever the automaton starts over. States of an earlier generation are invalid.
     """
 
     def __init__(self, limit: int = 1 << 15) -> None:
         self.limit = max(limit, 2)
         self.text: list[int] = []
         self.generation = 0
-        """Increases whenever the automaton starts over: states of an earlier generation are invalid."""
         self._empty()
 
     def clear(self) -> None:
@@ -44,7 +48,7 @@ class SuffixAutomaton:
         return len(self._link)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """`push` every token, but none that would be forgotten at once."""
+        """`push` every token, except tokens that would be dropped immediately."""
         tokens = list(tokens)
         if len(tokens) > self.limit:
             self._start_over(())
@@ -84,7 +88,7 @@ class SuffixAutomaton:
         return len(self._link) - 1
 
     def _split(self, state: int, token: int) -> int:
-        """Return the state of `state`'s longest string + token: cloned from one that also holds longer strings."""
+        """Return the state of `state`'s longest string + token. Split it off if its state also holds longer strings."""
         after, link = self._next, self._link
         old = after[state][token]
         if self._length[old] == self._length[state] + 1:
@@ -97,7 +101,7 @@ class SuffixAutomaton:
         return clone
 
     def _notice(self, state: int, token: int) -> None:
-        """`token` followed `state` and all its shorter contexts once more: count it, make it their most recent."""
+        """Count `token` as a follower of `state` and of its shorter contexts, and make it their most recent one."""
         previous = -1
         for _ in range(_CHAIN):
             if state < 0:
@@ -110,19 +114,25 @@ class SuffixAutomaton:
             state = self._link[state]
 
     def context(self) -> tuple[int, int]:
-        """Return the longest end of the text that also occurs earlier: its state and its length in tokens."""
+        """Return the state and the length, in tokens, of the longest suffix of the text that also occurs earlier."""
         state = max(self._link[self._last], 0)
         return state, self._length[state]
 
     def shorter(self, state: int) -> tuple[int, int]:
-        """Return the next shorter context with further followers, and its length; of the empty one, itself."""
+        """Return the next shorter context that may have other followers, and its length. State 0 returns itself."""
         state = max(self._link[state], 0)
         return state, self._length[state]
 
     def step(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """Return the longest known end of (the last `length` tokens, which led to `state`) + token.
+        """Follow another text by one token. O(1) amortised.
 
-        Follows a text that need not be this one. O(1) amortised over its tokens.
+        Args:
+            state: The state of the longest suffix of that text which occurs in this one.
+            length: Length of that suffix.
+            token: The next token.
+
+        Returns:
+            The state and the length after the token. (0, 0) if the token never occurs.
         """
         while state and token not in self._next[state]:
             state = self._link[state]
@@ -131,12 +141,12 @@ class SuffixAutomaton:
         return (0, 0) if target is None else (target, length + 1)
 
     def settle(self, state: int, length: int) -> tuple[int, int]:
-        """Return the state that holds this context now: growth may have split its old one."""
+        """Return the state that now holds a context of `length` tokens. Its state may have been split since."""
         while state and self._length[self._link[state]] >= length:
             state = self._link[state]
         return state, length
 
     def followers(self, state: int, most: int) -> list[tuple[int, int]]:
-        """Return up to `most` followers of a context as (token, count), the most recently seen first."""
+        """Return up to `most` followers of a context as (token, count), the most recent first."""
         count = self._count
         return [(token, count[target]) for token, target in islice(reversed(self._next[state].items()), most)]

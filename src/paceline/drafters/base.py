@@ -1,4 +1,4 @@
-"""The base class of every drafter, and the requests that it gets."""
+"""The base class of all drafters, and the requests for drafts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.types import Draft, DraftBudget, Tap, Verdict
 
 
 class Allowance(NamedTuple):
-    """The share of one part of a cascade in an ask. `budget`, `price`, `pace`: as in `Ask`."""
+    """The limits for one part of a cascade. See `Ask` for the fields."""
 
     budget: DraftBudget
     price: float
@@ -24,14 +24,20 @@ class Allowance(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request for one draft after the text `prefix`.
+    """A request for one draft.
 
-    `budget`: limits of the draft. `price`: the cost of verifying one more node, in tokens: a node that is less likely
-    to be accepted is not worth drafting. `pace`: tokens per second that the requests of this round get together, as
-    measured: what drafting for a second longer must bring. 0 where that is unknown, or must not matter. `sure`: the
-    least probability of a first token that is worth a draft, since another drafter stands by. `parts`: for a cascade
-    (`Drafter.parts`), the allowance of each part, within `budget`; () for any drafter, and where all have the whole
-    budget.
+    Attributes:
+        slot: The slot of the text.
+        prefix: The text so far.
+        budget: Maximum size of the draft.
+        sampler: Ranks or draws candidates as the target will.
+        price: Cost of verifying an additional node, in tokens. A node whose probability of acceptance is lower is not
+            worth drafting.
+        pace: Measured throughput of all requests of this round together, in tokens per second. Drafting for another
+            second pays only if it yields more tokens. 0 if it is unknown or must be ignored.
+        sure: Minimum probability of a draft's first token. It is above 0 if another drafter can draft instead.
+        parts: For a cascade (`Drafter.parts`), the allowance of each part, within `budget`. () for other drafters, or
+            if every part may use the whole budget.
     """
 
     slot: int
@@ -45,35 +51,46 @@ class Ask:
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """Prompt and reply so far, the pending token last; the request's own list, not a copy."""
+        """Token ids of the prompt and the reply so far, ending with the pending token. This is not a copy."""
         return self.prefix.token_ids
 
     @property
     def draws(self) -> bool:
-        """True if the acceptance rule (rejection, block) needs candidates drawn from the drafter's distribution, in a
-        shape that does not depend on the draws; `rank` then draws."""
+        """True if the acceptance rule (rejection, block) needs candidates drawn from the drafter's distribution.
+
+        `rank` then draws, and the shape of the draft must not depend on the draws.
+        """
         return self.sampler.draws
 
     def rank(
         self, logits: Tensor, paths: Sequence[Sequence[int]], count: int, subset: Subset | None = None
     ) -> list[Ranked]:
-        """Rank up to `count` candidates as the target will choose, with the same noise, best first, for each row of
-        logits [R, V] after its path (see `Sampler.rank`)."""
+        """Rank candidates with the noise that the target will use (see `Sampler.rank`).
+
+        Args:
+            logits: Logits [R, V] of the drafter.
+            paths: For each row, the drafted tokens before it.
+            count: Maximum number of candidates of each row.
+            subset: See `Sampler.rank`.
+
+        Returns:
+            The candidates of each row, best first.
+        """
         return self.sampler.rank(self.prefix, logits, paths, count, subset)
 
     @property
     def last(self) -> int:
-        """The pending token, row 0 of the draft."""
+        """The pending token, which is row 0 of the pass."""
         return self.token_ids[-1]
 
     @property
     def position(self) -> int:
-        """Position of the pending token; the first drafted one is at `position + 1`."""
+        """Position of the pending token. The first drafted token is at `position + 1`."""
         return len(self.token_ids) - 1
 
 
-class Part(NamedTuple):
-    """A part of a drafter with a draft length of its own. `draft`, `free`, `reads_prompt`: as in `Drafter`."""
+class DrafterPart(NamedTuple):
+    """A part of a drafter with its own draft length. See `Drafter` for the fields."""
 
     draft: DraftBudget
     free: bool
@@ -81,88 +98,113 @@ class Part(NamedTuple):
 
 
 class Drafter(ABC):
-    """Proposes tokens; never decides. It may draft anything, or nothing: the text depends on the target alone.
+    """Proposes tokens. A drafter may propose anything, or nothing, because the text depends only on the target.
 
-    A slot's life: `admit`, `feed` per prefill chunk, then `propose` / `observe` per round, `release`. After
-    `admit(slot, prompt)` the drafter knows the prompt; `observe` tells it the tokens of each round. Every method
-    must leave the drafter usable if the request ends there.
+    The calls for a slot are `admit`, `feed` for each prefill chunk, `propose` and `observe` for each round, and
+    `release`. The drafter learns the prompt from `admit`, and the tokens of each round from `observe`. A request may
+    end after any of these calls, and the drafter must remain usable.
     """
 
     taps: tuple[Tap, ...] = ()
-    """Hidden states that `feed` and `observe` should receive."""
+    """Hidden states that `feed` and `observe` must receive."""
 
     free: bool = False
-    """Whether it looks drafts up in the text, at no cost worth mentioning; such a one heeds `Ask.sure`."""
+    """True if the drafter looks drafts up in the text at negligible cost. It must then respect `Ask.sure`."""
 
     reads_prompt: bool = True
-    """Whether a draft takes time for every token that the drafter has not seen, unless it is free: the first token of a
-    reply does not wait for it, and drafting must pay for the prompt, too."""
+    """True if a draft takes time for every token that the drafter has not read yet. It is ignored if `free` is True.
+
+    The first token of a reply then does not wait for a draft, and reading the prompt counts as a cost of drafting.
+    """
 
     draft: DraftBudget = DraftBudget.chain(5)
-    """Maximum draft if the user gives no size (`draft="auto"`): the draft length is chosen up to it."""
+    """Maximum draft if the user sets no size (`draft="auto"`). The draft length is chosen within it."""
 
     replayable: bool = True
-    """Whether drafts follow from text, noise and taps alone, so that they can be repeated without the target."""
+    """True if drafts depend only on text, noise and taps. They can then be reproduced without the target."""
 
     def bind(self, cache: KVCache) -> None:  # noqa: B027
-        """Receive the engine's cache of the target, once, before the first `admit`: between rounds it holds all of a
-        slot's text but the pending token. For drafters that run the target's own layers; a drafter has one engine."""
+        """Receive the engine's cache of the target. It is for drafters that run the target's own layers.
+
+        It is called once, before the first `admit`. Between rounds the cache holds the text of each slot except the
+        pending token. A drafter has only one engine.
+        """
 
     @abstractmethod
     def admit(self, slot: int, prompt: Sequence[int]) -> None:
-        """Start a request. `prompt`: its whole prompt, the pending token included."""
+        """Start a request.
+
+        Args:
+            slot: The request's slot.
+            prompt: Token ids of the whole prompt, including the pending token.
+        """
 
     def fork(self, slot: int, source: int, prompt: Sequence[int]) -> None:
-        """Start a request with the same prompt as slot `source`, which has been fed and has drafted nothing yet.
+        """Start a request with the same prompt as slot `source`, which has been fed but has not drafted yet.
 
-        A drafter with taps must copy what `feed` gave it for `source`: the prompt is not fed again.
+        The prompt is not fed again. A drafter with taps must copy the states that it received for `source`.
         """
         self.admit(slot, prompt)
 
     def feed(self, slot: int, tokens: Sequence[int], taps: Mapping[Tap, Tensor]) -> None:  # noqa: B027
-        """Receive a prefill chunk that the target has processed: its tokens, and the declared taps [len(tokens), H]."""
+        """Receive a prefill chunk that the target has processed.
+
+        Args:
+            slot: The request's slot.
+            tokens: Token ids of the chunk.
+            taps: The hidden states named by `taps`, each [len(tokens), H].
+        """
 
     @property
-    def parts(self) -> tuple[Part, ...]:
-        """The parts with draft lengths of their own. A cascade has several: it asks them one after the other, each for
-        the requests that have no draft yet, and notes in `Draft.part` which it asked last."""
-        return (Part(self.draft, self.free, self.reads_prompt),)
+    def parts(self) -> tuple[DrafterPart, ...]:
+        """The parts that have their own draft length.
+
+        Only a cascade has several. It asks them in order, each for the requests that have no draft yet, and records in
+        `Draft.part` which part it asked last.
+        """
+        return (DrafterPart(self.draft, self.free, self.reads_prompt),)
 
     @property
     def needs_past(self) -> bool:
-        """True if a draft needs the hidden states of all preceding text; by default, if there are taps.
+        """True if a draft needs the hidden states of all preceding text. By default, this is true if there are taps.
 
-        If so, a prompt can start from a cached prefix only if `load` restores those states.
+        A prompt can then start from a cached prefix only if `load` restores these states.
         """
         return bool(self.taps)
 
     def save(self, slot: int) -> Saved | None:
-        """Return a copy of the drafter's state for the slot's text so far, for the prefix cache; None if there is
-        none."""
+        """Return a copy of the drafter's state after the slot's text, for the prefix cache. None if it has no state."""
         return None
 
     def load(self, slot: int, saved: Any, length: int) -> None:  # noqa: B027
-        """Restore the state after the first `length` tokens of the prompt, which will not be fed. Called after `admit`.
+        """Restore the state after the first `length` tokens of the prompt, as if they had been fed.
 
-        `saved` comes from `save`, and `saved.holds` was true. Token `length` is the same as in the saved text, and at
-        least one row of the prompt is fed after this. The slot must then be as if it had been fed those tokens.
+        It is called after `admit`. These tokens are not fed, but at least one later row of the prompt is.
+
+        Args:
+            slot: The request's slot.
+            saved: Result of `save`. `saved.holds` was true.
+            length: Number of tokens to restore. The token at this position is the same as in the saved text.
         """
 
     @abstractmethod
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """Return one draft per ask, in order; `Draft()` where the drafter proposes nothing."""
+        """Return one draft per ask, in order. The draft is `Draft()` if the drafter has nothing to propose."""
 
     def extend(self, ask: Ask, draft: Draft) -> Draft:
-        """Return another drafter's chain for this ask, continued where this drafter knows how it goes on at no cost."""
+        """Return another drafter's chain, extended if this drafter can continue it at no cost."""
         return draft
 
     @abstractmethod
     def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
-        """Receive what a round committed: `verdict.tokens` continue the text. `out`: taps [T, H] of the round's rows.
+        """Receive the result of a round. Only store it, and do the work in the next `propose`.
 
-        Only store them; catching up belongs in the next `propose`.
+        Args:
+            slot: The request's slot.
+            verdict: The committed tokens and their rows.
+            out: The hidden states named by `taps` of all rows of the round, each [T, H].
         """
 
     @abstractmethod
     def release(self, slot: int) -> None:
-        """End a request (finished, cancelled or failed). Releasing an unknown slot does nothing."""
+        """End a request that has finished, was cancelled or failed. Do nothing if the slot is unknown."""

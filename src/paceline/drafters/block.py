@@ -21,20 +21,29 @@ from paceline.verify.tree import PREFILL_ROWS
 
 
 class Block(StateDrafter[CachedSlot]):
-    """Drafts a block with a head that attends to the target's hidden states of the whole text.
+    """Drafts a block of tokens with a head that attends to the target's hidden states of the whole text.
 
-    The head's keys and values of them are cached; those of a drafted block never are. The next draft first reads the
-    pending states, in one pass for all its requests.
+    The head caches keys and values of these states, but never of a drafted block. Before a draft it reads the pending
+    states of all requests in one pass.
     """
 
     def __init__(self, config: BlockConfig, tensors: Mapping[str, Tensor], target: TargetWithHead) -> None:
-        """Raises `CorruptModel` for a head that is not the target's."""
+        """Make a drafter.
+
+        Args:
+            config: Sizes of the head.
+            tensors: Weights, under the names of `models/heads.py`.
+            target: The target that the head was trained for.
+
+        Raises:
+            CorruptModel: If the head does not fit the target or its config is invalid.
+        """
         _check(config, target.vocab_size)
         self._host = target
         self._mask = target.embed(torch.tensor([config.mask_token], device=target.device))
         if self._mask.shape[-1] != config.layer.hidden:
             raise CorruptModel(
-                f"the block drafter has hidden size {config.layer.hidden}, its target {self._mask.shape[-1]}",
+                f"the block drafter has hidden size {config.layer.hidden}, but its target has {self._mask.shape[-1]}",
                 "Use the drafter that was trained for this target",
             )
         self._config, self.taps = config, config.taps
@@ -61,7 +70,7 @@ class Block(StateDrafter[CachedSlot]):
         return [independent(ask, budget, guess, network.subset) for ask, budget, guess in guesses]
 
     def _read(self, asks: Sequence[Ask], depth: int) -> Tensor:
-        """States [B, depth, H] from which the tokens after the pending ones are predicted: the input of
+        """Return the states [B, depth, H] that predict the tokens after the pending ones: the input of
         `BlockNetwork.logits`."""
         states = [self._slots[ask.slot] for ask in asks]
         self._catch_up(states)
@@ -72,12 +81,12 @@ class Block(StateDrafter[CachedSlot]):
         return x[:, first : first + depth]
 
     def _read_pending(self, state: CachedSlot) -> None:
-        # Hidden states take several times the memory of the keys and values made of them.
+        # Read them all: hidden states take several times as much memory as the keys and values made from them.
         self._catch_up([state])
 
     @torch.inference_mode()
     def _catch_up(self, states: Sequence[CachedSlot]) -> None:
-        """Read all pending states into the cache, in passes that fit a window's ring."""
+        """Read all pending states into the cache, in passes that are short enough for the ring of a sliding window."""
         while late := [state for state in states if len(state.pending)]:
             parts = [state.pending.take(PREFILL_ROWS) for state in late]
             features = pad_sequence(parts, batch_first=True)
@@ -89,13 +98,13 @@ class Block(StateDrafter[CachedSlot]):
 def _check(config: BlockConfig, vocab_size: int) -> None:
     wrong = {
         f"it drafts {config.depth} tokens": config.depth < 1,
-        f"its mask token is {config.mask_token}, of a vocabulary of {vocab_size}": not 0
+        f"its mask token is {config.mask_token}, but the vocabulary has {vocab_size} tokens": not 0
         <= config.mask_token
         < vocab_size,
-        f"it marks {len(config.causal)} of {config.layer.layers} layers causal or not": len(config.causal)
+        f"it has {len(config.causal)} causal flags for {config.layer.layers} layers": len(config.causal)
         not in (0, config.layer.layers),
         "it taps no layer": not config.taps,
     }
     for cause, found in wrong.items():
         if found:
-            raise CorruptModel(f"the block drafter's config contradicts itself: {cause}", "Fetch the drafter again")
+            raise CorruptModel(f"the block drafter's config is invalid: {cause}", "Download the drafter again")

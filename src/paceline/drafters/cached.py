@@ -1,4 +1,4 @@
-"""Drafters with a key-value cache of their own: slots, and hidden states of the target that are not cached yet."""
+"""Base classes for drafters that have their own KV cache, and for drafters that read hidden states into it."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from paceline.types import Tap, Verdict
 from paceline.verify.tree import PREFILL_ROWS
 
 MAX_PENDING = 8 * PREFILL_ROWS
-"""Positions whose states may be pending. Requests that never draft never need them read, which is worth some memory (of
-three taps of width 4096 in bfloat16: 48 MiB)."""
+"""Maximum number of positions with pending states. Requests that never draft never read them, which saves time at the
+cost of memory (48 MiB for three taps of width 4096 in bfloat16)."""
 
 _SMALL, _TOGETHER = 1 << 20, 16
-"""Bytes of a pass's states up to which they may be copied later, and how many of these passes at most wait for that."""
+"""Copies of a pass's states are delayed if the states take at most `_SMALL` bytes, until `_TOGETHER` passes wait."""
 
 
 class PendingStates:
-    """Hidden states [n, width] that a drafter has received and not read yet, in the order of positions."""
+    """Hidden states [n, width] that a drafter has received but not read yet, in the order of positions."""
 
     def __init__(self, parts: Sequence[Tensor] = ()) -> None:
         self._parts = list(parts)
         self._count = sum(map(len, parts))
         self._plain: list[list[Tensor]] = []
-        """Taps [T, H] of rounds that kept row 0 alone, after `_parts`: joining many at once costs what one does."""
+        """Taps [T, H] of rounds that kept only row 0, after `_parts`. Joining many takes as long as joining one."""
 
     def __len__(self) -> int:
         return self._count
@@ -44,10 +44,15 @@ class PendingStates:
         return self._parts
 
     def add(self, taps: Sequence[Tap], out: Mapping[Tap, Tensor], path: Sequence[int] | None = None) -> None:
-        """Append the taps of a pass [T, H], side by side. `path`: keep only row 0 and these; None: all rows.
+        """Append the hidden states of a pass, with all taps of a row concatenated.
 
-        They are copied: a view would hold the states of the whole pass. Those of small passes are copied a few rounds
-        later, many at once, so that a drafter that is off costs less.
+        States are copied, because a view would keep the states of the whole pass in memory. Copies of small passes are
+        delayed and made together, so that a drafter that is switched off costs less.
+
+        Args:
+            taps: The taps to keep.
+            out: Hidden states [T, H] of each tap.
+            path: Rows to keep in addition to row 0. None keeps all rows.
         """
         if path is not None and not path and out[taps[0]].untyped_storage().nbytes() <= _SMALL:
             self._plain.append([out[tap] for tap in taps])
@@ -57,7 +62,7 @@ class PendingStates:
             return
         kept: slice | list[int] = slice(None)
         if path is not None:
-            # A chain's rows are the first ones, and a slice spares a gather for each tap.
+            # The path of a chain is the first rows. A slice avoids a gather for each tap.
             chain = not path or path[-1] == len(path)
             kept = slice(1 + len(path)) if chain else [0, *path]
         self.parts.append(torch.cat([out[tap][kept] for tap in taps], -1))
@@ -72,21 +77,26 @@ class PendingStates:
         self._plain = []
 
     def take(self, count: int) -> Tensor:
-        """Remove and return the first `count` states, or all if there are fewer; there must be one."""
+        """Remove and return the first `count` states, or all if there are fewer. There must be at least one."""
         states = torch.cat(self.parts)
         self._parts = [states[count:].clone()] if len(states) > count else []
         self._count = max(0, self._count - count)
         return states[:count]
 
     def first(self, count: int) -> PendingStates:
-        """Return the first `count` states. Pending states are never written to, so both may hold the same."""
+        """Return the first `count` states. The tensors are shared, since they are never written to."""
         return PendingStates([torch.cat(self.parts)[:count]] if count else ())
 
 
 @dataclass(slots=True)
 class CachedSlot:
-    """One request of a drafter with a cache: its slot there, the tokens known so far, of which the cache holds a
-    prefix, and the states [taps * H] of positions after those in the cache."""
+    """One request of a drafter that has its own cache.
+
+    Attributes:
+        cache_slot: Slot in the drafter's cache.
+        token_ids: The text so far, in the drafter's tokens. The cache holds a prefix of it.
+        pending: States [taps * H] of positions that are not in the cache yet.
+    """
 
     cache_slot: int
     token_ids: list[int]
@@ -97,7 +107,7 @@ S = TypeVar("S", bound=CachedSlot)
 
 
 class CachedDrafter(Drafter, Generic[S]):
-    """A drafter that holds a slot of its own cache per request."""
+    """A drafter that has its own cache, with one slot per request."""
 
     def __init__(self, cache: KVCache, slot_type: type[S]) -> None:
         self._cache, self._slot_type = cache, slot_type
@@ -108,7 +118,7 @@ class CachedDrafter(Drafter, Generic[S]):
         self._slots[slot] = self._slot_type(self._cache.acquire(len(prompt)), list(prompt))
 
     def _reclaim(self) -> None:
-        """Release cache slots that no request holds: an interrupt may have come after one was taken."""
+        """Release cache slots that no request holds. An interrupt may have come just after a slot was acquired."""
         for cache_slot in {*range(len(self._cache.lengths))} - {state.cache_slot for state in self._slots.values()}:
             self._cache.release(cache_slot)
 
@@ -123,7 +133,7 @@ class CachedDrafter(Drafter, Generic[S]):
 
 @dataclass(frozen=True, slots=True)
 class SavedStates(Saved):
-    """A copy of a drafter's cached text, and of the states that were pending behind it."""
+    """A copy of a drafter's cache slot, and of the pending states after it."""
 
     cache: SavedSlabs
     pending: PendingStates
@@ -134,7 +144,7 @@ class SavedStates(Saved):
 
 
 class StateDrafter(CachedDrafter[S]):
-    """A drafter that reads the target's hidden states (`taps`) into its cache, no sooner than a draft needs them."""
+    """A drafter that reads the target's hidden states (`taps`) into its cache when a draft needs them."""
 
     _cache: SlabCache
 
@@ -153,7 +163,7 @@ class StateDrafter(CachedDrafter[S]):
         return SavedStates(length, (*cached.tensors, *pending.parts), cached, pending) if length else None
 
     def load(self, slot: int, saved: SavedStates, length: int) -> None:
-        """Take over what was cached of the first `length` tokens; the states of the others are pending."""
+        """Load the cached part of the first `length` tokens. The states of the remaining tokens become pending."""
         state = self._slots[slot]
         read = self._cache.load(state.cache_slot, saved.cache, min(length, saved.cache.length))
         state.pending = saved.pending.first(length - read)
@@ -173,4 +183,4 @@ class StateDrafter(CachedDrafter[S]):
 
     @abstractmethod
     def _read_pending(self, state: S) -> None:
-        """Read some of one request's pending states into the cache, to bound the memory they take."""
+        """Read some of one request's pending states into the cache, to limit their memory."""

@@ -1,4 +1,4 @@
-"""A draft model with another tokenizer than the target's."""
+"""Draft models whose tokenizer differs from the target's."""
 
 from __future__ import annotations
 
@@ -24,30 +24,43 @@ from paceline.types import Draft, DraftBudget, Forward, Rows, Tap, Verdict, Want
 from paceline.verify.tree import from_paths, paths_of
 
 SHARED = 0.85
-"""From this share of the target's tokens on, drafting the shared ones accepts as much as drafting text when greedy, and
-more when not (docs/notes/drafters.md#drafting-across-tokenizers)."""
+"""Minimum share of the target's tokens to draft shared tokens. Above it, they are accepted as often as drafted text in
+greedy decoding, and more often in sampling (docs/notes/drafters.md#drafting-across-tokenizers)."""
 
 _LIKELIEST = Sampler()
 R = TypeVar("R", bound=TokenReader)
 
 
 def cross(target: Loaded, draft: Loaded, name: str) -> Drafter:
-    """Return a drafter from a model with another tokenizer: `SharedTokens` where both share most tokens of a text, else
-    `TextDrafter`. Logs which one. Raises `TokenizerMismatch` where a vocabulary has no text."""
+    """Return a drafter that uses a model with another tokenizer, and log its kind.
+
+    It is `SharedTokens` if the vocabularies share most tokens of a sample text, else `TextDrafter`.
+
+    Args:
+        target: The target.
+        draft: The draft model.
+        name: Name of the drafter for messages.
+
+    Raises:
+        TokenizerMismatch: If a vocabulary has no tokens that stand for text.
+    """
     vocab_map = VocabMap(target, draft)
     for side, texts in (("The target", vocab_map.target_bytes), (name, vocab_map.draft_bytes)):
         if not texts:
-            raise TokenizerMismatch(f"{side} has no token that stands for text", "Draft with a language model")
+            raise TokenizerMismatch(f"{side} has no token that stands for text", "Use a text model as the draft model")
     share = vocab_map.share()
-    how = "are drafted" if share >= SHARED else "are too few: its text is encoded again"
+    how = "and only these are drafted" if share >= SHARED else "so the drafted text is tokenized again"
     getLogger(__name__).warning(
-        "%s has another tokenizer than the target: shared tokens (%.0f %%) %s", name, 100 * share, how
+        "%s has another tokenizer than the target. They share %.0f %% of the tokens of a sample text, %s",
+        name,
+        100 * share,
+        how,
     )
     return SharedTokens(vocab_map) if share >= SHARED else TextDrafter(vocab_map)
 
 
 class _Foreign(DraftModel, Generic[R]):
-    """A draft model that reads the target's text in its own tokens."""
+    """A draft model that converts the target's text to its own tokens."""
 
     def __init__(self, model: Target, vocab_size: int, vocab_map: VocabMap, reader: Callable[[], R]) -> None:
         super().__init__(model, vocab_size)
@@ -65,7 +78,7 @@ class _Foreign(DraftModel, Generic[R]):
         self._unread[slot] += verdict.tokens
 
     def load(self, slot: int, saved: SavedText, length: int) -> None:
-        """Load all draft tokens that are the same, however many target tokens those are."""
+        """Load all draft tokens that are the same. `length` counts target tokens, so it does not apply."""
         super().load(slot, saved, saved.length)
 
     def release(self, slot: int) -> None:
@@ -74,7 +87,7 @@ class _Foreign(DraftModel, Generic[R]):
         super().release(slot)
 
     def limit(self, ask: Ask) -> DraftBudget:
-        # Without one token that the draft model can read, there is nothing to continue.
+        # The draft model needs at least one token that it can read.
         return super().limit(ask) if self._slots[ask.slot].token_ids else DraftBudget.chain(0)
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
@@ -83,7 +96,7 @@ class _Foreign(DraftModel, Generic[R]):
         return super().propose(asks)
 
     def _read(self, slot: int) -> None:
-        """Read the tokens committed since; the cache keeps the draft tokens that are still valid."""
+        """Read the tokens committed since the last call. The cache keeps the draft tokens that are still valid."""
         reader, state = self._readers[slot], self._slots[slot]
         valid = reader.read(self._unread[slot])
         self._unread[slot].clear()
@@ -92,10 +105,10 @@ class _Foreign(DraftModel, Generic[R]):
 
 
 class SharedTokens(_Foreign[TokenMapper]):
-    """Drafts among the tokens that both vocabularies have ("token-level intersection", arXiv 2502.05202).
+    """Drafts only tokens that both vocabularies have ("token-level intersection", arXiv 2502.05202).
 
-    Candidates are target tokens, ranked or drawn with the sampler as those of any draft model, in chains and trees,
-    with their q. Target tokens that the draft model lacks are spelled in its own tokens, and never drafted.
+    Candidates are target tokens. As with any draft model, the sampler ranks or draws them, in chains and trees, with
+    their q. Target tokens that the draft model lacks are never drafted. It reads them spelled in its own tokens.
     """
 
     def __init__(self, vocab_map: VocabMap) -> None:
@@ -104,8 +117,10 @@ class SharedTokens(_Foreign[TokenMapper]):
 
 
 class _TargetVocabulary:
-    """The draft model as a `Target` with the target's vocabulary: ids below `vocab_size` are the target's, those of the
-    draft model follow."""
+    """The draft model as a `Target` with the target's vocabulary.
+
+    Ids below `vocab_size` are target tokens. Draft tokens have their id plus `vocab_size`.
+    """
 
     def __init__(self, vocab_map: VocabMap) -> None:
         self._model = vocab_map.draft.target
@@ -115,7 +130,8 @@ class _TargetVocabulary:
             torch.tensor(list(ids), device=self.device) for ids in (vocab_map.shared, vocab_map.shared.values())
         )
         self._target_ids, self._draft_ids = target_ids.long(), draft_ids.long()
-        # A processor may force a token that the draft lacks: it then reads another one, which costs acceptance only.
+        # A logits processor may force a token that the draft model lacks. The draft model then reads a wrong token,
+        # which only lowers acceptance.
         self._to_draft = torch.arange(-self.vocab_size, self._model.vocab_size, device=self.device).clamp(min=0)
         self._to_draft[self._target_ids] = self._draft_ids
 
@@ -130,10 +146,10 @@ class _TargetVocabulary:
 
 
 class TextDrafter(_Foreign[Retokenizer]):
-    """Drafts text, which is then encoded in target tokens (as SLEM does, arXiv 2502.05202).
+    """Drafts text, which is then encoded in target tokens (as in SLEM, arXiv 2502.05202).
 
-    The draft model reads and writes its own tokens: the likeliest ones, at any temperature, since no noise can be
-    shared between two vocabularies and an independent draw would match the target's less often
+    The draft model reads and writes its own tokens. It drafts the likeliest tokens at any temperature. Two vocabularies
+    cannot share noise, and independent draws would match the target's draws less often
     (docs/notes/drafters.md#drafting-across-tokenizers).
     """
 
@@ -163,13 +179,13 @@ class TextDrafter(_Foreign[Retokenizer]):
             text += self._vocab_map.draft_bytes[token]
         if not text.startswith(incomplete):
             return []
-        # The last token may end inside a character.
+        # Drop an incomplete character at the end, since the last token may end inside a character.
         text = text.decode(errors="ignore").encode()[len(incomplete) :]
         return continuation(self._vocab_map, ask.token_ids, text) + end
 
 
 def _within(draft: Draft, budget: DraftBudget) -> Draft:
-    """Return the first nodes of a tree, as many as the budget allows: re-encoded paths may branch elsewhere."""
+    """Return the first nodes of a tree that fit the budget. Encoding paths again may move their branches."""
     rows, children = {0: 0}, Counter[int]()
     kept: list[tuple[int, int]] = []
     for row, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True), 1):

@@ -1,4 +1,4 @@
-"""EAGLE: a head of one layer that drafts from the target's own hidden states."""
+"""EAGLE: a one-layer head that drafts from the target's hidden states."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from paceline.verify.tree import PREFILL_ROWS, pack
 
 @dataclass(slots=True)
 class _EagleSlot(CachedSlot):
-    """`token_ids`: the whole text. The cache holds a row per position whose features it has seen.
+    """One request. The cache holds one row for each position whose features were read.
 
-    `root`: the two [H] of the newest row in the cache (see `EagleNetwork.step`), None before the first. `grown`
-    [1 + rows, H]: hidden states of this round, the root's and then those of the rows that `pack_level` laid out.
+    Attributes:
+        root: Both results [H] of `EagleNetwork.step` for the newest row in the cache. None before the first row.
+        grown: Hidden states [1 + rows, H] of this round: first the root, then the rows that `pack_level` laid out.
     """
 
     root: tuple[Tensor, Tensor] | None = None
@@ -36,25 +37,34 @@ class _EagleSlot(CachedSlot):
 
 
 class Eagle(StateDrafter[_EagleSlot], Growing):
-    """Drafts with an EAGLE-3 head, or an EAGLE-1/2 one, beside the target that it was trained for.
+    """Drafts with an EAGLE-1, EAGLE-2 or EAGLE-3 head for the target that it was trained for.
 
-    The head reads features: the target's hidden states at its taps. They stay pending until the next `propose`, whose
-    first pass reads them for all requests at once and so replaces drafted features by true ones. Row i of the head's
-    cache is made of the features at position i and of token i + 1. A text of one token has no features yet, so its
-    first round has no draft.
+    The head reads features: the target's hidden states at its taps. Features stay pending until the next `propose`. Its
+    first pass reads them for all requests at once, which replaces drafted features with real ones. Row i of the head's
+    cache is made from the features at position i and token i + 1. A text of one token has no features yet, so its first
+    round has no draft.
     """
 
     def __init__(self, config: EagleConfig, tensors: Mapping[str, Tensor], target: TargetWithHead) -> None:
-        """`tensors`: under the names of `models/heads.py`. Raises `CorruptModel`."""
+        """Make a drafter.
+
+        Args:
+            config: Sizes of the head.
+            tensors: Weights, under the names of `models/heads.py`.
+            target: The target that the head was trained for.
+
+        Raises:
+            CorruptModel: If tensors are missing or have the wrong shape.
+        """
         self.taps: tuple[Tap, ...] = config.taps
-        # On two cores a level took 3 ms beside a pass of 41, and a tree of 7 rows 4 more: short chains were the fastest
-        # (docs/notes/drafters.md#cost-of-drafting-with-a-head).
+        # On two cores, with target passes of 41 ms, each level took 3 ms and verifying a tree of 7 rows took another
+        # 4 ms, so short chains were fastest (docs/notes/drafters.md#cost-of-drafting-with-a-head).
         self.draft = DraftBudget(24, 6, 4) if free_rows(target.device) > 24 else DraftBudget.chain(3)
         self._net, self._device = EagleNetwork(config, tensors, target), target.device
         super().__init__(self._net.new_cache(), _EagleSlot)
 
     def limit(self, ask: Ask) -> DraftBudget:
-        """Return no budget where features are missing: of a first token, or of a text that was not fed."""
+        """Return the ask's budget, or an empty one if features are missing (a text of one token, or one not fed)."""
         state = self._slots[ask.slot]
         known = self._cache.lengths[state.cache_slot] + len(state.pending)
         return ask.budget if 0 < known == len(state.token_ids) - 1 else DraftBudget.chain(0)
@@ -65,7 +75,7 @@ class Eagle(StateDrafter[_EagleSlot], Growing):
         for state in states:
             while len(state.pending) > SHARED:
                 self._read_pending(state)
-        # If asked again before `observe`, a request has nothing pending.
+        # A request has nothing pending if `propose` is called again before `observe`.
         if behind := [state for state in states if len(state.pending)]:
             self._read(behind, [len(state.pending) for state in behind])
         roots = [state.root for state in states if state.root is not None]
@@ -74,11 +84,11 @@ class Eagle(StateDrafter[_EagleSlot], Growing):
         return logits_of(torch.stack([out[None] for _, out in roots]), [1] * len(roots), self._net.logits)
 
     def _read_pending(self, state: _EagleSlot) -> None:
-        """Read pending features of one request in a pass of their own: one at least stays pending for the root."""
+        """Read pending features of one request in a separate pass. At least one stays pending for the root."""
         self._read([state], [min(PREFILL_ROWS, len(state.pending) - 1)], prefill=True)
 
     def _read(self, states: Sequence[_EagleSlot], counts: Sequence[int], prefill: bool = False) -> None:
-        """Read so many pending features of each request in one pass, each with the token after its own."""
+        """Read the first `counts[i]` pending features of each request i in one pass, each with the next token."""
         slots = [state.cache_slot for state in states]
         starts = [self._cache.lengths[slot] for slot in slots]
         texts = [s.token_ids[start + 1 :][:n] for s, start, n in zip(states, starts, counts, strict=True)]
@@ -97,7 +107,7 @@ class Eagle(StateDrafter[_EagleSlot], Growing):
         slots = [state.cache_slot for state in states]
         rows = pack_level(growths, slots, [self._cache.lengths[slot] for slot in slots], self._device)
         grown = [state.grown for state in states if state.grown is not None]
-        # The root's hidden state comes first, so that row r stands at r + 1 and NONE at 0.
+        # The root's hidden state comes first, so the state of row r is at r + 1, and the state of `NONE` is at 0.
         lines = [line[start:] for line, start in zip(rows.parents, rows.starts, strict=True)]
         above = torch.tensor(lines, device=self._device) + 1
         hidden = pad_sequence(grown, batch_first=True).take_along_dim(above[:, :, None], 1)
@@ -107,5 +117,5 @@ class Eagle(StateDrafter[_EagleSlot], Growing):
         return logits_of(outs, rows.counts, self._net.logits)
 
     def rank(self, growth: Growth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
-        """Rank by the target's token ids, whose noise is shared."""
+        """Rank by the target's token ids, because the noise is a function of them."""
         return growth.ask.rank(logits, paths, count, self._net.subset)

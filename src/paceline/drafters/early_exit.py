@@ -1,4 +1,4 @@
-"""Early exit: the target's first layers draft, and verification continues from where they stopped."""
+"""Early exit: the target's first layers draft, and verification continues from the layer where they stopped."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from paceline.verify.tree import pack
 
 
 class EarlyExit(CacheSharing, Growing):
-    """Drafts with the target's first `config.layers` layers and its head, over the target's own cache.
+    """Drafts with the target's first E = `config.layers` layers and its head, over the target's own cache.
 
-    The keys and values that drafting writes are those of verification, which begins at layer E for every row that has
-    been drafted from: no row passes a layer twice, and nothing has to be caught up with. Whatever was fed stays in the
-    draft, so a tree keeps the best `branch` nodes of each level and then the best of the others.
+    Drafting writes keys and values that verification uses as they are. Verification of a row that drafting has fed
+    begins at layer E, so no row passes a layer twice and there is no backlog. Every fed row must stay in the draft.
+    Therefore a tree first keeps the best `branch` nodes of each level, and then the best of the other nodes.
 
-    A chain ends, and a node of a tree stays a leaf, where the exit's highest probability is below `threshold`. Trees of
-    the rules rejection and block keep their shape instead: how a drawn tree is judged must not depend on its draws.
+    A chain ends, and a node of a tree becomes a leaf, if the exit's highest probability is below `threshold`. Under the
+    rules `rejection` and `block`, trees keep their shape instead, because it must not depend on the draws.
 
     Source: LayerSkip, arXiv 2404.16710 (shared cache); Draft & Verify, arXiv 2309.08168, and Kangaroo, arXiv
     2404.18911 (when to stop; a trained projection before the head).
@@ -41,24 +41,35 @@ class EarlyExit(CacheSharing, Growing):
     def __init__(
         self, config: ExitConfig, tensors: Mapping[str, Tensor], target: Target, threshold: float = 0.5
     ) -> None:
-        """`tensors`: see `models/heads.py`; without any the target's final norm and head are put after layer E.
+        """Make a drafter.
 
-        Raises `UnsupportedModel` for a target that cannot stop early, `InvalidOption` for a number of layers or a
-        threshold out of range, `CorruptModel` for tensors that do not fit.
+        Args:
+            config: Number of layers, and sizes of a trained exit.
+            tensors: Weights of a trained exit (see `models/heads.py`). If empty, the target's final norm and head
+                follow layer E.
+            target: The target. It must be a model that Paceline runs itself.
+            threshold: Minimum for the exit's highest probability, 0 to 1. Below it, drafting stops.
+
+        Raises:
+            UnsupportedModel: If the target cannot stop after some of its layers.
+            InvalidOption: If the number of layers or the threshold is out of range.
+            CorruptModel: If tensors are missing or have the wrong shape.
         """
         if not isinstance(target, Decoder):
             raise UnsupportedModel(
-                f"{type(target).__name__} cannot stop after its first layers, as early exit needs",
+                f"{type(target).__name__} cannot stop after its first layers, which early exit needs",
                 "Use early exit with a model that Paceline runs itself, or another drafter",
             )
         self._target, self._exit, self.threshold = target, config.layers, threshold
         layers, hidden = target.config.layers, target.config.hidden
         if not 1 <= config.layers <= layers:
             raise InvalidOption(
-                f"early exit after {config.layers} layers is not possible", f"The target has 1 to {layers}"
+                f"early exit after {config.layers} layers is not possible", f"Use 1 to {layers} layers for this target"
             )
         if not 0.0 <= threshold <= 1.0:
-            raise InvalidOption(f"threshold={threshold} is not a probability", "Use 0 (never stop) to 1")
+            raise InvalidOption(
+                f"threshold={threshold} is not a probability", "Use a number from 0 (never stop early) to 1"
+            )
         weights = Weights(tensors, target.dtype, target.device)
         self._norm, self._projection = target.norm, None
         if "norm.weight" in weights:
@@ -67,7 +78,7 @@ class EarlyExit(CacheSharing, Growing):
             self._projection = weights.linear({"proj.down": rank}, hidden), weights.linear({"proj.up": hidden}, rank)
         weights.finish()
         self._streams: dict[int, list[Tensor]] = {}
-        """Per slot the outputs of the exit layer in this round, pass by pass."""
+        """Slot -> outputs of the exit layer in this round, one tensor per pass."""
 
     def admit(self, slot: int, prompt: Sequence[int]) -> None: ...
 
@@ -77,7 +88,7 @@ class EarlyExit(CacheSharing, Growing):
         self._streams.pop(slot, None)
 
     def limit(self, ask: Ask) -> DraftBudget:
-        """Return no more levels than the draft has room for: fed nodes stay in it."""
+        """Limit the depth so that all fed nodes, up to `branch` per level, fit in the draft."""
         # An interrupted round may have left streams here.
         self._streams[ask.slot] = []
         return ask.budget.within(ask.budget.nodes // ask.budget.branch + 1)
@@ -89,13 +100,13 @@ class EarlyExit(CacheSharing, Growing):
 
     def level(self, growths: Sequence[Growth]) -> Sequence[Tensor]:
         for growth in growths:
-            # Rows that were fed come first in the draft. Drawn siblings must stay in their order, so those drawn
-            # before a fed one are fed too. They pass these layers now instead of in verification.
+            # Fed rows come first in the draft, and drawn siblings must stay in order. Therefore siblings that were
+            # drawn before a fed node are fed as well. This costs nothing, because verification skips these layers.
             growth.chosen = growth.nodes.with_elders(growth.chosen)
         return self._feed(growths, [growth.feed() for growth in growths])
 
     def _feed(self, growths: Sequence[Growth], starts: Sequence[int]) -> list[Tensor]:
-        """Run the trees' rows from `starts` on through the first layers. Return each tree's logits [rows, V]."""
+        """Run rows `starts[i]` and later of each tree i through the first layers. Return logits [rows, V] per tree."""
         asks = [growth.ask for growth in growths]
         drafts = [Draft(tuple(g.nodes.tokens[node] for node in g.fed), tuple(g.above)) for g in growths]
         rows = pack(
@@ -129,8 +140,9 @@ class EarlyExit(CacheSharing, Growing):
         return ranked
 
     def _stops(self, growth: Growth, logits: Tensor) -> list[bool]:
-        """Return for each row of logits [R, V] whether to stop there."""
-        # Where a chain ends may depend on the draws above its end: a row is judged by what was drawn from it alone.
+        """Return True for each row of logits [R, V] at which drafting stops."""
+        # A chain may stop depending on earlier draws, because a row is verified only by the token drawn from it. A tree
+        # may not.
         if growth.ask.draws and growth.nodes.budget.branch > 1:
             return [False] * len(logits)
         confidence = (logits.amax(-1) - logits.logsumexp(-1)).exp()

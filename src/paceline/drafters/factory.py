@@ -1,19 +1,19 @@
 """Drafters by name:
 
 none                          no drafter
-auto                          the default, `AUTO`, and before the model's own MTP layer if it has one
-found                         the best of what is on this disk, see `found.py`
-suffix, suffix:remember       repeats of this text, or of earlier replies too
+auto                          the default: `AUTO`, then the model's own MTP layer if it has one
+found                         `AUTO`, then the best drafter on this disk (see `found.py`)
+suffix, suffix:remember       repeats of this text, or also of earlier replies
 ngram                         prompt lookup
-model:REF                     a draft model, also with another tokenizer
+model:REF                     a draft model, which may have another tokenizer
 eagle3, medusa, block         the head of this kind that comes with Paceline for the target
-mtp, mtp:REF                  the multi-token-prediction layer in the target's own files, or in others
-assistant:REF                 Gemma 4's assistant, which reads the target's keys and values
-eagle3:REF, ..., head:REF     a head checkpoint; `head` takes any kind
+mtp, mtp:REF                  the multi-token-prediction layer in the target's own files, or in other files
+assistant:REF                 a Gemma 4 assistant, which reads the target's keys and values
+eagle3:REF, ..., head:REF     a head checkpoint; `head` accepts any kind
 early-exit                    the exit that comes with Paceline, or half of the target's layers
-early-exit:LAYERS or REF      so many of the target's layers, or a trained exit
-early-exit@P, ...:LAYERS@P    the same; a chain ends where the exit's highest probability is below P (0.5)
-A+B+C                         the first of these that has a draft; a reference comes last and may hold a "+"
+early-exit:LAYERS or REF      this number of the target's layers, or a trained exit
+early-exit@P, ...:LAYERS@P    the same, but a chain stops if the exit's highest probability is below P (default 0.5)
+A+B+C                         the first of these that has a draft; a reference must come last and may contain "+"
 """
 
 from __future__ import annotations
@@ -56,21 +56,21 @@ MadeT = TypeVar("MadeT")
 DraftModelLoader = Callable[[str], Loaded]
 HeadOpener = Callable[[str | Path], HeadFile]
 Options = Mapping[str, float]
-"""What a name sets of a drafter: `threshold`, of early exit."""
+"""Options that a name can set. Only early exit has one, `threshold`."""
 
 _LOOKUPS: dict[str, Callable[[], Drafter]] = {
     "suffix": Suffix,
     "suffix:remember": partial(Suffix, remember=True),
     "ngram": NGram,
 }
-"""Name -> the drafter, which has no weights."""
+"""Name -> drafter without weights."""
 
 AUTO = "suffix"
-"""The drafter that "auto" begins with: it has no weights to fetch, and costs nothing while it has nothing to propose.
-Learned drafters gain more on some texts and lose on others (benchmarks/results/2026-11-25-never-slower-zen4.md)."""
+"""The drafter that "auto" tries first. It has no weights, and it costs nothing if it has nothing to propose. Learned
+drafters are faster on some texts and slower on others (benchmarks/results/2026-11-25-never-slower-zen4.md)."""
 
 FOUND = "found"
-"""The name that stands for the best drafter on this disk, see `drafter_for`."""
+"""The name of the best drafter on this disk (see `drafter_for`)."""
 
 _CLASSES = {
     "eagle": "paceline.drafters.eagle:Eagle",
@@ -82,7 +82,7 @@ _CLASSES = {
     "exit": "paceline.drafters.early_exit:EarlyExit",
     "assistant": "paceline.drafters.assistant:Assistant",
 }
-"""Kind of head (`heads.kind_of`) -> the drafter class, made from (config, tensors, target)."""
+"""Kind of head (`heads.kind_of`) -> drafter class. Its arguments are config, tensors and target."""
 
 _KINDS = {
     "eagle3": "eagle3",
@@ -97,15 +97,27 @@ _KINDS = {
 _REFERENCE = re.compile(
     r"(?:^|\+)\s*((?:model|eagle3|mtp|medusa|block|assistant|head|early-exit(?!:\d+(?:@[\d.]+)?\s*(?:\+|$))):)"
 )
-"""The name before a reference, which goes on to the end of the spec."""
+"""Matches the name before a reference. The reference extends to the end of the spec."""
 
 
 def make_drafter(
     spec: str | Drafter | None, target: Loaded, load: DraftModelLoader, read: HeadOpener = open_head
 ) -> Drafter | None:
-    """Return the drafter that `spec` names; `load` reads draft models, `read` heads.
+    """Make a drafter by name.
 
-    Raises `InvalidOption` for an unknown name, `TokenizerMismatch`, `HeadMismatch`, and what reading raises.
+    Args:
+        spec: A name (see the module), a drafter, which is returned as it is, or None.
+        target: The target.
+        load: Loads a draft model.
+        read: Opens a head checkpoint.
+
+    Returns:
+        The drafter. None for None and "none".
+
+    Raises:
+        InvalidOption: If the name is unknown or does not apply to this target.
+        TokenizerMismatch: If the tokenizers differ and one of them has no tokens that stand for text.
+        HeadMismatch: If the head has another kind or belongs to another target.
     """
     if spec is None or spec == "none":
         return None
@@ -120,21 +132,26 @@ def make_drafter(
 
 
 def _chosen(spec: str, target: Loaded, make: Callable[[str], MadeT]) -> tuple[str, MadeT]:
-    """Return the name of the drafter that `spec` stands for, and the drafter that `make` builds. An MTP layer that
-    cannot be used is left out, unless it was named."""
+    """Return the full name of a drafter (see `drafter_for`), and the drafter that `make` builds from it.
+
+    For "auto", an MTP layer that does not work is skipped with a warning.
+    """
     name = drafter_for(spec, target)
     try:
         return name, make(name)
     except PacelineError as error:
         if spec != "auto" or name == AUTO:
             raise
-        _LOG.warning("%s drafts without its own MTP layer: %s", target.path, error)
+        _LOG.warning("%s: the model's own MTP layer is not used for drafting: %s", target.path, error)
         return AUTO, make(AUTO)
 
 
 def drafter_for(spec: str, target: Loaded) -> str:
-    """Return the name of the drafter that `spec` stands for, if it is "found" (one on this disk) or "auto" (the
-    target's own MTP layer): it drafts where `AUTO` has no proposal. Without one they stand for `AUTO` alone."""
+    """Return the full name of the drafter that "auto" or "found" stands for. Return other names unchanged.
+
+    Both stand for `AUTO`, followed by a learned drafter if there is one: the target's own MTP layer, or, for "found"
+    only, a drafter on this disk.
+    """
     if spec not in (FOUND, "auto"):
         return spec
     reference = "mtp" if shipped("mtp", target) else found_reference(target) if spec == FOUND else None
@@ -149,8 +166,22 @@ def open_drafter(
     head: HeadOpener = open_head,
     draft_vocab: DraftVocab = "auto",
 ) -> Drafter | None:
-    """`make_drafter`, with models read by `read` (default: `load_model` onto the target's device) and heads by `head`,
-    their weights quantised as `quantize` says, and output heads over large vocabularies cut as `draft_vocab` says."""
+    """Make a drafter by name, with options for its weights.
+
+    Args:
+        spec: See `make_drafter`.
+        target: The target.
+        quantize: Precision of the drafter's weights.
+        read: Loads a draft model. None for `load_model`, onto the target's device.
+        head: Opens a head checkpoint.
+        draft_vocab: Tokens that output heads score (see `DraftVocab`).
+
+    Returns:
+        The drafter. None for None and "none".
+
+    Raises:
+        PacelineError: See `make_drafter`, `load_model` and `open_head`.
+    """
     device: Any = target.target.device.type
     open_model = read or partial(load_model, device=device)
 
@@ -172,8 +203,11 @@ def open_drafter(
 
 
 def _takes_codes(head: HeadFile, target: Loaded) -> bool:
-    """Whether a head is held in codes by default, where there are kernels for them: in its file's own, or in 4 bits, as
-    a draft model, if it is an EAGLE head or MTP layer of a quantised target."""
+    """Return True if a head's weights are quantised by default.
+
+    This is the case if its file stores them quantised, or if it is an EAGLE head or MTP layer of a quantised target.
+    The device must have kernels for quantised weights.
+    """
     host = host_of(target)
     coded = mostly_codes(head.tensors) or (target.quantize is not None and isinstance(head.config, EagleConfig))
     return coded and host.dtype != torch.float64 and takes_stored(host.dtype, True, host.device)
@@ -185,7 +219,18 @@ def open_drafters(
     target: Loaded,
     opened: Callable[[str], Drafter | None],
 ) -> Drafter | dict[str, Drafter] | None:
-    """Each drafter under its name, those `given` first; "none" has no entry. An object alone stays as it is."""
+    """Open one or several drafters.
+
+    Args:
+        given: Names of drafters, or one drafter.
+        more: Names of additional drafters.
+        target: The target.
+        opened: Opens a drafter by name.
+
+    Returns:
+        Name -> drafter, in the order given, without "none". If `given` is a drafter and nothing is added to it, the
+        drafter itself.
+    """
     specs = [given] if isinstance(given, str) else [] if given is None or isinstance(given, Drafter) else given
     chosen = [_chosen(spec, target, opened) for spec in dict.fromkeys((*specs, *more))]
     found = {spec_name(name): drafter for name, drafter in chosen if drafter}
@@ -195,7 +240,7 @@ def open_drafters(
 
 
 def load_drafters(arguments: LoadArguments, more: Sequence[str], target: Loaded) -> Drafter | dict[str, Drafter] | None:
-    """Load the drafter or drafters that `arguments` names, and those that `more` names: see `open_drafters`."""
+    """Load the drafters named in `arguments.drafter`, and additional drafters named in `more` (see `open_drafters`)."""
     read = partial(
         load_model,
         dtype=arguments.dtype,
@@ -225,16 +270,20 @@ def load_drafters(arguments: LoadArguments, more: Sequence[str], target: Loaded)
 
 
 def spec_name(spec: str) -> str:
-    """Return the name of a drafter in statistics: `spec`, with the drafter that "auto" stands for."""
+    """Return the name of a drafter in statistics: `spec`, with "auto" replaced by `AUTO`."""
     return "+".join(AUTO if part == "auto" else part for part in _split(spec))
 
 
 def check_spec(spec: str | Drafter | None) -> None:
-    """Raise `InvalidOption` for a `spec` that names no drafter, before anything is loaded."""
+    """Check the name of a drafter before anything is loaded.
+
+    Raises:
+        InvalidOption: If it is not the name of a drafter, a drafter or None.
+    """
     if not isinstance(spec, (str, Drafter, type(None))):
         raise InvalidOption(
             f"drafter={spec!r:.80} is a {type(spec).__name__}",
-            "Give a name, a paceline.Drafter (an object, not its class) or None",
+            "Pass a name, a paceline.Drafter (an object, not its class) or None",
         )
     if isinstance(spec, str) and spec not in ("none", FOUND):
         for part in _split(spec):
@@ -242,8 +291,15 @@ def check_spec(spec: str | Drafter | None) -> None:
 
 
 def check_specs(spec: str | Drafter | list[str] | None, mode: str) -> None:
-    """`check_spec` of one or of several. Raises `InvalidOption` also for an unknown `draft_quantize` mode, and for one
-    where no drafter has weights."""
+    """Check the names of one or several drafters, and their precision, before anything is loaded.
+
+    Args:
+        spec: See `check_spec`.
+        mode: The option `draft_quantize`.
+
+    Raises:
+        InvalidOption: If a name or the mode is unknown, or the mode needs weights and no drafter has any.
+    """
     specs = spec if isinstance(spec, list) else [spec]
     for one in specs:
         check_spec(one)
@@ -253,7 +309,7 @@ def check_specs(spec: str | Drafter | list[str] | None, mode: str) -> None:
         shown = "+".join(one if isinstance(one, str) else type(one).__name__ for one in specs)
         raise InvalidOption(
             f"the drafter {shown} has no weights to read as {mode}",
-            "Leave draft_quantize out; `quantize` is the target's",
+            "Omit draft_quantize. To quantise the target, use quantize",
         )
 
 
@@ -264,11 +320,11 @@ def _check_name(part: str) -> None:
     if part != "auto" and part not in _LOOKUPS and part not in _KINDS and not named:
         learned = [*_KINDS, *(f"{name}:REF" for name in _KINDS), "early-exit:LAYERS", "head:REF"]
         known = ", ".join(["none", "auto", FOUND, *_LOOKUPS, "model:REF", *learned])
-        raise InvalidOption(f"no drafter is called {part!r}", f"There are {known}, and several joined by '+'")
+        raise InvalidOption(f"no drafter is called {part!r}", f"Available: {known}. Combine drafters with '+'")
 
 
 def _split(spec: str) -> list[str]:
-    """Split at "+", but not inside the reference at the end."""
+    """Split a spec at "+", but not inside a reference."""
     found = _REFERENCE.search(spec)
     if not found:
         return [part.strip() for part in spec.split("+")]
@@ -277,7 +333,7 @@ def _split(spec: str) -> list[str]:
 
 
 def _split_threshold(part: str) -> tuple[str, dict[str, float]]:
-    """Split `early-exit...@P` into the drafter and its threshold, if it has one. Raises `InvalidOption`."""
+    """Split `early-exit...@P` into the name and its threshold, if it has one. Raises `InvalidOption`."""
     found = re.fullmatch(r"(early-exit(?::.+)?)@(\d+(?:\.\d*)?|\.\d+)", part)
     if not found:
         return part, {}
@@ -296,7 +352,7 @@ def _make(part: str, target: Loaded, load: DraftModelLoader, read: HeadOpener) -
     name, _, reference = part.partition(":")
     if name == "model":
         loaded = load(reference)
-        # Tokenizers are compared by their tokens, not by how many there are.
+        # Compare tokenizers by their tokens, because different tokenizers may have the same number of tokens.
         if vocabulary_of(target.tokenizer) != vocabulary_of(loaded.tokenizer):
             return cross(target, loaded, part)
         return DraftModel(loaded.target, target.target.vocab_size, loaded.head_tokens)
@@ -307,11 +363,11 @@ def _make(part: str, target: Loaded, load: DraftModelLoader, read: HeadOpener) -
         missing = (
             "the files of {} hold no MTP layer" if name == "mtp" else f"no {name} head for {{}} comes with Paceline"
         )
-        raise InvalidOption(missing.format(target.path), f"Name one that you have: {name}:FOLDER")
+        raise InvalidOption(missing.format(target.path), f"Name a folder that holds one: {name}:FOLDER")
     head = read(path)
     kind = kind_of(head.config)
     if name != "head" and _KINDS[name] != kind:
-        raise HeadMismatch(f"{reference} holds a head of kind {kind}, not {_KINDS[name]}", f"Write head:{reference}")
+        raise HeadMismatch(f"{reference} holds a head of kind {kind}, not {_KINDS[name]}", f"Use head:{reference}")
     fitted = fits(head, target)
     return _with_head(fitted.config, fitted.tensors, target, options)
 
@@ -323,7 +379,8 @@ def _with_head(config: HeadConfig, tensors: Mapping[str, Tensor], target: Loaded
 
 
 def _early_exit(layers: str, target: Loaded, read: HeadOpener, options: Options) -> Drafter:
-    """Return early exit after `layers` layers; "": the exit that comes with Paceline, or after half of them."""
+    """Return early exit after `layers` layers. If it is "", use the exit that comes with Paceline, or half of the
+    layers."""
     if not layers and (path := shipped("exit", target)):
         head = fits(read(path), target)
         return _with_head(head.config, head.tensors, target, options)
@@ -332,13 +389,20 @@ def _early_exit(layers: str, target: Loaded, read: HeadOpener, options: Options)
     if not 0 < count < sizes.layers:
         raise InvalidOption(
             f"early-exit:{count} is not possible in a model of {sizes.layers} layers",
-            f"Give 1 to {sizes.layers - 1}",
+            f"Use 1 to {sizes.layers - 1}" if sizes.layers > 1 else "Use another drafter",
         )
     return _with_head(ExitConfig(sizes.hidden, count), {}, target, options)
 
 
 def parse_size(text: str) -> DraftBudget | None:
-    """Return the budget that LENGTH or NODESxDEPTHxBRANCH names, None for any other text. Raises `InvalidOption`."""
+    """Parse a draft size, LENGTH or NODESxDEPTHxBRANCH.
+
+    Returns:
+        The budget. None if the text has another form.
+
+    Raises:
+        InvalidOption: If a number is out of range.
+    """
     if not re.fullmatch(r"[0-9]{1,9}(x[0-9]{1,9}x[0-9]{1,9})?", text):
         return None
     length, *tree = map(int, text.split("x"))
@@ -346,11 +410,21 @@ def parse_size(text: str) -> DraftBudget | None:
 
 
 def to_tree(draft: int | DraftBudget | Literal["auto"]) -> DraftBudget | None:
-    """Return the budget for a draft length, a budget, or None for "auto". Raises `InvalidOption`."""
+    """Convert the option `draft` to a budget.
+
+    Args:
+        draft: A draft length, a budget, or "auto".
+
+    Returns:
+        The budget. None for "auto".
+
+    Raises:
+        InvalidOption: If it is anything else, or the length is out of range.
+    """
     if isinstance(draft, DraftBudget):
         return draft
     if draft == "auto":
         return None
     if isinstance(draft, bool) or not isinstance(draft, int):
-        raise InvalidOption(f"draft={draft!r} is not possible", 'Give a length, a paceline.DraftBudget or "auto"')
+        raise InvalidOption(f"draft={draft!r} is not possible", 'Use a length, a paceline.DraftBudget or "auto"')
     return DraftBudget.chain(draft)

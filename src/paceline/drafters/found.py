@@ -1,4 +1,4 @@
-"""The drafter for a target among the models on this disk."""
+"""Search for a drafter among the models on this disk."""
 
 from __future__ import annotations
 
@@ -21,36 +21,37 @@ from paceline.protocols import TargetWithHead
 
 _LOG = logging.getLogger("paceline")
 _MOST_SEEN, _MOST = 1000, 32
-"""Models whose vocabulary is counted, which takes a millisecond each, and compared, which takes up to half a second."""
+"""Maximum number of models whose vocabulary size is read (1 ms each), and whose tokens are compared (up to 0.5 s)."""
 _PADDING = 1 / 200
-"""Share of a vocabulary by which its sizes may differ in models of one tokenizer: rows without a token."""
+"""Relative difference of vocabulary sizes that padding may cause in models with the same tokenizer."""
 
 
 def found_reference(target: Loaded) -> str | None:
-    """Return the name of the best drafter with weights for a target that is on this disk, or None.
+    """Return the name of the best drafter with weights that this disk holds for a target, or None.
 
-    A head that was trained for it, in the folder of the target or in the cache of the hub's client; else the smallest
-    model, at most half its size, with the same vocabulary, in that folder or in a store (a 0.5B model made a 1.5B model
-    write code 1.2 to 1.35 times as fast: benchmarks/results/2026-11-23-drafts.md).
+    The first choice is a head that was trained for the target, in the folder that contains the target or in the cache
+    of huggingface_hub. The second is the smallest model with the same vocabulary and at most half the target's size, in
+    that folder or in a model store. For example, a 0.5B model made a 1.5B model write code 1.2 to 1.35 times as fast
+    (benchmarks/results/2026-11-23-drafts.md).
     """
-    beside, stored = _beside(target.path), stored_models(everything=True)
-    reference = next(_heads(target, beside, stored), None) or next(_siblings(target, [*beside, *stored]), None)
+    nearby, stored = _nearby(target.path), stored_models(everything=True)
+    reference = next(_heads(target, nearby, stored), None) or next(_siblings(target, [*nearby, *stored]), None)
     _LOG.debug("%s: found %s", target.path, reference or "no drafter with weights")
     return reference
 
 
-def _beside(path: Path) -> list[StoredModel]:
+def _nearby(path: Path) -> list[StoredModel]:
     try:
-        return models_in(path.parent, subfolders=False)  # that may be a whole home
+        return models_in(path.parent, subfolders=False)  # the parent may be a home directory
     except (PacelineError, OSError):
         return []
 
 
-def _heads(target: Loaded, beside: list[StoredModel], stored: list[StoredModel]) -> Iterator[str]:
+def _heads(target: Loaded, nearby: list[StoredModel], stored: list[StoredModel]) -> Iterator[str]:
     if not isinstance(target.target, TargetWithHead):
         return
     ours, names = "", {model.name for model in stored if model.path == target.path}
-    for model in (*beside, *(model for model in stored if model.store == "huggingface")):
+    for model in (*nearby, *(model for model in stored if model.store == "huggingface")):
         try:
             if not (model.path.is_dir() and holds_head(model.path)):
                 continue
@@ -62,7 +63,7 @@ def _heads(target: Loaded, beside: list[StoredModel], stored: list[StoredModel])
             elif verifier_of(config) in names:
                 fits(open_head(model.path), target)
                 yield f"head:{model.path}"
-        except Exception:  # this search is optional: no file of a store may stop a target
+        except Exception:  # this search is optional, so a bad file in a store must not stop the target
             _LOG.debug("%s is not a drafter for this model", model.path, exc_info=True)
 
 
@@ -74,7 +75,7 @@ def _siblings(target: Loaded, models: list[StoredModel]) -> Iterator[str]:
     for model in islice((model for model in seen if _may_share(model.path, rows)), _MOST):
         try:
             tokenizer = open_checkpoint(model.path).tokenizer
-        except Exception:  # a head, or a model that does not run here, or a damaged one
+        except Exception:  # a head, an unsupported model or a damaged file
             _LOG.debug("%s cannot be a draft model", model.path, exc_info=True)
             continue
         ours = ours or vocabulary_of(target.tokenizer)
@@ -83,7 +84,10 @@ def _siblings(target: Loaded, models: list[StoredModel]) -> Iterator[str]:
 
 
 def _may_share(path: Path, rows: int) -> bool:
-    """Return whether a model's vocabulary may be that of one with so many rows, by its size, if files say that."""
+    """Return True if a model may have the same vocabulary as a target with `rows` rows, judging by its size.
+
+    If the files do not tell the size, it is True.
+    """
     try:
         if path.is_file():
             found = gguf_vocab_size(path)

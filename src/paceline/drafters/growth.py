@@ -1,4 +1,4 @@
-"""Draft trees that grow level by level, for a whole batch at once."""
+"""Draft trees that grow level by level, with the whole batch in each pass."""
 
 from __future__ import annotations
 
@@ -19,25 +19,33 @@ from paceline.types import Draft, DraftBudget, Rows
 from paceline.verify.tree import MIN_ROWS, shape
 
 _NEXT = 0.85
-"""Probability that a token is accepted after an accepted one, before it is drafted."""
+"""Assumed probability that a token is accepted after an accepted token, before it is drafted."""
 _OUTLIER, _MEMORY = 2.0, 8.0
-"""Bound of a measured time, in means; number of times that the mean remembers."""
+"""Measured times are clipped to `_OUTLIER` times the mean. The mean averages over about `_MEMORY` times."""
 _DRAWN = 0.3
-"""Probability of a path below which nothing more is drawn. A constant: such a draft must not depend on prices."""
+"""Minimum probability of a path that is extended by draws. It is a constant, because a drawn draft must not depend on
+measured costs."""
 ROOT = -1
 """The parent of a node that continues the pending token."""
 
 
 @dataclass(slots=True)
 class Nodes(ABC):
-    """A tree while it grows: token, parent node (`ROOT`: the pending token) and depth (from 1) of each node."""
+    """A growing tree.
+
+    Attributes:
+        budget: Maximum size of the tree.
+        tokens: Token of each node.
+        parents: Parent of each node. `ROOT` stands for the pending token.
+        depths: Depth of each node, starting at 1.
+        q: Node -> the distribution [V] that its children were drawn from, if they were drawn.
+    """
 
     budget: DraftBudget
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
     q: dict[int, Tensor] = field(default_factory=dict)
-    """The distribution [V] that a node's children were drawn from, where they were drawn."""
 
     @abstractmethod
     def grow(self, parent: int, best: Ranked) -> None:
@@ -45,22 +53,22 @@ class Nodes(ABC):
 
     @abstractmethod
     def level(self, first: int) -> list[int]:
-        """Return those nodes from `first` on that get children, oldest first."""
+        """Return the nodes that get children, oldest first. Only node `first` and later nodes are considered."""
 
     @abstractmethod
     def others(self, first: Sequence[int]) -> list[int]:
-        """Return the nodes that are kept besides those in `first`, oldest first."""
+        """Return the nodes to keep in addition to the nodes `first`, oldest first."""
 
     def with_elders(self, nodes: Sequence[int]) -> list[int]:
         """Return these nodes and the siblings that must come before them in a draft, oldest first."""
         return list(nodes)
 
     def promise(self, nodes: Sequence[int]) -> float:
-        """Return the probability that one of these nodes, siblings or cousins, is accepted; 1 where it is unknown."""
+        """Return the probability that one of these nodes, which have the same depth, is accepted. 1 if unknown."""
         return 1.0
 
     def draft(self, first: Sequence[int] = ()) -> Draft:
-        """Return the draft. `first`: nodes that are kept in any case, and come before the others."""
+        """Return the draft. `first`: Nodes that are always kept, and that come before the others."""
         kept = [*first, *self.others(first)]
         rows = {ROOT: 0} | {node: row for row, node in enumerate(kept, 1)}
         parents = tuple(rows[self.parents[node]] for node in kept)
@@ -72,7 +80,7 @@ class Nodes(ABC):
         self.depths.append(self.depths[parent] + 1 if parent != ROOT else 1)
 
     def path(self, node: int) -> list[int]:
-        """Return the drafted tokens down to the node."""
+        """Return the tokens of the nodes from the root to a node, which is included."""
         path: list[int] = []
         while node != ROOT:
             path.append(self.tokens[node])
@@ -82,7 +90,7 @@ class Nodes(ABC):
 
 @dataclass(slots=True)
 class Chosen(Nodes):
-    """The nodes with the best log-scores from the root are kept (EAGLE-2's rule, arXiv 2406.16858)."""
+    """A tree that keeps the nodes with the best log scores of their paths (EAGLE-2's rule, arXiv 2406.16858)."""
 
     scores: list[float] = field(default_factory=list)
 
@@ -96,7 +104,8 @@ class Chosen(Nodes):
         return self._best(self.budget.branch, range(first, len(self.tokens)))
 
     def others(self, first: Sequence[int]) -> list[int]:
-        """Scores only fall from parent to child and ties go to the older node, so the best of all nodes are a tree."""
+        """Return the best nodes. They form a tree, because a child never has a better score than its parent, and of
+        equal scores the older node is better."""
         taken = set(first)
         return self._best(self.budget.nodes - len(taken), [n for n in range(len(self.tokens)) if n not in taken])
 
@@ -110,9 +119,11 @@ class Chosen(Nodes):
 
 @dataclass(slots=True)
 class Drawn(Nodes):
-    """Every candidate that has a place in `tree.shape` is kept, whatever was drawn: choosing by what was drawn would
-    change the distribution. But nothing is drawn below a path that is less likely than `least` by the drafter's own
-    distributions: whether a node has children may hang on the path to it, as their distribution does.
+    """A tree whose nodes are drawn from the drafter's distributions.
+
+    Every candidate with a place in `tree.shape` is kept, because choosing nodes by the drawn tokens would change the
+    distribution. However, a path whose probability is below `least` is not extended. The decision to draw children may
+    depend on the path to the node, as their distribution does.
     """
 
     least: float = 0.0
@@ -134,11 +145,12 @@ class Drawn(Nodes):
         return [node for node in range(first, len(self.tokens)) if self._expands(node)]
 
     def with_elders(self, nodes: Sequence[int]) -> list[int]:
-        """Verification judges siblings in draw order. Siblings have consecutive numbers."""
+        """Return these nodes and all siblings drawn before them, since verification tries siblings in draw order.
+        Siblings have consecutive numbers."""
         return sorted({elder for node in nodes for elder in range(node - self.ranks[node][-1], node + 1)})
 
     def _expands(self, node: int) -> bool:
-        """Whether anything is drawn below a node."""
+        """Return True if children of a node are drawn."""
         return self.ranks[node] in shape(self.budget) and self.odds[node] >= self.least
 
     def others(self, first: Sequence[int]) -> list[int]:
@@ -147,10 +159,14 @@ class Drawn(Nodes):
 
 @dataclass(slots=True)
 class Growth:
-    """One request's tree while it grows.
+    """The growing tree of one request.
 
-    `chosen`: the nodes of the newest level that get children. `row_of`: the row of every node that has been fed, in the
-    order of rows; the root's is `NONE`, or 0 where the pending token is a row of the tree.
+    Attributes:
+        ask: The request for a draft.
+        nodes: The nodes.
+        chosen: The nodes of the newest level that get children.
+        row_of: Node -> row, for each node that has been fed, in the order of rows. The row of the root is `NONE`, or 0
+            if the pending token is fed in the same pass as the tree.
     """
 
     ask: Ask
@@ -162,17 +178,23 @@ class Growth:
 
     @staticmethod
     def begin(ask: Ask, budget: DraftBudget, least: float | None = None) -> Growth:
-        """Return the root of a tree. `least`: see `Drawn`."""
+        """Begin a tree with only the root.
+
+        Args:
+            ask: The request for a draft.
+            budget: Maximum size of the tree.
+            least: See `Drawn`. None for the default.
+        """
         return Growth(ask, Drawn(budget, least=_DRAWN if least is None else least) if ask.draws else Chosen(budget))
 
     @property
     def fed(self) -> list[int]:
-        """Nodes that have been fed, in the order of their rows."""
+        """The nodes that have been fed, in the order of their rows."""
         return list(self.row_of)[1:]
 
     @property
     def above(self) -> list[int]:
-        """Parent row of each node in `fed`."""
+        """The parent row of each node in `fed`."""
         return [self.row_of[self.nodes.parents[node]] for node in self.fed]
 
     def feed(self) -> int:
@@ -182,7 +204,7 @@ class Growth:
         return start
 
     def descend(self) -> bool:
-        """Choose the newest nodes that get children. Return False if none does."""
+        """Choose the newest nodes that get children. Return False if there are none."""
         self._level += 1
         self.chosen = self.nodes.level(self._first) if self._level < self.nodes.budget.depth else []
         self._first = len(self.nodes.tokens)
@@ -192,43 +214,47 @@ class Growth:
 class Growing(Drafter):
     """A drafter that grows trees level by level, with one pass per level for the whole batch.
 
-    Candidates are ranked with the sampler's noise, so that at any temperature the draft aims at what the target will
-    draw. The best `branch` nodes of a level are expanded by `branch` each, and of all that grew the best
-    `nodes` are kept. Under the rules rejection and block candidates are drawn instead, into a tree of fixed shape, of
-    which what would follow unlikely paths is left out.
+    Candidates are ranked with the sampler's noise, so the draft predicts the target's draws at any temperature. Each of
+    the best `branch` nodes of a level gets `branch` children, and the best `nodes` nodes of the tree are kept. The
+    rules `rejection` and `block` need drawn candidates instead. The tree then has a fixed shape, except that unlikely
+    paths are not extended.
 
-    Where `Ask.pace` is known, a level is grown only if it promises more tokens than decoding gives in its time. A
-    request's draft is otherwise the same in every batch, as far as the bits of its logits are.
+    If `Ask.pace` is known, another level is grown only if it is expected to yield more tokens than decoding would in
+    the same time. Otherwise, a request's draft does not depend on the batch, if its logits do not.
     """
 
     _level_seconds: float | None = None
-    """Mean time of a level after the root's; None before the first."""
+    """Mean time of a level, without the root's. None before the first level."""
 
     @abstractmethod
     def limit(self, ask: Ask) -> DraftBudget:
-        """Return the part of the ask's budget that can be drafted now; with 0 nodes the request joins no pass."""
+        """Return the part of the ask's budget that can be drafted now. With 0 nodes, the request is in no pass."""
 
     @abstractmethod
     def roots(self, growths: Sequence[Growth]) -> Sequence[Tensor]:
-        """Feed all known tokens of these requests, the pending ones included.
+        """Feed all known tokens of these requests, including the pending tokens.
 
-        Return the logits [1, V] after each one's pending token.
+        Returns:
+            For each request, the logits [1, V] after its pending token.
         """
 
     @abstractmethod
     def level(self, growths: Sequence[Growth]) -> Sequence[Tensor]:
-        """One pass over the `chosen` nodes of all these trees (see `pack_level`), whose parents `roots` or an earlier
-        level has fed. A request that is missing here does not return this round.
+        """Feed the `chosen` nodes of all these trees in one pass (see `pack_level`).
 
-        Return the logits [len(chosen), V] after each one's chosen nodes, in their order.
+        The parents of these nodes have been fed by `roots` or an earlier level. A request that is missing here has no
+        further levels in this round.
+
+        Returns:
+            For each tree, the logits [len(chosen), V] after its chosen nodes, in order.
         """
 
     def rank(self, growth: Growth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
-        """Return the candidates of each row of logits [R, V], which follows its path: see `Sampler.rank`."""
+        """Return the candidates for each row of logits [R, V], given its path (see `Sampler.rank`)."""
         return growth.ask.rank(logits, paths, count)
 
     def end(self, growth: Growth) -> Draft:
-        """Return the draft of a tree that has grown."""
+        """Return the draft of a finished tree."""
         return growth.nodes.draft()
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
@@ -244,8 +270,8 @@ class Growing(Drafter):
         return logits
 
     def _pays(self, growths: Sequence[Growth]) -> bool:
-        """Return whether a level more is worth its time, for all these trees together."""
-        # A tree with all its nodes grows deeper without another row.
+        """Return True if another level is worth its time, for all these trees together."""
+        # Growing a tree that has all its nodes adds no rows to verification, so it has no price.
         gain = sum(
             _NEXT * growth.nodes.promise(growth.chosen)
             - (growth.ask.price if len(growth.nodes.tokens) < growth.nodes.budget.nodes else 0.0)
@@ -261,8 +287,15 @@ def grow_trees(
     rank: Callable[[Growth, Tensor, Sequence[Sequence[int]], int], list[Ranked]],
     pays: Callable[[Sequence[Growth]], bool] = lambda growths: True,
 ) -> None:
-    """Grow all trees together, one call of `roots` and then one of `level` per depth (see `Growing`), while it
-    `pays`."""
+    """Grow all trees together.
+
+    Args:
+        growths: The trees.
+        roots: See `Growing.roots`. It is called once.
+        level: See `Growing.level`. It is called once per depth.
+        rank: See `Growing.rank`.
+        pays: Returns False if another level is not worth its time.
+    """
     growing = [growth for growth in growths if growth.nodes.budget.nodes]
     read = roots
     while growing:
@@ -279,8 +312,13 @@ def grow_trees(
 
 
 def logits_of(states: Tensor, counts: Sequence[int], logits: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Return logits [counts[b], V] of the first rows of each slot's states [B, T, H]. No others are computed, except to
-    fill up to `MIN_ROWS`."""
+    """Return the logits [counts[b], V] of the first rows of each slot b.
+
+    Args:
+        states: Hidden states [B, T, H].
+        counts: Number of rows of each slot. Other rows are not computed.
+        logits: Output head. It always gets at least `MIN_ROWS` rows.
+    """
     real = torch.cat([line[:count] for line, count in zip(states, counts, strict=True)])
     filled = F.pad(real, (0, 0, 0, max(0, MIN_ROWS - len(real))))
     return list(logits(filled)[: len(real)].split(list(counts)))
@@ -289,7 +327,11 @@ def logits_of(states: Tensor, counts: Sequence[int], logits: Callable[[Tensor], 
 def pack_level(growths: Sequence[Growth], slots: Sequence[int], lengths: Sequence[int], device: torch.device) -> Rows:
     """Return the rows of one level: each tree's chosen nodes, after the rows of its earlier levels.
 
-    `lengths`: the committed length of each slot, the position of nodes at depth 1.
+    Args:
+        growths: The trees.
+        slots: Cache slot of each tree.
+        lengths: Committed length of each slot, which is the position of nodes at depth 1.
+        device: Device of the rows.
     """
     counts = tuple(len(growth.chosen) for growth in growths)
     count = max(-(-MIN_ROWS // len(growths)), *counts)

@@ -1,4 +1,4 @@
-"""Drafters that use what the target has: its cache, or its last hidden state."""
+"""Base classes for drafters that use the target's cache, or its last hidden state."""
 
 from __future__ import annotations
 
@@ -14,36 +14,44 @@ from paceline.types import Tap, Verdict
 
 
 class CacheSharing(Drafter):
-    """A drafter over the target's own cache, which it does not keep alive."""
+    """A drafter that uses the target's own cache. It holds only a weak reference to it."""
 
     replayable = False
     reads_prompt = False
     _bound: Callable[[], KVCache | None] | None = None
 
     def bind(self, cache: KVCache) -> None:
-        """Draft over this cache. Raises `InvalidOption` where the drafter serves another engine that is in use."""
+        """Set the cache.
+
+        Raises:
+            InvalidOption: If the drafter already belongs to another engine that still exists.
+        """
         if self._bound and self._bound() not in (None, cache):
-            raise InvalidOption(f"{type(self).__name__} cannot serve two models at once", "Make one for each")
+            raise InvalidOption(f"{type(self).__name__} cannot serve two models at once", "Make one drafter per model")
         self._bound = ref(cache)
 
     @property
     def target_cache(self) -> KVCache:
-        """The target's cache. Raises `InvalidOption` where there is none."""
+        """The target's cache.
+
+        Raises:
+            InvalidOption: If no cache has been bound, or it no longer exists.
+        """
         cache = self._bound() if self._bound else None
         if cache is None:
-            raise InvalidOption(f"{type(self).__name__} has no target cache", "Bind the cache that holds the slots")
+            raise InvalidOption(f"{type(self).__name__} has no target cache", "Call bind with the target's cache first")
         return cache
 
 
 class LastState(Drafter):
-    """A drafter that reads a single hidden state of the target: the last one before the pending token."""
+    """A drafter that reads only the target's last hidden state, at the position before the pending token."""
 
     taps: tuple[Tap, ...] = ("final",)
     reads_prompt = False
 
     def __init__(self) -> None:
         self._states: dict[int, Tensor] = {}
-        """The state [H] of each slot, once one was received."""
+        """Slot -> its latest state [H]. A slot has no entry before its first state."""
 
     def admit(self, slot: int, prompt: Sequence[int]) -> None:
         self._states.pop(slot, None)
@@ -55,7 +63,7 @@ class LastState(Drafter):
 
     @property
     def needs_past(self) -> bool:
-        """False: it needs only the last token's state, which is always fed."""
+        """False, because only the last token's state is needed, and that token is always fed."""
         return False
 
     def feed(self, slot: int, tokens: Sequence[int], taps: Mapping[Tap, Tensor]) -> None:
@@ -68,5 +76,5 @@ class LastState(Drafter):
         self._states.pop(slot, None)
 
     def _receive(self, slot: int, taps: Mapping[Tap, Tensor], row: int) -> None:
-        # A copy: a view would keep the states of the whole pass.
+        # Copy the row, because a view would keep the states of the whole pass in memory.
         self._states[slot] = taps["final"][row].clone()

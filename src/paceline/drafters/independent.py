@@ -1,4 +1,4 @@
-"""Trees from heads that predict several depths at once, independently of each other; the best tree of given chances."""
+"""Trees from heads that predict each depth independently, and the best tree for given acceptance probabilities."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ from paceline.types import Draft, DraftBudget
 from paceline.verify.tree import Place, close, places
 
 Chance = Callable[[Place], float]
-"""The probability that a place is accepted, given that the place above it is."""
+"""Returns the probability that a place is accepted if its parent is accepted."""
 
 
 def best(chance: Chance, budget: DraftBudget) -> tuple[Place, ...]:
-    """Return the tree within the budget that accepts the most tokens per round, the most useful places first.
+    """Return the tree with the highest expected number of accepted tokens per round, with the best places first.
 
-    A place stands with the product of the chances on its path, so a round keeps the sum of these products over all
-    places. No place has more than the one above it: the places with the highest products are a tree, and no other tree
-    has a higher sum (the greedy rule of Medusa's trees, arXiv 2401.10774, and of Sequoia's, arXiv 2402.12374). Places
-    without a chance are left out.
+    A place is accepted with the product of the probabilities on its path, and a round accepts the sum of these products
+    on average. A product is never higher than its parent's, so the places with the highest products form a tree, and no
+    other tree has a higher sum. Medusa (arXiv 2401.10774) and Sequoia (arXiv 2402.12374) use this greedy rule. Places
+    with probability 0 are omitted.
+
+    Args:
+        chance: Acceptance probabilities. They must be at most 1.
+        budget: Maximum size of the tree.
     """
     heap: list[tuple[float, Place]] = [(-1.0, ())]
     kept: list[Place] = []
@@ -39,10 +43,16 @@ def best(chance: Chance, budget: DraftBudget) -> tuple[Place, ...]:
 
 
 def independent(ask: Ask, budget: DraftBudget, logits: Tensor, subset: Subset | None = None) -> Draft:
-    """Return one request's draft within `budget`, row d of logits [D, V] being the prediction at depth d + 1.
+    """Return one request's draft.
 
-    It holds the likeliest nodes of all, a node's probability being the product along its path. Under a rule that draws,
-    the shape is fixed beforehand (`fixed`). `subset`: as in `Sampler.rank`.
+    It consists of the nodes with the highest probability, which is the product along the path. For an acceptance rule
+    that draws, the shape is fixed in advance (see `fixed`).
+
+    Args:
+        ask: The request for a draft.
+        budget: Maximum size of the draft.
+        logits: Logits [D, V]. Row d predicts the token at depth d + 1.
+        subset: See `Sampler.rank`.
     """
     logits = logits[: budget.depth].cpu()
     if ask.draws:
@@ -52,31 +62,35 @@ def independent(ask: Ask, budget: DraftBudget, logits: Tensor, subset: Subset | 
 
 
 def rank(ask: Ask, logits: Tensor, widths: Sequence[int], subset: Subset | None = None) -> list[Ranked]:
-    """Return `widths[d]` candidates of each depth d, from its row of logits [D, V], after the best of the depths above.
+    """Return `widths[d]` candidates for each depth d, from its row of logits [D, V].
 
-    Processors thus see the likeliest path. Other parents may get a child that a processor forbids there, which wastes
-    that node only.
+    Logits processors see the path of the best candidates above. Other parents may get a child that a processor would
+    forbid there. This only wastes the node.
 
-    Under the rules rejection and block each depth draws once for all parents. That is sound: a walk goes down one path
-    and so sees the draws of a depth once; what it decided above depends on other draws; and a q that a processor bent
-    by the tokens drawn above is still what the draws below it come from.
+    Under the rules `rejection` and `block`, each depth draws once for all parents. The output distribution stays
+    correct for three reasons. Acceptance follows one path, so it sees the draws of a depth once. Its decisions above
+    that depth depend on other draws. And if a processor changes q because of tokens drawn above, the draws at this
+    depth still come from the changed q.
     """
     ranked: list[Ranked] = []
     path: list[int] = []
     for row, width in zip(logits, widths, strict=False):
         ranked += ask.rank(row[None], [path], width, subset)
-        # Where a depth has no candidate, nothing stands below: any token will do for the path.
+        # If a depth has no candidates, the tree has no nodes below it, so any token can complete the path.
         path.append(ranked[-1].tokens[0] if ranked[-1].tokens else 0)
     return ranked
 
 
 def _likeliest(budget: DraftBudget, ranked: Sequence[Ranked]) -> Draft:
-    """Return the tree of `best` for chances that fall with the rank, without trying all siblings at once: a node's
-    child and its next sibling are less likely than itself, so nothing better is missed."""
+    """Return the tree of `best` for probabilities that decrease with the rank.
+
+    A node's first child and next sibling are never likelier than the node. It is therefore enough to consider these two
+    when the node is added, instead of all siblings at once.
+    """
     costs = [[-score for score in ranking.scores] for ranking in ranked]
     tokens: list[int] = []
     parents: list[int] = []
-    # Cost of the path, cost of the path above, rank, depth, row of the parent.
+    # Each entry: cost of the path, cost of the parent's path, rank, depth, row of the parent.
     heap = [(cost, 0.0, 0, 0, 0) for line in costs[:1] for cost in line[:1]]
     while heap and len(tokens) < budget.nodes:
         cost, above, place, depth, parent = heappop(heap)
@@ -91,13 +105,18 @@ def _likeliest(budget: DraftBudget, ranked: Sequence[Ranked]) -> Draft:
 
 @dataclass(frozen=True, slots=True)
 class FixedTree:
-    """A tree of fixed shape. `nodes`: parent row, depth (from 0) and rank of each. `widths`: candidates per depth."""
+    """A tree of fixed shape.
+
+    Attributes:
+        nodes: Parent row, depth (starting at 0) and rank of each node.
+        widths: Number of candidates that each depth needs.
+    """
 
     nodes: tuple[tuple[int, int, int], ...]
     widths: tuple[int, ...]
 
     def draft(self, ranked: Sequence[Ranked]) -> Draft:
-        """Return the draft of these candidates, without the places that have none."""
+        """Return the draft of the candidates of each depth. Places without a candidate are omitted."""
         rows: list[int | None] = [0]
         tokens: list[int] = []
         parents: list[int] = []
@@ -116,8 +135,10 @@ class FixedTree:
 
 
 def _tapering(closed: Sequence[Place]) -> tuple[Place, ...]:
-    """Return the places without further siblings below an only child. `closed`: numbered without gaps, so that an only
-    child has no (.., 1)."""
+    """Return the places of a tree in which every descendant of an only child is an only child itself.
+
+    `closed`: Places numbered without gaps, so that an only child has no sibling with rank 1.
+    """
     every = {*closed}
 
     def stays(place: Place) -> bool:
@@ -129,11 +150,15 @@ def _tapering(closed: Sequence[Place]) -> tuple[Place, ...]:
 
 @lru_cache(maxsize=256)
 def fixed(budget: DraftBudget, order: tuple[Place, ...], drawn: bool) -> FixedTree:
-    """Return the tree that fits `budget` (see `tree.places`). `drawn`: siblings take draws in order, without gaps, and
-    only a chain continues an only child.
+    """Return a tree of fixed shape.
 
-    A processor may leave a depth fewer candidates than places, depending on the draws above. The rule block, which
-    judges chains as a whole, must not see a chain appear or vanish with the draws inside it.
+    A logits processor may leave a depth fewer candidates than places, depending on the draws above. The rule `block`
+    verifies chains as a whole, so draws inside a chain must not decide whether it is a chain.
+
+    Args:
+        budget: Maximum size of the tree.
+        order: See `tree.places`.
+        drawn: True if siblings are drawn. Their ranks then have no gaps, and only a chain continues an only child.
     """
     kept = places(budget, order)
     kept = _tapering(close(kept)) if drawn else kept

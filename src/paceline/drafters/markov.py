@@ -1,4 +1,4 @@
-"""Trees from a block drafter whose next token hangs on the one before it (DSpark, DFlash 2)."""
+"""Trees from block drafters that predict a token from the previous token (DSpark, DFlash 2)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,25 @@ from paceline.sampling.sampler import Ranked
 from paceline.types import Draft, DraftBudget
 
 _LEAST = 1e-6
-"""Least probability that a confidence head is taken to say."""
+"""Minimum probability from a confidence head, so that its logarithm is finite."""
 
 
 class Blocks:
-    """The drafts of one round. The pass is over: a level costs a small product for its tokens.
+    """Grows the drafts of one round from the results of one pass. Each level costs only a small matrix product.
 
-    Where there is a confidence head, its probability that a depth's best token is accepted takes the place of the
-    token's own, and the chances of its siblings follow. So a chain ends where the head does not expect it to go on.
+    If there is a confidence head, its probability that a depth's best token is accepted replaces the token's own
+    probability, and the scores of its siblings are shifted by the same amount. A chain therefore ends where the head
+    expects a rejection.
     """
 
     def __init__(self, network: BlockNetwork, asks: Sequence[Ask], states: Tensor) -> None:
-        """`states` [B, depth, H]: of the entries that predict the tokens after each ask's pending one."""
+        """Begin the drafts of a round.
+
+        Args:
+            network: The block drafter's network.
+            asks: The requests for drafts.
+            states: Hidden states [B, depth, H] that predict the tokens after the pending token of each request.
+        """
         self._network = network
         self._states = {ask.slot: line for ask, line in zip(asks, states, strict=True)}
         self._logits = {ask.slot: line for ask, line in zip(asks, network.logits(states), strict=True)}
@@ -38,7 +45,7 @@ class Blocks:
         return [growth.nodes.draft() for growth in growths]
 
     def _level(self, growths: Sequence[Growth]) -> list[Tensor]:
-        """Logits [len(chosen), C] after the chosen nodes of each tree."""
+        """Return the logits [len(chosen), C] after the chosen nodes of each tree."""
         return [self._after(growth) for growth in growths]
 
     def _after(self, growth: Growth) -> Tensor:
@@ -58,5 +65,5 @@ class Blocks:
 
 
 def _trusted(ranked: Ranked, best: float) -> Ranked:
-    """The candidates, with `best` as the score of the first."""
+    """Return the candidates with all scores shifted so that the first is `best`."""
     return replace(ranked, scores=[score - ranked.scores[0] + best for score in ranked.scores])

@@ -1,4 +1,4 @@
-"""Medusa: heads on the target's last hidden state that predict several following tokens in one pass."""
+"""Medusa: heads that predict several tokens in one pass from the target's last hidden state."""
 
 from __future__ import annotations
 
@@ -18,25 +18,34 @@ from paceline.types import Draft, DraftBudget
 from paceline.verify.tree import places
 
 _WHOLE = DraftBudget(512, 512, 1 << 20)
-"""A budget that cuts nothing."""
+"""A budget that no tree exceeds."""
 
 
 class Medusa(LastState):
-    """Drafts with Medusa heads (arXiv 2401.10774): head i predicts depth i + 1, independently of the nodes above.
+    """Drafts with Medusa heads (arXiv 2401.10774). Head i predicts depth i + 1, independently of the nodes above.
 
-    The tree has a fixed shape, `config.paths` (the most useful place first: the budget cuts from the end) or that of
-    `tree.places`. Every place of a depth takes its token from one ranking, that of its head, made after the likeliest
-    path (see `independent.rank`).
+    The tree has a fixed shape: `config.paths`, with the best places first, or the default of `tree.places`. A smaller
+    budget keeps the first places. All places of a depth take their tokens from the ranking of one head (see
+    `independent.rank`).
     """
 
     def __init__(self, config: MedusaConfig, tensors: Mapping[str, Tensor], target: TargetWithHead) -> None:
-        """`tensors`: see `models/heads.py`. Raises `CorruptModel` for those of another target too, and
-        `UnsupportedModel` for a target without ends."""
+        """Make a drafter.
+
+        Args:
+            config: Sizes of the heads.
+            tensors: Weights, under the names of `models/heads.py`.
+            target: The target that the heads were trained for.
+
+        Raises:
+            CorruptModel: If tensors are missing or do not fit the target.
+            UnsupportedModel: If the target does not give access to its output head.
+        """
         self._heads, self._depth, self._order = MedusaHeads(config, tensors, target), config.heads, config.paths
         self.draft = DraftBudget(15, config.heads, 4)
         if kept := places(_WHOLE.within(config.heads), config.paths) if config.paths else ():
             whole = DraftBudget(len(kept), max(map(len, kept)), max(map(max, kept)) + 1)
-            # The best places come first, and more rows than are nearly free cost more than they bring.
+            # The best places come first. Beyond the nearly free rows, another row costs more than it gains.
             self.draft = whole.within(whole.depth, free_rows(target.device) - 1)
         super().__init__()
 

@@ -1,4 +1,4 @@
-"""A small model that drafts for a large one: chains and trees, over a cache of its own."""
+"""A draft model: a small model with its own cache that drafts chains and trees for a large one."""
 
 from __future__ import annotations
 
@@ -18,26 +18,31 @@ from paceline.types import Draft, DraftBudget, Want
 from paceline.verify.tree import chunk_end, pack, pack_prefix
 
 SHARED = 32
-"""The most tokens per request that are fed in one pass with other requests; longer texts first go through passes of
-their own, because all rows are padded to the longest."""
+"""Maximum number of tokens per request in a pass with other requests. Longer texts are first fed in separate passes,
+because all requests in a pass are padded to the longest."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedText(Saved):
-    """The keys and values of the first `length` of these tokens, which are the draft model's own."""
+    """Keys and values of a text in the draft model's tokens. `cache` holds the first `length` of `tokens`."""
 
     tokens: tuple[int, ...]
     cache: Saved
 
 
 class DraftModel(CachedDrafter[CachedSlot], Growing):
-    """Drafts with any `Target` of the same vocabulary, which may live on another device in another dtype."""
+    """Drafts with any `Target` that has the same vocabulary. Its device and dtype may differ from the target's."""
 
     draft = DraftBudget.chain(8)
 
     def __init__(self, model: Target, vocab_size: int, head_tokens: Tensor | None = None) -> None:
-        """`vocab_size`: the target's; logits of a padded draft vocabulary are cut to it. `head_tokens`: the tokens
-        below it that the model's logits are of, ascending; None: all."""
+        """Make a drafter.
+
+        Args:
+            model: The draft model.
+            vocab_size: Size V of the target's vocabulary. Logits of a padded draft vocabulary are cut to it.
+            head_tokens: Tokens below V that the draft model's logits stand for, in ascending order. None for all.
+        """
         self._model, self._vocab = model, vocab_size
         self._subset = None if head_tokens is None else Subset(head_tokens, vocab_size)
         super().__init__(model.new_cache(), CachedSlot)
@@ -49,7 +54,7 @@ class DraftModel(CachedDrafter[CachedSlot], Growing):
         return SavedText(kept.length, kept.tensors, tokens, kept) if tokens else None
 
     def load(self, slot: int, saved: SavedText, length: int) -> None:
-        """Load as many tokens as both texts share, by the draft model's own token ids."""
+        """Load the common prefix of both texts, compared in the draft model's tokens."""
         state = self._slots[slot]
         most = max(0, min(length, len(saved.tokens), len(state.token_ids) - 1))
         same = next((i for i in range(most) if saved.tokens[i] != state.token_ids[i]), most)
@@ -65,15 +70,15 @@ class DraftModel(CachedDrafter[CachedSlot], Growing):
         lengths = [self._cache.lengths[slot] for slot in slots]
         drafts = [Draft.chain(tokens[1:]) for tokens in rest]
         rows = pack([tokens[0] for tokens in rest], drafts, slots, lengths, self._model.device)
-        # The head computes the last row alone where all requests feed equally many.
+        # If all requests feed the same number of tokens, the output head computes only the last row.
         even = all(len(tokens) == rows.tokens.shape[1] for tokens in rest)
         logits = self._model.forward(rows, self._cache, Want("last" if even else "all")).logits
         self._cache.commit(rows, [range(1, len(tokens)) for tokens in rest])
         return [line[-1:] if even else line[len(tokens) - 1 :][:1] for line, tokens in zip(logits, rest, strict=True)]
 
     def _uncached(self, state: CachedSlot) -> list[int]:
-        """Return the tokens that are not cached yet, the pending one at least. Most of a long text is fed here."""
-        # If asked again before `observe`, feed the pending token again.
+        """Return the tokens that are not cached yet, at least the pending one. Feed all but the end of a long text."""
+        # If `propose` is called again before `observe`, feed the pending token again.
         self._cache.truncate(state.cache_slot, min(self._cache.lengths[state.cache_slot], len(state.token_ids) - 1))
         while len(state.token_ids) - (done := self._cache.lengths[state.cache_slot]) > SHARED:
             chunk = state.token_ids[done : min(chunk_end(done), len(state.token_ids) - 1)]

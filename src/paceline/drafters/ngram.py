@@ -1,4 +1,4 @@
-"""Drafting by n-gram lookup: whatever followed the last few tokens when they last occurred."""
+"""N-gram lookup: draft the tokens that followed the last few tokens when they last occurred."""
 
 from __future__ import annotations
 
@@ -14,19 +14,25 @@ from paceline.types import Draft, DraftBudget, Tap, Verdict
 _ID_BITS = 32
 """Token ids are below 2**31, so id + 1 is a digit from 1 to 2**32 - 1."""
 _FREE = 3
-"""A pass of four rows costs what a pass of two does, so three tokens are drafted on any match."""
+"""Number of tokens drafted for any match. A pass of four rows costs as much as a pass of two."""
 
 
 class NGram(Drafter):
-    """Looks up the last n tokens of prompt and output, n from `max_n` down to `min_n`, and drafts what followed.
+    """Looks up the last n tokens of prompt and output, and drafts a chain of the tokens that followed them.
 
-    Prompt lookup (Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding), with three differences. Of
-    several matches the most *recent* counts. An index makes a token cost O(max_n) however long the text is. And a match
-    of n tokens earns a draft of 2n (three at least, which cost nothing; the whole budget for n = `max_n`), because long
-    matches are right more often. A continuation that runs into the end of the text goes on into itself, so that a
-    repeating text fills the budget. Drafts a chain whatever the budget's branch.
+    The longest match with `min_n` <= n <= `max_n` is used. This is prompt lookup (Saxena 2023,
+    https://github.com/apoorvumang/prompt-lookup-decoding) with three differences. The most *recent* of several matches
+    is used. An index keeps the cost per token at O(max_n), independent of the length of the text. And the draft length
+    depends on the match, because long matches are right more often: a match of n tokens drafts 2n, but at least three,
+    and a match of `max_n` tokens uses the whole budget. A continuation that reaches the end of the text repeats itself,
+    so that repetitive text fills the budget.
 
-    Raises `InvalidOption` unless 1 <= min_n <= max_n <= 64.
+    Args:
+        max_n: Maximum n, at most 64.
+        min_n: Minimum n, at least 1.
+
+    Raises:
+        InvalidOption: Unless 1 <= min_n <= max_n <= 64.
     """
 
     free = True
@@ -35,7 +41,8 @@ class NGram(Drafter):
     def __init__(self, max_n: int = 5, min_n: int = 1) -> None:
         if not 1 <= min_n <= max_n <= 64:
             raise InvalidOption(
-                f"min_n and max_n must satisfy 1 <= min_n <= max_n <= 64, got {min_n} and {max_n}", "Give other lengths"
+                f"min_n and max_n must satisfy 1 <= min_n <= max_n <= 64, got {min_n} and {max_n}",
+                "Change them, or omit them to use 1 and 5",
             )
         self._min_n, self._max_n = min_n, max_n
         self._slots: dict[int, _Index] = {}
@@ -59,7 +66,10 @@ class NGram(Drafter):
 
 
 def _continuation(ask: Ask, index: _Index, path: Sequence[int]) -> list[int]:
-    """Return what follows the text and then `path`; only after the longest match if another drafter stands by."""
+    """Return the tokens to draft after the text and the drafted tokens `path`.
+
+    If `ask.sure` is set, only matches of `max_n` tokens are good enough.
+    """
     index.catch_up()
     n, start = index.lookup(path)
     count = min(ask.budget.nodes, ask.budget.depth) - len(path)
@@ -75,10 +85,16 @@ def _continuation(ask: Ask, index: _Index, path: Sequence[int]) -> list[int]:
 
 @dataclass(slots=True)
 class _Index:
-    """`follows`: where the text went on after the latest occurrence of an n-gram, by its key.
+    """Index of the n-grams of a text.
 
-    Holds the n-grams that end before the text's last token (`done` of them per n), so the one that ends the text
-    finds an earlier occurrence and never itself.
+    It holds only n-grams that end before the text's last token, so the n-gram at the end never finds itself.
+
+    Attributes:
+        text: The text.
+        min_n: Minimum n.
+        max_n: Maximum n.
+        follows: Key of an n-gram -> index of the token after its latest occurrence.
+        done: Number of tokens that have been indexed.
     """
 
     text: list[int]
@@ -95,20 +111,26 @@ class _Index:
         self.done = max(self.done, len(self.text) - 1)
 
     def lookup(self, path: Sequence[int] = ()) -> tuple[int, int]:
-        """Return the longest n whose last n tokens, of the text and then `path`, occurred before in the text, and the
-        index after that occurrence; or (0, 0)."""
+        """Find the longest earlier occurrence of the last tokens of the text followed by `path`.
+
+        Returns:
+            The length of the match, and the index of the token after its occurrence. (0, 0) if there is none.
+        """
         best = (0, 0)
         end = [*self.text[-self.max_n :], *path]
         for n, key in enumerate(self._keys(end, len(end)), self.min_n):
             start = self.follows.get(key)
             if start is None:
-                # A longer n-gram holds this one, so it is not known either.
+                # A longer n-gram contains this one, so it does not occur either.
                 break
             best = (n, start)
         return best
 
     def _keys(self, text: Sequence[int], end: int) -> Iterator[int]:
-        """Keys of the n-grams before `end`, shortest first. Exact: numbers in base 2**32 without a digit 0."""
+        """Yield the keys of the n-grams before index `end`, shortest first.
+
+        A key is a number in base 2**32 without a digit 0, so different n-grams have different keys.
+        """
         key = 0
         for n in range(1, min(self.max_n, end) + 1):
             key = key << _ID_BITS | text[end - n] + 1

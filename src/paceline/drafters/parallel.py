@@ -15,13 +15,17 @@ from paceline.types import Draft
 from paceline.verify.tree import pack
 
 _DEPTH = 8
-"""Tokens ahead for which such heads are trained (speculators' `num_depths`)."""
+"""Number of tokens ahead that these heads are trained to predict (`num_depths` in speculators)."""
 
 
 class ParallelEagle(Eagle):
-    """Drafts by mask rows behind the newest row of an EAGLE-3 head's cache: each has the mask token and the learned
-    state in the place of what is not known yet, sees those before it, and predicts one token further ahead
-    (speculators, `models/peagle/`). They are not kept."""
+    """Drafts with mask rows after the newest row of an EAGLE-3 head's cache.
+
+    A mask row has the mask token and a learned state instead of the token and the features that are not known yet. It
+    attends to the mask rows before it, and predicts one token further ahead. Mask rows are not kept in the cache.
+
+    Source: speculators, `models/peagle/`.
+    """
 
     @torch.inference_mode()
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
@@ -36,7 +40,7 @@ class ParallelEagle(Eagle):
         ]
 
     def _guess(self, growths: Sequence[Growth]) -> list[Tensor]:
-        """Logits [depth, C] of the tokens after each request's pending one."""
+        """Return the logits [depth, C] of the tokens after each request's pending token."""
         first = self.roots(growths)
         more = max(growth.nodes.budget.depth for growth in growths) - 1
         if not more or self._net.mask is None:

@@ -1,4 +1,4 @@
-"""A growing text in two tokenizers: committed target tokens for the draft model, drafted text for the target."""
+"""Conversion of a growing text between two tokenizers: committed tokens for the draft model, drafts for the target."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from typing import Protocol
 from paceline.drafters.vocab_map import VocabMap
 
 _OPEN, _KEPT, _BEFORE = 400, 80, 80
-"""Characters: the most that are encoded again each round, the least that stay open after a cut, and the context encoded
-before them, so that no token depends on the cut."""
+"""Lengths in characters: the maximum that is encoded again each round, the minimum that stays open after a cut, and the
+context that is encoded before the open part, so that no token depends on the cut."""
 _TRIES = 4
+"""Number of cuts to try at spaces, and then at any character."""
 _TAIL = 12
-"""Committed target tokens encoded before drafted text, so that it is tokenized as it would be there."""
+"""Number of committed target tokens encoded together with drafted text, so that it is tokenized as their
+continuation."""
 _WORD = re.compile(r"(?<=\S)(?=\s)")
 
 
@@ -23,17 +25,19 @@ class TokenReader(Protocol):
     """Reader of target tokens, a few at a time."""
 
     ids: list[int]
-    """Draft tokens of everything read."""
+    """Draft tokens of everything that has been read."""
 
     def read(self, tokens: Sequence[int]) -> int:
-        """Read further target tokens. Return how many of the old ids are still valid."""
+        """Read more target tokens. Return the number of old ids that are still valid."""
         ...
 
 
 class TokenMapper:
-    """Reader that maps token by token: to the same token, or to several with the same bytes. Read ids never change.
+    """Reader that maps each token to the same token, or to several with the same bytes. Its ids never change later.
 
-    `first`: offset added to every draft id.
+    Args:
+        vocab_map: The mapping between the vocabularies.
+        first: Offset that is added to every draft id.
     """
 
     def __init__(self, vocab_map: VocabMap, first: int = 0) -> None:
@@ -48,11 +52,12 @@ class TokenMapper:
 
 
 class Retokenizer:
-    """Reader that encodes the text with the draft's tokenizer. Further text may change its last tokens, and only those.
+    """Reader that encodes the text with the draft model's tokenizer. Only its last tokens may change later.
 
-    The cost of a round does not grow with the text: only its end is encoded again, from a place where a token begins
-    whatever follows (found by trying). Some characters before it are encoded too, for tokenizers that treat the
-    beginning of a text differently. Incomplete characters wait for their last byte.
+    The cost of a round does not grow with the text, because only the end of the text is encoded again. This end begins
+    at a cut that further text does not move, which is found by trying. Some characters before the cut are encoded as
+    well, because tokenizers may treat the beginning of a text differently. Incomplete characters wait for their last
+    byte.
     """
 
     def __init__(self, vocab_map: VocabMap) -> None:
@@ -61,14 +66,14 @@ class Retokenizer:
         self._begin()
 
     def _begin(self) -> None:
-        """Settle everything read so far."""
+        """Settle everything that has been read so far. Settled tokens never change."""
         self._settled = len(self.ids)
         self._before = self._open = ""
         self._bytes = getincrementaldecoder("utf-8")("replace")
 
     @property
     def incomplete(self) -> bytes:
-        """First bytes of a character whose rest is still to come."""
+        """The first bytes of a character that is not complete yet."""
         return self._bytes.getstate()[0]
 
     def read(self, tokens: Sequence[int]) -> int:
@@ -95,7 +100,7 @@ class Retokenizer:
         return encode(self._before + text, special=False)[len(encode(self._before, special=False)) :]
 
     def _settle(self) -> None:
-        """Settle all but the end of a long open part."""
+        """If the open part is long, settle all but its end."""
         if len(self._open) <= _OPEN:
             return
         last = len(self._open) - _KEPT
@@ -111,12 +116,19 @@ class Retokenizer:
 
 
 def continuation(vocab_map: VocabMap, text: Sequence[int], drafted: bytes) -> list[int]:
-    """Return target tokens that continue the target tokens `text` by the bytes `drafted`, tokenized as in the text.
+    """Encode drafted text as target tokens that continue a text.
 
-    `drafted` ends with a whole character, and begins with one given the text before it.
+    The end of the text is encoded together with `drafted`. If a token spans both, its part of `drafted` is spelled in
+    other tokens.
 
-    The end of the text is encoded together with `drafted`. A token that spans both cannot continue the text: its share
-    of `drafted` is spelled in other tokens.
+    Args:
+        vocab_map: The mapping between the vocabularies.
+        text: Target tokens of the text.
+        drafted: Bytes that follow the text. They end with a complete character, and text and bytes together are valid
+            UTF-8.
+
+    Returns:
+        The target tokens.
     """
     tail = b"".join(vocab_map.target_bytes.get(token, b"") for token in text[-_TAIL:])
     encode = vocab_map.target.tokenizer.encode
@@ -131,7 +143,8 @@ def continuation(vocab_map: VocabMap, text: Sequence[int], drafted: bytes) -> li
     if drafted and tokens and vocab_map.target_bytes.get(tokens[-1], b"").endswith(drafted):
         return vocab_map.speller.spell(drafted) + found
     if drafted:
-        # A tokenizer that normalises (lower case, NFC): compare with its tokens of the text alone.
-        alone, found = encode(tail.decode(errors="ignore"), special=False), tokens + found
-        found = found[len(alone) :] if found[: len(alone)] == alone else []
+        # The tokenizer normalises text (lower case, NFC), so bytes do not match. Compare with the tokens of only the
+        # tail instead.
+        before, found = encode(tail.decode(errors="ignore"), special=False), tokens + found
+        found = found[len(before) :] if found[: len(before)] == before else []
     return list(takewhile(vocab_map.target_bytes.__contains__, found))

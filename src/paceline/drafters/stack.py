@@ -1,4 +1,4 @@
-"""Several drafters in order of preference."""
+"""Cascades of drafters, in order of preference."""
 
 from __future__ import annotations
 
@@ -7,19 +7,24 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from paceline.drafters.base import Allowance, Ask, Drafter, Part
+from paceline.drafters.base import Allowance, Ask, Drafter, DrafterPart
 from paceline.errors import InvalidOption
 from paceline.protocols import KVCache, Saved, common_most
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 
 SURE = 0.5
-"""Probability from which a lookup's first token is worth more than a learned drafter's, which takes time
+"""Probability above which a lookup's first token is worth more than a learned drafter's, which takes time
 (docs/notes/drafters.md#cascades)."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedStack(Saved):
-    """State saved by each drafter. `needed`: the states of drafters that need the past (`Drafter.needs_past`)."""
+    """The saved state of each drafter.
+
+    Attributes:
+        parts: State of each drafter. None if it has none.
+        needed: States of the drafters that need the past (`Drafter.needs_past`).
+    """
 
     parts: tuple[Saved | None, ...]
     needed: tuple[Saved, ...]
@@ -29,19 +34,24 @@ class SavedStack(Saved):
 
 
 class DrafterStack(Drafter):
-    """For each request the first drafter with a draft wins; a later one is asked only where the earlier have none.
+    """Asks several drafters in order. A later drafter is asked only for the requests that have no draft yet.
 
-    A lookup speaks before a learned drafter only if it is sure (`Ask.sure`), and continues a chain that the other has
-    made where it finds a match at its end (`Drafter.extend`). All observe every token, so each can take over in any
-    round. None is asked for more than its own `draft` budget (a lookup drafts for nothing, a draft model pays a pass
-    per token); the stack's budget has room for any of them. Lookups and learned drafters are parts with budgets of
-    their own: what one costs says nothing of the other. A drafter belongs to one stack only. Raises `InvalidOption` for
-    an empty stack.
+    A lookup before a learned drafter proposes only if it is sure (`Ask.sure`). It also extends the learned drafter's
+    chain if it finds a match at the end (`Drafter.extend`). All drafters observe every token, so each can draft in any
+    round. No drafter is asked for more than its own `draft` budget, because a lookup drafts for free, but a draft model
+    needs a pass per token. The stack's budget has room for any of them. Lookups and learned drafters are separate parts
+    with their own budgets, because their costs are unrelated. A drafter may belong to only one stack.
+
+    Args:
+        drafters: The drafters, at least one.
+
+    Raises:
+        InvalidOption: If there are no drafters.
     """
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         if not drafters:
-            raise InvalidOption("a drafter stack must hold at least one drafter, got none", "Give one, or drafter=None")
+            raise InvalidOption("a drafter stack must hold at least one drafter, got none", "Add one, or use None")
         self._drafters = tuple(drafters)
         self.taps: tuple[Tap, ...] = tuple(dict.fromkeys(tap for d in drafters for tap in d.taps))
         self.replayable = all(d.replayable for d in drafters)
@@ -53,7 +63,7 @@ class DrafterStack(Drafter):
         self._parts = tuple(_part([drafter for drafter in drafters if drafter.free == kind]) for kind in kinds)
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[DrafterPart, ...]:
         return self._parts
 
     def bind(self, cache: KVCache) -> None:
@@ -95,7 +105,8 @@ class DrafterStack(Drafter):
         for drafter, part in zip(self._drafters, self._part_of, strict=True):
             self._fill(drafts, asks, drafter, part, learned if drafter.free else None)
         if learned is not None:
-            # It may have been unable to draft: for a text whose hidden states are missing, for example.
+            # The learned drafter may have no draft, for example if hidden states are missing. Ask the lookups again,
+            # without requiring them to be sure.
             for drafter in self._drafters:
                 if drafter.free:
                     self._fill(drafts, asks, drafter, learned)
@@ -104,8 +115,16 @@ class DrafterStack(Drafter):
     def _fill(
         self, drafts: list[Draft], asks: Sequence[Ask], drafter: Drafter, part: int, later: int | None = None
     ) -> None:
-        """Let a drafter draft, with a part's allowance, where there is no draft yet, and let lookups continue its
-        chains. `later`: the part of a learned drafter that is asked next, which only a sure draft comes before."""
+        """Ask a drafter for the drafts that are still empty, and let lookups extend its chains.
+
+        Args:
+            drafts: The drafts so far. They are changed in place.
+            asks: The requests for drafts.
+            drafter: The drafter to ask.
+            part: The part whose allowance applies.
+            later: The part of a learned drafter that is asked later, so that this one must be sure. None if there is
+                none.
+        """
         asked = dict[int, Ask]()
         for i, ask in enumerate(asks):
             if not drafts[i].tokens and (allowed := _allowance(ask, part)).budget.nodes:
@@ -117,7 +136,7 @@ class DrafterStack(Drafter):
             drafts[i] = draft if draft.part == part else replace(draft, part=part)
 
     def _extended(self, ask: Ask, draft: Draft) -> Draft:
-        # Under the rules that draw, all of a chain is drawn or none of it.
+        # For acceptance rules that draw, either all tokens of a chain are drawn or none.
         if not draft.tokens or ask.draws or draft.parents != (*range(len(draft.tokens)),):
             return draft
         own = len(draft.tokens)
@@ -135,16 +154,16 @@ class DrafterStack(Drafter):
 
 
 class DrafterWrapper(DrafterStack):
-    """Stack of one drafter that passes every call on to it: override what you want to observe or change."""
+    """A stack of one drafter that forwards every call to it. Override methods to observe or change calls."""
 
     def __init__(self, inner: Drafter) -> None:
         super().__init__([inner])
         self.inner = inner
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[DrafterPart, ...]:
         inner = self.inner.parts
-        return inner if len(inner) > 1 else (Part(self.draft, self.free, self.reads_prompt),)
+        return inner if len(inner) > 1 else (DrafterPart(self.draft, self.free, self.reads_prompt),)
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         return self.inner.propose(asks)
@@ -154,12 +173,12 @@ def _allowance(ask: Ask, part: int) -> Allowance:
     return ask.parts[part] if ask.parts else Allowance(ask.budget, ask.price, ask.pace)
 
 
-def _part(drafters: Sequence[Drafter]) -> Part:
-    """Return the part that drafters of one kind make."""
-    return Part(_widest(drafters), drafters[0].free, any(drafter.reads_prompt for drafter in drafters))
+def _part(drafters: Sequence[Drafter]) -> DrafterPart:
+    """Return the part that consists of these drafters, which are all lookups or all learned."""
+    return DrafterPart(_widest(drafters), drafters[0].free, any(drafter.reads_prompt for drafter in drafters))
 
 
 def _widest(drafters: Sequence[Drafter]) -> DraftBudget:
-    """Return the least budget with room for the draft of any of them."""
+    """Return the smallest budget that has room for the draft of any of these drafters."""
     sizes = [drafter.draft for drafter in drafters]
     return DraftBudget(max(s.nodes for s in sizes), max(s.depth for s in sizes), max(s.branch for s in sizes))

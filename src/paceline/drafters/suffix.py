@@ -1,4 +1,4 @@
-"""Drafting from repeats of this text or of earlier replies: chains and trees from suffix automata."""
+"""Suffix lookup: draft chains and trees from repeats of this text or of earlier replies."""
 
 from __future__ import annotations
 
@@ -15,40 +15,46 @@ from paceline.errors import InvalidOption
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 from paceline.verify.tree import MIN_ROWS
 
-# Tuned by replaying 438 recorded answers (docs/notes/drafters.md#lookup-drafters-tuned-offline). The estimated speed is
-# flat around all of them.
+# These values were tuned by replaying 438 recorded answers (docs/notes/drafters.md#lookup-drafters-tuned-offline).
+# Small changes to any of them hardly change the estimated speed.
 _DOUBT = 2.0
 """Evidence (match length times mean count) at which a context is right half of the time."""
 _RECENT = 0.5
 """Bonus of the latest continuation, in occurrences."""
 _LEVELS = 4
-"""Contexts evaluated per node: the longest, then shorter ones."""
+"""Maximum number of contexts evaluated per node, longest first."""
 _CERTAIN = 0.9
 """Trust above which shorter contexts are not evaluated."""
 _FOLLOWERS = 16
-"""Continuations evaluated per context, the most recent ones."""
+"""Maximum number of continuations evaluated per context, most recent first."""
 _CONTINUED = 0.4
-"""Least probability of a token that continues another drafter's chain, which may end in a wrong one."""
+"""Minimum probability of a token that extends another drafter's chain. The chain may already be wrong at its end."""
 _REMATCH = 64
-"""Tokens looked up again when the memory has started over."""
+"""Number of tokens to look up again after the memory has started over."""
 _END = -1
-"""Ends a remembered text. No token has this id, so no match reaches across."""
+"""Separator after each remembered text. No token has this id, so no match crosses it."""
 
 Context = tuple[SuffixAutomaton, int, int]
-"""A place in an automaton: the state, and the length in tokens of the match that led there."""
+"""An automaton, a state in it, and the length in tokens of the match that led to the state."""
 
 
 class Suffix(Drafter):
-    """Finds the longest end of the text that occurred before, and drafts what followed, by estimated probability.
+    """Finds the longest suffix of the text that occurred before, and drafts the most probable continuations.
 
-    SAM decoding's online automaton (arXiv 2411.10666) with a tree like SuffixDecoding's (arXiv 2411.04975): the
-    likeliest node anywhere comes next, until the budget is full or a node is less likely than `floor`. So a draft is
-    as long as its match is reliable. A continuation that reaches the end of the text goes on from its longest repeated
-    suffix, so that a repeating text fills the budget.
+    It combines the online automaton of SAM decoding (arXiv 2411.10666) with a tree as in SuffixDecoding (arXiv
+    2411.04975). The most probable node of the whole tree is added next, until the budget is full or the probability is
+    below `floor`, so reliable matches get longer drafts. A continuation that reaches the end of the text continues from
+    the longest repeated suffix, so that repetitive text fills the budget.
 
-    `remember`: draft from the replies of earlier requests too, whoever made them. `limit`: tokens held per text, and in
-    memory (about 0.6 kB each); the oldest are forgotten in halves. `floor`: 0 fills every budget; the default suits a
-    target whose pass grows by some 4 % per row. Raises `InvalidOption` for a limit below 2 or a floor outside 0 to 1.
+    Args:
+        remember: True to draft also from replies to earlier requests, including requests of other users.
+        limit: Maximum number of tokens per text, and of remembered tokens (about 0.6 kB each), at least 2. When it is
+            exceeded, the older half is dropped.
+        floor: Minimum probability of a node, 0 to 1. 0 fills every budget. The default is for targets whose passes take
+            about 4 % longer per row.
+
+    Raises:
+        InvalidOption: If `limit` or `floor` is out of range.
     """
 
     free = True
@@ -56,7 +62,10 @@ class Suffix(Drafter):
 
     def __init__(self, remember: bool = False, limit: int = 1 << 15, floor: float = 0.2) -> None:
         if limit < 2 or not 0.0 <= floor <= 1.0:
-            raise InvalidOption(f"limit={limit}, floor={floor} is not possible", "Give limit >= 2 and 0 <= floor <= 1")
+            raise InvalidOption(
+                f"limit must be >= 2 and floor must be 0 to 1, got limit={limit} and floor={floor}",
+                "Change them, or omit them to use the defaults",
+            )
         self._limit, self._floor = limit, floor
         self._memory = SuffixAutomaton(limit) if remember else None
         self._finished: list[deque[int]] = []
@@ -83,7 +92,8 @@ class Suffix(Drafter):
         return [self._draft(ask, len(asks)) for ask in asks]
 
     def _remember(self, memory: SuffixAutomaton) -> None:
-        """Add the replies that have ended. All requests share the memory: it starts over if anything interrupts."""
+        """Add finished replies to the memory. All requests share it, so it is cleared if an error or an interrupt
+        leaves it incomplete."""
         try:
             while self._finished:
                 memory.extend(self._finished.pop(0))
@@ -105,16 +115,22 @@ class Suffix(Drafter):
         contexts = self._slots[ask.slot].contexts(self._memory)
         if ask.sure and not any(share >= ask.sure for _, share in likeliest(contexts, 1)):
             return Draft()
-        # Under the rules that draw, a text follows its drafts: then these must be the same in every batch.
+        # For acceptance rules that draw, the text depends on the drafts, so these must not depend on the batch size.
         free = 0 if ask.sure else -(-MIN_ROWS // (1 if ask.draws else together)) - 1
         return grow(contexts, ask.budget, max(self._floor, ask.price), free)
 
 
 @dataclass(slots=True)
 class _SuffixSlot:
-    """`unread`: tokens not yet in `automaton`. `reply`: the reply so far and the token before it, to be remembered.
+    """One request.
 
-    `state`, `length`: where the text stands in the memory, as of its `generation`.
+    Attributes:
+        automaton: Automaton of the text.
+        unread: Tokens that are not in `automaton` yet.
+        reply: The reply so far and the token before it. None if replies are not remembered.
+        state: State of the text in the memory.
+        length: Length of the match that led to this state.
+        generation: Generation of the memory that `state` belongs to.
     """
 
     automaton: SuffixAutomaton
@@ -125,7 +141,7 @@ class _SuffixSlot:
     generation: int = 0
 
     def contexts(self, memory: SuffixAutomaton | None) -> list[Context]:
-        """Read new tokens, then return the text's state in each automaton. O(1) amortised per token."""
+        """Read new tokens, and return the text's context in each automaton. O(1) amortised per token."""
         tokens, self.unread = self.unread, []
         self.automaton.extend(tokens)
         here = (self.automaton, *self.automaton.context())
@@ -141,9 +157,14 @@ class _SuffixSlot:
 
 
 def grow(contexts: list[Context], budget: DraftBudget, floor: float, free: int = MIN_ROWS - 1) -> Draft:
-    """Return the draft after these contexts: best first, while a node's acceptance probability is at least `floor`.
+    """Return the draft after some contexts, with the most probable nodes first.
 
-    `free`: nodes drafted however unlikely they are, since no pass has fewer rows than `MIN_ROWS`.
+    Args:
+        contexts: The contexts of the text.
+        budget: Maximum size of the draft.
+        floor: Minimum acceptance probability of a node.
+        free: Number of nodes drafted regardless of `floor`. They cost nothing, since a pass has at least `MIN_ROWS`
+            rows.
     """
     tokens: list[int] = []
     parents: list[int] = []
@@ -169,10 +190,11 @@ def grow(contexts: list[Context], budget: DraftBudget, floor: float, free: int =
 
 
 def likeliest(contexts: Sequence[Context], most: int) -> list[tuple[int, float]]:
-    """Return the `most` likeliest next tokens and their estimated probability, best first.
+    """Return up to `most` next tokens with their estimated probabilities, most probable first.
 
-    The longest context comes first; the probability that it is not trusted with goes to the next shorter one,
-    as in prediction by partial matching (Cleary and Witten 1984), but trust grows with the length of the match, too.
+    The longest context is evaluated first. The share of probability that it is not trusted with goes to the next
+    shorter context, as in prediction by partial matching (Cleary and Witten 1984). Unlike there, trust also grows with
+    the length of the match.
     """
     found: dict[int, float] = {}
     rest = 1.0
@@ -193,14 +215,24 @@ def likeliest(contexts: Sequence[Context], most: int) -> list[tuple[int, float]]
 
 
 def _longest(contexts: Sequence[Context]) -> int:
-    """Return the index of the longest match; ties go to the first."""
+    """Return the index of the longest match, or of the first one if there is a tie."""
     if len(contexts) == 1 or contexts[0][2] >= contexts[1][2]:
         return 0
     return 1
 
 
 def _weigh(found: dict[int, float], followers: Sequence[tuple[int, int]], length: int, rest: float) -> float:
-    """Share `rest` among the followers of a context, as far as it can be trusted. Returns that trust, 0 to 1."""
+    """Distribute a share of the remaining probability among the followers of a context.
+
+    Args:
+        found: Token -> its probability so far. It is changed in place.
+        followers: The followers of the context as (token, count), most recent first.
+        length: Length of the match in tokens.
+        rest: Remaining probability.
+
+    Returns:
+        The trust in the context, 0 to 1, which is the share of `rest` that was distributed.
+    """
     if not followers:
         return 0.0
     seen = sum([count for _, count in followers])

@@ -1,7 +1,7 @@
-"""Trimmed output heads: drafters that score only the tokens which the target is likely to write.
+"""Trimmed output heads: drafters score only the tokens that the target is likely to write.
 
-A small model's head over a large vocabulary takes as long as half of its layers (FR-Spec, arXiv 2502.14856). What a
-drafter cannot draft costs acceptance, never the text.
+In a small model, an output head over a large vocabulary takes as long as half of the layers (FR-Spec, arXiv
+2502.14856). Tokens that a drafter cannot propose lower acceptance, but never change the text.
 """
 
 from __future__ import annotations
@@ -21,36 +21,50 @@ from paceline.text.prompt_rows import parse_object
 from paceline.text.tokenizer import Tokenizer
 
 DraftVocab = int | str | Path
-"""How many tokens a drafter scores: "auto", a number (0: all), or a JSONL file of the target's answers, whose most
-frequent tokens are taken."""
+"""The tokens that a drafter scores: "auto", a number of tokens (0 for all), or a JSONL file of the target's answers,
+which selects their most frequent tokens."""
 
 _LARGE = 1 << 16
-"""Vocabulary beyond which "auto" trims."""
+"""Vocabulary size above which "auto" trims the head."""
 _LOWEST = 3 << 14
-"""Tokens of the lowest ids that "auto" takes: merges come in the order of their frequency. In Qwen2.5-Coder 1.5B's
-answers 3 % of the tokens lie beyond, 6 % beyond 32k and 11 % beyond 16k
+"""Number of tokens that "auto" keeps. It keeps the lowest ids, because tokenizers number merges in order of frequency.
+In answers of Qwen2.5-Coder 1.5B, 3 % of the tokens have higher ids. With 32k tokens it would be 6 %, with 16k 11 %
 (docs/notes/drafters.md#trimmed-output-heads)."""
 _FREQUENT = 1 << 15
-"""Tokens that are taken where answers say which ones are frequent."""
+"""Number of tokens to keep if a file of answers shows which are frequent."""
 _LIMIT = 16 * MIB
-"""Bytes of a file of answers that are read: some four million tokens, and as many seconds."""
+"""Maximum number of bytes to read from a file of answers. This is about four million tokens, and takes about 4 s."""
 
 
 def check_draft_vocab(wanted: DraftVocab) -> None:
-    """Raise `InvalidOption` for a size that is not possible or a file that does not exist."""
+    """Check the option `draft_vocab` before anything is loaded.
+
+    Raises:
+        InvalidOption: If the number is negative or the file does not exist.
+    """
     if not isinstance(wanted, int) and wanted != "auto" and not Path(wanted).is_file():
-        raise InvalidOption(
-            f"draft_vocab: there is no file {wanted}", "Give auto, a number, or a JSONL file of answers"
-        )
+        raise InvalidOption(f"draft_vocab: there is no file {wanted}", "Use auto, a number, or a JSONL file of answers")
     if isinstance(wanted, bool) or (isinstance(wanted, int) and wanted < 0):
         raise InvalidOption(f"draft_vocab must be 0 or more tokens, got {wanted!r}", "Use auto, or 0 for all")
 
 
 def head_tokens(wanted: DraftVocab, target: Loaded, tokenizer: Tokenizer, size: int) -> Tensor | None:
-    """Return the tokens, int64 ascending, to which a drafter's head over `size` tokens is cut; None: all of them.
+    """Choose the tokens that a drafter's output head scores.
 
-    A drafter with another vocabulary than the target's keeps its head. Special tokens that end a text are always kept.
-    Raises `InvalidOption`, `InvalidData` for a file without answers.
+    EOS tokens are always kept. If the drafter's vocabulary differs from the target's, the head is not trimmed.
+
+    Args:
+        wanted: The option `draft_vocab`.
+        target: The target.
+        tokenizer: The drafter's tokenizer.
+        size: Number of tokens of the drafter's head.
+
+    Returns:
+        int64, ascending. None if all tokens are kept.
+
+    Raises:
+        InvalidOption: If the number of tokens is not possible.
+        InvalidData: If the file holds no answers, or a line is invalid.
     """
     size = min(size, target.target.vocab_size)
     if vocabulary_of(tokenizer) != vocabulary_of(target.tokenizer):
@@ -65,9 +79,10 @@ def head_tokens(wanted: DraftVocab, target: Loaded, tokenizer: Tokenizer, size: 
 
 
 def _answers(path: Path, tokenizer: Tokenizer, size: int) -> Iterator[list[int]]:
-    """Yield the token ids of each answer within the first `_LIMIT` bytes of a file, without those beyond `size`.
+    """Yield the token ids below `size` of each answer in the first `_LIMIT` bytes of a file.
 
-    Rows are those of `paceline train`'s answers: {"answer": text, "token_ids"?: [...]}. Raises `InvalidData`.
+    The rows have the format of answers of `paceline train`: {"answer": text, "token_ids"?: [...]}. Raises
+    `InvalidData`.
     """
     found = False
     with open_regular(path) as file:
@@ -78,7 +93,7 @@ def _answers(path: Path, tokenizer: Tokenizer, size: int) -> Iterator[list[int]]
                 found = True
                 yield [token for token in _token_ids(path, number, line, tokenizer) if token < size]
     if not found:
-        raise InvalidData(f"{path} holds no answers", 'Give a JSONL file of rows with an "answer"')
+        raise InvalidData(f"{path} holds no answers", 'Use a JSONL file whose rows have an "answer"')
 
 
 def _token_ids(path: Path, number: int, line: bytes, tokenizer: Tokenizer) -> list[int]:

@@ -1,4 +1,4 @@
-"""Mapping between two vocabularies: tokens with the same text, and spellings of the others."""
+"""Mapping between two vocabularies: tokens with the same text, and spellings of the other tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def mean(values):
 
 El tiempo pasa rápidamente cuando uno lee. Die Straße führt über den Fluss. Les élèves étaient déjà là.
 """
-"""Text of several kinds, to measure which tokens a tokenizer really uses."""
+"""Sample text of several kinds, to measure which tokens a tokenizer uses in practice."""
 
 
 class VocabMap:
@@ -32,33 +32,33 @@ class VocabMap:
 
     @cached_property
     def target_bytes(self) -> dict[int, bytes]:
-        """Target id -> the bytes of each ordinary token."""
+        """Target id -> bytes, for ordinary tokens."""
         return _token_bytes(self.target)
 
     @cached_property
     def draft_bytes(self) -> dict[int, bytes]:
-        """Draft id -> the bytes of each ordinary token."""
+        """Draft id -> bytes, for ordinary tokens."""
         return _token_bytes(self.draft)
 
     @cached_property
     def speller(self) -> Speller:
-        """Speller of bytes in target tokens."""
+        """Spells bytes in target tokens."""
         return Speller(self.target_bytes)
 
     @cached_property
     def _respeller(self) -> Speller:
-        """Speller of bytes in draft tokens."""
+        """Spells bytes in draft tokens."""
         return Speller(self.draft_bytes)
 
     @cached_property
     def shared(self) -> dict[int, int]:
-        """Target id -> draft id of the same bytes, the same special token, or an end of text."""
+        """Target id -> draft id, for tokens with the same bytes, the same special tokens, and EOS tokens."""
         target, draft = self.speller.ids, self._respeller.ids
         return {target[text]: draft[text] for text in target if text in draft} | self.special
 
     @cached_property
     def special(self) -> dict[int, int]:
-        """Special tokens in `shared`."""
+        """Target id -> draft id, for the special tokens and EOS tokens in `shared`."""
         ours, theirs = _special(self.target), _special(self.draft)
         same = {ours[name]: theirs[name] for name in ours.keys() & theirs.keys()}
         over = _ends(self.draft)[:1]
@@ -67,27 +67,27 @@ class VocabMap:
 
     @cached_property
     def ends(self) -> dict[int, int]:
-        """Draft id -> target id of special tokens and ends of text."""
+        """Draft id -> target id, for special tokens and EOS tokens."""
         every = {end: ours for end in _ends(self.draft) for ours in _ends(self.target)[:1]}
         return every | {d: t for t, d in reversed(self.special.items())}
 
     @cached_property
     def opening(self) -> list[int]:
-        """Draft tokens that its tokenizer puts before every text."""
+        """The draft tokens that the draft model's tokenizer puts before every text."""
         return _opening(self.draft)
 
     def without_opening(self, prompt: Sequence[int]) -> Sequence[int]:
-        """Return a prompt without the tokens that the target's tokenizer puts before every text (see `opening`)."""
+        """Return a prompt without the tokens that the target's tokenizer puts before every text."""
         own = _opening(self.target)
         return prompt[len(own) :] if list(prompt[: len(own)]) == own else prompt
 
     def share(self) -> float:
-        """Return the share (0 to 1) of the target's tokens in `SAMPLE` that the draft has too."""
+        """Return the share (0 to 1) of the target's tokens in `SAMPLE` that the draft model also has."""
         tokens = self.target.tokenizer.encode(SAMPLE, special=False)
         return sum(token in self.shared for token in tokens) / max(len(tokens), 1)
 
     def pieces(self, tokens: Iterable[int]) -> Iterable[int | bytes]:
-        """Yield the bytes of target tokens, or the draft ids of special ones."""
+        """Yield the bytes of each target token, or its draft id if it is special."""
         for token in tokens:
             if token in self.special:
                 yield self.special[token]
@@ -97,7 +97,7 @@ class VocabMap:
                 yield self._names.get(token, "").encode(errors="replace")
 
     def respell(self, token: int) -> tuple[int, ...]:
-        """Return one target token in draft tokens; empty if it has no text."""
+        """Return draft tokens that spell a target token. Empty if it has no text."""
         if token not in self._spelled:
             self._spelled[token] = tuple(self._in_draft(token))
         return self._spelled[token]
@@ -113,18 +113,18 @@ class VocabMap:
 
     @cached_property
     def _names(self) -> dict[int, str]:
-        """Target id -> name of each special token."""
+        """Target id -> name, for special tokens."""
         return {i: name for name, i in _special(self.target).items()}
 
 
 def _token_bytes(model: Loaded) -> dict[int, bytes]:
-    """Return the bytes of the tokens that have a row in the model and are not empty."""
+    """Return id -> bytes, for tokens that have a row in the model and are not empty."""
     rows = model.target.vocab_size
     return {i: text for i, text in model.tokenizer.token_bytes.items() if text and i < rows}
 
 
 def _ends(model: Loaded) -> list[int]:
-    """Return the ids that end a text, the tokenizer's own first."""
+    """Return the ids of EOS tokens, with the tokenizer's own first."""
     own = model.tokenizer.eos_token_id
     return list(dict.fromkeys([*([] if own is None else [own]), *model.eos]))
 

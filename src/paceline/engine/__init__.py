@@ -1,1 +1,1 @@
-"""The loop: draft, verify, commit, stream."""
+"""The loop: plan, draft, forward, accept, commit, emit."""

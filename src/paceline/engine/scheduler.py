@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
@@ -14,6 +15,8 @@ from paceline.engine.engine import Engine
 from paceline.engine.request import Request
 from paceline.errors import OutOfMemory, TimedOut
 from paceline.verify.tree import PREFILL_ROWS
+
+_log = logging.getLogger("paceline.engine")
 
 Begin = Callable[[Request | None], Request]
 """Starts a request, given another one with the same prompt that has been prefilled, if there is one."""
@@ -190,6 +193,7 @@ class Scheduler:
                     self._prefilled[task.group] = request
         except Exception as error:
             if isinstance(error, OutOfMemory) and self._preempt(task):
+                _log.debug("a prompt waits for memory", exc_info=True)
                 return limit
             self._fail(task, error)
             return 0
@@ -255,9 +259,11 @@ class Scheduler:
             chunks = self._engine.step([_request(task) for task in batch]) if batch else []
         except Exception as error:
             if isinstance(error, OutOfMemory) and self._preempt(_latest(batch)):
+                _log.debug("a reply waits for memory", exc_info=True)
                 return []
             if len(batch) == 1:
                 return [self._fail(batch[0], error)]
+            _log.debug("a round of %d replies failed, and is repeated for each alone", len(batch), exc_info=True)
             return [event for task in batch for event in self._round([task])]
         for task in batch:
             if _request(task).finish:

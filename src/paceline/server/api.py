@@ -100,7 +100,7 @@ class Api(ABC, Generic[Body]):
         """Return the encoder of the answer to a prompt that is too long. By default the error is the answer."""
         raise error
 
-    def prepare(self, model: LoadedModel, settings: Settings, body: Body, answer_id: str) -> tuple[Prepared, Encoder]:
+    def prepare(self, settings: Settings, body: Body, model: LoadedModel, answer_id: str) -> tuple[Prepared, Encoder]:
         """Return the jobs of a request, and the encoder of its answer. Raises `PacelineError` and `ApiError`."""
         request = self.decode(body)
         try:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from paceline.errors import TimedOut
 from paceline.server.answers import EventStream, RunningRequest
-from paceline.server.api import Api, Body, Encoder, dumps
+from paceline.server.api import Api, Body, dumps
 from paceline.server.apis.chat_completions import ChatCompletions
 from paceline.server.apis.compaction import Compaction
 from paceline.server.apis.completions import Completions
@@ -82,10 +82,20 @@ class Service:
 
     async def generate(self, request: Request, api: Api[Body]) -> Response:
         """Answer a request for generated text."""
-        running, encoder, stream = await self._begin(request, api)
-        if isinstance(encoder, dict):
-            return Response(dumps(encoder), media_type="application/json")
-        assert running is not None
+        arrived = time.monotonic()
+        async with self.bodies.read(request, api.body, api.of_path(request.path_params)) as (body, pool):
+            unloads = isinstance(body, OllamaRequest) and body.unloads
+            if isinstance(body, OllamaRequest) and unloads and body.empty:
+                self.loader.unload(body.model)
+                return Response(dumps(unloaded(body)), media_type="application/json")
+            deadline = after(arrived, self.settings.timeout if body.timeout is None else body.timeout)
+            prepare = partial(api.prepare, self.settings, body)
+            pool = self._pool(body, pool)
+            running, encoder = await self.start(request, body, pool, prepare, deadline, api.id_prefix)
+            if unloads:
+                self.loader.unload(body.model)
+            stream = body.stream
+        del body, prepare  # the body, which may be large, no longer counts
         if stream:
             return EventStream(running, encoder, self.settings)
         try:
@@ -93,31 +103,6 @@ class Service:
         finally:
             running.close()
         return Response(dumps(document), media_type="application/json")
-
-    async def _begin(
-        self, request: Request, api: Api[Body]
-    ) -> tuple[RunningRequest | None, Encoder | dict[str, Any], bool]:
-        """Start the replies. Returns them with the encoder of their answer, and True if it is to be streamed; without
-        replies the whole answer.
-
-        The body, which may be large, is released when this returns, and not when the replies end.
-        """
-        arrived = time.monotonic()
-        async with self.bodies.read(request, api.body, api.of_path(request.path_params)) as (body, pool):
-            deadline = after(arrived, self.settings.timeout if body.timeout is None else body.timeout)
-            unloads = isinstance(body, OllamaRequest) and body.unloads
-            if isinstance(body, OllamaRequest) and unloads and body.empty:
-                self.loader.unload(body.model)
-                return None, unloaded(body), False
-
-            def prepare(model: LoadedModel, answer_id: str) -> tuple[Jobs, Encoder]:
-                return api.prepare(model, self.settings, body, answer_id)
-
-            pool = self._pool(body, pool)
-            running, encoder = await self.start(request, body, pool, prepare, deadline, api.id_prefix)
-            if unloads:
-                self.loader.unload(body.model)
-            return running, encoder, bool(body.stream)
 
     async def read_prompts(
         self, request: Request, running: RunningRequest, answer: Callable[[], dict[str, Any]], deadline: float | None
