@@ -224,7 +224,9 @@ def _joined(first: GGUFFile, count: int) -> GGUFFile:
             raise CorruptModel(f"{part.path} is not part {number + 1} of {path.name}", _AGAIN)
         tensors |= part.tensors
     if len(tensors) != first.fields.get("split.tensors.count", len(tensors)):
-        raise CorruptModel(f"the parts of {path.name} hold {len(tensors)} tensors, not as many as it says", _AGAIN)
+        raise CorruptModel(
+            f"the parts of {path.name} hold {len(tensors)} tensors, but its metadata gives another number", _AGAIN
+        )
     return GGUFFile(path, first.fields, tensors)
 
 

@@ -124,8 +124,7 @@ class NativeLayers:
         taps: Sequence[int],
         adapters: Sequence[int] = (),
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """See `stack.LayerStack.run`. `plans` are those that a `SlabPass` makes; no tap may lie after the last
-        layer."""
+        """See `stack.LayerStack.run`. `plans` come from a `SlabPass`. No tap may lie after the last layer."""
         entering, x = x, x.clone(memory_format=torch.contiguous_format)
         inner = [tap for tap in taps if first < tap < end]
         states = x.new_empty(len(inner), *x.shape)
