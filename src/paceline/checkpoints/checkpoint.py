@@ -36,7 +36,7 @@ class Checkpoint:
         path: The folder or GGUF file.
         config: Contents of config.json; for a GGUF file, its metadata translated to the same keys.
         generation: Contents of generation_config.json, or {}.
-        tensors: Tensors by Hugging Face name, in the dtype of the file (float32 for a quantized GGUF), read on access.
+        tensors: Tensors by Hugging Face name, in the dtype of the file (float32 for a quantised GGUF), read on access.
         tokenizer: The tokenizer.
     """
 

@@ -113,7 +113,7 @@ class Family:
         turned: Stacks of experts are [experts, in, out].
         unlike_file: Function from the config and a module to the reason why the decoder's weights of this module differ
             from the trained weights in more than their names; None if they do not.
-        quantised: Quantization methods whose tensors the family reads.
+        quantised: Quantisation methods whose tensors the family reads.
         part_of: `model_type` of multimodal models that contain this language model.
         mtp_follows: MTP layers follow the model's own layers, under DeepSeek's names.
         mtp_early: An MTP layer reads the stream before the final norm, and before the embedding.

@@ -239,7 +239,7 @@ class DeltaRule(MatrixState):
     fraction beta: d = beta (v - decay S^T k)."""
 
     def split(self, mixed: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """See `MatrixState.split`. Queries and keys are normalized to length 1, queries are then scaled, and the gates
+        """See `MatrixState.split`. Queries and keys are normalised to length 1, queries are then scaled, and the gates
         are beta."""
         c, keys = self.config, self.config.key_heads * self.config.key_dim
         q, k, v = mixed.split([keys, keys, mixed.shape[-1] - 2 * keys], -1)

@@ -253,7 +253,7 @@ def from_pretrained(path: Path, dtype: torch.dtype, device: torch.device) -> Cau
 
     Raises:
         UnsupportedModel: transformers cannot load it, or speculation cannot run on it.
-        CorruptModel: The weights lack a tensor. (transformers would initialize it randomly.)
+        CorruptModel: The weights lack a tensor. (transformers would initialise it randomly.)
     """
     with _refusing(path):
         model, found = AutoModelForCausalLM.from_pretrained(

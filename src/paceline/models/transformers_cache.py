@@ -65,7 +65,7 @@ class _SlotLayer(DynamicLayer):  # type: ignore[misc]
     def _grown(self, old: Tensor) -> Tensor:
         places, heads, capacity, size = old.shape
         room = capacity if capacity >= self._window.end else max(_INITIAL_CAPACITY, 2 * capacity, self._window.end)
-        # A masked column has weight 0, but 0 times an uninitialized value may be NaN. The new room is therefore zeroed.
+        # A masked column has weight 0, but 0 times an uninitialised value may be NaN. The new room is therefore zeroed.
         new = old.new_zeros(self._window.places, heads, room, size)
         new[:places, :, :capacity] = old
         return new
