@@ -144,7 +144,7 @@ def test_bounds(tmp_path: Path) -> None:
         (lambda: Adapter(["a", 3]), "names no adapter"),  # type: ignore[list-item]
         (lambda: Adapter("a", [1.0, 2.0]), "for 1 adapters"),
         (lambda: Adapter("a", [float("nan")]), "for 1 adapters"),
-        (lambda: Adapter("a", drafter="found"), "is the model's drafter"),
+        (lambda: Adapter("a", drafter="found"), "chooses a drafter for the model"),
         (lambda: check_adapters({" ": "a"}), "is called"),
     ],
 )

@@ -127,7 +127,7 @@ def test_which_layers_of_gemma_have_windows(tmp_path: Path, fields: dict[str, An
     ("fields", "said"),
     [
         ({"gemma3.attention.sliding_window": 8, "gemma3.attention.sliding_window_pattern": [True]}, "only 1 are said"),
-        ({"gemma3.nextn_predict_layers": 3}, "no layers but those"),
+        ({"gemma3.nextn_predict_layers": 3}, "no layers except MTP layers"),
     ],
 )
 def test_metadata_of_fewer_layers_than_there_are_is_damaged(tmp_path: Path, fields: dict[str, Any], said: str) -> None:

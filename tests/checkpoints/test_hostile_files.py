@@ -405,7 +405,7 @@ NUMBERS = struct.pack("<IQ", 0, 1 << 22) + bytes(1 << 22)
         (gguf_of((b"a", 8, struct.pack("<Q", 1 << 29)) * 1), "runs past the end"),
         (gguf_of((b"a", 9, struct.pack("<IQ", 9, 1))), "type 9"),
         (gguf_of((b"a", 99, b"")), "type 99"),
-        (gguf_of((b"a", 0, b"1"), (b"a", 0, b"1")), "a twice"),
+        (gguf_of((b"a", 0, b"1"), (b"a", 0, b"1")), "a occurs twice"),
         (gguf_of((b"\xff", 0, b"1")), "utf-8"),
         (gguf_of((b"general.alignment", 4, struct.pack("<I", 24))), "alignment of 24"),
         (gguf_of((b"general.alignment", 8, struct.pack("<Q", 2) + b"32")), "alignment of 32"),

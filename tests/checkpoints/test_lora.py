@@ -322,7 +322,7 @@ def test_keys_with_the_adapters_name(pair: tuple[Path, Path]) -> None:
         ({"init_lora_weights": "pissa_niter_4"}, UnsupportedModel, "pissa_niter_4"),
         ({"use_dora": True}, CorruptModel, "lora_magnitude_vector"),
         ({"r": 8}, CorruptModel, r"A \(4, \d+\) and B \(\d+, 4\) for model.*rank 8"),
-        ({"rank_pattern": {"q_proj": 2}}, CorruptModel, "q_proj, where its config says rank 2"),
+        ({"rank_pattern": {"q_proj": 2}}, CorruptModel, "q_proj, but its config says rank 2"),
         ({"rank_pattern": {"q_(": 2}}, CorruptModel, r"holds the pattern 'q_\('"),
         ({"r": 0}, CorruptModel, "r must be a whole number from 1 .* got 0"),
         ({"r": "four"}, CorruptModel, "four"),

@@ -62,11 +62,11 @@ def test_what_would_be_computed_wrongly_is_refused(config: dict[str, Any], said:
     ("config", "said"),
     [
         (raw("gemma3_text", layer_types=["full_attention"]), "1 of 4"),
-        (raw("qwen2", layer_types=["sliding_attention"] * 4), "no window"),
+        (raw("qwen2", layer_types=["sliding_attention"] * 4), "no sliding_window"),
         (raw("smollm3", no_rope_layers=[1, 0]), "2 of 4"),
         (raw("mistral", sliding_window=-5), "-5"),
-        (raw("llama4_text", num_local_experts=0, num_experts_per_tok=0), "0 of 0 experts"),
-        (raw("mixtral", num_local_experts=2, num_experts_per_tok=3), "3 of 2"),
+        (raw("llama4_text", num_local_experts=0, num_experts_per_tok=0), "experts, 0, got 0"),
+        (raw("mixtral", num_local_experts=2, num_experts_per_tok=3), "experts, 2, got 3"),
         (raw("qwen3_moe", moe_intermediate_size=0), "moe_intermediate_size must be .* got 0"),
         (
             raw("gemma4_text", enable_moe_block=True, num_experts=4, top_k_experts=None, moe_intermediate_size=8),

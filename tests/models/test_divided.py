@@ -159,11 +159,11 @@ def test_models_that_cannot_be_divided_are_refused() -> None:
     with pytest.raises(UnsupportedModel, match="exact"):
         check_divisible("x", TINY, exact=True, ranks=True, placed=False)
     wide = replace(TINY, norms=NormConfig(heads="joint"))
-    with pytest.raises(UnsupportedModel, match="norms queries and keys over all heads"):
+    with pytest.raises(UnsupportedModel, match="applies QK-norm across heads"):
         check_divisible("x", wide, exact=False, ranks=True, placed=False)
     check_divisible("x", wide, exact=False, ranks=False, placed=True)
     latent = replace(TINY, attention=AttentionConfig(latent=LatentConfig(16, 0, 8, 4, 8)))
-    with pytest.raises(UnsupportedModel, match="one vector for the keys and values of all heads"):
+    with pytest.raises(UnsupportedModel, match="uses MLA, whose latent vector cannot be split"):
         check_divisible("x", latent, exact=False, ranks=True, placed=False)
     with pytest.raises(InvalidOption, match="together"):
         check_divisible("x", TINY, exact=False, ranks=True, placed=True)

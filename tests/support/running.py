@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,7 +15,7 @@ from paceline.llm import LLM
 from paceline.server.app import create_app
 from paceline.server.limits import Settings
 from paceline.server.models import Models, ModelSource, Pull
-from paceline.server.worker import Worker, WorkerLimits
+from paceline.server.worker import Load, Worker, WorkerLimits
 from tests.support.in_process import HOST, AppThread, AppTransport
 
 if TYPE_CHECKING:
@@ -62,12 +62,18 @@ class Serving:
     def request(self, method: str, path: str, **more: Any) -> httpx.Response:
         return self.client.request(method, path, **more)
 
-    def idle(self, seconds: float = 20) -> bool:
-        """Whether nothing runs or waits, soon."""
-        until = time.monotonic() + seconds
+    def idle(self) -> bool:
+        """Return whether nothing runs or waits, now or within 20 seconds."""
+        return self._soon(lambda load: not load.running and not load.waiting)
+
+    def busy(self) -> bool:
+        """Return whether a request runs, now or within 20 seconds."""
+        return self._soon(lambda load: load.running > 0)
+
+    def _soon(self, reached: Callable[[Load], bool]) -> bool:
+        until = time.monotonic() + 20
         while time.monotonic() < until:
-            load = self.worker.load
-            if not load.running and not load.waiting:
+            if reached(self.worker.load):
                 return True
             time.sleep(0.02)
         return False

@@ -40,3 +40,14 @@ def test_the_state_goes_on_from_a_checkpoint() -> None:
             optimizer.step()
         ends.append(matrix.detach().clone())
     assert torch.equal(*ends)
+
+
+def test_the_momentum_is_a_mean_of_the_gradients_that_favours_recent_ones() -> None:
+    torch.manual_seed(0)
+    matrix = nn.Parameter(torch.ones(6, 9))
+    optimizer = Muon([matrix], 0.1, momentum=0.75)
+    first, second = torch.randn(6, 9), torch.randn(6, 9)
+    for grad in (first, second):
+        matrix.grad = grad.clone()
+        optimizer.step()
+    torch.testing.assert_close(optimizer.state[matrix]["momentum"], 0.75 * 0.25 * first + 0.25 * second)

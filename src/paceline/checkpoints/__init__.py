@@ -1,1 +1,1 @@
-"""Checkpoints of every layout, read into models and drafters."""
+"""Readers of checkpoints in all layouts, for models and drafters."""

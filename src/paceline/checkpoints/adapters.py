@@ -1,6 +1,6 @@
-"""LoRA adapters that stay beside the weights, so that each request may name its own (`kernels/low_rank.py`).
+"""LoRA adapters that are kept separate from the weights, so that each request may use its own (`kernels/low_rank.py`).
 
-The weighted sum of several adapters, s B A + t D C, is one adapter of their ranks together: [s B, t D] [A; C].
+The weighted sum of several adapters, s B A + t D C, is one adapter with the sum of their ranks: [s B, t D] [A; C].
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from paceline.files.locate import is_adapter, resolve
 from paceline.kernels.low_rank import Factors
 
 MAX_ADAPTERS, MAX_RANK = 64, 512
-"""Bounds of memory and of the self-check's time; the rank is that of one module, of all adapters of a sum together."""
+"""Limits of memory and of the self-check's time. The rank is per module, added over all adapters of a sum."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """One or several LoRA adapters to be held beside a model's weights, under one name.
+    """One LoRA adapter, or the sum of several, loaded next to a model's weights under one name.
 
-    `path`: a folder in PEFT's layout or a hub id, or a list of them, whose changes are added up with `weights`
-    (default: 1 each). `drafter`: that of requests that name none (see `paceline.load`); None: the model's default.
+    Attributes:
+        path: A folder in PEFT's layout or a hub id. In a list of several, their changes are added up.
+        weights: The weight of each path in the sum; () for 1 each.
+        drafter: Default drafter of requests that use the adapter (see `paceline.load`); None for the model's default.
     """
 
     path: str | Path | Sequence[str | Path]
@@ -38,7 +40,10 @@ class Adapter:
     def __post_init__(self) -> None:
         paths, weights = self.paths, self.weights
         if self.drafter in ("found", "auto"):
-            raise InvalidOption(f"{self.drafter} is the model's drafter", "Give an adapter the name of one, or none")
+            raise InvalidOption(
+                f"{self.drafter} chooses a drafter for the model, not for an adapter",
+                "Give the name of a drafter, or none",
+            )
         if not paths or not all(isinstance(path, (str, Path)) and str(path) for path in paths):
             raise InvalidOption(f"path={self.path!r:.80} names no adapter", "Give a folder or a hub id, or a list")
         valid = all(type(weight) in (int, float) and math.isfinite(weight) for weight in weights)
@@ -49,12 +54,16 @@ class Adapter:
 
     @property
     def paths(self) -> list[str | Path]:
-        """The adapters."""
+        """The paths of the adapters, as a list."""
         return [self.path] if isinstance(self.path, (str, Path)) else list(self.path)
 
 
 def check_adapters(adapters: Mapping[str, Any]) -> dict[str, Adapter]:
-    """Return adapters by name; a path stands for the adapter there. Raises `InvalidOption`."""
+    """Return adapters by name. A path stands for the adapter there.
+
+    Raises:
+        InvalidOption: There are too many adapters, or a name or adapter is invalid.
+    """
     if len(adapters) > MAX_ADAPTERS:
         raise InvalidOption(f"there are {len(adapters)} adapters", f"Load at most {MAX_ADAPTERS}")
     if bad := [name for name in adapters if not isinstance(name, str) or not name.strip()]:
@@ -63,9 +72,19 @@ def check_adapters(adapters: Mapping[str, Any]) -> dict[str, Adapter]:
 
 
 def read_factors(name: str, adapter: Adapter, base: Mapping[str, Any], **fetch: Any) -> Factors:
-    """Read an adapter. `base`: the base's config. `fetch`: options of `resolve`. Raises what `resolve` and
-    `LoraAdapter` raise, and `UnsupportedModel` for one that changes more than products, or whose rank is beyond
-    `MAX_RANK`."""
+    """Read an adapter.
+
+    Args:
+        name: The adapter's name, for error messages.
+        adapter: The adapter.
+        base: The config of the base model.
+        **fetch: Options of `resolve`.
+
+    Raises:
+        InvalidOption: A path is not a LoRA adapter.
+        UnsupportedModel: The adapter does not only change matrix products, or its rank exceeds `MAX_RANK`.
+        PacelineError: See `resolve` and `LoraAdapter`.
+    """
     parts: dict[str, list[tuple[Tensor, Tensor]]] = {}
     paths = adapter.paths
     for path, weight in zip(paths, adapter.weights or [1.0] * len(paths), strict=True):
@@ -78,7 +97,8 @@ def read_factors(name: str, adapter: Adapter, base: Mapping[str, Any], **fetch: 
     for module, found in parts.items():
         if (rank := sum(len(a) for a, _ in found)) > MAX_RANK:
             raise UnsupportedModel(
-                f"the adapter {name} has rank {rank} at {module}, more than {MAX_RANK}", "Merge it, or add up fewer"
+                f"the adapter {name} has rank {rank} at {module}, more than {MAX_RANK}",
+                "Merge it, or add up fewer adapters",
             )
     joined = {
         module: (torch.cat([a for a, _ in found]), torch.cat([b for _, b in found], 1))

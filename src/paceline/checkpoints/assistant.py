@@ -1,4 +1,4 @@
-"""Gemma 4's assistants: learned drafters of few layers, without keys and values of their own."""
+"""Gemma 4's assistants: small learned drafters that read the target's keys and values instead of their own."""
 
 from __future__ import annotations
 
@@ -18,10 +18,15 @@ ASSISTANT = "gemma4_assistant"
 
 
 def open_assistant(path: Path, *, allow_pickle: bool = False) -> HeadFile:
-    """Return the assistant in a folder in transformers' layout. No tensor is read.
+    """Open the assistant in a folder in transformers' layout, without reading its tensors.
 
-    What restricts its head to tokens of the likeliest groups (`masked_embedding`) is left out: all tokens are scored.
-    Raises `ModelNotFound`, `CorruptModel` or `UnsupportedModel`.
+    The optional `masked_embedding`, which limits the head to the likeliest groups of tokens, is ignored: all tokens are
+    scored.
+
+    Raises:
+        ModelNotFound: A file is missing.
+        CorruptModel: A file is damaged.
+        UnsupportedModel: The folder does not hold an assistant that Paceline supports.
     """
     file = path / "config.json"
     raw = read_json(file, {"text_config": OBJECT})
@@ -35,7 +40,7 @@ def open_assistant(path: Path, *, allow_pickle: bool = False) -> HeadFile:
     except KeyError as missing:
         raise CorruptModel(f"{file} lacks {missing}", CORRECT) from missing
     if layer.token_inputs or layer.mixture:
-        raise UnsupportedModel(f"{path} has experts or tables by the token", "Use an assistant of Gemma 4")
+        raise UnsupportedModel(f"{path} has experts or per-layer embeddings", "Use an assistant of Gemma 4")
     tensors = open_weights(path, "model.safetensors", "pytorch_model.bin", allow_pickle)
     names = {name: name for name in tensors if not name.startswith("masked_embedding.")}
     return HeadFile(path, "transformers", AssistantConfig(layer, hidden), Renamed(tensors, names))

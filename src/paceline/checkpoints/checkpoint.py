@@ -32,9 +32,12 @@ _INDEX_LIMIT, _LONGEST_NAME = 16 * MIB, 255
 class Checkpoint:
     """An open checkpoint.
 
-    `config`: in the terms of Hugging Face's config.json (GGUF metadata is translated). `generation`: the contents of
-    generation_config.json, or {}. `tensors`: by Hugging Face name, in the dtype of the file (quantised GGUF: float32),
-    read at each access.
+    Attributes:
+        path: The folder or GGUF file.
+        config: Contents of config.json; for a GGUF file, its metadata translated to the same keys.
+        generation: Contents of generation_config.json, or {}.
+        tensors: Tensors by Hugging Face name, in the dtype of the file (float32 for a quantized GGUF), read on access.
+        tokenizer: The tokenizer.
     """
 
     path: Path
@@ -45,10 +48,16 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path, *, allow_pickle: bool = False) -> Checkpoint:
-    """Open a path from `files.resolve`: a folder in Hugging Face's layout or a GGUF file.
+    """Open a folder in Hugging Face's layout or a GGUF file.
 
-    `allow_pickle` admits pytorch_model.bin where there are no safetensors, read with `weights_only`. Raises
-    `ModelNotFound` (a file is missing), `CorruptModel` (it is damaged) or `UnsupportedModel`.
+    Args:
+        path: A path from `files.resolve`.
+        allow_pickle: Accept pytorch_model.bin if there are no safetensors. It is read with `weights_only`.
+
+    Raises:
+        ModelNotFound: A file is missing.
+        CorruptModel: A file is damaged.
+        UnsupportedModel: Paceline does not support the checkpoint.
     """
     if path.is_file():
         from paceline.checkpoints.gguf import open_gguf
@@ -63,12 +72,13 @@ def open_checkpoint(path: Path, *, allow_pickle: bool = False) -> Checkpoint:
 
 
 def open_folder(path: Path, *, allow_pickle: bool = False) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
-    """Open a folder in Hugging Face's layout: config and tensors, as in `Checkpoint`. Raises as `open_checkpoint`."""
+    """Open a folder in Hugging Face's layout. Returns config and tensors, see `Checkpoint`; raises as
+    `open_checkpoint`."""
     config = text_config(_config(path))
     weights = open_weights(path, "model.safetensors", "pytorch_model.bin", allow_pickle)
     weights = translated(config, weights)
     if EMBEDDING not in weights and ties_head(config):
-        # transformers writes a matrix that two modules share under the name of one of them, which may be the head.
+        # transformers saves a tensor that two modules share under only one of their names, which may be the head's.
         weights = Renamed(weights, {EMBEDDING if name == HEAD else name: name for name in weights})
     return config, weights
 
@@ -76,9 +86,10 @@ def open_folder(path: Path, *, allow_pickle: bool = False) -> tuple[dict[str, An
 def eos_token_ids(
     config: Mapping[str, Any], generation: Mapping[str, Any], tokenizer: Tokenizer | None = None
 ) -> tuple[int, ...]:
-    """Return all EOS ids: the config's, then generation_config's; only if neither has one, the tokenizer's.
+    """Return all EOS ids: those in the config and in generation_config; the tokenizer's id if they have none.
 
-    Raises `CorruptModel` for anything but an id or a list of ids.
+    Raises:
+        CorruptModel: A value is neither an id nor a list of ids.
     """
     ids: list[int] = []
     for where, values in (("config.json", config), ("generation_config.json", generation)):
@@ -105,9 +116,18 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def open_weights(path: Path, safe: str, pickled: str, allow_pickle: bool) -> Mapping[str, Tensor]:
-    """Open the first of the two files that exists, whole or in shards: `safe` (safetensors), then `pickled` if allowed.
+    """Open a file of weights, whole or in shards.
 
-    Raises `ModelNotFound`, `CorruptModel` or `UnsupportedModel`.
+    Args:
+        path: The folder.
+        safe: Name of the safetensors file, which is preferred.
+        pickled: Name of the pickled file.
+        allow_pickle: Accept the pickled file.
+
+    Raises:
+        ModelNotFound: Neither file exists.
+        CorruptModel: A file is damaged.
+        UnsupportedModel: There is only the pickled file, and it is not accepted.
     """
     if files := _shards(path, safe):
         return Shards(files, _open_safetensors, mapped=True)
@@ -116,14 +136,16 @@ def open_weights(path: Path, safe: str, pickled: str, allow_pickle: bool) -> Map
     if not allow_pickle:
         raise UnsupportedModel(
             f"{path} holds only pickled weights ({pickled}), which may run code when read",
-            "Use a safetensors copy, or set allow_pickle=True to read the tensors alone (weights_only)",
+            "Use a safetensors copy, or set allow_pickle=True to read only the tensors (weights_only)",
         )
     return Shards(files, _open_pickle)
 
 
 def _shards(path: Path, single: str) -> dict[Path, tuple[str, ...] | None] | None:
-    """Return shard -> the tensors that the index lists for it (None: no index), or None where the file does not
-    exist."""
+    """Return the shards, each with the tensors that the index lists for it (None without an index).
+
+    Returns None if the file does not exist.
+    """
     index = path / f"{single}.index.json"
     if not index.exists():
         return {path / single: None} if (path / single).exists() else None
@@ -132,7 +154,7 @@ def _shards(path: Path, single: str) -> dict[Path, tuple[str, ...] | None] | Non
         raise CorruptModel(f"{index} names no tensors", _AGAIN)
     shards: dict[Path, list[str]] = {}
     for name, file in where.items():
-        # A shard lies beside its index: a name with folders in it could read files elsewhere on the machine.
+        # Shards must be in the index's folder. A name that contains folders could read any file on the machine.
         if Path(file).name != file or not file.isprintable() or len(file.encode()) > _LONGEST_NAME:
             raise CorruptModel(f"{index} names the shard {shown(file)}, which is not a file name", _AGAIN)
         shards.setdefault(path / file, []).append(name)
@@ -143,7 +165,7 @@ Read = Callable[[str], Tensor]
 
 
 class Shards(LazyTensors):
-    """Tensors by name over one or more files. Headers are checked here, tensors are read at each access."""
+    """Tensors by name from one or more files. Headers are checked on creation; tensors are read on access."""
 
     def __init__(
         self,
@@ -151,7 +173,7 @@ class Shards(LazyTensors):
         opener: Callable[[Path], tuple[list[str], Read]],
         mapped: bool = False,
     ) -> None:
-        """`mapped`: whether what `opener` reads of `FLOATS` are pages of the file."""
+        """`mapped` is True if the float tensors that `opener` reads are pages of the file."""
         self._mapped = mapped
         self._names = self._sources = dict[str, tuple[Path, Read]]()
         for path, listed in files.items():
@@ -176,7 +198,7 @@ _MAPPED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "
 
 
 def _open_safetensors(path: Path) -> tuple[list[str], Read]:
-    """Floats and codes are mapped here, and not by the library, so that `Stored` may give their pages back."""
+    """Open a safetensors file. Common types are mapped here, not by the library, so that `Stored` can release pages."""
     with library_errors(f"{path} is damaged or cut off", _AGAIN):
         file: Any = safe_open(path, framework="pt", device="cpu")  # checks the header
         buffer = map_file(path).buffer
@@ -197,7 +219,7 @@ def _open_safetensors(path: Path) -> tuple[list[str], Read]:
 def _open_pickle(path: Path) -> tuple[list[str], Read]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch raises any kind of error for damaged files
+    except Exception as error:  # torch raises various exceptions for damaged files
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CorruptModel(f"{path} cannot be read as plain tensors ({reason})", _AGAIN) from error
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):

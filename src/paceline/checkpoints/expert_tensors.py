@@ -1,4 +1,4 @@
-"""gpt-oss's folders in the terms of other mixtures: a tensor of each expert, from those that stack all of them."""
+"""Tensors of gpt-oss's folders in the form of other mixtures: one tensor per expert, not one stack of all experts."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _ROWS = {
     "gate_up_proj": {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)},
     "down_proj": {"down_proj": slice(None)},
 }
-"""Stack -> projections in it, and their outputs among its own."""
+"""Stack -> the projections in it, each with its rows of the stack."""
 
 _VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _MXFP4, _GROUP = 39, 32
-"""ggml's number of the type, and the weights that share an exponent."""
+"""ggml's number of the type, and the number of weights that share an exponent."""
 
 
 class _StackPart(NamedTuple):
-    """Location of an expert's tensor: `rows` of entry `expert` of the stack `name`."""
+    """Location of one expert's tensor: `rows` of entry `expert` in the stack `name`."""
 
     name: str
     expert: int
@@ -35,15 +35,22 @@ class _StackPart(NamedTuple):
 
 
 class ExpertTensors(LazyTensors):
-    """Tensors by the names `PREFIX.experts.E.{gate,up,down}_proj.{weight,bias}`, of stacks
+    """Tensors with the names `PREFIX.experts.E.{gate,up,down}_proj.{weight,bias}`, read from stacks of all experts.
+
+    A stack has one of these forms:
 
     - [E, in, out] of floats, without a suffix;
-    - [E, out, groups, 16] of MXFP4's codes (`_blocks`), two to a byte, the first one low, and [E, out, groups] of its
-      exponents (`_scales`);
+    - [E, out, groups, 16] of MXFP4 codes (`_blocks`), two per byte with the first in the low bits, and [E, out, groups]
+      of
+      their exponents (`_scales`);
     - [E, out] of biases (`_bias`).
 
-    Gate and up alternate in theirs. Sinks are called `sinks.weight`, as in GGUF. Raises `CorruptModel` for stacks of
-    other shapes. Layout: OpenAI's checkpoints, and transformers' `integrations/mxfp4.py`.
+    Rows of gate and up alternate in their common stack. Sinks are renamed to `sinks.weight`, as in GGUF. The layout is
+    that
+    in OpenAI's checkpoints and in transformers' `integrations/mxfp4.py`.
+
+    Raises:
+        CorruptModel: A stack has another shape.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -93,7 +100,8 @@ class ExpertTensors(LazyTensors):
             return stored_of(self._tensors, part)
         if part.name.endswith("_blocks"):
             blocks, exponents = self._blocks(part)
-            # ggml's bytes hold a code of the group's first half low, and of its second half high.
+            # In ggml, a byte holds a code from the first half of the group in its low bits, and one from the second
+            # half above.
             first, second = blocks[..., :8], blocks[..., 8:]
             paired = torch.stack([first & 15 | second << 4, first >> 4 | second & 240], -1).flatten(-2)
             data = torch.cat([exponents[..., None], paired], -1).flatten(1)
@@ -102,7 +110,7 @@ class ExpertTensors(LazyTensors):
         return Stored.floats(tensor, None) if tensor.ndim == 2 and tensor.dtype in FLOATS else None
 
     def _blocks(self, part: _StackPart) -> tuple[Tensor, Tensor]:
-        """Codes in pairs [out, groups, 16], and exponents [out, groups]."""
+        """Return the codes, in pairs [out, groups, 16], and the exponents [out, groups]."""
         names = part.name, part.name.removesuffix("blocks") + "scales"
         blocks, exponents = (self._tensors[name][part.expert][part.rows] for name in names)
         if not blocks.dtype == exponents.dtype == torch.uint8:

@@ -1,4 +1,4 @@
-"""Description of a family of models as data. Each has a file in `families/`."""
+"""Data that describes a family of models. Each family has a file in `families/`."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ LAYER: Names = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""Parts of Llama's layers in GGUF files, and their names in Hugging Face's."""
+"""Names of the parts of Llama's layers in GGUF files -> their Hugging Face names."""
 QK_NORMS: Names = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 POST_NORMS: Names = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-"""Norms before and after attention and feed-forward part."""
+"""Names of norms before and after attention and MLP."""
 
 
 def experts_named(block: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> Names:
-    """Return names of the gate, up and down projections of the experts in `block`, which GGUF files stack."""
+    """Return the names of the experts' gate, up and down projections in `block`. GGUF files stack them."""
     return {f"ffn_{part}_exps": f"{block}.{{}}.{name}" for part, name in zip(_PARTS, names, strict=True)}
 
 
 def shared_expert_named(block: str) -> Names:
-    """Return names of the expert that every row uses."""
+    """Return the names of the shared expert's projections in `block`."""
     return {f"ffn_{part}_shexp": f"{block}.{part}_proj" for part in _PARTS}
 
 
@@ -56,28 +56,30 @@ MIXTURE_KEYS: Mapping[str, FieldKind] = {
     "decoder_sparse_step": whole(1),
     "mlp_only_layers": listed(whole()) | NULL,
 }
-"""Keys of a mixture of experts, as most families call them."""
+"""Config keys of a mixture of experts, with the names that most families use."""
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFLayout:
-    """One architecture of GGUF files.
+    """Layout of one architecture in GGUF files.
 
     Attributes:
-        architecture: Its name, "general.architecture".
-        names: Part of a layer -> Hugging Face's name.
-        experts: The same for parts that stack all experts along their first dimension; "{}" stands for the expert.
-        whole: Part -> Hugging Face's name, where neither ends in ".weight" or ".bias".
-        top: Names that belong to no layer, besides the names of all architectures.
-        interleaved: Query and key rows are stored with the two halves of each rotary pair side by side, while Hugging
-            Face has all first halves before all second ones.
-        shifted: Norms are stored with the 1 added that Hugging Face's code adds.
-        read: From the metadata, and the config that all architectures share, to what is different in this one, in
-            Hugging Face's terms.
-        keys: Kinds of its own metadata.
-        strips_spaces: Added tokens of its tokenizer absorb the white space after them.
-        uneven: Some layers lack heads, or a feed-forward part.
-        own_sizes: `read` reads the sizes of heads and layers, which may differ from layer to layer.
+            architecture: Name of the architecture, "general.architecture".
+            names: Part of a layer -> its Hugging Face name.
+            experts: The same for parts that stack all experts along the first dimension. "{}" is replaced by the
+                expert.
+            whole: Part of a layer -> Hugging Face name, for names that do not end in ".weight" or ".bias".
+            top: Names outside of layers, in addition to the names that all architectures share.
+            interleaved: In query and key rows, the two elements of each rotary pair are adjacent. Hugging Face stores
+                all
+                first elements before all second elements.
+            shifted: Norm weights include the 1 that Hugging Face's code adds.
+            read: Function from the metadata and the common config to the config entries of this architecture, under
+                Hugging Face's keys.
+            keys: Types of the architecture's own metadata.
+            strips_spaces: Added tokens of the tokenizer absorb the white space after them.
+            uneven: Some layers lack heads or an MLP.
+            own_sizes: `read` reads the sizes of heads and layers, which may differ from layer to layer.
     """
 
     architecture: str
@@ -99,25 +101,28 @@ class Family:
     """One `model_type` of config.json.
 
     Attributes:
-        name: The `model_type`.
-        title: Its models, as the documentation names them; "": it is another's alias.
-        defaults: Values of keys that a config may omit. They name all keys of `model_config.PECULIAR` that it reads.
-        keys: Kinds of its own keys.
-        refine: From the config, defaults included, and the part that all families share to the whole.
-        rope: From the rope scaling of the config to that of the layers without a window.
-        interleaved: The two halves of each rotary pair lie side by side in its files.
-        rotary_key: Key of the size of a head, or of its part that is rotated if heads have several.
-        names: Parts of tensor names in its files -> parts of Llama's names, replaced one after the other.
-        tensors: From the config and the renamed tensors to what the decoder takes.
-        turned: Its stacks of experts are [experts, in, out].
-        unlike_file: From the config and a module to how the decoder's weights of the module differ from trained ones in
-            more than their names; None: not at all.
-        quantised: Methods of quantisation whose tensors it reads.
-        part_of: `model_type` of models that also see, whose language model it is.
-        mtp_follows: Layers that predict later tokens follow the model's own, under DeepSeek's names.
-        mtp_early: Such a layer sees the stream before the last norm, and ahead of the embedding.
-        gguf: Its architectures in GGUF files.
-        goldens: Cases of its golden test: keys of a tiny model, beyond `tests.support.tiny_families.SIZES`.
+            name: The `model_type`.
+            title: The family's models as the documentation names them; "" for an alias of another family.
+            defaults: Values of keys that a config may omit. Includes all keys of `model_config.PECULIAR` that the
+                family
+                reads.
+            keys: Types of the family's own keys.
+            refine: Function from the config (with defaults) and the common `ModelConfig` to the family's `ModelConfig`.
+            rope: Function from the config's rope scaling to the rope scaling of layers without a window.
+            interleaved: In the files, the two elements of each rotary pair are adjacent.
+            rotary_key: Key of the head size, or of the rotated part's size if heads also have other parts.
+            names: Parts of tensor names in the files -> parts of Llama's names, replaced one after the other.
+            tensors: Function from the config and the renamed tensors to the decoder's tensors.
+            turned: Stacks of experts are [experts, in, out].
+            unlike_file: Function from the config and a module to the reason why the decoder's weights of this module
+                differ from the trained weights in more than their names; None if they do not.
+            quantised: Quantization methods whose tensors the family reads.
+            part_of: `model_type` of multimodal models that contain this language model.
+            mtp_follows: MTP layers follow the model's own layers, under DeepSeek's names.
+            mtp_early: An MTP layer reads the stream before the final norm, and before the embedding.
+            gguf: Layouts of the family's architectures in GGUF files.
+            goldens: Cases of the golden test, as keys of a tiny model in addition to
+                `tests.support.tiny_families.SIZES`.
     """
 
     name: str

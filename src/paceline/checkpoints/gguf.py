@@ -1,4 +1,4 @@
-"""GGUF files in Hugging Face's terms: the config. (Tensors: `gguf_tensors`; tokenizer: `text.gguf_tokenizer`.)"""
+"""The config of a GGUF file under Hugging Face's keys. (Tensors: `gguf_tensors`; tokenizer: `text.gguf_tokenizer`.)"""
 
 from __future__ import annotations
 
@@ -15,10 +15,16 @@ from paceline.files.schema import GGUF, check
 
 
 def open_gguf(path: Path) -> tuple[Config, GGUFTensors, Fields]:
-    """Return the config in Hugging Face's terms, lazily read tensors, and the raw metadata (the tokenizer's source).
+    """Open a GGUF file.
 
-    Raises `ModelNotFound`, `CorruptModel`, and `UnsupportedModel` for architectures, layouts or tensor types that
-    are not supported.
+    Returns:
+        The config under Hugging Face's keys, tensors that are read on access, and the raw metadata, which also holds
+        the tokenizer.
+
+    Raises:
+        ModelNotFound: The file does not exist.
+        CorruptModel: The file is damaged.
+        UnsupportedModel: The architecture, layout or a tensor type is not supported.
     """
     file = read_gguf(path)
     check(path, file.fields, GGUF)
@@ -44,11 +50,11 @@ _OTHER_KINDS = (
     ("eagle3 dflash", "is a drafter, not a model", "Name it as the drafter of a model: head:FILE"),
     ("bert t5 gemma-embedding llama-embed", "is an encoder, which generates no text", "Use a decoder-only model"),
 )
-"""Parts of the names of unsupported architectures, what these are, and the fix."""
+"""Parts of the names of unsupported architectures, a description of these architectures, and the fix."""
 
 
 def _architecture(file: GGUFFile) -> str:
-    """Return the architecture's name. Raises `UnsupportedModel` that says what an unsupported file is instead."""
+    """Return the architecture's name. Raises `UnsupportedModel` for a file that is not a supported model."""
     name: str = file.fields.get("general.architecture", "?")
     title = file.path.name
     if (kind := file.fields.get("general.type", "model")) in ("adapter", "imatrix", "mmproj"):
@@ -68,8 +74,13 @@ _PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_l
 
 
 def config_of(file: GGUFFile, layout: GGUFLayout) -> Config:
-    """Return the config in Hugging Face's terms. Raises `KeyError` for metadata that is missing, `CorruptModel`,
-    `UnsupportedModel`."""
+    """Return the config under Hugging Face's keys.
+
+    Raises:
+        KeyError: Metadata is missing.
+        CorruptModel: Metadata is invalid.
+        UnsupportedModel: The metadata describes a model that is not supported.
+    """
     meta = Metadata(file, layout.architecture, layout.keys)
     title = meta.file.path.name
     widths = [set(value) - {0} for key in _PER_LAYER if isinstance(value := meta.get(key), list)]
@@ -77,10 +88,10 @@ def config_of(file: GGUFFile, layout: GGUFLayout) -> Config:
     if uneven and not layout.own_sizes:
         raise UnsupportedModel(f"{title} has layers of different widths", "Use a uniform model")
     if meta.get("pooling_type", 0):
-        raise UnsupportedModel(f"{title} embeds or ranks texts and writes none", "Use a language model")
+        raise UnsupportedModel(f"{title} embeds or ranks texts and does not generate any", "Use a language model")
     if (layers := meta["block_count"] - meta.get("nextn_predict_layers", 0)) < 1:
-        raise CorruptModel(f"{title} has no layers but those that predict later tokens", "Fetch the file again")
-    # Mamba-2 has 0 heads, which is as good as one.
+        raise CorruptModel(f"{title} has no layers except MTP layers", "Fetch the file again")
+    # Mamba-2 has 0 heads. 1 avoids a division by zero and changes nothing else.
     heads, hidden = max(1, widest(meta["attention.head_count"])), meta["embedding_length"]
     kv_heads = max(1, widest(meta.get("attention.head_count_kv", heads)))
     head_dim = meta.get("attention.key_length") or hidden // heads
@@ -93,9 +104,9 @@ def config_of(file: GGUFFile, layout: GGUFLayout) -> Config:
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        # Where every layer is a mixture, there may be no other width.
+        # If every layer is a mixture of experts, the experts' width may be the only one.
         "intermediate_size": widest(meta.get("feed_forward_length", 0)) or meta[f"{experts}feed_forward_length"],
-        # Nemotron-H has the other name for the same.
+        # Nemotron-H uses another key for the same value.
         "rms_norm_eps": meta.get("attention.layer_norm_epsilon") or meta["attention.layer_norm_rms_epsilon"],
         "rope_theta": meta.get("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(meta),
@@ -111,14 +122,14 @@ def config_of(file: GGUFFile, layout: GGUFLayout) -> Config:
     }
     config |= layout.read(meta, config)
     rotated = meta.get("rope.dimension_count", head_dim)
-    encodes = meta.get("rope.scaling.finetuned", True)  # for llama.cpp: whether positions are encoded
+    encodes = meta.get("rope.scaling.finetuned", True)  # llama.cpp uses this key to turn positions off
     if encodes and not layout.own_sizes and rotated != head_dim * config.get("partial_rotary_factor", 1):
         raise UnsupportedModel(f"{title} rotates only part of each head", "Use another model")
     return {key: value for key, value in config.items() if value is not None}
 
 
 def _vocab_size(meta: Metadata) -> int:
-    """Return the tokenizer's count, or more where the vocabulary is padded. A drafter may have no embedding."""
+    """Return the size of the vocabulary, including padding. Drafters may lack an embedding to take it from."""
     table = meta.file.tensors.get("token_embd.weight")
     return table.shape[0] if table else meta.get("vocab_size") or len(meta.file.fields["tokenizer.ggml.tokens"])
 
@@ -149,13 +160,13 @@ _EOS_TOKENS = {
     *("<EOT>", "<turn|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<|return|>", "<|call|>"),
 }
 _HARMONY = {"<|return|>", "<|call|>"}
-"""In gpt-oss's chat format these end a reply, and "<|end|>" ends a message, of which a reply may have several."""
+"""gpt-oss's chat format ends a reply with these. "<|end|>" only ends a message, and a reply may have several."""
 
 
 def _eos(fields: Fields) -> list[int] | None:
-    """Return all EOS ids: end of sequence, turn and message, then tokens spelled like one of `_EOS_TOKENS`.
+    """Return all EOS ids: end of sequence, of turn and of message, and all tokens in `_EOS_TOKENS`.
 
-    Converters write one id where config.json lists several, so llama.cpp too goes by the spelling.
+    The spelling is needed because converters store one id even if config.json lists several. llama.cpp does the same.
     """
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     ids = [fields[key] for key in (f"tokenizer.ggml.{key}" for key in keys) if key in fields]

@@ -1,4 +1,4 @@
-"""Codes of GGUF's quantised types, taken as stored: only K-quants' scales pass through floats.
+"""Codes of GGUF's quantized types. They are kept as stored, except that the scales of K-quants are computed as floats.
 
 Layouts: ggml's `ggml-common.h` and `ggml-quants.c`.
 """
@@ -13,13 +13,22 @@ from torch import Tensor
 from paceline.kernels.quantize import CENTRE, Codes
 
 _Parts = tuple[Tensor, Tensor, Tensor | None, int]
-"""Codes [out, blocks, block], scale and floor [out, blocks, groups of a block], bits."""
+"""Codes [out, blocks, block], scale and floor [out, blocks, groups per block], bits."""
 
 
 def gguf_codes(data: Tensor, kind: str, shape: tuple[int, ...]) -> Codes | None:
-    """Return the matrix [out, in] that the bytes `data` hold in this type; None for types without codes here.
+    """Decode the bytes of a matrix [out, in].
 
-    Equal bit for bit to `gguf.dequantize`, in K-quants up to rounding a group's scale and floor to float16.
+    The result equals `gguf.dequantize` bit for bit. With K-quants, it differs by rounding a group's scale and floor to
+    float16.
+
+    Args:
+        data: Bytes of the matrix.
+        kind: Name of the GGUF type.
+        shape: Shape of the matrix.
+
+    Returns:
+        The codes; None if the type is not supported or the tensor is not a matrix.
     """
     if kind not in _DECODERS or len(shape) != 2:
         return None
@@ -29,7 +38,7 @@ def gguf_codes(data: Tensor, kind: str, shape: tuple[int, ...]) -> Codes | None:
 
 
 def _q5_k(blocks: Tensor) -> _Parts:
-    """Bit j of the 32 bytes after the scales is the fifth bit of group j."""
+    """Decode Q5_K. Bit j of the 32 bytes after the scales is the fifth bit of group j."""
     fifth = (blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1
     codes = _pairs(blocks[..., 48:]) + (fifth << 4) + CENTRE[8]
     return codes.flatten(-2), *_scale_and_floor(blocks), 8
@@ -38,17 +47,17 @@ def _q5_k(blocks: Tensor) -> _Parts:
 _DECODERS: dict[str, tuple[int, Callable[[Tensor], _Parts]]] = {
     "Q4_0": (18, lambda blocks: (_nibbles(blocks[..., 2:]), _half(blocks, 0), -8 * _half(blocks, 0), 4)),
     "Q4_1": (20, lambda blocks: (_nibbles(blocks[..., 4:]), _half(blocks, 0), _half(blocks, 2), 4)),
-    # Centred at 16, which moves to the centre of 8 bits.
+    # Q5_0 is centred at 16, which becomes the centre of 8 bits.
     "Q5_0": (22, lambda blocks: (_five_bits(blocks[..., 2:]) + (CENTRE[8] - 16), _half(blocks, 0), None, 8)),
     "Q5_1": (24, lambda blocks: (_five_bits(blocks[..., 4:]) + CENTRE[8], _half(blocks, 0), _half(blocks, 2), 8)),
     "Q8_0": (34, lambda blocks: (blocks[..., 2:] ^ CENTRE[8], _half(blocks, 0), None, 8)),
     "Q4_K": (144, lambda blocks: (_pairs(blocks[..., 16:]).flatten(-2), *_scale_and_floor(blocks), 4)),
     "Q5_K": (176, _q5_k),
 }
-"""Type -> bytes of a block, and its decoder."""
+"""Type -> bytes of a block, and the decoder of blocks."""
 
 BITS = {kind: 4 if kind.startswith("Q4") else 8 for kind in _DECODERS}
-"""Type -> the bits of its codes here: five bits are stored as eight."""
+"""Type -> bits of the decoded codes. Five-bit types are decoded to eight bits."""
 
 
 def pack_q4_1(codes: Codes) -> Tensor:
@@ -64,24 +73,26 @@ def _half(blocks: Tensor, start: int) -> Tensor:
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """The low halves of all bytes, then the high ones."""
+    """Return the low halves of all bytes, then the high halves."""
     return torch.cat([packed & 15, packed >> 4], -1)
 
 
 def _five_bits(packed: Tensor) -> Tensor:
-    """Four bytes of fifth bits, then 16 bytes of halves."""
+    """Decode four bytes of fifth bits, followed by 16 bytes of halves."""
     fifth = (packed[..., :4, None] >> torch.arange(8, dtype=torch.uint8)) & 1
     return _nibbles(packed[..., 4:]) + (fifth.flatten(-2) << 4)
 
 
 def _pairs(packed: Tensor) -> Tensor:
-    """[..., 128] to 8 groups of 32: each 32 bytes hold the next group in their low halves and the one after it."""
+    """Return [..., 128] as 8 groups of 32. Each 32 bytes hold one group in their low halves, the next in the high
+    ones."""
     groups: Tensor = _nibbles(packed.unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
     return groups
 
 
 def _scale_and_floor(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scale and floor of a K-quant's 8 groups: two float16 of the block times 6 bits each, partly scattered."""
+    """Return the scale and floor of a K-quant's 8 groups: the block's two float16 times 6 bits each, partly
+    scattered."""
     first, second, third = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
     scale = torch.cat([first & 63, (third & 15) | (first >> 6 << 4)], -1)
     floor = torch.cat([second & 63, (third >> 4) | (second >> 6 << 4)], -1)

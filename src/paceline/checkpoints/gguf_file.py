@@ -1,4 +1,4 @@
-"""GGUF containers: metadata as plain Python values, tensors as bytes of the mapped file."""
+"""GGUF containers, with metadata as plain Python values and tensors as bytes of the mapped file."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _AGAIN = "Fetch the file again"
 _PIECE = 1 << 18
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
-"""Unquantised types."""
+"""Float types."""
 _PLAIN = FLOATS | {"I32": torch.int32, "I64": torch.int64}
-"""Types that are read as they are."""
+"""Types that are read without dequantization."""
 
 
 class GGMLType(NamedTuple):
-    """A type of tensors: ggml's number, and the elements and bytes of a block."""
+    """A tensor type: its number in ggml, and the elements and bytes of a block."""
 
     name: str
     number: int
@@ -53,11 +53,11 @@ _TYPES = {
         *(("Q6_K", 14, 256, 210), ("IQ4_NL", 20, 32, 18), ("IQ4_XS", 23, 256, 136)),
     )
 }
-"""Types that every version of the `gguf` library dequantises. It is imported for others only: that takes 0.1 s."""
+"""Types that every version of the `gguf` library dequantizes. `gguf` is only imported for others: that takes 0.1 s."""
 
 
 def _type(number: int) -> GGMLType:
-    """Raises `UnsupportedModel` for a type that neither the table nor the `gguf` library knows."""
+    """Return a tensor type. Raises `UnsupportedModel` if neither the table nor the `gguf` library knows it."""
     if number in _TYPES:
         return _TYPES[number]
     import gguf
@@ -66,12 +66,12 @@ def _type(number: int) -> GGMLType:
         kind = gguf.GGMLQuantizationType(number)
         return GGMLType(kind.name, number, *gguf.GGML_QUANT_SIZES[kind])
     except (ValueError, KeyError) as unknown:
-        raise UnsupportedModel(f"the tensor type {number} is unknown", "Update gguf") from unknown
+        raise UnsupportedModel(f"the tensor type {number} is unknown", "Update the gguf package") from unknown
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """A tensor of the file: its type, its shape, outermost dimension first as in torch, and its bytes [n], mapped."""
+    """A tensor of the file: its type, its shape (outermost dimension first, as in torch), and its mapped bytes [n]."""
 
     type: GGMLType
     shape: tuple[int, ...]
@@ -87,20 +87,23 @@ class GGUFTensor:
         return GGUFTensor(self.type, self.shape[1:], self.data.view(self.shape[0], -1)[index])
 
     def read(self) -> Tensor:
-        """Return the tensor, in the file's dtype where it is unquantised, else in float32."""
+        """Return the tensor, in the file's dtype or, if it is quantized, in float32."""
         if self.kind in _PLAIN:
             return self.data.view(_PLAIN[self.kind]).view(self.shape)
         return dequantize(self.data, self.type).view(self.shape)
 
     def codes(self) -> Codes | None:
-        """Return a quantised matrix as the file's own codes, or in 8 bits where those have another form (groups of 16);
-        None for floats."""
+        """Return a quantized matrix as the file's own codes; None for floats.
+
+        Types with another form of codes (groups of 16) are quantized again, to 8 bits.
+        """
         if self.kind in FLOATS:
             return None
         return gguf_codes(self.data, self.kind, self.shape) or quantize(self.read(), 8)
 
     def kept_bits(self) -> int | None:
-        """Return the bits of the codes that a matrix keeps on a CPU; None if it is of floats or changes its codes."""
+        """Return the bits of the codes that a matrix keeps on a CPU; None for floats and for codes that are
+        converted."""
         if self.kind in FLOATS:
             return None
         if library() is None:
@@ -108,13 +111,14 @@ class GGUFTensor:
         return int(next(filter(str.isdigit, self.kind))) if packs(self.type.number) else None
 
     def stored(self) -> Stored:
-        """Return a matrix where it lies; of a type that the kernels do not read, as floats that become 8-bit codes."""
+        """Return a matrix in place. A type that the kernels do not read is returned as floats, to be quantized to 8
+        bits."""
         if not packs(self.type.number):
             return Stored.floats(self.read().float(), 8)
         return Stored.of(self.data.view(self.shape[0], -1), self.type.number, self.shape[1], mapped=True)
 
     def check(self) -> None:
-        """Raise `UnsupportedModel` if the `gguf` library cannot dequantise this type."""
+        """Raise `UnsupportedModel` if the `gguf` library cannot dequantize this type."""
         if self.type.number in _TYPES:
             return
         try:
@@ -128,7 +132,8 @@ class GGUFTensor:
 def dequantize(data: Tensor, kind: GGMLType) -> Tensor:
     """Return the flat float32 values of the bytes of blocks.
 
-    In larger pieces than the library's 16 rows, which take five times as long for an embedding's short rows.
+    Blocks are decoded in large pieces. The library's pieces of 16 rows take five times as long for an embedding's short
+    rows.
     """
     import gguf
 
@@ -137,7 +142,7 @@ def dequantize(data: Tensor, kind: GGMLType) -> Tensor:
     step = max(1, _PIECE // kind.elements)
     for start in range(0, len(blocks), step):
         piece = blocks[start : start + step].reshape(1, -1)
-        with np.errstate(all="ignore"):  # scales of a damaged file may be infinite
+        with np.errstate(all="ignore"):  # a damaged file may hold infinite scales
             decoded = gguf.dequantize(piece, gguf.GGMLQuantizationType(kind.number))
         values[start : start + step] = decoded.reshape(-1, kind.elements)
     return torch.from_numpy(values).view(-1)
@@ -145,7 +150,7 @@ def dequantize(data: Tensor, kind: GGMLType) -> Tensor:
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """An open file: metadata `fields` by key, `tensors` by GGUF name, not read yet."""
+    """An open file: metadata `fields` by key, and `tensors` by GGUF name, which are not read yet."""
 
     path: Path
     fields: Mapping[str, Any]
@@ -156,9 +161,12 @@ _open_files: WeakValueDictionary[Any, GGUFFile] = WeakValueDictionary()
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Map a file and read its header; as long as the result is alive, the same file is not read again.
+    """Map a file and read its header. The same file is not read again while an earlier result exists.
 
-    Raises `ModelNotFound`, `CorruptModel`, `UnsupportedModel`.
+    Raises:
+        ModelNotFound: The file does not exist.
+        CorruptModel: The file is damaged.
+        UnsupportedModel: The format is not supported.
     """
     mapped = map_file(path)
     if (file := _open_files.get(mapped.identity)) is None:
@@ -167,7 +175,8 @@ def read_gguf(path: Path) -> GGUFFile:
 
 
 def gguf_vocab_size(path: Path) -> int:
-    """Return the size of the vocabulary, without reading the whole header; 0 without one. Raises as `read_gguf`."""
+    """Return the size of the vocabulary (0 if there is none) without reading the whole header. Raises as
+    `read_gguf`."""
     mapped = map_file(path)
     _check_start(path, mapped.buffer[:24])
     with _damage_named(path):
@@ -197,13 +206,13 @@ def _read_part(path: Path, mapped: Mapped) -> GGUFFile:
 
 
 def _joined(first: GGUFFile, count: int) -> GGUFFile:
-    """Return a split file as one: the metadata of its first part (llama.cpp's gguf-split), the tensors of all parts."""
+    """Join a split file (llama.cpp's gguf-split): the first part's metadata with the tensors of all parts."""
     path = first.path
     names = parts_of(path.name)
     if names is None or len(names) != count:
         raise UnsupportedModel(
             f"{path.name} is one part of a split GGUF, and its name does not say which",
-            "Join the parts with `llama-gguf-split --merge`, or give them the names that it wrote",
+            "Join the parts with `llama-gguf-split --merge`, or restore the names that it wrote",
         )
     if path.name != names[0] or first.fields.get("split.no", 0) != 0:
         raise UnsupportedModel(f"{path.name} is a later part of a split GGUF", f"Name the first, {names[0]}")
@@ -220,7 +229,7 @@ def _joined(first: GGUFFile, count: int) -> GGUFFile:
 
 
 def _tensor(name: str, entry: TensorEntry, mapped: Mapped) -> GGUFTensor:
-    """Raises `ValueError` for a tensor that the file cannot hold."""
+    """Return a tensor of the file. Raises `ValueError` for a tensor that the file cannot contain."""
     kind, count = _type(entry.number), math.prod(entry.shape)
     if not entry.shape or not count:
         raise ValueError(f"{name} is empty")
@@ -233,7 +242,7 @@ def _tensor(name: str, entry: TensorEntry, mapped: Mapped) -> GGUFTensor:
 
 
 def _check_start(path: Path, start: bytes) -> None:
-    """Check magic and version."""
+    """Check the magic number and the version."""
     if start[:4] != b"GGUF":
         raise CorruptModel(f"{path} is not a GGUF file", "Check the path, or fetch the file again")
     if len(start) < 24:

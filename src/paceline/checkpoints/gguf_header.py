@@ -1,4 +1,4 @@
-"""Headers of GGUF files: metadata as plain Python values, and where the tensors lie. Layout: ggml's GGUF page."""
+"""Headers of GGUF files: metadata as plain Python values, and positions of the tensors. Layout: ggml's GGUF page."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from struct import Struct, calcsize, unpack_from
 from typing import Any, NamedTuple
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Type of a value -> its code in `struct`."""
+"""Type of a value -> its format character in `struct`."""
 _STRING, _ARRAY = 8, 9
 
 _LONGEST, _MOST_ELEMENTS, _MOST_DIMENSIONS = 1 << 28, 1 << 23, 8
-"""Bytes of a header; elements of all its arrays together, since empty strings cost a sparse file nothing; dimensions of
+"""Limits: bytes of a header; elements of all its arrays (empty strings would cost a sparse file nothing); dimensions of
 a tensor."""
 
 
 class TensorEntry(NamedTuple):
-    """A tensor: its shape, outermost dimension first, ggml's number of its type, and where it begins in the file."""
+    """A tensor: its shape (outermost dimension first), its type's number in ggml, and its first byte in the file."""
 
     shape: tuple[int, ...]
     number: int
@@ -24,7 +24,7 @@ class TensorEntry(NamedTuple):
 
 
 class Header(NamedTuple):
-    """`fields`: metadata by key. `tensors`: by name. `size`: of the header, in bytes."""
+    """A header: metadata `fields` by key, `tensors` by name, and its `size` in bytes."""
 
     fields: dict[str, Any]
     tensors: dict[str, TensorEntry]
@@ -32,7 +32,7 @@ class Header(NamedTuple):
 
 
 def read_header(data: mmap) -> Header:
-    """Read what follows magic and version. Raises `ValueError` or `struct.error` where the bytes make no header."""
+    """Read the header after magic number and version. Raises `ValueError` or `struct.error` for damaged headers."""
     reader = _Reader(data)
     tensor_count, field_count = reader.numbers("Q", 2)
     fields: dict[str, Any] = {}
@@ -55,7 +55,7 @@ def read_header(data: mmap) -> Header:
 
 
 def count_tokens(data: mmap) -> int:
-    """Return the size of the vocabulary, and read no further; 0 without one. Raises as `read_header`."""
+    """Return the size of the vocabulary, and read no further; 0 if there is none. Raises as `read_header`."""
     reader = _Reader(data)
     _, field_count = reader.numbers("Q", 2)
     for _ in range(field_count):
@@ -68,7 +68,7 @@ def count_tokens(data: mmap) -> int:
 
 
 class _Reader:
-    """Reads one value after the other."""
+    """Reader of consecutive values."""
 
     def __init__(self, data: mmap) -> None:
         self._data, self.at, self._elements = memoryview(data)[:_LONGEST], 8, 0
@@ -85,7 +85,7 @@ class _Reader:
     def new_name(self, known: dict[str, Any]) -> str:
         name = self._strings(1)[0]
         if name in known:
-            raise ValueError(f"{name} twice")
+            raise ValueError(f"{name} occurs twice")
         return name
 
     def value(self, kind: int) -> Any:
@@ -98,7 +98,7 @@ class _Reader:
         return self._strings(1)[0] if kind == _STRING else self.number(_code(kind))
 
     def _strings(self, count: int) -> list[str]:
-        """Written for speed: a vocabulary and its merges are half a million strings."""
+        """Read strings. Optimized for speed, because a vocabulary with its merges has half a million strings."""
         data, at, end, found = self._data, self.at, len(self._data), list[str]()
         size_at, append = Struct("<Q").unpack_from, found.append
         for _ in range(count):

@@ -1,4 +1,4 @@
-"""Metadata of a GGUF file, as the readers of its architecture take them."""
+"""Metadata of a GGUF file, as the readers of its architecture use it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Fields = Mapping[str, Any]
 Config = dict[str, Any]
 _AGAIN = "Fetch the file again"
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors that become fields of the config."""
+"""Tensors that are part of the config."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """A file's metadata by key without the architecture's name in front.
+    """A file's metadata, by key without the architecture's name as prefix.
 
-    Each value is checked against `schema.GGUF_ARCHITECTURE`, or the architecture's own `keys`, when it is read.
+    Each value is checked on access, against `schema.GGUF_ARCHITECTURE` or the architecture's own `keys`.
     """
 
     file: GGUFFile
@@ -32,13 +32,13 @@ class Metadata:
     keys: Mapping[str, FieldKind] = field(default_factory=dict)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a value, or `default` where the file has none."""
+        """Return a value; `default` if the file has none."""
         name = f"{self.architecture}.{key}"
         if name in self.file.fields:
             kind = self.keys.get(key) or GGUF_ARCHITECTURE[key]
             check_value(self.file.path, name, self.file.fields[name], kind)
         value = self.file.fields.get(name, default)
-        # Stored as float32; the shortest decimal that rounds to it is what config.json says.
+        # Metadata is float32. config.json has the shortest decimal that rounds to the same value.
         return float(str(np.float32(value))) if isinstance(value, float) else value
 
     def __getitem__(self, key: str) -> Any:
@@ -48,7 +48,7 @@ class Metadata:
         return value
 
     def factors(self, name: str) -> list[float] | None:
-        """Return the tensor `name` of `ROPE_FACTORS`, or None where the file has none."""
+        """Return the values of the tensor `name` from `ROPE_FACTORS`; None if the file has none."""
         tensor = self.file.tensors.get(name)
         if tensor is None:
             return None
@@ -57,8 +57,13 @@ class Metadata:
 
 
 def layer_types(meta: Metadata, layers: int, every: int) -> list[str]:
-    """Return full attention for every `every`-th layer, unless the metadata has another period or a list (True:
-    window). Raises `CorruptModel` for a list that lacks layers."""
+    """Return the type of each layer: full attention for every `every`-th layer, and sliding attention for the others.
+
+    The metadata may have another period, or a list with True for layers with a window.
+
+    Raises:
+        CorruptModel: The list is too short.
+    """
     pattern = meta.get("attention.sliding_window_pattern", every)
     if isinstance(pattern, list) and len(pattern) < layers:
         raise CorruptModel(f"of {layers} layers only {len(pattern)} are said to have a window or not", _AGAIN)
@@ -67,17 +72,17 @@ def layer_types(meta: Metadata, layers: int, every: int) -> list[str]:
 
 
 def rotated_share(meta: Metadata, config: Config) -> Config:
-    """The rotated part of each head, as configs name it."""
+    """Return the rotated fraction of each head, under the config's key."""
     return {"partial_rotary_factor": meta.get("rope.dimension_count", config["head_dim"]) / config["head_dim"]}
 
 
 def has_part(meta: Metadata, part: str) -> bool:
-    """Whether the first layer has a weight of this name."""
+    """Return True if the first layer has a weight with this name."""
     return f"blk.0.{part}.weight" in meta.file.tensors
 
 
 def by_layer(value: Any, layers: int, least: int = 1) -> list[int]:
-    """A size of each layer, of which the metadata may have one for all. Raises `CorruptModel`."""
+    """Return a size for each layer. The metadata may hold one size for all layers. Raises `CorruptModel`."""
     if not isinstance(value, list):
         return [int(value)] * layers
     if len(value) < layers or not all(isinstance(size, int) and least <= size < 2**24 for size in value):
@@ -86,11 +91,11 @@ def by_layer(value: Any, layers: int, least: int = 1) -> list[int]:
 
 
 def each_layer(meta: Metadata, config: Config, key: str) -> list[int]:
-    """A size of each of the model's own layers, 0 where a layer lacks the part. Raises `CorruptModel`."""
+    """Return a size for each of the model's own layers, 0 for layers without the part. Raises `CorruptModel`."""
     return by_layer(meta[key], config["num_hidden_layers"], 0)
 
 
 def widest(value: Any) -> int:
-    """The largest of the sizes of all layers."""
+    """Return the largest size among all layers."""
     sizes = value if isinstance(value, list) else [value]
     return max((size for size in sizes if isinstance(size, int)), default=0)

@@ -1,4 +1,4 @@
-"""GGUF tensors under Hugging Face's names and in its layout, by the layout of their architecture."""
+"""GGUF tensors under Hugging Face's names and in its layout, based on the layout of the architecture."""
 
 from __future__ import annotations
 
@@ -35,15 +35,16 @@ _NEXT = {
     "shared_head_head.weight": "lm_head.weight",
     "embed_tokens.weight": "embed_tokens.weight",
 }
-"""Parts of a layer that predicts later tokens, after "nextn." -> their names after "mtp."."""
+"""Parts of an MTP layer, named after "nextn." -> their names after "mtp."."""
 _FLAT = (".A_log", ".mamba.D", ".mamba.norm.weight")
-"""Ends of the names of vectors that files may have as matrices."""
+"""Suffixes of vectors that some files store as matrices."""
 
 
 class GGUFTensors(LazyTensors):
-    """Tensors of a file by Hugging Face name, read and dequantised (to float32) at each access.
+    """Tensors of a file by Hugging Face name. Each access reads the tensor and dequantizes it to float32.
 
-    Raises `UnsupportedModel` for tensors or tensor types that `layout` or the `gguf` library does not know.
+    Raises:
+        UnsupportedModel: `layout` does not know a tensor, or the `gguf` library does not know a tensor type.
     """
 
     def __init__(self, file: GGUFFile, layout: GGUFLayout, config: Mapping[str, Any]) -> None:
@@ -80,7 +81,7 @@ class GGUFTensors(LazyTensors):
         return (1, *shape) if name.endswith("shared_expert_gate.weight") and len(shape) == 1 else shape
 
     def _conversion(self, name: str) -> Callable[[Tensor], Tensor] | None:
-        if name == "d2t":  # stored as the tokens themselves
+        if name == "d2t":  # GGUF stores the token ids instead of offsets
             return lambda tokens: tokens - torch.arange(len(tokens))
         if name.endswith("A_log"):
             return lambda rate: (-rate).log().flatten()
@@ -100,7 +101,8 @@ def _is_norm(name: str) -> bool:
 
 
 def _named(file: GGUFFile, layout: GGUFLayout, layers: int) -> dict[str, GGUFTensor]:
-    """By Hugging Face name. Layers after the model's own predict later tokens, and have Qwen's names ("mtp.")."""
+    """Return the tensors by Hugging Face name. Layers after the model's own are MTP layers, with Qwen's names
+    ("mtp.")."""
     found: dict[str, GGUFTensor] = {}
     unknown = []
     for name, tensor in file.tensors.items():
@@ -119,13 +121,13 @@ def _named(file: GGUFFile, layout: GGUFLayout, layers: int) -> dict[str, GGUFTen
     if unknown:
         raise UnsupportedModel(
             f"{file.path.name} holds {len(unknown)} tensors that its architecture does not have ({unknown[0]}, ...)",
-            "It is a variant of the architecture that Paceline does not run",
+            "This variant of the architecture is not supported. Use another model",
         )
     return found
 
 
 def _hf_names(name: str, tensor: GGUFTensor, layout: GGUFLayout) -> dict[str, GGUFTensor]:
-    """Return Hugging Face's name of a GGUF tensor, one per expert where it stacks them; {} where it is unknown."""
+    """Return Hugging Face's name of a GGUF tensor, or one name per expert for a stack; {} for an unknown tensor."""
     if top := layout.top.get(name) or _TOP.get(name):
         return {top: tensor}
     block, _, rest = name.partition(".")
@@ -139,7 +141,7 @@ def _hf_names(name: str, tensor: GGUFTensor, layout: GGUFLayout) -> dict[str, GG
     if part in layout.experts:
         if tensor.shape[0] > EXPERTS:
             raise CorruptModel(
-                f"{name} stacks {tensor.shape[0]} experts; at most {EXPERTS} are read", "Fetch the file again"
+                f"{name} stacks {tensor.shape[0]} experts, more than the supported {EXPERTS}", "Fetch the file again"
             )
         pattern = f"{prefix}.{layout.experts[part]}.{kind}"
         return {pattern.format(e): tensor.part(e) for e in range(tensor.shape[0])}

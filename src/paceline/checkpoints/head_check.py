@@ -17,11 +17,11 @@ Shapes = dict[str, tuple[int, ...]]
 _AGAIN = "Fetch the head again"
 _INTEGERS = (torch.int64, torch.int32, torch.bool, torch.uint8)
 MAPS = ("d2t", "t2d", "token_map")
-"""Tensors that map the rows of a draft vocabulary to the target's tokens."""
+"""Tensors that map rows of a reduced vocabulary to the target's tokens."""
 
 
 def shapes_of(config: TrainableConfig) -> tuple[Shapes, Shapes]:
-    """Return the tensors (see `heads.py` for their names) that a head must have, and those it may have."""
+    """Return the shapes of the tensors that a head must have, and of those it may have. `heads.py` lists the names."""
     if isinstance(config, EagleConfig):
         return _eagle3(config) if config.version == 3 else _eagle(config)
     if isinstance(config, MedusaConfig):
@@ -51,7 +51,7 @@ def _eagle3(c: EagleConfig) -> tuple[Shapes, Shapes]:
 def _eagle(c: EagleConfig) -> tuple[Shapes, Shapes]:
     h = c.layer.hidden
     needed, allowed = _layers(c.layer, h)
-    norm = "layers.0.input_layernorm.weight"  # absent in the reference, whose input was normed by the target
+    norm = "layers.0.input_layernorm.weight"  # the reference lacks it, because the target has normed its input
     allowed |= {norm: needed.pop(norm), "fc.bias": (h,), "embed_tokens.weight": (c.layer.vocab_size, h)}
     return needed | {"fc.weight": (h, 2 * h)}, allowed
 
@@ -84,7 +84,7 @@ def _block(c: BlockConfig) -> tuple[Shapes, Shapes]:
 
 
 def _dflash2(c: BlockConfig) -> Shapes:
-    """Return what only DFlash 2 has."""
+    """Return the tensors that only DFlash 2 has."""
     h, found = c.layer.hidden, Shapes()
     for i in range(c.layer.layers if c.conv else 0):
         for part in ("attention", "mlp"):
@@ -107,7 +107,7 @@ def _exit(c: ExitConfig) -> tuple[Shapes, Shapes]:
 
 
 def _layers(c: ModelConfig, width: int) -> tuple[Shapes, Shapes]:
-    """Return the tensors of all layers; `width` is the first one's, see `_layer`."""
+    """Return the tensors of all layers. `width` applies to the first layer, see `_layer`."""
     needed, allowed = _layer(c, 0, width)
     for index in range(1, c.layers):
         must, may = _layer(c, index, c.hidden)
@@ -117,7 +117,7 @@ def _layers(c: ModelConfig, width: int) -> tuple[Shapes, Shapes]:
 
 
 def _layer(c: ModelConfig, index: int, width: int) -> tuple[Shapes, Shapes]:
-    """Return the tensors of a decoder layer whose queries, keys and values are projections of `width` numbers."""
+    """Return the tensors of a decoder layer. Its queries, keys and values are projections of `width` elements."""
     start, q, kv = f"layers.{index}.", c.heads * c.head_dim, c.kv_heads * c.head_dim
     parts: Shapes = {
         "self_attn.q_proj": (q, width),
@@ -136,8 +136,13 @@ def _layer(c: ModelConfig, index: int, width: int) -> tuple[Shapes, Shapes]:
 
 
 def check_tensors(where: Path, config: TrainableConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Raise `CorruptModel` for a tensor that is missing, misshapen, not finite or unknown to the config, and for
-    inconsistent token maps or configs; `UnsupportedModel` for quantised weights."""
+    """Check a head's tensors against its config.
+
+    Raises:
+        CorruptModel: A tensor is missing, unknown, not finite or has the wrong shape, or token maps or config are
+            inconsistent.
+        UnsupportedModel: Weights are quantized.
+    """
     _check_config(where, config)
     needed, allowed = shapes_of(config)
     if missing := [name for name in needed if name not in tensors]:
@@ -145,7 +150,7 @@ def check_tensors(where: Path, config: TrainableConfig, tensors: Mapping[str, Te
     if unknown := [name for name in tensors if name not in needed and name not in allowed]:
         raise CorruptModel(
             f"the head {where} holds {unknown[0]}, which its config does not account for",
-            "Config and weights are of different heads; fetch it again",
+            "Config and weights are from different heads. Fetch the head again",
         )
     for name, tensor in tensors.items():
         _check_tensor(where, name, tensor, (needed | allowed)[name])
@@ -182,7 +187,7 @@ def _check_tensor(where: Path, name: str, tensor: Tensor, shape: tuple[int, ...]
     if tuple(tensor.shape) != shape:
         raise CorruptModel(
             f"{name} of the head {where} must have shape {shape} by its config, got {tuple(tensor.shape)}",
-            "Config and weights are of different heads; fetch it again",
+            "Config and weights are from different heads. Fetch the head again",
         )
     if name in MAPS:
         if tensor.dtype not in _INTEGERS:
@@ -193,7 +198,7 @@ def _check_tensor(where: Path, name: str, tensor: Tensor, shape: tuple[int, ...]
         )
     elif not tensor.isfinite().all():
         raise CorruptModel(
-            f"{name} of the head {where} holds NaN or infinity", "Its training diverged; use another head"
+            f"{name} of the head {where} holds NaN or infinity", "Its training diverged. Use another head"
         )
 
 
@@ -202,7 +207,7 @@ def _check_maps(where: Path, config: TrainableConfig, tensors: Mapping[str, Tens
         targets = torch.arange(config.draft_vocab) + tensors["d2t"]
         _check_targets(f"d2t of the head {where}", targets, config.layer.vocab_size)
         if not targets.diff().gt(0).all():
-            raise CorruptModel(f"d2t of the head {where} does not rise from row to row", _AGAIN)
+            raise CorruptModel(f"d2t of the head {where} is not in ascending order", _AGAIN)
         if not torch.equal(targets, tensors["t2d"].nonzero().flatten()):
             raise CorruptModel(f"d2t and t2d of the head {where} name different tokens", _AGAIN)
     if "token_map" in tensors and isinstance(config, MedusaConfig):
@@ -211,6 +216,6 @@ def _check_maps(where: Path, config: TrainableConfig, tensors: Mapping[str, Tens
 
 def _check_targets(name: str, targets: Tensor, vocab: int) -> None:
     if outside := targets[(targets < 0) | (targets >= vocab)].tolist():
-        raise CorruptModel(f"{name} names token {outside[0]} of a vocabulary of {vocab}", _AGAIN)
+        raise CorruptModel(f"{name} names token {outside[0]}, outside the vocabulary of {vocab} tokens", _AGAIN)
     if len(targets.unique()) < len(targets):
         raise CorruptModel(f"{name} names a token twice", _AGAIN)

@@ -1,4 +1,4 @@
-"""Matrices of learned drafters in codes of 4 bits: rows of GGUF's Q4_1 blocks as bytes in safetensors."""
+"""Four-bit matrices of learned drafters: rows of GGUF's Q4_1 blocks, stored as bytes in safetensors."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from paceline.kernels.stored import Stored
 from paceline.models.lazy import LazyTensors
 
 FORMAT = "Q4_1"
-"""Name of the blocks, in config.json under "paceline"."""
+"""Name of the blocks' type, in config.json under "paceline"."""
 
 _NUMBER, _BYTES = 3, 20
-"""ggml's number of them, and the bytes of one."""
+"""The type's number in ggml, and the bytes of a block."""
 
 
 def encode(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors with every matrix whose rows are whole blocks as bytes [out, those of a row]."""
+    """Quantize each matrix whose rows are whole blocks, to bytes [out, bytes per row]. Other tensors are unchanged."""
     return {name: pack_q4_1(quantize(x, 4)) if _has_blocks(name, x) else x for name, x in tensors.items()}
 
 
@@ -32,10 +32,10 @@ def _has_blocks(name: str, tensor: Tensor) -> bool:
 
 
 class CodedTensors(LazyTensors):
-    """Tensors of which some are what `encode` made of matrices; these are dequantised (to float32) at each access."""
+    """Tensors that `encode` may have quantized. Each access dequantizes such a tensor to float32."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises `CorruptModel` if the bytes are not whole blocks."""
+        """Raises `CorruptModel` if the bytes of a tensor are not whole blocks."""
         self._names = self._tensors = tensors
         for name in tensors:
             if self._is_coded(name) and (tensors[name].ndim != 2 or tensors[name].shape[1] % _BYTES):
@@ -68,5 +68,5 @@ class CodedTensors(LazyTensors):
 
 
 def decode(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> Mapping[str, Tensor]:
-    """Return the tensors of a file. `about`: what its config says under "paceline"."""
+    """Return a file's tensors, decoded if necessary. `about` is the "paceline" entry of its config."""
     return CodedTensors(tensors) if about.get("matrices") == FORMAT else tensors

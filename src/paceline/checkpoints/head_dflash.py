@@ -1,6 +1,6 @@
-"""Reading of block drafters: DFlash 1 and 2 and DSpark, in their authors' layouts and that of `speculators`.
+"""Readers of block drafters: DFlash 1 and 2 and DSpark, in their authors' layouts and in the layout of `speculators`.
 
-DFlash names the layer whose *output* it taps, which is one less than the layer that the stream enters.
+DFlash numbers taps by the layer whose *output* they read, one less than the layer that the stream enters.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ DFLASH2 = {
     "selector": "selector_rank",
     "candidates": "selector_top_k",
 }
-"""Fields of `BlockConfig` that DFlash 2 has, all of them -> their names in its config."""
+"""Fields of `BlockConfig` that every DFlash 2 head has -> their keys in its config."""
 _DSPARK = ("mask_token_id", "target_layer_ids", "markov_rank", "markov_head_type", "sample_from_anchor")
 _NESTED = (*_DSPARK, *DFLASH2.values())
-"""Fields of DSpark and DFlash 2 that may stand beside those of the layers."""
+"""Keys of DSpark and DFlash 2 that may be at the top level of the config, next to the layers' keys."""
 
 
 def read_dflash(folder: HeadFolder) -> Found:
-    """Read z-lab's layout, with the fields that vLLM's `qwen3_dflash.py` adds, and DeepSpec's of DSpark, which lists
-    its own fields beside the others or within one of the objects."""
+    """Read z-lab's layout, including the keys that vLLM's `qwen3_dflash.py` adds, and DeepSpec's layout of DSpark.
+
+    DSpark's own keys may be at the top level or in one of the nested objects.
+    """
     raw = folder.raw
     nested = {**{key: raw[key] for key in _NESTED if key in raw}, **(raw.get("dflash_config") or {})}
     nested |= raw.get("dspark_config") or {}
@@ -52,7 +54,7 @@ def read_dflash(folder: HeadFolder) -> Found:
 
 
 def _is_dflash2(raw: Raw) -> bool:
-    """Return whether a config names the architecture DFlash 2."""
+    """Return True if the config names the DFlash 2 architecture."""
     return "dflash2" in " ".join(map(str, raw.get("architectures") or [])).lower()
 
 
@@ -68,7 +70,8 @@ def _dflash2(folder: HeadFolder, config: BlockConfig, nested: Raw) -> BlockConfi
     }
     if used := [name for name, present in others.items() if present]:
         raise UnsupportedModel(
-            f"{folder.path} is a DFlash 2 head with {', '.join(used)}, which Paceline does not run", "Use one without"
+            f"{folder.path} is a DFlash 2 head with {', '.join(used)}, which Paceline does not support",
+            "Use a head without this",
         )
     numbers: Any = {field: folder.number(key, nested) for field, key in DFLASH2.items()}
     return replace(config, **numbers)
@@ -85,14 +88,17 @@ def read_speculators_dflash(folder: HeadFolder) -> Found:
 
 
 def _without_copies(folder: HeadFolder, config: BlockConfig) -> Tensors:
-    """The tensors without copies of the target's, which are never trained; a head over all tokens is the target's
-    too."""
+    """Return the tensors without copies of the target's embedding and head, which are never trained.
+
+    An output head over the whole vocabulary is always such a copy.
+    """
     unused = ("embed_tokens.weight", *(() if config.draft_vocab else ("lm_head.weight", "d2t", "t2d")))
     return {name: tensor for name, tensor in folder.tensors.items() if name not in unused}
 
 
 def _refuse_dflash(folder: HeadFolder, raw: Raw, sliding: bool) -> None:
-    """Raise `UnsupportedModel` for features that `BlockNetwork` does not have. `sliding`: some layers have a window."""
+    """Raise `UnsupportedModel` for features that `BlockNetwork` lacks. `sliding` is True if some layers have a
+    window."""
     found = {
         **{name: raw.get(name) for name in ("use_swa", "attention_sink_bias", "add_swa_attention_sink_bias")},
         "swa_window_size": sliding and raw.get("swa_window_size"),
@@ -108,12 +114,14 @@ def _refuse_dflash(folder: HeadFolder, raw: Raw, sliding: bool) -> None:
     }
     if used := [name for name, present in found.items() if present]:
         raise UnsupportedModel(
-            f"{folder.path} is a DFlash head with {', '.join(used)}, which Paceline does not run", "Use one without"
+            f"{folder.path} is a DFlash head with {', '.join(used)}, which Paceline does not support",
+            "Use a head without this",
         )
 
 
 def block_layer(raw: Raw) -> ModelConfig:
-    """Read the layers, with windows even where they span the head's own context: the target's may be longer."""
+    """Read the layers. Windows longer than the head's own context are kept, because the target's context may be
+    longer."""
     layer, unbounded = read_config(raw), read_config({**raw, "max_position_embeddings": 1 << 40})
     plan = tuple(replace(x, window=y.window) for x, y in zip(layer.plan, unbounded.plan, strict=True))
     return replace(layer, tied=False, special=plan if any(x.window for x in plan) else ())
@@ -122,7 +130,7 @@ def block_layer(raw: Raw) -> ModelConfig:
 def _block(
     folder: HeadFolder, layer: ModelConfig, taps: tuple[Tap, ...], nested: Raw, causal: tuple[bool, ...]
 ) -> BlockConfig:
-    """`nested`: the part of the config that holds mask_token_id, and block_size unless the config does itself."""
+    """Build the config. `nested` holds mask_token_id, and block_size unless it is at the top level of the config."""
     vocab = folder.raw.get("draft_vocab_size") or layer.vocab_size
     sure = folder.tensors.get("confidence_head.proj.weight")
     return BlockConfig(
@@ -139,7 +147,7 @@ def _block(
 
 
 def _spread(target_layers: int, layers: int) -> tuple[Tap, ...]:
-    """Return DFlash's default taps: outputs of layers spread evenly from the second to the third from the end."""
+    """Return DFlash's default taps: outputs of evenly spaced layers, from the second to the third from the end."""
     if layers == 1:
         return (target_layers // 2 + 1,)
     return tuple(round(1 + i * (target_layers - 4) / (layers - 1)) + 1 for i in range(layers))

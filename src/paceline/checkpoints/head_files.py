@@ -1,8 +1,8 @@
-"""Reading of learned drafters from any project's layout, into the terms of `models/heads.py`.
+"""Readers of learned drafters in any project's layout. They return the terms of `models/heads.py`.
 
-Taps are translated: EAGLE-3's reference and the `speculators` layout number the stream *entering* a layer, as Paceline
-does (vLLM: `if idx in aux_hidden_state_layers` before the layer runs); SGLang's `eagle_config` and DFlash name the
-layer whose *output* they take, which is one less.
+Taps are translated. EAGLE-3's reference and `speculators` number the stream that *enters* a layer, as Paceline does
+(vLLM checks `if idx in aux_hidden_state_layers` before the layer runs). SGLang's `eagle_config` and DFlash number the
+layer whose *output* they read, which is one less.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _AGAIN = "Fetch the head again"
 _MEDUSA_FILE = "medusa_lm_head"
 
 EAGLE_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-"""Settings of EAGLE-3 that have the same names in files and in `EagleConfig`."""
+"""EAGLE-3 settings with the same names in files and in `EagleConfig`."""
 
 _UNUSED = re.compile(r".*rotary_emb\.inv_freq|verifier_(norm|lm_head)\.weight|lm_head_mask")
-"""Tensors that some files hold and nothing needs."""
+"""Tensors that some files contain and no head needs."""
 
 
 def open_head(
@@ -51,12 +51,20 @@ def open_head(
     quiet: bool = True,
     allow_pickle: bool = False,
 ) -> HeadFile:
-    """Read and check a learned drafter in any layout, from a folder or a hub id (with `revision` and `token`), or the
-    MTP layer of a model there or in a GGUF file, or llama.cpp's GGUF of an EAGLE-3 or DFlash drafter.
+    """Read and check a learned drafter in any layout.
 
-    `allow_pickle` admits pytorch_model.bin and medusa_lm_head.pt, read with `weights_only`. Raises `ModelNotFound`,
-    `CorruptModel` (damaged, incomplete, inconsistent, not finite) or `UnsupportedModel` (not a head that Paceline
-    runs).
+    Args:
+        reference: A folder or hub id of a head, a model with an MTP layer (also as a GGUF file), or llama.cpp's GGUF of
+            an EAGLE-3 or DFlash drafter.
+        revision: Revision on the hub.
+        token: Access token of the hub.
+        quiet: Show no progress.
+        allow_pickle: Accept pytorch_model.bin and medusa_lm_head.pt. They are read with `weights_only`.
+
+    Raises:
+        ModelNotFound: A file is missing.
+        CorruptModel: The head is damaged, incomplete, inconsistent or not finite.
+        UnsupportedModel: It is not a head that Paceline supports.
     """
     path = resolve(reference, revision=revision, token=token, quiet=quiet, allow_pickle=allow_pickle)
     raw = {} if path.is_file() else read_json(path / "config.json", HEAD_IDENTITY)
@@ -70,7 +78,7 @@ def open_head(
             return built_in
         raise UnsupportedModel(
             f"{path} holds no learned drafter that Paceline knows",
-            "It reads EAGLE, Medusa, DFlash and speculators heads, and MTP layers; name a draft model as model:REF",
+            "It reads EAGLE, Medusa, DFlash and speculators heads, and MTP layers. Name a draft model as model:REF",
         )
     _check_fields(path / "config.json", raw)
     folder = HeadFolder(path, raw, _tensors(path, allow_pickle))
@@ -82,16 +90,17 @@ def open_head(
     whole = decode(complete(config, tensors), extra)
     check_tensors(path, config, whole)
     target, layers = extra.pop("target", None), extra.pop("target_layers", raw.get("num_target_layers"))
-    for known in ("kind", "paths", "matrices"):  # which `config` and `tensors` hold
+    for known in ("kind", "paths", "matrices"):  # already part of `config` and `tensors`
         extra.pop(known, None)
     target = _verifier(raw).get("name_or_path") or raw.get("base_model_name_or_path") or target
     return HeadFile(path, layout, config, whole, target, layers, extra)
 
 
 def complete(config: TrainableConfig, tensors: Mapping[str, Tensor]) -> Tensors:
-    """Return the tensors with token maps in int64 and bool, and d2t and t2d derived from each other if one is missing.
+    """Return the tensors with token maps as int64 and bool, and with d2t or t2d derived from the other if one is
+    missing.
 
-    Malformed maps (not integers, not one row) are left for `check_tensors` to report.
+    Malformed maps (not integers, not a vector) are left unchanged. `check_tensors` reports them.
     """
     whole = dict(tensors)
     maps = {name: x for name, x in tensors.items() if name in MAPS and x.dim() == 1 and not x.is_floating_point()}
@@ -108,8 +117,11 @@ def complete(config: TrainableConfig, tensors: Mapping[str, Tensor]) -> Tensors:
 
 
 def holds_head(path: Path) -> bool:
-    """Return whether this folder or GGUF file holds a learned drafter. Raises `UnsupportedModel` for a kind that
-    Paceline does not run."""
+    """Return True if this folder or GGUF file holds a learned drafter.
+
+    Raises:
+        UnsupportedModel: It holds a type of drafter that Paceline does not support.
+    """
     if path.is_file():
         return is_head_gguf(path)
     file = path / "config.json"
@@ -120,7 +132,7 @@ def holds_head(path: Path) -> bool:
 
 
 def _check_fields(file: Path, raw: Raw) -> None:
-    """Raise `CorruptModel` for a field of the config, or of an object within it, that is not of its kind."""
+    """Raise `CorruptModel` if a field of the config, or of an object in it, has the wrong type."""
     check(file, raw, HEAD)
     for key in ("paceline", "eagle_config", "dflash_config", "dspark_config", "speculators_config"):
         check(file, raw.get(key) or {}, HEAD)
@@ -128,7 +140,7 @@ def _check_fields(file: Path, raw: Raw) -> None:
 
 
 def verifier_of(raw: Raw) -> str | None:
-    """Return the model that a head of the `speculators` layout names as its target. Raises `CorruptModel`."""
+    """Return the target that a head in the layout of `speculators` names. Raises `CorruptModel`."""
     _check_fields(Path("config.json"), raw)
     name: str | None = _verifier(raw).get("name_or_path")
     return name
@@ -139,12 +151,13 @@ def _verifier(raw: Raw) -> Raw:
 
 
 def _reader(path: Path, raw: Raw) -> Callable[[HeadFolder], Found] | None:
-    """Return the reader of this layout, or None where this is no head. Raises `UnsupportedModel` for foreign kinds."""
+    """Return the reader for a layout; None if it is not a head. Raises `UnsupportedModel` for unsupported types."""
     names = " ".join(map(str, raw.get("architectures") or [])).lower()
     kind = str(raw.get("speculators_model_type") or "")
     if kind == "mtp" or "mtp" in names:
         raise UnsupportedModel(
-            f"{path} holds an MTP head, which Paceline does not run", "Use an EAGLE-3, DFlash, DSpark or Medusa head"
+            f"{path} holds an MTP head, which Paceline does not support",
+            "Use an EAGLE-3, DFlash, DSpark or Medusa head",
         )
     if kind == "dflash2":
         raise UnsupportedModel(
@@ -153,7 +166,8 @@ def _reader(path: Path, raw: Raw) -> Callable[[HeadFolder], Found] | None:
     if kind:
         if kind not in _SPECULATORS:
             raise UnsupportedModel(
-                f"{path} holds a speculator of type {kind!r}", "Use one of type eagle3, dflash or dspark"
+                f"{path} holds a speculator of type {kind!r}, which is not supported",
+                "Use one of type eagle3, dflash or dspark",
             )
         return _SPECULATORS[kind]
     paceline = raw.get("paceline_kind")
@@ -166,7 +180,7 @@ def _reader(path: Path, raw: Raw) -> Callable[[HeadFolder], Found] | None:
         return _read_medusa_reference
     if any(name in names or f"{name}_config" in raw for name in ("dflash", "dspark")):
         return read_dflash
-    # EAGLE-1 and 2 have the config of a Llama, but of one layer and without a tokenizer; larger ones say "eagle".
+    # EAGLE-1 and 2 have Llama's config with one layer, and no tokenizer. Larger heads have "eagle" in their config.
     single = raw.get("num_hidden_layers") == 1 and not any(path.glob("tokenizer*"))
     return _read_eagle if "eagle" in names or "draft_vocab_size" in raw or single else None
 
@@ -191,7 +205,8 @@ def _canonical(name: str) -> str:
 
 
 def _eagle_tensors(folder: HeadFolder) -> Tensors:
-    """By canonical name, without norms of hidden states that only the first layer applies."""
+    """Return the tensors by canonical name, without hidden-state norms of later layers, which only the first
+    applies."""
     named = {_canonical(name): tensor for name, tensor in folder.tensors.items()}
     return {name: x for name, x in named.items() if not re.fullmatch(r"layers\.[1-9]\d*\.hidden_norm\.weight", name)}
 
@@ -206,24 +221,27 @@ def _read_speculators_eagle3(folder: HeadFolder) -> Found:
 
 
 def _read_eagle(folder: HeadFolder) -> Found:
-    """Read the layout of the reference, SGLang and SpecForge: EAGLE-3, or 1 and 2, which have no `hidden_norm`."""
+    """Read the layout of the reference, SGLang and SpecForge: EAGLE-3, or EAGLE-1 and 2, which have no
+    `hidden_norm`."""
     raw = folder.raw
     tensors = _eagle_tensors(folder)
     sglang = "LlamaForCausalLMEagle3" in (raw.get("architectures") or [])
-    # The reference's layer is Llama's whatever model_type says (vLLM's of Llama 4 is not), and it ignores windows.
+    # The reference ignores model_type and windows and always uses Llama's layer. vLLM's Llama 4 heads are
+    # different.
     ignored = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types", *_CHUNKS)
     kind = _LLAMA4 if raw.get("model_type") == _LLAMA4 and not sglang else "llama"
     layer = _eagle_layers(folder, {k: v for k, v in raw.items() if k not in ignored} | {"model_type": kind})
     if "layers.0.hidden_norm.weight" not in tensors and "draft_vocab_size" not in raw:
-        tensors.pop("lm_head.weight", None)  # some files repeat the target's
+        tensors.pop("lm_head.weight", None)  # some files contain a copy of the target's
         return "reference", EagleConfig(layer, ("final",), layer.hidden, layer.vocab_size, version=1), tensors
     layout = "sglang" if sglang else "reference"
     nested = raw.get("eagle_config") or {}
     if nested.get("use_aux_hidden_state") is False:
         raise UnsupportedModel(
-            f"{folder.path} is an EAGLE-3 head that reads the last layer only", "Use one that reads several layers"
+            f"{folder.path} is an EAGLE-3 head that reads only the last layer",
+            "Use a head that reads several layers",
         )
-    if "lm_head.weight" not in tensors:  # only speculators leaves it to the target
+    if "lm_head.weight" not in tensors:  # only the layout of speculators allows this
         raise CorruptModel(f"the head {folder.path} lacks lm_head.weight", _AGAIN)
     key = "eagle_aux_hidden_state_layer_ids"
     taps = raw.get(key) or [x + 1 for x in nested.get(key) or ()]
@@ -247,10 +265,14 @@ _LLAMA4, _CHUNKS = "llama4_text", ("attention_chunk_size", "no_rope_layers")
 
 def _eagle_layers(folder: HeadFolder, raw: Raw) -> ModelConfig:
     if raw.get("model_type") == _LLAMA4:
-        raise UnsupportedModel(f"{folder.path} is an EAGLE head with layers of {_LLAMA4}", "Use one with Llama's")
+        raise UnsupportedModel(
+            f"{folder.path} is an EAGLE head with layers of {_LLAMA4}", "Use one with Llama's layers"
+        )
     config = read_config({"model_type": "qwen3", "num_hidden_layers": 1, **raw})
     if any(layer.window for layer in config.plan) or config.norms.kind == "layer":
-        raise UnsupportedModel(f"{folder.path} is an EAGLE head with sliding windows or layer norms", "Use another")
+        raise UnsupportedModel(
+            f"{folder.path} is an EAGLE head with sliding windows or layer norms", "Use a head without them"
+        )
     normed = any(_canonical(name) == "layers.0.self_attn.q_norm.weight" for name in folder.tensors)
     return replace(config, norms=replace(config.norms, heads="shared" if normed else None), special=(), tied=False)
 
@@ -259,9 +281,9 @@ def _eagle_layers(folder: HeadFolder, raw: Raw) -> ModelConfig:
 
 
 def _read_medusa_reference(folder: HeadFolder) -> Found:
-    """Read `{head}.{layer}.linear.{weight,bias}`, and each head's own lm_head after its last layer.
+    """Read `{head}.{layer}.linear.{weight,bias}`, and each head's lm_head after its last layer.
 
-    Heads and layers are counted by the tensors: published configs say 2 heads where the file holds 5.
+    The tensors determine the number of heads and layers, because published configs say 2 heads for files with 5.
     """
     tensors: Tensors = {}
     for name, tensor in folder.tensors.items():
@@ -274,14 +296,14 @@ def _read_medusa_reference(folder: HeadFolder) -> Found:
 
 
 def _read_medusa(folder: HeadFolder) -> Found:
-    """Read vLLM's layout, or Paceline's, which may leave the output head to the target."""
+    """Read vLLM's or Paceline's layout. In the latter, the heads may share the target's output head."""
     tensors = {name.replace("medusa_heads.", ""): tensor for name, tensor in folder.tensors.items()}
     shared = not any(name.startswith("lm_head") for name in tensors)
     config = _medusa(folder, tensors, shared)
     if folder.raw.get("original_lm_head") and not shared:
         head = tensors.pop("lm_head.weight", tensors.get("lm_heads.0.weight"))
         tensors |= {f"lm_heads.{i}.weight": head for i in range(config.heads) if head is not None}
-    if "token_map" in tensors:  # vLLM also accepts whole heads, and cuts them itself
+    if "token_map" in tensors:  # vLLM also accepts output heads over all tokens, and selects rows on loading
         rows = tensors["token_map"].long()
         heads = [name for name, x in tensors.items() if name.startswith("lm_heads.") and len(x) == config.vocab_size]
         tensors |= {name: tensors[name][rows] for name in heads if rows.max() < config.vocab_size}
@@ -292,7 +314,7 @@ def _medusa(folder: HeadFolder, tensors: Tensors, shared: bool) -> MedusaConfig:
     found = [re.fullmatch(r"blocks\.(\d{1,9})\.layers\.(\d{1,9})\.weight", name) for name in tensors]
     places = {(int(x[1]), int(x[2])) for x in found if x}
     heads, layers = (1 + max((place[i] for place in places), default=0) for i in (0, 1))
-    # Of N blocks that number themselves as far as 10^9, one of the first N + 1 is missing.
+    # If N blocks use numbers up to 10^9, one of the first N + 1 numbers is missing. The loop stops there.
     for head, layer in (divmod(i, layers) for i in range(min(heads * layers, len(places) + 1))):
         if (head, layer) not in places:
             raise CorruptModel(f"the Medusa head {folder.path} lacks blocks.{head}.layers.{layer}.weight", _AGAIN)

@@ -1,4 +1,4 @@
-"""Matching of learned drafters and targets, and the heads that ship with Paceline."""
+"""Matching of learned drafters with targets, and the heads that ship with Paceline."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from paceline.types import Tap
 
 _ROWS, _COLUMNS = 16, 64
 _ALIKE = 0.125
-"""Share of signs that may differ within one model: quantisation and light tuning flip a few per cent, another training
-run half of them."""
+"""Share of signs that may differ between versions of one model. Quantization and light tuning flip a few per cent,
+another training run flips half of them."""
 
 _PADDING = re.compile(r"\[PAD\d+\]")
 
@@ -46,7 +46,7 @@ class Sizes:
 
 
 def host_of(target: Loaded) -> TargetWithHead:
-    """Return the target as the host of a learned drafter. Raises `UnsupportedModel` for one that cannot be."""
+    """Return the target as the host of a learned drafter. Raises `UnsupportedModel` if it cannot host one."""
     if not isinstance(target.target, TargetWithHead):
         raise UnsupportedModel(
             f"{target.path} runs as a {type(target.target).__name__}, which cannot lend its embedding and head",
@@ -56,7 +56,7 @@ def host_of(target: Loaded) -> TargetWithHead:
 
 
 def sizes_of(target: Loaded | ModelConfig) -> Sizes:
-    """Return a target's sizes. Raises `UnsupportedModel` for one that cannot host a learned drafter."""
+    """Return a target's sizes. Raises `UnsupportedModel` if it cannot host a learned drafter."""
     if isinstance(target, ModelConfig):
         return Sizes(target.hidden, target.vocab_size, target.layers)
     ends = host_of(target)
@@ -65,9 +65,11 @@ def sizes_of(target: Loaded | ModelConfig) -> Sizes:
 
 
 def fits(head: HeadFile, target: Loaded | ModelConfig) -> HeadFile:
-    """Return the head for use with this target, with EAGLE-3's default taps {2, L // 2, L - 3} filled in.
+    """Check that a head fits a target. Returns the head, with EAGLE-3's default taps {2, L // 2, L - 3} filled in.
 
-    Raises `HeadMismatch` where the head was made for a target of another hidden size, vocabulary or layer count.
+    Raises:
+        HeadMismatch: The head was made for a target with another hidden size, vocabulary or number of layers.
+        UnsupportedModel: The target cannot host a learned drafter.
     """
     sizes, config = sizes_of(target), head.config
     hidden, vocab = _expects(config)
@@ -81,7 +83,7 @@ def fits(head: HeadFile, target: Loaded | ModelConfig) -> HeadFile:
         if sizes.layers < 6:
             raise _misfit(head, f"taps (2, L // 2, L - 3), and this target has {sizes.layers} layers")
         config = replace(config, taps=taps)
-    last = sizes.layers - (kind_of(config) != "mtp")  # MiMo's sees the stream after the last layer
+    last = sizes.layers - (kind_of(config) != "mtp")  # MiMo's MTP layer reads the stream after the last layer
     beyond = [tap for tap in taps_of(config) if tap != "final" and tap > last]
     if beyond:
         raise _misfit(
@@ -91,7 +93,7 @@ def fits(head: HeadFile, target: Loaded | ModelConfig) -> HeadFile:
 
 
 def _expects(config: HeadConfig) -> tuple[int, int | None]:
-    """Return the hidden size and vocabulary that the head expects of its target."""
+    """Return the hidden size and the vocabulary size that the head expects of its target."""
     if isinstance(config, (EagleConfig, AssistantConfig)):
         return config.target_hidden, config.layer.vocab_size
     if isinstance(config, BlockConfig):
@@ -100,20 +102,21 @@ def _expects(config: HeadConfig) -> tuple[int, int | None]:
 
 
 def _misfit(head: HeadFile, difference: str) -> HeadMismatch:
-    made = f"It was trained for {head.target}; use it with that" if head.target else "Use it with its own model"
+    made = f"It was trained for {head.target}. Use it with that model" if head.target else "Use it with its own model"
     return HeadMismatch(f"the head {head.path} does not fit this target: it expects {difference}", made)
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> dict[str, int]:
-    """Return token -> id, without the padding rows that GGUF converters add."""
+    """Return token -> id, without the padding tokens that GGUF converters add."""
     return {t: i for t, i in tokenizer.vocabulary.items() if not _PADDING.fullmatch(t)}
 
 
 def fingerprint(target: Loaded) -> str:
-    """Return the fingerprint that a head stores of its target: `<sizes and tokens>:<signs of the embedding>`, in hex.
+    """Return the fingerprint of a target, which heads store: `<sizes and tokens>:<signs of the embedding>`, in hex.
 
-    The first half is a hash of the vocabulary, the hidden size and the number of layers; the second holds the signs of
-    64 columns of 16 rows spread over the vocabulary, which no dtype changes. Compare with `same_target`.
+    The first part is a hash of the vocabulary, the hidden size and the number of layers. The second part holds the
+    signs of
+    64 columns in 16 rows spread over the vocabulary. They do not depend on the dtype. Compare with `same_target`.
     """
     vocabulary, sizes = vocabulary_of(target.tokenizer), sizes_of(target)
     text = repr((sizes.hidden, sizes.layers, sorted(vocabulary.items())))
@@ -124,7 +127,7 @@ def fingerprint(target: Loaded) -> str:
 
 
 def same_target(one: str, other: str) -> bool:
-    """Whether two fingerprints are of one model, possibly in another dtype, quantised or lightly tuned."""
+    """Return True if two fingerprints belong to one model, possibly in another dtype, quantized or lightly tuned."""
     (tokens, signs), (tokens2, signs2) = one.split(":"), other.split(":")
     if tokens != tokens2 or len(signs) != len(signs2):
         return False
@@ -132,12 +135,16 @@ def same_target(one: str, other: str) -> bool:
 
 
 TRAINED = Path(__file__).parents[1] / "trained"
-"""Folder of the heads that ship with Paceline."""
+"""Folder with the heads that ship with Paceline."""
 
 
 def shipped(kind: str, target: Loaded) -> Path | None:
-    """Return the folder of the shipped head of this kind ("eagle3", "medusa", "block", "exit") whose fingerprint is the
-    target's, or None. Of an "mtp" layer it is the target's own path."""
+    """Return the folder of the shipped head for this target, found by its fingerprint; None if there is none.
+
+    Args:
+        kind: "eagle3", "medusa", "block", "exit", or "mtp", for which the result is the target's own path.
+        target: The target.
+    """
     if not isinstance(target.target, TargetWithHead):
         return None
     if kind == "mtp":

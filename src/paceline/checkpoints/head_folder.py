@@ -1,4 +1,4 @@
-"""A learned drafter's folder, as the readers of each layout get it."""
+"""A learned drafter's folder, as passed to the reader of its layout."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class HeadFolder:
-    """Input of a reader: the folder, its config.json and its tensors under the names of the file."""
+    """The folder, its config.json, and its tensors under the file's names."""
 
     path: Path
     raw: Raw
     tensors: Tensors
 
     def number(self, key: str, raw: Raw | None = None) -> int:
-        """Return a number that the config (or `raw`, a part of it) must hold."""
+        """Return a required number from the config, or from `raw`, a part of it. Raises `CorruptModel` if it is
+        missing."""
         value: int | None = (self.raw if raw is None else raw).get(key)
         if value is None:
             raise CorruptModel(f"config.json of the head {self.path} lacks {key}", "Fetch the head again")

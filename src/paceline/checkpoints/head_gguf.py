@@ -1,7 +1,9 @@
-"""Learned drafters in GGUF files, as llama.cpp's converter writes them: EAGLE-3, DFlash and DSpark.
+"""Learned drafters in GGUF files written by llama.cpp's converter: EAGLE-3, DFlash and DSpark.
 
-Taps are numbered as here: by the layer that the stream enters. Names of tensors are those of `models/heads.py` behind
-llama.cpp's; of a DFlash drafter, embedding and output head are copies of the target's unless it has tokens of its own.
+Taps are numbered as in Paceline, by the layer that the stream enters. llama.cpp's tensor names are translated to those
+in
+`models/heads.py`. The embedding and the output head of a DFlash drafter are copies of the target's, unless it has a
+reduced vocabulary.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from paceline.models.lazy import Renamed
 from paceline.types import Tap
 
 _STRANGE = ("logit_scale", "embedding_scale", "attention.scale", "attention.value_scale", "final_logit_softcapping")
-"""Metadata of drafters that compute something else."""
+"""Metadata of unsupported variants of these drafters."""
 
 
 def is_head_gguf(path: Path) -> bool:
-    """Return whether a GGUF file holds only a drafter: EAGLE-3, DFlash, or an MTP layer without its model. Raises as
+    """Return True if a GGUF file only holds a drafter: EAGLE-3, DFlash, or an MTP layer without its model. Raises as
     `read_gguf`."""
     file = read_gguf(path)
     cut = "blk.0.attn_norm.weight" not in file.tensors and any(".nextn." in name for name in file.tensors)
@@ -35,8 +37,13 @@ def is_head_gguf(path: Path) -> bool:
 
 
 def open_head_gguf(path: Path) -> HeadFile | None:
-    """Return the drafter in a GGUF file, None where it holds a model. No tensor is read. Raises `ModelNotFound`,
-    `CorruptModel` and `UnsupportedModel`."""
+    """Open the drafter in a GGUF file, without reading its tensors. Returns None if the file holds a model.
+
+    Raises:
+        ModelNotFound: The file does not exist.
+        CorruptModel: The file is damaged.
+        UnsupportedModel: The drafter is not supported.
+    """
     file = read_gguf(path)
     name = file.fields.get("general.architecture")
     if name not in _LAYOUTS:
@@ -50,7 +57,7 @@ def open_head_gguf(path: Path) -> HeadFile | None:
     except KeyError as missing:
         raise CorruptModel(f"{path} lacks {missing}", "Fetch the file again") from missing
     if isinstance(config, BlockConfig):
-        # Copies of the target's, and a head over all tokens is the target's too.
+        # Skip copies of the target's tensors. An output head over the whole vocabulary is always a copy.
         unused = {"embed_tokens.weight", *(() if config.draft_vocab else ("lm_head.weight",))}
         tensors = Renamed(tensors, {name: name for name in tensors if name not in unused})
     return HeadFile(path, "llama.cpp", config, tensors)
@@ -58,7 +65,10 @@ def open_head_gguf(path: Path) -> HeadFile | None:
 
 def _refuse_strange(meta: Metadata) -> None:
     if strange := [key for key in _STRANGE if meta.get(key, 1) not in (0, 1)]:
-        raise UnsupportedModel(f"{meta.file.path.name} is a drafter with {', '.join(strange)}", "Use one without")
+        raise UnsupportedModel(
+            f"{meta.file.path.name} is a drafter with {', '.join(strange)}, which is not supported",
+            "Use a drafter without this",
+        )
 
 
 def _eagle3_metadata(meta: Metadata, config: Config) -> Config:
@@ -74,13 +84,13 @@ def _dflash_metadata(meta: Metadata, config: Config) -> Config:
 
 
 def _tensors(file: GGUFFile, layout: GGUFLayout, raw: Mapping[str, Any]) -> Renamed:
-    """By the names of `models/heads.py`."""
+    """Return the tensors under the names in `models/heads.py`."""
     tensors = GGUFTensors(file, layout, raw)
     return Renamed(tensors, {name.removeprefix("model."): name for name in tensors})
 
 
 def _rows(tensors: Renamed, vocab: int) -> int:
-    """Tokens that a drafter chooses from."""
+    """Return the number of tokens that a drafter can draft."""
     return tensors.shape("d2t")[0] if "d2t" in tensors else vocab
 
 
@@ -117,7 +127,7 @@ def _block(meta: Metadata, raw: Mapping[str, Any], tensors: Renamed) -> HeadConf
 
 
 def _width(tensors: Renamed, name: str) -> int:
-    """Columns of a matrix; 0 without it."""
+    """Return the number of columns of a matrix; 0 if it does not exist."""
     return tensors.shape(name)[-1] if name in tensors else 0
 
 
@@ -139,4 +149,4 @@ _DFLASH = GGUFLayout(
     read=_dflash_metadata,
 )
 _LAYOUTS = {"eagle3": (_EAGLE3, _eagle3), "dflash": (_DFLASH, _block)}
-"""Layout of each architecture, and what makes its config."""
+"""Architecture -> its layout, and the function that builds its config."""

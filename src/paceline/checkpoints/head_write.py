@@ -1,9 +1,9 @@
-"""Learned drafters, each written in one layout that other programs read.
+"""Writers of learned drafters. Each kind has one layout:
 
-eagle3   speculators: vLLM, and llama.cpp's converter
-block    DFlash's own: vLLM, SGLang, and llama.cpp's converter; speculators for what that layout has no field for
-medusa   Paceline's: vLLM's names, without output heads where the target's is shared
-exit     Paceline's
+eagle3   speculators, for vLLM and llama.cpp's converter
+block    DFlash's own layout, for vLLM, SGLang and llama.cpp's converter; speculators for fields that it lacks
+medusa   Paceline's layout: vLLM's names, but no output heads if the heads share the target's
+exit     Paceline's layout
 """
 
 from __future__ import annotations
@@ -34,22 +34,30 @@ Tensors = Mapping[str, Tensor]
 _WEIGHTS = "model.safetensors"
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32", torch.float64: "float64"}
 _SPECULATORS_VERSION = "0.9.0"
-"""Release of `speculators` whose fields are written."""
+"""Release of `speculators` that defines the written fields."""
 
 _PROPOSED = 5
-"""Tokens per round that other programs are told to draft; their users may change it."""
+"""Default draft length in tokens, stored for other programs. Their users can change it."""
 
 
 def write_head(folder: str | Path, head: HeadFile, bits: int = 16) -> Path:
-    """Write `head` (its `path` and `layout` do not matter) as a folder that `open_head` reads, and return the folder.
+    """Write a head as a folder that `open_head` reads. The folder appears complete or not at all.
 
-    Tensors keep their dtypes; `bits`: 4 for matrices in codes, which other programs do not read. The folder appears
-    whole or not at all; one that holds a head already is replaced. Raises `InvalidOption` for what the layout cannot
-    express and for a folder that holds something else, `CorruptModel` for tensors that do not fit their config,
-    `CannotWrite`.
+    Args:
+        folder: The folder. If it holds a head, that head is replaced.
+        head: The head. Its `path` and `layout` are ignored.
+        bits: 16 to keep the tensors' dtypes; 4 for quantized matrices, which other programs cannot read.
+
+    Returns:
+        The folder.
+
+    Raises:
+        InvalidOption: The layout cannot express the head, or the folder holds something else.
+        CorruptModel: The tensors do not fit the config.
+        CannotWrite: Writing failed.
     """
     if isinstance(head.config, AssistantConfig):
-        raise InvalidOption("Gemma 4's assistants are read only", "Copy the folder instead")
+        raise InvalidOption("Gemma 4's assistants can be read but not written", "Copy the folder instead")
     folder = Path(folder).expanduser()
     tensors = complete(head.config, head.tensors)
     check_tensors(folder, head.config, tensors)
@@ -65,7 +73,7 @@ def write_head(folder: str | Path, head: HeadFile, bits: int = 16) -> Path:
         with tempfile.TemporaryDirectory(**beside, ignore_cleanup_errors=True) as temporary:
             _fill(Path(temporary, "new"), config, head_codes.encode(tensors) if bits == 4 else tensors)
             _swap(folder, Path(temporary))
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors wrap what the disk says
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors wrap errors of the disk
         reason = (str(error) or type(error).__name__).splitlines()[0]
         cause = f"cannot write the head {folder} ({reason})"
         raise CannotWrite(cause, "Check free disk space and permissions") from error
@@ -73,13 +81,13 @@ def write_head(folder: str | Path, head: HeadFile, bits: int = 16) -> Path:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise `InvalidOption` for a path that holds anything but a head, which a new head would replace."""
+    """Raise `InvalidOption` if the path holds anything but a head, which writing a head would replace."""
     if folder.exists() and not (folder.is_dir() and (holds_head(folder) or not any(folder.iterdir()))):
         raise InvalidOption(f"{folder} exists and holds no head", "Name a new folder")
 
 
 def _swap(folder: Path, temporary: Path) -> None:
-    """Make `temporary`/new the folder; if that fails, put back what was there before."""
+    """Replace the folder by `temporary`/new. If that fails, restore the old folder."""
     old = temporary / "old"
     if folder.exists():
         folder.rename(old)
@@ -93,22 +101,22 @@ def _swap(folder: Path, temporary: Path) -> None:
 
 def _fill(folder: Path, config: Raw, tensors: Tensors) -> None:
     folder.mkdir()
-    # Copies, since safetensors refuses tensors that share memory.
+    # Copies, because safetensors rejects tensors that share memory.
     copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
     save_file(copies, folder / _WEIGHTS, metadata={"format": "pt"})
     file = folder / "config.json"
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    (folder / _WEIGHTS).chmod(file.stat().st_mode)  # safetensors makes files that only their owner can read
+    (folder / _WEIGHTS).chmod(file.stat().st_mode)  # safetensors creates files that only their owner can read
 
 
 def _config_json(head: HeadFile, tensors: Tensors) -> Raw:
-    """Return the fields of config.json, "paceline" excepted."""
+    """Return the fields of config.json, except for "paceline"."""
     c = head.config
     assert not isinstance(c, AssistantConfig)
     if isinstance(c, EagleConfig):
         return _eagle3(head, c, tensors)
     if isinstance(c, BlockConfig):
-        # DFlash's own layout numbers layer outputs, so that the stream entering layer 0 has no number.
+        # DFlash's own layout numbers layer outputs, so it has no number for the stream that enters layer 0.
         only_speculators = c.from_anchor or c.draft_vocab or 0 in c.taps or c.markov
         return (_speculators_dflash if only_speculators else _dflash)(head, c, tensors)
     if isinstance(c, MedusaConfig):
@@ -132,7 +140,8 @@ def _refuse(reasons: Mapping[str, object]) -> None:
 
 
 def _layer_fields(c: ModelConfig, family: str, tensors: Tensors) -> Raw:
-    """A ModelConfig in Hugging Face's terms, both the older and transformers 5's spelling of rotary embeddings."""
+    """Return a ModelConfig under Hugging Face's keys, with rotary embeddings in the old and transformers 5's
+    spelling."""
     _refuse({"explicit rotary factors": c.rope.factors})
     scaling = None if c.rope.kind == "default" else {"rope_type": c.rope.kind, **dict(c.rope.scaling)}
     return {
@@ -157,7 +166,7 @@ def _layer_fields(c: ModelConfig, family: str, tensors: Tensors) -> Raw:
 
 
 def _speculators(head: HeadFile, kind: str, architecture: str, proposed: int, tensors: Tensors) -> Raw:
-    """Fields that all kinds share in vllm-project/speculators, `config.py`."""
+    """Return the fields that all kinds share. See vllm-project/speculators, `config.py`."""
     method = {
         "proposal_type": "greedy",
         "speculative_tokens": proposed,
@@ -180,10 +189,11 @@ def _speculators(head: HeadFile, kind: str, architecture: str, proposed: int, te
 
 
 def _eagle3(head: HeadFile, c: EagleConfig, tensors: Tensors) -> Raw:
-    """See vllm-project/speculators, `models/eagle3/config.py`.
+    """Return the fields of an EAGLE-3 head. See vllm-project/speculators, `models/eagle3/config.py`.
 
-    vLLM borrows the target's embedding where the head stores none. `speculators` 0.9 means to do so too, but under
-    transformers 5 it may keep what the memory held instead: a head for training on with it stores embed_tokens.weight.
+    If the head stores no embedding, vLLM uses the target's. `speculators` 0.9 should do the same, but under
+    transformers 5
+    it may use uninitialized memory instead. A head whose training continues there must store embed_tokens.weight.
     """
     _refuse({"EAGLE-1 and 2": c.version != 3, "P-EAGLE": c.mask_token is not None})
     _refuse({"windows": any(x.window for x in c.layer.plan)})
@@ -198,8 +208,10 @@ def _eagle3(head: HeadFile, c: EagleConfig, tensors: Tensors) -> Raw:
 
 
 def _dflash(head: HeadFile, c: BlockConfig, tensors: Tensors) -> Raw:
-    """See z-lab/dflash, `dflash/model.py`, which names the layers whose outputs it takes, and for windows and `causal`
-    vLLM's `qwen3_dflash.py`."""
+    """Return the fields of a DFlash head, whose taps are layer outputs.
+
+    See z-lab/dflash, `dflash/model.py`; for windows and `causal` see vLLM's `qwen3_dflash.py`.
+    """
     default, causal = _causal(c)
     _refuse({"this choice of causal layers": causal != default and len(set(causal)) > 1})
     dflash: Raw = {"mask_token_id": c.mask_token, "target_layer_ids": [tap - 1 for tap in c.taps if tap != "final"]}
@@ -213,7 +225,7 @@ def _dflash(head: HeadFile, c: BlockConfig, tensors: Tensors) -> Raw:
 
 
 def _speculators_dflash(head: HeadFile, c: BlockConfig, tensors: Tensors) -> Raw:
-    """See vllm-project/speculators, `models/dflash/config.py` and `models/dspark/config.py`."""
+    """Return the fields of a block drafter. See vllm-project/speculators, `models/{dflash,dspark}/config.py`."""
     default, causal = _causal(c)
     _refuse({"this choice of causal layers": causal != default and any(causal)})
     _refuse({"a path selector in the layout of speculators": c.selector})
@@ -240,7 +252,7 @@ def _speculators_dflash(head: HeadFile, c: BlockConfig, tensors: Tensors) -> Raw
 
 
 def _causal(c: BlockConfig) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-    """Return which layers are causal by default in both layouts, and which are in this head."""
+    """Return, for each layer, the default of `causal` in both layouts, and the value in this head."""
     return tuple(x.window is not None for x in c.layer.plan), c.causal or (False,) * c.layer.layers
 
 

@@ -22,9 +22,18 @@ def read_types(
     default: Callable[[int], str] | None = None,
     key: str = "layer_types",
 ) -> list[str]:
-    """Return the type of each layer: `given`, which stands under `key`, or of layer i `default(i)` if that is missing.
+    """Return the type of each layer.
 
-    Raises `UnsupportedModel` for a type that is not `known`, `CorruptModel` for another number of types than layers.
+    Args:
+        given: The types in the config.
+        base: The common part of the config.
+        known: The supported types.
+        default: The type of layer i, if the config has none.
+        key: The config's key of the types, for error messages.
+
+    Raises:
+        UnsupportedModel: A type is not in `known`.
+        CorruptModel: The number of types is not the number of layers.
     """
     types = list(map(default, range(base.layers)) if default and not given else given or ())
     if unknown := set(types) - set(known):
@@ -43,7 +52,7 @@ def windows_everywhere(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 
 def windows_by_type(raw: Raw, base: ModelConfig) -> ModelConfig:
-    """Add windows by `layer_types`; by default, all layers slide if there is a window (Ministral)."""
+    """Add windows by `layer_types`. By default, all layers slide if there is a window (Ministral)."""
     window = raw.get("sliding_window")
     return layered(base, layer_windows(raw, base, window, lambda i: window is not None))
 
@@ -51,7 +60,7 @@ def windows_by_type(raw: Raw, base: ModelConfig) -> ModelConfig:
 def windows_but_every(
     raw: Raw, base: ModelConfig, every: int, near: RopeConfig | None, far: RopeConfig | None
 ) -> ModelConfig:
-    """Add windows by `layer_types`; by default, all layers except each `every`-th slide.
+    """Add windows by `layer_types`. By default, all layers slide except for every `every`-th one.
 
     Args:
         raw: The config.
@@ -68,7 +77,7 @@ def layer_windows(raw: Raw, base: ModelConfig, window: int | None, default: Call
     """Return the window of each layer, by `layer_types` or, if it is missing, by `default`."""
     types = read_types(raw.get("layer_types"), base, (FULL, SLIDING), lambda i: SLIDING if default(i) else FULL)
     if window is None and SLIDING in types:
-        raise CorruptModel("layer_types names layers that slide, and sliding_window no window", CORRECT)
+        raise CorruptModel("layer_types names sliding layers, but the config has no sliding_window", CORRECT)
     return [window if kind == SLIDING else None for kind in types]
 
 
@@ -93,7 +102,7 @@ def layered(
     ropes: Sequence[RopeConfig | None] | None = None,
     sparse: Sequence[bool] | None = None,
 ) -> ModelConfig:
-    """Return the config with these layers. A window as wide as the context is dropped."""
+    """Return the config with these layers. Windows that cover the whole context are dropped."""
     ropes, sparse = ropes or [base.rope] * base.layers, sparse or [False] * base.layers
     bounded = [w if w and w < base.context_length else None for w in windows]
     return replace(base, special=tuple(map(LayerConfig, ropes, bounded, sparse)))

@@ -23,7 +23,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class LoadArguments:
-    """The arguments of `paceline.load`, which documents them. It has no defaults: those of `load` are the only ones."""
+    """The arguments of `paceline.load`, which documents them. There are no defaults here: only `load` has defaults."""
 
     model: Any
     adapter: str | Path | None
@@ -50,10 +50,10 @@ class LoadArguments:
     chat_template: str | Path | None
 
     def with_preset(self, name: str) -> LoadArguments:
-        """Return these arguments with a preset. It changes only arguments that are "auto" or False.
+        """Return these arguments with a preset applied. A preset only changes arguments that are "auto" or False.
 
         Raises:
-            InvalidOption: If no preset has this name.
+            InvalidOption: No preset has this name.
         """
         if name not in PRESETS:
             raise InvalidOption(f"preset {name!r} is unknown", f"Choose from {', '.join(PRESETS)}")

@@ -1,4 +1,4 @@
-"""Loading of models: from a reference to a target that runs."""
+"""Loading of models, from a reference to a running target."""
 
 from __future__ import annotations
 
@@ -44,14 +44,25 @@ _LOG = logging.getLogger("paceline")
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
 HeadTokens = Callable[[Tokenizer, int], Tensor | None]
-"""(a draft model's tokenizer, size of its vocabulary) -> the tokens, ascending, to cut its head to; None: keep all."""
+"""(a draft model's tokenizer, its vocabulary size) -> the token ids, ascending, to which its output head is reduced;
+None
+for all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A loaded model: `eos` are its EOS ids, `generation` its generation_config, `quantize` how its weights are held,
-    `head_tokens` the tokens, ascending, that a draft model's head was cut to (None: all), `has_mtp` whether its files
-    hold a multi-token-prediction layer too."""
+    """A loaded model.
+
+    Attributes:
+        target: The target.
+        tokenizer: Its tokenizer.
+        eos: Its EOS ids.
+        generation: Contents of its generation_config.json.
+        path: Its folder or GGUF file.
+        quantize: How its weights are quantized; None if they are not.
+        head_tokens: The token ids, ascending, to which a draft model's output head was reduced; None for all tokens.
+        has_mtp: True if its files also hold an MTP layer.
+    """
 
     target: Target
     tokenizer: Tokenizer
@@ -64,11 +75,12 @@ class Loaded:
 
     @property
     def adapters(self) -> Sequence[str]:
-        """Names of the adapters that requests may name."""
+        """Names of the adapters that requests may use."""
         return self.target.adapters if isinstance(self.target, Adaptable) else ()
 
     def adapter_number(self, name: str | None) -> int:
-        """Return an adapter's number, 0 for None (see `KVCache.acquire`). Raises `InvalidOption` for an unknown one."""
+        """Return an adapter's number, 0 for None (see `KVCache.acquire`). Raises `InvalidOption` if it is not
+        loaded."""
         names = ["", *self.adapters]
         if (name or "") not in names:
             raise InvalidOption(f"no adapter {name!r} is loaded", f"Loaded adapters: {', '.join(names[1:]) or 'none'}")
@@ -92,7 +104,10 @@ def load_model(
     device_map: DeviceMap | None = None,
     tensor_parallel: bool = False,
 ) -> Loaded:
-    """See `paceline.load`. `head_tokens`: makes a draft model, which no text depends on. Raises `PacelineError`."""
+    """Load a model. See `paceline.load` for the arguments.
+
+    With `head_tokens` the model is a draft model, whose precision does not affect any text. Raises `PacelineError`.
+    """
     began = time.perf_counter()
     check_precision(quantize)
     limit_threads()
@@ -102,7 +117,7 @@ def load_model(
     where = pick_device(next(iter(parts), "auto") if parts is not None else device)
     where = mirror.ranks.device(where) if mirror else where
     in_turn: Callable[[], AbstractContextManager[None]] = mirror.ranks.one_by_one if mirror else nullcontext
-    with in_turn():  # the first fetches the model and compiles the kernels
+    with in_turn():  # rank 0 fetches the model and compiles the kernels before the other ranks look for them
         with progress_bar("compiling the CPU kernels, once", progress):
             pick_dtype(dtype, where)  # raises before anything is fetched
         checkpoint = open_model(reference, adapter, revision=revision, quiet=not progress, **fetch)
@@ -138,11 +153,11 @@ def load_model(
 
 
 def _checked_map(given: DeviceMap | None, device: Device) -> dict[str, int | None] | None:
-    """Return a device map whose devices are there; {} for "auto", None for none."""
+    """Parse a device map and check that its devices are available. Returns {} for "auto", and None for no map."""
     if given is None:
         return None
     if device != "auto":
-        raise InvalidOption("a device map was given, and a device", "Give only one of them")
+        raise InvalidOption("both a device map and a device were given", "Give only one of them")
     parts = parse_map(given)
     for name in parts:
         pick_device(name)
@@ -150,30 +165,35 @@ def _checked_map(given: DeviceMap | None, device: Device) -> dict[str, int | Non
 
 
 def check_divisible(reference: str, config: ModelConfig | None, exact: bool, ranks: bool, placed: bool) -> None:
-    """Raise for a model that cannot be shared by processes (`ranks`) or devices (`placed`)."""
+    """Raise an error if a model cannot be split across processes (`ranks`) or devices (`placed`).
+
+    Raises:
+        InvalidOption: Both were requested.
+        UnsupportedModel: The model or its options do not allow it.
+    """
     if ranks and placed:
-        raise InvalidOption("processes and a device map cannot share a model together", "Use one of them")
+        raise InvalidOption("tensor parallelism and a device map cannot be combined", "Use one of them")
     if config is None or exact:
         what = "with exact=True" if config else "through transformers"
-        raise UnsupportedModel(f"{reference} is loaded {what} and cannot be divided", "Use one process and device")
+        raise UnsupportedModel(f"{reference} is loaded {what} and cannot be split", "Use one process and one device")
     if (
         any(layer != LayerConfig(layer.rope, layer.window, sparse=layer.sparse) for layer in config.plan)
         or config.token_inputs
     ):
         raise UnsupportedModel(
-            f"{reference} has recurrent layers, layers of several sizes, or chunked attention, which are not divided",
-            "Use one process and device",
+            f"{reference} has recurrent layers, layers of several sizes, or chunked attention, and cannot be split",
+            "Use one process and one device",
         )
     if ranks and config.attention.latent:
         raise UnsupportedModel(
-            f"{reference} has one vector for the keys and values of all heads, which every process would need",
-            "Use one process; a device map places whole layers",
+            f"{reference} uses MLA, whose latent vector cannot be split across processes",
+            "Use one process. A device map places whole layers",
         )
     if ranks and config.norms.heads in ("joint", "own"):
-        how = "over all heads" if config.norms.heads == "joint" else "with a weight for each head"
+        how = "across heads" if config.norms.heads == "joint" else "with a weight for each head"
         raise UnsupportedModel(
-            f"{reference} norms queries and keys {how}",
-            "Use one process; a device map places whole layers",
+            f"{reference} applies QK-norm {how}, which tensor parallelism does not support",
+            "Use one process. A device map places whole layers",
         )
 
 
@@ -184,7 +204,7 @@ def _placed(
     mode: Mode | None,
     dtype: torch.dtype,
 ) -> Devices:
-    """Return the device of each layer; plan the devices if no map is given."""
+    """Return the device of each layer. Without a map, the layers are placed by free memory."""
     if parts:
         return place(parts, config.layers)
     matrix = {"int8": 34 / 32, "int4": 20 / 32}[mode] if mode else dtype.itemsize
@@ -192,20 +212,29 @@ def _placed(
 
 
 def _check_possible(reference: str, native: bool, quantize: Precision, adapted: bool, exact_kernels: bool) -> None:
-    """Raise `UnsupportedModel` for options that a model cannot have. `native`: transformers does not run it. `adapted`:
-    adapters lie beside its weights. `exact_kernels`: it runs on those of CUDA's exact mode."""
+    """Raise `UnsupportedModel` for options that do not work with a model.
+
+    Args:
+        reference: The model.
+        native: The model runs natively, not through transformers.
+        quantize: The requested quantization.
+        adapted: Adapters are requested.
+        exact_kernels: The model runs on the kernels of CUDA's exact mode.
+    """
     if quantize in ("int8", "int4") and not native:
         raise UnsupportedModel(
             f"{reference} runs through transformers, whose weights are not quantised here",
-            "Leave quantize out, or use a model that Paceline runs itself (`paceline info` says which)",
+            "Leave quantize out, or use a model that Paceline runs natively (`paceline info` shows this)",
         )
     if adapted and not native:
         raise UnsupportedModel(
-            "this model runs through transformers, where no adapters are held beside the weights",
+            "this model runs through transformers, which does not support `adapters`",
             "Give load a PeftModel of the peft package, or merge the adapter",
         )
     if adapted and exact_kernels:
-        raise UnsupportedModel("exact=True on a CUDA device runs no adapters", "Leave out exact, or merge the adapter")
+        raise UnsupportedModel(
+            "exact=True on a CUDA device does not support adapters", "Leave out exact, or merge the adapter"
+        )
 
 
 def weights_held(
@@ -216,12 +245,20 @@ def weights_held(
     device: torch.device,
     drafts: bool = False,
 ) -> Mode | None:
-    """Return how matrices without codes are quantised, or None where all are floats. `config`: None if transformers
-    runs the model.
+    """Return how float matrices are quantized; None if they are not.
 
-    By default a GGUF keeps its own codes, which are smaller than floats and, with kernels for them, faster. A model
-    that `drafts` has 4 bits where there are kernels: the fastest precision that keeps 97 % of the acceptance
+    By default a GGUF file keeps its own codes, which are smaller than floats and faster where there are kernels for
+    them. A
+    draft model is quantized to 4 bits if there are kernels, the fastest precision that keeps 97 % of the acceptance
     (benchmarks/results/2026-11-23-drafts.md).
+
+    Args:
+        config: The native config; None if transformers runs the model.
+        tensors: The checkpoint's tensors.
+        quantize: The requested quantization.
+        dtype: The requested dtype.
+        device: The model's device.
+        drafts: The model is a draft model.
     """
     if quantize in ("int8", "int4"):
         return quantize
@@ -233,7 +270,7 @@ def weights_held(
 
 
 def _decoder(exact: bool, device: torch.device) -> Callable[..., Decoder]:
-    """Return the decoder class for a native model; on CUDA, `exact` takes Paceline's own kernels."""
+    """Return the decoder class of a native model. With `exact`, CUDA uses Paceline's own kernels."""
     if not exact or device.type != "cuda":
         return Decoder
     if not has_triton():
@@ -244,10 +281,11 @@ def _decoder(exact: bool, device: torch.device) -> Callable[..., Decoder]:
 
 
 def native(checkpoint: Checkpoint) -> ModelConfig | None:
-    """Return the native decoder's config, or None for a model that runs through transformers. No tensor is read.
+    """Return the native decoder's config; None for a model that runs through transformers. No tensor is read.
 
-    Raises `UnsupportedModel` where neither runs the model, with the reason, and `CorruptModel` where the config is
-    wrong or the names and shapes of the tensors do not fit it.
+    Raises:
+        UnsupportedModel: Neither Paceline nor transformers can run the model.
+        CorruptModel: The config is invalid, or tensor names and shapes do not fit it.
     """
     where = checkpoint.path / "config.json" if checkpoint.path.is_dir() else checkpoint.path
     refuse_other_kinds(checkpoint.config, where, FAMILIES)
@@ -269,7 +307,7 @@ def native(checkpoint: Checkpoint) -> ModelConfig | None:
 
 
 def _check_other(checkpoint: Checkpoint, ours: UnsupportedModel) -> None:
-    """Raise `UnsupportedModel` where transformers cannot run it either. `ours`: why the native decoder cannot."""
+    """Raise `UnsupportedModel` if transformers cannot run the model either. `ours` is the native decoder's error."""
     from paceline.models.transformers import check_config
 
     try:
@@ -292,8 +330,11 @@ def _through_transformers(checkpoint: Checkpoint, dtype: torch.dtype, device: to
 
 
 def pick_device(device: Device | str | torch.device) -> torch.device:
-    """Return the torch device; `auto` is CUDA, else MPS, else the CPU. Raises `InvalidOption` for one that is
-    missing."""
+    """Return a torch device. "auto" is CUDA if available, then MPS, then the CPU.
+
+    Raises:
+        InvalidOption: The device is unknown or not available.
+    """
     device, _, index = str(device).partition(":")
     if index and not (index.isdecimal() and device == "cuda" and int(index) < torch.cuda.device_count()):
         raise InvalidOption(f"device {device}:{index} is not available here", "Choose cpu or auto")
@@ -308,9 +349,15 @@ def pick_device(device: Device | str | torch.device) -> torch.device:
 
 
 def pick_dtype(dtype: DType, device: torch.device, *, by_torch: bool = False) -> torch.dtype:
-    """Return the torch dtype; `auto` is bfloat16 where the device is fast with it, float16 on MPS, else float32.
+    """Return a torch dtype. "auto" is bfloat16 if the device is fast with it, float16 on MPS, and float32 otherwise.
 
-    `by_torch`: for a model that transformers runs, without Paceline's kernels.
+    Args:
+        dtype: The requested dtype.
+        device: The model's device.
+        by_torch: The model runs through transformers, without Paceline's kernels.
+
+    Raises:
+        InvalidOption: The dtype is unknown.
     """
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     dtype = str(dtype).removeprefix("torch.")  # type: ignore[assignment]

@@ -1,7 +1,7 @@
-"""PEFT's LoRA adapters, merged into the tensors of their base model when those are read.
+"""PEFT's LoRA adapters, merged into the tensors of their base model on access.
 
-W' = W + s B A with s = alpha / r (Hu et al. 2021), alpha / sqrt(r) where rank-stabilised (Kalajdzievski 2023). DoRA
-(Liu et al. 2024) then scales each output of W' to a norm of its own.
+W' = W + s B A, where s = alpha / r (Hu et al. 2021), or alpha / sqrt(r) for rank-stabilised adapters (Kalajdzievski
+2023). DoRA (Liu et al. 2024) also scales each output row of W' to a trained norm.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ _PREFIX = "base_model.model."
 _AGAIN = "Fetch the adapter again"
 
 _PART = re.compile(r"(.+)\.(lora_(?:embedding_)?[AB]|lora_magnitude_vector)((?:\.[^.]+){0,2})")
-"""Module, part, and rest: an adapter's name ("default") in some files, "weight" or "bias" in most."""
+"""Module, part, and the rest of a name. The rest is an adapter's name ("default") in some files, and "weight" or "bias"
+in most."""
 
 _MAX_COSTS, _LONGEST_PATTERN = 3, 256
-"""Limits on groups and repetitions in a pattern, and on its length: the time to match grows with powers of these."""
+"""Limits of groups and repetitions in a pattern, and of its length. They bound the time to match untrusted patterns."""
 
 _WRAPPED = re.compile(r"\.(?:base_layer|modules_to_save(?:\.default)?)(?=\.[^.]+$)")
-"""Names that PEFT inserts between a wrapped module and its tensors."""
+"""Names that PEFT inserts between a wrapped module's name and the names of its tensors."""
 
 _VARIANTS = (
     "alora_invocation_tokens",
@@ -50,20 +51,25 @@ _VARIANTS = (
     "use_bdlora",
     "use_qalora",
 )
-"""Entries of adapter_config.json that, when set, make the merge differ from W + s B A."""
+"""Entries of adapter_config.json for variants that are not merged as W + s B A."""
 
 _REBASED = ("corda", "loftq", "lora_ga", "olora", "pissa")
-"""Initialisations that also change the base model's weights, which the adapter's file does not hold."""
+"""Initialisations that also change the base model's weights. The adapter's file does not contain these changes."""
 
 Patterns = tuple[tuple[re.Pattern[str], float], ...]
-"""Patterns of module names with their values; the first match counts."""
+"""Patterns of module names with their values. The first match applies."""
 
 
 class MergeRules:
-    """Merge settings of the adapter_config.json in a folder."""
+    """The merge settings in a folder's adapter_config.json."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `UnsupportedModel` for other kinds of adapter, `CorruptModel` for a damaged config."""
+        """Read the settings.
+
+        Raises:
+            UnsupportedModel: It is another kind of adapter.
+            CorruptModel: The config is damaged.
+        """
         raw = read_json(path / ADAPTER_CONFIG, ADAPTER)
         _refuse_other_kinds(path, raw)
         if missing := [key for key in ("r", "lora_alpha") if key not in raw]:
@@ -72,7 +78,7 @@ class MergeRules:
         self._ranks = _patterns(path, raw.get("rank_pattern"))
         self._alphas = _patterns(path, raw.get("alpha_pattern"))
         self.transposed = bool(raw.get("fan_in_fan_out"))
-        """Weights are stored as [in, out]."""
+        """True if weights are stored as [in, out]."""
         self.dora = bool(raw.get("use_dora"))
         self.keeps_tie = bool(raw.get("ensure_weight_tying"))
         self.base = raw.get("base_model_name_or_path") or "another model"
@@ -82,19 +88,23 @@ class MergeRules:
         return int(_matching(self._ranks, module, self._rank))
 
     def scale_of(self, module: str) -> float:
-        """Return the factor s of a module's product."""
+        """Return the scale s of a module's product."""
         rank = self.rank_of(module)
         return _matching(self._alphas, module, self._alpha) / (rank**0.5 if self._rank_stabilised else rank)
 
 
 def _matching(patterns: Patterns, module: str, default: float) -> float:
-    """Return the value of the first pattern that matches the end of a module's name, from a dot on."""
+    """Return the value of the first pattern that matches the last components of a module's name."""
     return next((value for pattern, value in patterns if pattern.match(module)), default)
 
 
 def _patterns(path: Path, given: Mapping[str, float] | None) -> Patterns:
-    """Compile untrusted patterns. Raises `UnsupportedModel` for expressions that could take exponential time to match,
-    `CorruptModel` for those that are not regular expressions."""
+    """Compile untrusted patterns.
+
+    Raises:
+        UnsupportedModel: A pattern could take exponential time to match.
+        CorruptModel: A pattern is not a regular expression.
+    """
     found = []
     for pattern, value in (given or {}).items():
         plain = pattern.replace("(?:", "(")
@@ -113,37 +123,49 @@ def _refuse_other_kinds(path: Path, raw: Mapping[str, Any]) -> None:
     merge = "Merge it with the peft package and load the result, or use a plain LoRA"
     if raw.get("peft_type") == "XLORA":
         raise UnsupportedModel(
-            f"{path} is an X-LoRA, which weighs its adapters anew for every token, by another pass before",
+            f"{path} is an X-LoRA, which weighs its adapters anew for every token, with an additional pass",
             "Give its adapters as a list, with fixed weights",
         )
     if raw.get("peft_type") != "LORA":
         raise UnsupportedModel(f"{path} is an adapter of type {raw.get('peft_type', '?')}, not LORA", merge)
     if used := [key for key in _VARIANTS if raw.get(key)]:
-        raise UnsupportedModel(f"the adapter {path} uses {', '.join(used)}, which is not merged here", merge)
+        raise UnsupportedModel(f"the adapter {path} uses {', '.join(used)}, which Paceline cannot merge", merge)
     start = raw.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_REBASED):
         raise UnsupportedModel(
-            f"the adapter {path} was initialised with {start}, which changes the base model too",
+            f"the adapter {path} was initialised with {start}, which also changes the base model",
             "Save it as a plain LoRA (peft: path_initial_model_for_weight_conversion)",
         )
 
 
 class LoraAdapter:
-    """The tensors of a folder in PEFT's layout, adapter_config.json and adapter_model.safetensors, in the base's terms.
+    """An adapter in PEFT's layout (adapter_config.json, adapter_model.safetensors), under the base model's names.
 
-    `changes`: module -> part ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector",
-    "bias") -> name in the file. `whole`: tensor of the base -> name in the file of the tensor that replaces it.
+    Attributes:
+        changes: Module -> part ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector",
+            "bias") -> name in the file.
+        whole: Tensor of the base model -> name in the file of the tensor that replaces it.
     """
 
     def __init__(self, path: Path, base: Mapping[str, Any], *, allow_pickle: bool = False) -> None:
-        """`base`: the base's config. Raises `UnsupportedModel`, `ModelNotFound`, or `CorruptModel` for damage and for
-        an A without its B."""
+        """Read the adapter in a folder.
+
+        Args:
+            path: The folder.
+            base: The config of the base model.
+            allow_pickle: Accept adapter_model.bin.
+
+        Raises:
+            UnsupportedModel: The adapter is of a kind that cannot be merged.
+            ModelNotFound: A file is missing.
+            CorruptModel: A file is damaged, or one of the factors A and B is missing.
+        """
         self.path, self.rules = path, MergeRules(path)
         self.tensors = open_weights(path, "adapter_model.safetensors", "adapter_model.bin", allow_pickle)
         self.changes: dict[str, dict[str, str]] = {}
         self.whole: dict[str, str] = {}
         self._trained: dict[str, str] = {}
-        """Module -> its name in the adapter's files, which the config's patterns are about."""
+        """Module -> its name in the adapter's files, to which the config's patterns refer."""
         for key in self.tensors:
             name = key.removeprefix(_PREFIX)
             if found := _PART.fullmatch(name):
@@ -151,7 +173,7 @@ class LoraAdapter:
                 module = self._own_name(trained, base)
                 self._trained[module] = trained
                 self.changes.setdefault(module, {})["bias" if rest.endswith(".bias") else part] = key
-            elif ".original_module." not in name:  # the tensor that a trained one replaces
+            elif ".original_module." not in name:  # skip the original of a tensor that was replaced
                 module, _, kind = _WRAPPED.sub("", name).rpartition(".")
                 self.whole[f"{self._own_name(module, base)}.{kind}".removeprefix(".")] = key
         if not self.changes:
@@ -169,11 +191,11 @@ class LoraAdapter:
         return name
 
     def scale_of(self, module: str) -> float:
-        """Return the factor s of a module's product."""
+        """Return the scale s of a module's product."""
         return self.rules.scale_of(self._trained[module])
 
     def factors(self, module: str) -> tuple[Tensor, Tensor]:
-        """Return A [r, in] and B [out, r]. Raises `CorruptModel` where they contradict each other or the config."""
+        """Return A [r, in] and B [out, r]. Raises `CorruptModel` if they do not fit each other or the config."""
         parts = self.changes[module]
         kind = "lora_embedding_" if "lora_embedding_A" in parts or "lora_embedding_B" in parts else "lora_"
         if missing := [kind + side for side in "AB" if kind + side not in parts]:
@@ -186,15 +208,16 @@ class LoraAdapter:
         if a.dim() != 2 or b.dim() != 2 or a.shape[0] != rank or b.shape[1] != rank:
             raise CorruptModel(
                 f"the adapter {self.path} has A {tuple(a.shape)} and B {tuple(b.shape)} for {module}, "
-                f"where its config says rank {rank}",
-                "Config and weights are of different adapters; fetch it again",
+                f"but its config says rank {rank}",
+                "Config and weights are from different adapters. Fetch the adapter again",
             )
         return a, b
 
     def low_rank(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return A [r, in] and B [out, r] of each module, B with the scale, in float32 or wider.
+        """Return A [r, in] and the scaled B [out, r] of each module, in float32 or wider.
 
-        Raises `UnsupportedModel` for an adapter that changes more than products, and can only be merged.
+        Raises:
+            UnsupportedModel: The adapter does not only change matrix products, and must be merged.
         """
         parts = {part for found in self.changes.values() for part in found}
         kinds = {"bias": "has biases of its own", "lora_embedding_A": "changes an embedding"}
@@ -214,18 +237,18 @@ class LoraAdapter:
         return found
 
     def misfit(self, name: str, shapes: str) -> AdapterMismatch:
-        """Return the error for a base whose tensor or module `name` contradicts the adapter."""
+        """Return the error for a base model that the adapter does not fit at the tensor or module `name`."""
         return AdapterMismatch(
             f"the adapter {self.path} does not fit its base model at {name}: {shapes}",
-            f"It was trained for {self.rules.base}; load it with that",
+            f"It was trained for {self.rules.base}. Load it with that model",
         )
 
 
 class Merged(LazyTensors):
-    """A base model's tensors with an adapter's changes: merged at each access, in float32 or better."""
+    """A base model's tensors with an adapter merged in on access, in float32 or wider."""
 
     def __init__(self, base: Mapping[str, Tensor], adapter: LoraAdapter, *, untied: bool) -> None:
-        """`untied`: the output head starts as a copy of the embedding and is a separate tensor from here on."""
+        """`untied` is True if the output head becomes a tensor of its own, starting as a copy of the embedding."""
         self._base, self._adapter, self._untied = base, adapter, untied
         biases = {module + ".bias" for module, parts in adapter.changes.items() if "bias" in parts}
         self._names = dict.fromkeys([*base, *([HEAD] if untied else []), *sorted(biases)])
@@ -257,17 +280,18 @@ class Merged(LazyTensors):
         return isinstance(self._base, LazyTensors) and self._base.mostly_codes()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return a shape: the base's, except for tensors that the adapter replaces."""
+        """Return a tensor's shape: the base's, unless the adapter replaces the tensor."""
         source = EMBEDDING if name == HEAD and self._untied else name
         if source in self._adapter.whole or name in self._adapter.whole or source not in self._base:
             return tuple(self[name].shape)
         return shape_of(self._base, source)
 
     def _start(self, name: str) -> Tensor:
-        """Return the tensor before any product is added: the base's, or the one that replaces it."""
+        """Return a tensor before products are added: the base's tensor, or the one that replaces it."""
         source = EMBEDDING if name == HEAD and self._untied else name
         if name not in self._adapter.whole:
-            # A replaced embedding leaves a tied head unchanged, unless it also has products: then it was only resized.
+            # A replaced embedding does not affect a tied head, unless the embedding also has products: then it was only
+            # resized.
             resized = source in self._adapter.whole and self._adapter.changes.get(source.removesuffix(".weight"))
             return self._adapter.tensors[self._adapter.whole[source]] if resized else self._base[source]
         tensor, held = self._adapter.tensors[self._adapter.whole[name]], self._base[source]
@@ -306,11 +330,22 @@ class Merged(LazyTensors):
 
 
 def merge(base: Checkpoint, path: Path, *, allow_pickle: bool = False) -> Checkpoint:
-    """Return `base` with the adapter in the folder `path`, merged tensor by tensor as they are read.
+    """Merge an adapter into a checkpoint. Each tensor is merged on access.
 
-    An adapter that changes the embedding or the output head of a tied model unties them, as in training, unless it was
-    trained with `ensure_weight_tying`. An adapter's tokenizer, if any, replaces the base's. Raises `AdapterMismatch`,
-    here or where a tensor is read; `UnsupportedModel`, `ModelNotFound`, `CorruptModel`.
+    An adapter that changes the embedding or the output head of a model with tied embeddings unties them, as in
+    training,
+    unless it was trained with `ensure_weight_tying`. If the adapter has a tokenizer, it replaces the base model's.
+
+    Args:
+        base: The base model.
+        path: The adapter's folder.
+        allow_pickle: Accept adapter_model.bin.
+
+    Raises:
+        AdapterMismatch: The adapter does not fit the base model. (Also raised on access of a tensor.)
+        UnsupportedModel: The adapter cannot be merged.
+        ModelNotFound: A file is missing.
+        CorruptModel: A file is damaged.
     """
     adapter = LoraAdapter(path, base.config, allow_pickle=allow_pickle)
     tied = ties_head(base.config)
@@ -329,13 +364,13 @@ def merge(base: Checkpoint, path: Path, *, allow_pickle: bool = False) -> Checkp
 
 
 def _new_vocab_size(adapter: LoraAdapter, size: int | None, tied: bool) -> dict[str, int]:
-    """Return the new `vocab_size` where tokens were added before training: embedding and head are then replaced."""
+    """Return the new `vocab_size` if tokens were added before training, so that embedding and head are replaced."""
     rows = {name: adapter.tensors[adapter.whole[name]].shape[0] for name in (EMBEDDING, HEAD) if name in adapter.whole}
     if all(count == size for count in rows.values()):
         return {}
     if len(set(rows.values())) > 1 or (len(rows) == 1 and not (tied and EMBEDDING in rows)):
         held = " and ".join(f"{count} rows for {name}" for name, count in rows.items())
-        raise adapter.misfit(next(iter(rows)), f"{held}, and the vocabulary is {size}")
+        raise adapter.misfit(next(iter(rows)), f"{held}, but the vocabulary size is {size}")
     return {"vocab_size": next(iter(rows.values()))}
 
 
@@ -348,10 +383,19 @@ def open_model(
     allow_pickle: bool = False,
     quiet: bool = False,
 ) -> Checkpoint:
-    """Open a model with an adapter merged: `adapter`, or the reference itself where it is one.
+    """Open a model, with an adapter merged if there is one.
 
-    `revision` is the reference's; an adapter's config names that of its base. Raises what `resolve`,
-    `open_checkpoint` and `merge` raise, and `InvalidOption` for an `adapter` that is none.
+    Args:
+        reference: A model, or an adapter, whose config names the base model and its revision.
+        adapter: An adapter to merge into the model.
+        revision: Revision of the reference.
+        token: Access token of the hub.
+        allow_pickle: Accept pickled weights.
+        quiet: Show no progress.
+
+    Raises:
+        InvalidOption: `adapter` is not an adapter.
+        PacelineError: See `resolve`, `open_checkpoint` and `merge`.
     """
     fetch: dict[str, Any] = {"token": token, "allow_pickle": allow_pickle, "quiet": quiet}
     path = resolve(reference, revision=revision, **fetch)
@@ -379,7 +423,7 @@ def _base_of(folder: Path, fetch: dict[str, Any]) -> Path:
 
 
 def split_adapter(reference: str) -> tuple[str, str | None]:
-    """Split `BASE@ADAPTER` into (base, adapter); a path that exists keeps its @."""
+    """Split `BASE@ADAPTER` into (base, adapter). A path that exists is not split."""
     base, _, adapter = reference.rpartition("@")
     if not (base and adapter) or Path(reference).expanduser().exists():
         return reference, None

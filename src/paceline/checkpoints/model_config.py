@@ -1,4 +1,4 @@
-"""The config of the native decoder, read from a checkpoint's config.json (GGUF metadata is translated to it)."""
+"""The native decoder's config, read from a checkpoint's config.json (or GGUF metadata translated to its keys)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,19 @@ PECULIAR = (
     *("partial_rotary_factor", "no_rope_layers", "use_bidirectional_attention", "attention_chunk_size", "clip_qkv"),
     *("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"),
 )
-"""Keys that change the computation but not the tensors: a family refuses those that its defaults do not name."""
+"""Keys that change the computation but not the tensors. A family without a default for such a key rejects it."""
 
 
 def read_config(raw: Raw, where: str | Path = "config.json") -> ModelConfig:
-    """The config of a native decoder. `where`: name of the source in error messages.
+    """Read the config of a native decoder.
 
-    Raises `UnsupportedModel` for models that the native decoder does not run, `CorruptModel` for keys that are missing,
-    out of range (see `schema.py`) or contradictory.
+    Args:
+        raw: Contents of config.json.
+        where: Name of the config in error messages.
+
+    Raises:
+        UnsupportedModel: The native decoder cannot run the model.
+        CorruptModel: A key is missing, out of range (see `schema.py`) or inconsistent with others.
     """
     refuse_other_kinds(raw, where, FAMILIES)
     name = raw["model_type"]
@@ -46,7 +51,7 @@ def read_config(raw: Raw, where: str | Path = "config.json") -> ModelConfig:
 
 
 def _common(raw: Raw, family: Family) -> ModelConfig:
-    """The part of the config that all families share."""
+    """Return the part of the config that all families share."""
     heads = raw["num_attention_heads"]
     head_dim = raw.get(family.rotary_key) or raw["hidden_size"] // heads
     rope = read_rope(family.rope(_scaling(raw)), raw, raw.get("rope_theta", 10000.0), head_dim)
@@ -68,21 +73,21 @@ def _common(raw: Raw, family: Family) -> ModelConfig:
 
 
 def _layers(raw: Raw) -> int:
-    """The number of layers, which transformers leaves out where they are named (Nemotron-H)."""
+    """Return the number of layers. transformers omits it if the config lists the layers' types (Nemotron-H)."""
     names = raw.get("layers_block_type")
     count = raw["num_hidden_layers"] if "num_hidden_layers" in raw or not names else len(names)
     if not 0 < count <= LAYERS:
-        raise CorruptModel(f"a model of {count} layers cannot be", CORRECT)
+        raise CorruptModel(f"num_hidden_layers must be from 1 to {LAYERS}, got {count}", CORRECT)
     return int(count)
 
 
 def _scaling(raw: Raw) -> Raw:
-    """`rope_scaling`, or transformers 5's `rope_parameters`, by layer type or not."""
+    """Return `rope_scaling`, or `rope_parameters` of transformers 5, which may be by layer type."""
     return raw.get("rope_parameters") or raw.get("rope_scaling") or {}
 
 
 def _context(raw: Raw, rope: RopeConfig) -> int:
-    """`max_position_embeddings`, which dynamic and yarn scaling leave at the trained length."""
+    """Return the context length. With dynamic and yarn scaling, `max_position_embeddings` may be the trained length."""
     length: int = raw.get("max_position_embeddings", 2048)
     if rope.kind not in ("dynamic", "yarn"):
         return length
@@ -91,9 +96,12 @@ def _context(raw: Raw, rope: RopeConfig) -> int:
 
 
 def _check(c: ModelConfig) -> None:
-    """Raise for contradictions between fields."""
+    """Raise an error if fields contradict each other."""
     if c.mixture and not 0 < c.mixture.used <= c.mixture.count:
-        raise CorruptModel(f"{c.mixture.used} of {c.mixture.count} experts cannot be used", CORRECT)
+        raise CorruptModel(
+            f"experts per token must be from 1 to the number of experts, {c.mixture.count}, got {c.mixture.used}",
+            CORRECT,
+        )
     known = ACTIVATIONS if c.gated_mlp else UNGATED
     if c.activation not in known:
         raise UnsupportedModel(f"activation {c.activation!r} is not known", f"Known: {', '.join(known)}")
@@ -111,7 +119,7 @@ def _check(c: ModelConfig) -> None:
 
 
 def _refuse_peculiar(raw: Raw, family: Family) -> None:
-    """Raise `UnsupportedModel` for keys that the family would silently ignore."""
+    """Raise `UnsupportedModel` for keys that the family would otherwise ignore."""
     strange = [key for key in PECULIAR if key not in family.defaults and not _idle(raw.get(key))]
     if "partial_rotary_factor" not in family.defaults and not _idle(_scaling(raw).get("partial_rotary_factor")):
         strange.append("partial_rotary_factor")
@@ -122,12 +130,12 @@ def _refuse_peculiar(raw: Raw, family: Family) -> None:
     if strange:
         raise UnsupportedModel(
             f"a {raw['model_type']} model with {', '.join(strange)} is not supported",
-            "It is a variant of the family that computes something else",
+            "This variant of the architecture is not implemented. Use another model",
         )
 
 
 def _idle(value: Any) -> bool:
-    """Whether a key is off: absent, false, a factor of 1, or the same for all layers."""
+    """Return True if a key has no effect: it is absent, false, a factor of 1, or the same for all layers."""
     if isinstance(value, list):
         return all(value)
     return value is None or value is False or (value == 1 and value is not True)

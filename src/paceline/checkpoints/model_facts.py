@@ -1,4 +1,4 @@
-"""What the files of a model say of it, read without its weights, for lists of models that are not loaded."""
+"""Facts about models from their files, without reading weights, for lists of models that are not loaded."""
 
 from __future__ import annotations
 
@@ -29,8 +29,20 @@ _READING = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Facts about a model. `size`: bytes of its files. `family`, `quantization`: as Ollama names them. 0: not known.
-    `infill`: it has tokens for filling gaps."""
+    """Facts about a model. 0 means that a number is not known.
+
+    Attributes:
+        format: Format of the files.
+        size: Bytes of the files.
+        family: Architecture, as Ollama names it.
+        quantization: Quantization, as Ollama names it.
+        parameters: Number of parameters.
+        context_length: Context length in tokens.
+        vocab_size: Number of tokens.
+        template: Chat template; "" for none.
+        infill: The tokenizer has tokens for fill-in-the-middle.
+        generation: Contents of generation_config.json.
+    """
 
     format: Literal["gguf", "safetensors"] = "gguf"
     size: int = 0
@@ -45,13 +57,14 @@ class ModelFacts:
 
 
 def facts_of(path: Path | None) -> ModelFacts | None:
-    """Return what a model's file or folder says, read again only once it has changed; None where it cannot be read."""
+    """Return the facts about a model's file or folder; None if it cannot be read. Results are cached until it
+    changes."""
     try:
         file = path / "config.json" if path and path.is_dir() else path
         state = file.stat() if file else None
     except OSError:
         return None
-    with _READING:  # each file once, however many ask
+    with _READING:  # concurrent calls read each file only once
         return _read(path, state.st_mtime_ns, state.st_size) if path and state else None
 
 
@@ -103,7 +116,7 @@ def _of_folder(path: Path) -> ModelFacts:
 
 
 def _weights(tensors: Iterable[tuple[str, tuple[int, ...]]]) -> tuple[str, int]:
-    """Return the type that most elements have, and the number of all elements."""
+    """Return the type of most elements, and the total number of elements."""
     sizes: Counter[str] = Counter()
     for kind, shape in tensors:
         sizes[kind] += math.prod(shape)
@@ -111,7 +124,7 @@ def _weights(tensors: Iterable[tuple[str, tuple[int, ...]]]) -> tuple[str, int]:
 
 
 def _mix(file_type: Any) -> str:
-    """Return the name of a mixture of types, such as "Q4_K_M", by llama.cpp's number; "" for an unknown one."""
+    """Return the name of a mixture of types, such as "Q4_K_M", from llama.cpp's number; "" if it is unknown."""
     import gguf
 
     names = [kind.name for kind in gguf.LlamaFileType if kind.value == file_type]

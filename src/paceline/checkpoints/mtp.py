@@ -1,7 +1,9 @@
-"""The multi-token-prediction (MTP) layer that some models bring, as a learned drafter.
+"""The multi-token-prediction (MTP) layer that some models include, as a learned drafter.
 
-Under the names of Qwen's files, to which those of others and of GGUF are translated: mtp.fc, mtp.pre_fc_norm_embedding,
-mtp.pre_fc_norm_hidden, mtp.layers.0.* and mtp.norm, of which the last may be the model's own.
+Its tensors have the names in Qwen's files: mtp.fc, mtp.pre_fc_norm_embedding, mtp.pre_fc_norm_hidden, mtp.layers.0.*
+and
+mtp.norm. Names in other files and in GGUF are translated. mtp.norm may be missing; the model's own norm then replaces
+it.
 """
 
 from __future__ import annotations
@@ -24,14 +26,15 @@ _MTP = "mtp."
 
 
 def has_mtp(tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether a checkpoint holds an MTP layer."""
+    """Return True if a checkpoint contains an MTP layer."""
     return _MTP + "fc.weight" in tensors
 
 
 def open_mtp(path: Path, *, allow_pickle: bool = False) -> HeadFile | None:
-    """Return the MTP layer in the files of a model, a folder or a GGUF file; None where there is none.
+    """Open the MTP layer in a model's folder or GGUF file, without reading tensors. Returns None if there is none.
 
-    Of several, which share the projection before them, it is the first. No tensor is read. Raises as `open_checkpoint`.
+    If the model has several MTP layers, which share the projection before them, this is the first. Raises as
+    `open_checkpoint`.
     """
     config, tensors = open_gguf(path)[:2] if path.is_file() else open_folder(path, allow_pickle=allow_pickle)
     if not has_mtp(tensors):
@@ -45,7 +48,7 @@ def open_mtp(path: Path, *, allow_pickle: bool = False) -> HeadFile | None:
 
 
 def _config(model: ModelConfig, names: Mapping[str, str]) -> EagleConfig:
-    """`names`: of its tensors, which tell whether its feed-forward part is a mixture of experts."""
+    """Return the config. `names` are the layer's tensors; they show if its MLP is a mixture of experts."""
     experts = model.mixture
     sparse = experts is not None and f"layers.0.{experts.block}.{experts.router}.weight" in names
     layer = replace(model, layers=1, special=(LayerConfig(model.rope, sparse=sparse),))

@@ -1,4 +1,4 @@
-"""Registry of the families: all `FAMILIES` of the files in `families/`."""
+"""Registry of all model families, collected from the files in `families/`."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ def _found() -> Iterator[Family]:
 
 
 FAMILIES: dict[str, Family] = {family.name: family for family in _found()}
-"""By model_type."""
+"""Family by model_type."""
 ARCHITECTURES: dict[str, tuple[Family, GGUFLayout]] = {
     layout.architecture: (family, layout) for family in FAMILIES.values() for layout in family.gguf
 }
-"""By the name in GGUF files."""
+"""Family and layout by the architecture's name in GGUF files."""
 _PARTS = {family.part_of: family.name for family in FAMILIES.values() if family.part_of}
-"""Model type of models that also see -> model type of their language model."""
+"""Model type of a multimodal model -> model type of its language model."""
 _UNKNOWN = Family("")
 
 
 def family_of(raw: Raw) -> Family:
-    """Return the family of a config, or one without peculiarities if the model type is unknown."""
+    """Return the family of a config; for an unknown model type, a family without any special properties."""
     return FAMILIES.get(raw.get("model_type", ""), _UNKNOWN)
 
 
 def ties_head(raw: Raw) -> bool:
-    """Return True if the output head is the embedding, by the config or the family's default."""
+    """Return True if the embedding is also the output head, by the config or the family's default."""
     return bool({**family_of(raw).defaults, **raw}.get("tie_word_embeddings"))
 
 
 def text_config(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of the language model of a model that also sees; any other as it is."""
+    """Return the config of a multimodal model's language model; other configs are returned unchanged."""
     inner = raw.get("text_config")
     if raw.get("model_type") not in _PARTS or not isinstance(inner, dict):
         return raw

@@ -1,4 +1,4 @@
-"""The target that the arguments of `paceline.load` describe: by name, or a model object."""
+"""The target for the arguments of `paceline.load`: a model loaded by name, or a model object."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from paceline.text.tokenizer import Tokenizer
 
 
 def load_target(arguments: LoadArguments, adapters: Mapping[str, Adapter]) -> Loaded:
-    """Load the target that `arguments` describes, with `adapters` for requests that name one; raises as `load` does."""
+    """Load the target that `arguments` describe. Requests may use one of `adapters`. Raises the same errors as
+    `load`."""
     model = arguments.model
     if isinstance(model, (str, Path)):
         if arguments.tokenizer is not None:
@@ -48,7 +49,7 @@ def load_target(arguments: LoadArguments, adapters: Mapping[str, Adapter]) -> Lo
 
 
 def _advise(loaded: Loaded, floats_chosen: bool) -> None:
-    """Say once what would make the model faster."""
+    """Log once how the model could be made faster."""
     if isinstance(target := loaded.target, Decoder):
         warn_of(runner_of(target.device, target.dtype))
         if not floats_chosen:
@@ -56,7 +57,7 @@ def _advise(loaded: Loaded, floats_chosen: bool) -> None:
 
 
 def _check_held(moved: bool, quantized: bool, adapted: bool) -> None:
-    """Raise `InvalidOption` for what is asked of a model object and only a model loaded by name can do."""
+    """Raise `InvalidOption` for options that only work with a model loaded by name, not with a model object."""
     if moved:
         raise InvalidOption("a model object keeps its dtype and device", "Convert it before you hand it over")
     if quantized:
@@ -66,7 +67,7 @@ def _check_held(moved: bool, quantized: bool, adapted: bool) -> None:
 
 
 def _wrap(model: Any, tokenizer: Any, progress: bool) -> Loaded:
-    """Wrap a model object of transformers, or of PEFT around one, and its tokenizer; see `paceline.load`."""
+    """Wrap a model object of transformers or PEFT, and its tokenizer. See `paceline.load`."""
     wrappable, wrapper = False, None
     if type(model).__module__.startswith("peft."):
         from peft import PeftModel

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint under Llama's names, as the decoder takes them."""
+"""Translation of a checkpoint's tensor names to Llama's names, which the decoder uses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from paceline.models.lazy import LanguageTensors, renamed
 
 
 def translated(config: Raw, tensors: Tensors) -> Tensors:
-    """Return the tensors of a checkpoint with this config as the decoder takes them."""
+    """Return a checkpoint's tensors as the decoder takes them."""
     family = family_of(config)
     if names := _names(config):
         tensors = LanguageTensors(tensors, names, turned=family.turned)
@@ -16,7 +16,7 @@ def translated(config: Raw, tensors: Tensors) -> Tensors:
 
 
 def module_name(config: Raw, module: str) -> str:
-    """Return the decoder's name of a module of a model with this config."""
+    """Return the decoder's name of a module, in a model with this config."""
     return renamed(module + ".", _names(config)).removesuffix(".")
 
 
@@ -26,7 +26,7 @@ def _names(config: Raw) -> Names:
 
 
 def _mtp_names(config: Raw) -> Names:
-    """Return Qwen's names of MTP layers that follow the model's own layers."""
+    """Return Qwen's names for MTP layers that follow the model's own layers."""
     layers, count = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
     if not isinstance(layers, int):
         return {}
@@ -36,7 +36,7 @@ def _mtp_names(config: Raw) -> Names:
 
 
 def _count(given: object) -> int:
-    """Return the number of MTP layers. A file may have one that its config does not count."""
+    """Return the number of MTP layers. A file may contain one that its config does not count."""
     return max(1, min(given, 8)) if isinstance(given, int) else 1
 
 

@@ -157,8 +157,8 @@ class DraftPlan:
     `budgets`: one for each request. `price`, `pace`: see `Ask`. `asked`: requests that are expected to be drafted for.
     `at`: number of the size. `best`: number of the size that seems best. `tried`: True if the size is a try, which has
     been paid for. `saved`: seconds that are left for other tries.
-    `plain`: seconds that a round without drafts is expected to take. `resting`: True in a pause, in which nothing is
-    drafted.
+    `plain`: seconds that a round without drafts is expected to take. `new`: share of the round's
+    requests whose text begins. `resting`: True in a pause, in which nothing is drafted.
     """
 
     budgets: Sequence[DraftBudget]
@@ -170,6 +170,7 @@ class DraftPlan:
     tried: bool = False
     saved: float = 0.0
     plain: float = 0.0
+    new: float = 0.0
     resting: bool = False
 
 
@@ -270,7 +271,7 @@ class Controller:
             at = 1
         budgets = [self.sizes[at if pays or tried else 0] for pays in paying]
         pace = together / paces[best] if known else 0.0
-        return DraftPlan(budgets, self._price(together), pace, asked, at, best, tried, saved, seconds[0])
+        return DraftPlan(budgets, self._price(together), pace, asked, at, best, tried, saved, seconds[0], new)
 
     @property
     def _share(self) -> float:
@@ -308,6 +309,8 @@ class Controller:
 
     def learn(self, outcome: Outcome) -> None:
         """Learn from the outcome of a plan, and count the round."""
+        if outcome.plan.new:
+            self._begin(outcome.plan.new)
         for length in outcome.ended:
             self._length.add(length, self._round)
         own = sum(len(verdict.tokens) for verdict in outcome.verdicts)
@@ -330,8 +333,6 @@ class Controller:
         """Count a plan as carried out: its tries, its savings, and the pause that follows a decision to draft
         nothing."""
         plan, costs = outcome.plan, self._costs_of(outcome.plan.asked)
-        if new := sum(request.fresh for request in outcome.requests):
-            self._begin(new / outcome.together)
         self._rest, self._plain, self._saved = self._round, plan.plain, plan.saved
         if plan.tried:
             self._last_try = self._round
@@ -345,7 +346,7 @@ class Controller:
 
     def _begin(self, share: float) -> None:
         """Expect of texts that begin, a share of all, what is usual."""
-        self._pause = _GAP
+        self._rest, self._pause = self._round, _GAP
         for depths in {*self._rates, self._drafted}:
             depths.forget(share)
 

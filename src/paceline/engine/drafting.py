@@ -168,9 +168,9 @@ def learn(
         over = [r for i, r in one.members.items() if verdicts[i].finish not in (None, "error")]
         ended, payer = [len(r.token_ids) - r.num_prompt_tokens for r in over], _payer(one, drafts)
         for number, part in enumerate(one.parts):
-            own = [i for i in part.standings if _is_own(number, drafts[i])]
-            for i in own:
+            for i in part.standings:
                 requests[i].judged.add(part.controller)
+            own = [i for i in part.standings if _is_own(number, drafts[i])]
             carried_out = [i for i in own if i in part.budgets] if part.plan.at else own
             outcome = Outcome(
                 part.plan,

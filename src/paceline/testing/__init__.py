@@ -1,6 +1,6 @@
 """Toy targets and drafters, and checks for your own targets and drafters (docs/how-to/own-drafter.md, own-target.md).
 
-They are small enough to compare token by token, and real enough to fail.
+They are small enough to compare token by token, but they exercise the real engine, cache and sampler.
 """
 
 from __future__ import annotations

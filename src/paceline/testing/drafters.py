@@ -24,10 +24,16 @@ from paceline.verify.tree import check, depths
 
 
 class Oracle(Drafter):
-    """A drafter that knows the whole text in advance and errs at a chosen rate, for any acceptance you like.
+    """A drafter that knows the whole text in advance and errs at a chosen rate, to test with any acceptance rate.
 
-    At every node the true next token is among the children with probability `accuracy`; the others are random. With
-    accuracy 0 it is always wrong.
+    At every node, the true next token is among the children with probability `accuracy`; the other children are random.
+    With accuracy 0 every draft is wrong.
+
+    Args:
+        text: Token ids of the prompt and the whole reply.
+        accuracy: Probability from 0 to 1 that a node has the true next token among its children.
+        vocab_size: Size of the target's vocabulary.
+        seed: Seed of the random children.
     """
 
     def __init__(self, text: Sequence[int], accuracy: float, vocab_size: int, seed: int = 0) -> None:
@@ -53,11 +59,18 @@ class Oracle(Drafter):
 
 
 def check_drafter(make: Callable[[], Drafter], target: Target | None = None) -> None:
-    """Check the contract of `Drafter` on a toy target; raises an `AssertionError` that says what is broken.
+    """Check the contract of `Drafter` on a toy target.
 
-    It checks that text is lossless, alone and in a batch, greedy and sampled; that drafts are trees within their
-    budget, drawn from the q they give; that slots do not affect each other; and that a request may end at any time.
-    `make` makes a fresh drafter for a target with a vocabulary of 37 tokens, or for the given `target`.
+    - The text is the same with the drafter as without it, greedy and sampled, for one request and for a batch.
+    - Drafts are trees within their budget, and their tokens have a positive probability in q, if a draft has q.
+    - Slots do not affect each other, and a request may end at any time.
+
+    Args:
+        make: Function that makes a new drafter for `target`.
+        target: The target; None for a random decoder with a vocabulary of 37 tokens.
+
+    Raises:
+        AssertionError: The drafter breaks the contract. The message says how.
     """
     target = target or tiny_target()
     prompt = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
@@ -68,7 +81,7 @@ def check_drafter(make: Callable[[], Drafter], target: Target | None = None) -> 
             plain = run(target, prompt, sampling)[0]
             engine = Engine(target, watched, shape)
             assert run(target, prompt, sampling, engine=engine)[0] == plain, "the text depends on the drafter"
-            assert run(target, prompt, sampling, engine=engine)[0] == plain, "a slot is not as new after release"
+            assert run(target, prompt, sampling, engine=engine)[0] == plain, "a slot keeps state after release"
         run(target, prompt, Sampling(max_new_tokens=32, temperature=0.9, seed=7, rule="block"), engine=engine)
     _check_batch(make(), target, prompt)
     _check_forks(make(), target, prompt)
@@ -77,7 +90,7 @@ def check_drafter(make: Callable[[], Drafter], target: Target | None = None) -> 
 
 
 def _check_batch(drafter: Drafter, target: Target, prompt: Sequence[int]) -> None:
-    """Check that requests of different kinds that share rounds each write what they would write alone."""
+    """Check that different requests in one batch each write the same text as on their own."""
     prompts = [prompt, prompt[3:], [2, *prompt[::-1]]]
     samplings = [
         Sampling(max_new_tokens=24),
@@ -89,25 +102,26 @@ def _check_batch(drafter: Drafter, target: Target, prompt: Sequence[int]) -> Non
     together = [
         tokens for tokens, _, _ in run_together(Engine(target, watched, DraftBudget(8, 4, 2)), prompts, samplings)
     ]
-    if watched.error:  # the scheduler has repeated the round for each request alone
+    if watched.error:  # the scheduler caught it and repeated the round for each request separately
         raise watched.error
-    assert together == plain, "requests that share rounds change each other's text"
+    assert together == plain, "requests in one batch change each other's text"
 
 
 def _check_forks(drafter: Drafter, target: Target, prompt: Sequence[int]) -> None:
-    """Check that a second sample of a prompt gets the drafts of the first, though its prompt is not fed again."""
+    """Check that a fork gets the same drafts as its source, although its prompt is not fed again."""
     engine = Engine(target, drafter, DraftBudget.chain(4))
     sampling = Sampling(max_new_tokens=8, temperature=0.9, seed=7)
     request = _begin(engine, sampling, prompt)
     requests = [request, _begin(engine, sampling, prompt, source=request)]
     first, second = drafter.propose([_ask(engine, r) for r in requests])
-    assert first == second, "a fork is drafted for in another way than its source"
+    assert first == second, "a fork gets another draft than its source"
     for request in requests:
         engine.finish(request)
 
 
 def _check_saved(drafter: Drafter, target: Target, prompt: Sequence[int]) -> None:
-    """Check that a prompt with a cached prefix gets the drafts of one fed whole (`engine/prefix_cache.py`)."""
+    """Check that a prompt with a cached prefix gets the same drafts as a fully fed prompt
+    (`engine/prefix_cache.py`)."""
     engine = Engine(target, drafter, DraftBudget.chain(4))
     sampling = Sampling(temperature=0.9, seed=7)
     plain = _begin(engine, sampling, prompt)
@@ -122,7 +136,7 @@ def _check_saved(drafter: Drafter, target: Target, prompt: Sequence[int]) -> Non
                 continue
             request = _begin(engine, sampling, prompt, saved=(text, saved, length))
             assert drafter.propose([_ask(engine, request)]) == expected, (
-                f"a prompt whose first {length} tokens were loaded is drafted for in another way than one that was fed"
+                f"a prompt with {length} loaded tokens gets another draft than a fully fed prompt"
             )
             engine.finish(request)
         engine.finish(other)
@@ -130,24 +144,24 @@ def _check_saved(drafter: Drafter, target: Target, prompt: Sequence[int]) -> Non
 
 
 def _no_repeat(prefix: Prefix, logits: Tensor) -> Tensor:
-    """A processor that depends on the prefix: no token twice in a row."""
+    """Forbid repeating the last token: a processor that depends on the prefix."""
     logits[prefix.tokens[-1]] = -torch.inf
     return logits
 
 
 def _check_requests(drafter: Drafter, target: Target, prompt: Sequence[int]) -> None:
-    """Check that slots come and go in any order, and that releasing an unknown slot does nothing."""
+    """Check that slots can be used in any order, and that releasing an unknown slot does nothing."""
     engine = Engine(target, drafter, DraftBudget.chain(4))
     drafter.release(5)
     first = _begin(engine, Sampling(), prompt)
     alone = drafter.propose([_ask(engine, first)])
     second = _begin(engine, Sampling(), [*prompt[-2::-1], prompt[-1]])
     both = drafter.propose([_ask(engine, first), _ask(engine, second)])
-    assert both[0] == alone[0], "another slot, or asking twice, changes a draft"
+    assert both[0] == alone[0], "another slot, or a second call of propose, changes a draft"
     engine.finish(second)
     drafter.release(second.slot)
-    assert drafter.propose([_ask(engine, first)]) == alone, "releasing one slot changes another"
-    assert drafter.propose([_ask(engine, first, DraftBudget.chain(0))]) == [Draft()], "a draft without a budget"
+    assert drafter.propose([_ask(engine, first)]) == alone, "releasing one slot changes another slot's draft"
+    assert drafter.propose([_ask(engine, first, DraftBudget.chain(0))]) == [Draft()], "a budget of 0 must give Draft()"
     engine.finish(first)
 
 
@@ -158,7 +172,7 @@ def _begin(
     source: Request | None = None,
     saved: tuple[Saved, Saved | None, int] | None = None,
 ) -> Request:
-    """Return a prefilled request. `saved`: what target and drafter saved, and how many tokens of it to load."""
+    """Return a prefilled request. `saved` holds the states of target and drafter, and the number of tokens to load."""
     request = start(engine, prompt, sampling, (), source)
     if saved and request.policy:
         text, states, length = saved
@@ -189,12 +203,12 @@ class _Checked(DrafterWrapper):
 
 
 def _check_drafts(asks: Sequence[Ask], drafts: Sequence[Draft]) -> None:
-    assert len(drafts) == len(asks), "one draft per ask"
+    assert len(drafts) == len(asks), "propose must return one draft per ask"
     for ask, draft in zip(asks, drafts, strict=True):
         check(draft)
-        assert len(draft.tokens) <= ask.budget.nodes, "more nodes than the budget"
-        assert max(depths(draft.parents)) <= ask.budget.depth, "deeper than the budget"
+        assert len(draft.tokens) <= ask.budget.nodes, "a draft has more nodes than its budget"
+        assert max(depths(draft.parents)) <= ask.budget.depth, "a draft is deeper than its budget"
         children = Counter(draft.parents)
-        assert max(children.values(), default=0) <= ask.budget.branch, "more branches than the budget"
+        assert max(children.values(), default=0) <= ask.budget.branch, "a draft has more branches than its budget"
         for parent, token in zip(draft.parents, draft.tokens, strict=True):
-            assert parent not in draft.q or draft.q[parent][token] > 0, "a token that its q rules out"
+            assert parent not in draft.q or draft.q[parent][token] > 0, "a drafted token has probability 0 in its q"

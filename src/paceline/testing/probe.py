@@ -1,4 +1,4 @@
-"""A target under test and the slots of its cache, compared with plain feeding."""
+"""A target under test, and the slots of its cache, compared with plain feeding (one token per pass)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BUSHY, SMALL = SHAPES[-1], DraftBudget(3, 2, 2)
 
 
 class Probe:
-    """A target under test, one of its caches, and the results of plain feeding."""
+    """A target under test, one of its caches, and reference results from plain feeding."""
 
     def __init__(self, target: Target, tolerance: float, taps: tuple[Tap, ...]) -> None:
         self.target, self.tolerance, self.taps = target, tolerance, taps
@@ -27,12 +27,12 @@ class Probe:
         return [(i * i + 5 * i + 3 * seed + 1) % self.target.vocab_size for i in range(count)]
 
     def fill(self, budget: DraftBudget, seed: int = 0) -> Draft:
-        """Return a tree that uses this budget, with different siblings."""
+        """Return a tree that uses the whole budget. Siblings have different tokens."""
         firsts, vocab = range(seed + 2, seed + 2 + budget.branch), self.target.vocab_size
         return fill(budget, lambda row, depth: [(3 * row + depth + first) % vocab for first in firsts])
 
     def text(self, count: int, seed: int = 0, cache: KVCache | None = None) -> Text:
-        """Return a slot with `count` tokens, the last one pending, fed one by one."""
+        """Return a slot with `count` tokens, fed one by one. The last token is pending."""
         cache = cache or self.cache
         text = Text(self, cache, cache.acquire())
         assert text.length == 0, f"a new slot holds {text.length} tokens"
@@ -46,7 +46,7 @@ class Probe:
         return out
 
     def plain(self, tokens: Sequence[int]) -> Forward:
-        """Return the pass whose row 0 is the last of these tokens, from a cache used for nothing else."""
+        """Return the pass for the last of these tokens, from plain feeding into a separate cache."""
         if tuple(tokens) not in self._plain:
             cache = self.target.new_cache()
             slot = cache.acquire()
@@ -71,7 +71,7 @@ class Probe:
 
 @dataclass
 class Text:
-    """A slot and its text: all tokens but the last are committed, and the last is pending."""
+    """A slot and its text. All tokens except the last are committed; the last one is pending."""
 
     probe: Probe
     cache: KVCache
@@ -84,7 +84,8 @@ class Text:
         return self.cache.lengths[self.slot]
 
     def add(self, *tokens: int) -> None:
-        """Feed and commit the pending token and these, one by one; the last becomes pending."""
+        """Feed and commit the pending token and all but the last of `tokens`, one by one. The last token becomes
+        pending."""
         for token in tokens:
             if self.tokens:
                 self.verify(Draft())
@@ -96,34 +97,40 @@ class Text:
         return self.probe.forward(self.rows, self.cache, want or Want(taps=self.probe.taps))
 
     def commit(self, draft: Draft, path: Sequence[int], rows: Rows | None = None) -> None:
-        """Keep the pending token and the path; its last token stays in the cache, and the text has no pending one.
-        `rows`: those of the pass that verified the draft, if it was not `verify`."""
+        """Commit the pending token and a path of the draft. No token is pending afterwards.
+
+        `rows` are the rows of the pass that verified the draft, by default the rows of the last `verify`.
+        """
         length, rows = self.length, rows or self.rows
         self.cache.commit(rows, [path if slot == self.slot else None for slot in rows.slots])
         assert self.length == length + 1 + len(path), f"commit of {1 + len(path)} rows: {length} became {self.length}"
         self.tokens += [draft.tokens[row - 1] for row in path]
 
     def draft(self, shape: DraftBudget, seed: int = 0) -> Draft:
-        """Return a draft with as much of the shape as the cache can verify, level by level."""
+        """Return a draft that uses as much of the shape as the cache can verify."""
         budget = self.cache.fit(self.slot, shape)
-        assert budget.nodes <= shape.nodes, "fit gave more nodes than the budget"
-        assert budget.depth <= shape.depth, "fit gave more depth than the budget"
-        assert budget.branch <= shape.branch, "fit gave more branches than the budget"
+        assert budget.nodes <= shape.nodes, "fit returned more nodes than the budget"
+        assert budget.depth <= shape.depth, "fit returned more depth than the budget"
+        assert budget.branch <= shape.branch, "fit returned more branches than the budget"
         return self.probe.fill(budget, seed)
 
     def expect(self, said: str, draft: Draft | None = None, out: Forward | None = None, line: int = 0) -> None:
-        """Check that every row of the draft gives what plain feeding of its path gives."""
+        """Check that every row of the draft has the same results as plain feeding of its path."""
         draft = self.draft(SMALL) if draft is None else draft
         out = out or self.verify(draft)
-        # The longest first: plain feeding then gives its prefixes too.
+        # The longest path comes first, because plain feeding of it also computes its prefixes.
         for row, path in sorted(paths_of(draft).items(), key=lambda item: -len(item[1])):
             tokens = [*self.tokens, *(draft.tokens[r - 1] for r in path)]
             self.probe.compare(said, tokens, out, line, row)
 
 
 def fill(budget: DraftBudget, children: Callable[[int, int], Iterable[int]]) -> Draft:
-    """Return a tree that uses this budget, level by level; the last row may lack children. `children`: the tokens
-    below a row at a depth."""
+    """Return a tree that uses this budget, filled level by level. The last row may lack children.
+
+    Args:
+        budget: The budget.
+        children: Function from a row and its depth to the tokens of its children.
+    """
     tokens: list[int] = []
     parents: list[int] = []
     level = range(1)

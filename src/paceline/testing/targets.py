@@ -19,12 +19,18 @@ from paceline.verify.tree import depths, pack, pack_prefix, paths_of
 
 
 def check_target(make: Callable[[], Target], *, tolerance: float = 1e-6, taps: Sequence[Tap] = ()) -> None:
-    """Check the contracts of `Target` and `KVCache`; raises an `AssertionError` that says what is broken.
+    """Check the contracts of `Target` and `KVCache`.
 
-    Everything is compared with plain feeding: one token per pass, each committed. `make` makes the target, which needs
-    a vocabulary of at least 8 tokens and a context of at least 48; a context of up to 1024 is tested to its end.
-    `tolerance`: maximum absolute difference of a row's logits. `taps`: hidden states that the target returns, to be
-    checked too.
+    All results are compared with plain feeding: one token per pass, each committed.
+
+    Args:
+        make: Function that makes the target. It needs a vocabulary of at least 8 tokens and a context length of at
+            least 48; up to a context length of 1024, the end of the context is tested too.
+        tolerance: Maximum absolute difference of logits and hidden states.
+        taps: Hidden states that the target returns, which are checked too.
+
+    Raises:
+        AssertionError: The target or its cache breaks the contract. The message says how.
     """
     for clause in CLAUSES:
         probe = Probe(make(), tolerance, tuple(taps))
@@ -37,7 +43,7 @@ def check_target(make: Callable[[], Target], *, tolerance: float = 1e-6, taps: S
 
 
 def _drafts(probe: Probe) -> None:
-    """Logits of chains and trees are those of their paths."""
+    """The logits of a draft's row must equal plain feeding of its path."""
     for length in (1, 6, 11):
         text = probe.text(length)
         for shape in SHAPES:
@@ -49,7 +55,7 @@ def _drafts(probe: Probe) -> None:
 
 
 def _wanted(probe: Probe) -> None:
-    """A pass gives the logits and taps that were wanted, float32 or float64."""
+    """A pass must return the wanted logits and taps, in float32 or float64."""
     text = probe.text(9)
     draft = text.draft(DraftBudget.chain(4))
     rows = max(4, len(draft.tokens) + 1)
@@ -67,7 +73,7 @@ def _wanted(probe: Probe) -> None:
 
 
 def _chunks(probe: Probe) -> None:
-    """Prefill chunks of any size leave what plain feeding leaves."""
+    """Prefill chunks of any size must have the same effect as plain feeding."""
     text = probe.text(1)
     tokens = probe.tokens(20, seed=1)
     text.tokens = tokens
@@ -81,7 +87,7 @@ def _chunks(probe: Probe) -> None:
 
 
 def _ragged(probe: Probe) -> None:
-    """Slots of different lengths and drafts share a pass without affecting each other."""
+    """Slots of different lengths and with different drafts must not affect each other in a pass."""
     texts = [probe.text(length, seed) for seed, length in enumerate((3, 14, 8))]
     for order in ([0, 1, 2], [2, 0], [1, 2, 0]):
         group = [texts[i] for i in order]
@@ -102,7 +108,7 @@ def _ragged(probe: Probe) -> None:
 
 
 def _traces(probe: Probe) -> None:
-    """Rows that were fed and not committed leave no trace."""
+    """Rows that were fed but not committed must leave no trace."""
     text = probe.text(8)
     rows = pack_prefix(probe.tokens(6, seed=3), text.slot, text.length, probe.target.device)
     for shape in (*SHAPES, *SHAPES[::-1]):
@@ -110,11 +116,11 @@ def _traces(probe: Probe) -> None:
         probe.forward(rows, probe.cache, Want("none"))
         text.expect("after uncommitted rows", text.draft(shape))
     text.add(*probe.tokens(3, seed=2))
-    text.expect("going on after uncommitted rows")
+    text.expect("continuing after uncommitted rows")
 
 
 def _commits(probe: Probe) -> None:
-    """Any path of a draft can be committed, and the text continues from there."""
+    """Any path of a draft can be committed, and the text continues after it."""
     for shape in (DraftBudget.chain(3), BUSHY):
         for length in (4, 5):
             for node in range(shape.nodes + 1):
@@ -128,7 +134,7 @@ def _commits(probe: Probe) -> None:
 
 
 def _passes(probe: Probe) -> None:
-    """Only a slot's latest pass can be committed, once, and not after the slot was released."""
+    """Only a slot's latest pass can be committed, only once, and not after the slot was released."""
     text = probe.text(6)
     text.verify(Draft())
     older = text.rows
@@ -159,7 +165,7 @@ def _passes(probe: Probe) -> None:
 
 
 def _truncation(probe: Probe) -> None:
-    """A slot can be truncated, and has kept what its length says."""
+    """A slot can be truncated, and then holds as many tokens as its length says."""
     text = probe.text(14)
     for seed, length in enumerate((13, 12, 7, 6, 2, 0)):
         text.verify(text.draft(BUSHY))
@@ -170,22 +176,22 @@ def _truncation(probe: Probe) -> None:
         text.tokens = [*text.tokens[:kept], 6 + seed % 2]
         text.expect(f"after truncation to {length}")
         text.add(*probe.tokens(length - kept, seed), 4)
-        text.expect(f"going on after truncation to {length}")
+        text.expect(f"continuing after truncation to {length}")
         probe.cache.truncate(text.slot, min(length, text.length))
         text.tokens = [*text.tokens[: text.length], 1]
 
 
 def _forks(probe: Probe) -> None:
-    """A fork starts with the committed tokens, and is then independent."""
+    """A fork starts with the committed tokens and is independent afterwards."""
     text = probe.text(9)
     text.verify(text.draft(BUSHY))
     fork = Text(probe, probe.cache, probe.cache.fork(text.slot), list(text.tokens))
-    assert fork.slot != text.slot, "fork gave the same slot"
+    assert fork.slot != text.slot, "fork returned the same slot"
     assert fork.length == text.length, f"a fork of {text.length} tokens has {fork.length}"
     fork.expect("a fork")
     fork.add(2, 3)
     text.add(4)
-    fork.expect("a fork that went on")
+    fork.expect("a fork that continued")
     text.expect("a text that was forked")
     probe.cache.release(text.slot)
     fork.add(5)
@@ -193,11 +199,11 @@ def _forks(probe: Probe) -> None:
 
 
 def _saves(probe: Probe) -> None:
-    """A saved text can be loaded up to the length that it holds, whatever became of its slot."""
+    """A saved text can be loaded up to its length, even after its slot has changed."""
     text = probe.text(11)
     text.verify(text.draft(BUSHY))
     tokens, saved = list(text.tokens), probe.cache.save(text.slot)
-    assert saved.length == text.length, f"of {text.length} tokens {saved.length} are saved"
+    assert saved.length == text.length, f"{saved.length} of {text.length} tokens were saved"
     text.add(3, 4)
     probe.cache.release(text.slot)
     probe.text(14, seed=2)
@@ -205,19 +211,19 @@ def _saves(probe: Probe) -> None:
         for length in (saved.length, saved.length - 1, 5, 1):
             slot = cache.acquire()
             kept, said = cache.load(slot, saved, length), saved.most(length, 0)
-            assert kept == said <= length, f"most({length}) is {said}, and load gives {kept} tokens"
-            assert cache.lengths[slot] == kept, f"load gives {kept} tokens, and the slot has {cache.lengths[slot]}"
+            assert kept == said <= length, f"most({length}) is {said}, but load returned {kept} tokens"
+            assert cache.lengths[slot] == kept, f"load returned {kept} tokens, but the slot has {cache.lengths[slot]}"
             loaded = Text(probe, cache, slot, [*tokens[:kept], 5])
             loaded.expect(f"after {length} tokens were loaded")
             loaded.add(*probe.tokens(3, seed=length))
-            loaded.expect(f"going on after {length} tokens were loaded")
-    assert not saved.holds(saved.length + 1, 0), "more is held than was saved"
+            loaded.expect(f"continuing after {length} tokens were loaded")
+    assert not saved.holds(saved.length + 1, 0), "a saved text claims to hold more tokens than were saved"
 
 
 def _lives(probe: Probe) -> None:
-    """Slots come and go in any order without affecting each other, and a reused slot is as new."""
+    """Slots can be acquired and released in any order without affecting each other, and a reused slot is empty."""
     texts = [probe.text(length, seed) for seed, length in enumerate((12, 5, 8))]
-    assert len({text.slot for text in texts}) == 3, "one slot was given twice"
+    assert len({text.slot for text in texts}) == 3, "a slot was acquired twice"
     for seed in range(3, 7):
         gone = texts.pop(0)
         gone.verify(gone.draft(BUSHY))
@@ -227,27 +233,27 @@ def _lives(probe: Probe) -> None:
             text.expect("after another slot was released")
             text.add(seed)
         slots = [probe.cache.acquire(), probe.cache.acquire()]
-        assert len({*slots, *(text.slot for text in texts)}) == 4, "one slot was given twice"
+        assert len({*slots, *(text.slot for text in texts)}) == 4, "a slot was acquired twice"
         held = [probe.cache.lengths[slot] for slot in slots]
         assert held == [0, 0], f"a new slot holds {max(held)} tokens"
         probe.cache.release(slots[0])
         texts.append(Text(probe, probe.cache, slots[1]))
         texts[-1].add(*probe.tokens(seed, seed))
         for text in texts:
-            text.expect("after a slot came back")
+            text.expect("after a released slot was reused")
 
 
 def _caches(probe: Probe) -> None:
     """Two caches of one target are independent."""
     ours, theirs = probe.text(9), probe.text(6, seed=1, cache=probe.target.new_cache())
     for _ in range(2):
-        ours.expect("beside another cache")
-        theirs.expect("beside another cache")
+        ours.expect("with another cache in use")
+        theirs.expect("with another cache in use")
         ours.add(3)
 
 
 def _growing(probe: Probe) -> None:
-    """A tree may grow over several passes (`Rows.starts`), on rows that are not committed."""
+    """A tree can grow over several passes (`Rows.starts`), after rows that are not committed."""
     text = probe.text(7)
     text.verify(Draft())
     text.commit(Draft(), ())
@@ -268,12 +274,12 @@ def _growing(probe: Probe) -> None:
         out = probe.forward(rows, probe.cache, Want(taps=probe.taps))
         for line, i in enumerate(level):
             tokens = [*text.tokens, *(draft.tokens[r - 1] for r in paths_of(draft)[i + 1])]
-            probe.compare(f"level {depth} of a tree that grows", tokens, out, 0, line)
+            probe.compare(f"level {depth} of a growing tree", tokens, out, 0, line)
         first = end
 
 
 def _fits(probe: Probe) -> None:
-    """`fit` stays within the budget and allows some drafts, and all that it allows is verified exactly."""
+    """`fit` must stay within the budget and allow some drafts, and every allowed draft must be verified exactly."""
     most = 0
     text = probe.text(1)
     for step in (1, 2, 3):
@@ -286,7 +292,7 @@ def _fits(probe: Probe) -> None:
 
 
 def _ends(probe: Probe) -> None:
-    """The context can be used to its last token."""
+    """The context can be used up to its last token."""
     room = probe.target.context_length
     assert room > 0, f"context_length is {room}"
     if room > 1024:
@@ -299,13 +305,13 @@ def _ends(probe: Probe) -> None:
         probe.forward(rows, probe.cache, Want("none"))
         probe.cache.commit(rows, [range(1, len(chunk))])
     text.tokens = tokens[: room - 3]
-    text.expect("a draft to the end of the context", text.draft(DraftBudget.chain(3)))
+    text.expect("a draft up to the end of the context", text.draft(DraftBudget.chain(3)))
     text.add(*tokens[room - 3 :])
     text.expect("the last token of the context", Draft())
 
 
 def _texts(probe: Probe) -> None:
-    """Decoding with drafts, right or wrong, writes the text of plain decoding."""
+    """Decoding with drafts, right or wrong, must write the same text as plain decoding."""
     target, prompt = probe.target, probe.tokens(10)
     for temperature in (0.0, 0.9):
         sampling = Sampling(max_new_tokens=24, temperature=temperature, seed=7)

@@ -1,4 +1,4 @@
-"""A random decoder of a few thousand weights, and functions that run an engine without an `LLM`."""
+"""A random decoder with a few thousand weights, and functions that run an engine without an `LLM`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,13 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def random_tensors(config: ModelConfig, seed: int = 0, scale: float = 0.4) -> dict[str, Tensor]:
-    """Return normally distributed weights for `config` by Hugging Face name, float32; norms are 1."""
+    """Return random weights for `config`, by Hugging Face name, in float32.
+
+    Args:
+        config: The architecture, with Llama's layers.
+        seed: Seed of the normal distribution.
+        scale: Standard deviation of matrices. Weights of norms are 1.
+    """
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn(shape, generator=generator) * scale if len(shape) > 1 else torch.ones(shape)
@@ -65,7 +71,13 @@ def random_tensors(config: ModelConfig, seed: int = 0, scale: float = 0.4) -> di
 
 
 def tiny_target(seed: int = 0, dtype: torch.dtype = torch.float64, **changes: int | bool) -> Decoder:
-    """Return a random decoder of a few thousand weights, in float64 so that rounding does not matter."""
+    """Return a random decoder with a few thousand weights.
+
+    Args:
+        seed: Seed of the weights.
+        dtype: Type of the computation. In float64, rounding rarely matters.
+        **changes: Fields of `TINY` to replace.
+    """
     config = replace(TINY, **changes)  # type: ignore[arg-type]
     return Decoder(config, random_tensors(config, seed), dtype, torch.device("cpu"))
 
@@ -80,8 +92,20 @@ def run(
     eos: Sequence[int] = (),
     engine: Engine | None = None,
 ) -> tuple[list[int], FinishReason | None, Stats]:
-    """Decode with an engine alone. Returns (token ids of the reply, stop reason, statistics). Token 65 decodes to
-    "A"."""
+    """Decode one prompt with an engine. Token id i decodes to `chr(i)`.
+
+    Args:
+        target: The target.
+        prompt: Token ids of the prompt.
+        sampling: Sampling parameters.
+        drafter: The drafter; None for plain decoding.
+        draft: Budget of the drafts.
+        eos: EOS ids.
+        engine: Engine to use instead of a new one.
+
+    Returns:
+        Token ids of the reply, the reason why it ended, and statistics.
+    """
     (reply,) = run_together(engine or Engine(target, drafter, draft), [prompt], [sampling], eos=eos)
     return reply
 
@@ -94,8 +118,18 @@ def run_together(
     eos: Sequence[int] = (),
     adapters: Sequence[int] = (),
 ) -> list[tuple[list[int], FinishReason | None, Stats]]:
-    """Decode several prompts in shared passes. Returns for each what `run` returns. `adapters`: of each prompt (see
-    `KVCache.acquire`); () for none."""
+    """Decode several prompts in shared passes.
+
+    Args:
+        engine: The engine.
+        prompts: Token ids of each prompt.
+        samplings: Sampling parameters of each prompt.
+        eos: EOS ids.
+        adapters: Adapter number of each prompt (see `KVCache.acquire`); () for none.
+
+    Returns:
+        For each prompt, the same as `run`.
+    """
     each = zip(prompts, samplings, adapters or [0] * len(prompts), strict=True)
     tasks = [Task(partial(start, engine, prompt, how, eos, adapter=number)) for prompt, how, number in each]
     for _ in Batch(engine, tasks, len(tasks)):

@@ -20,7 +20,7 @@ Entry = dict[int, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class SavedList(Saved):
-    """A copy of the entries of a text."""
+    """A copy of a text's entries."""
 
     entries: tuple[Entry, ...]
 
@@ -29,11 +29,11 @@ class ListCache:
     """A `KVCache` made of lists: for each slot, the entries of its tokens in order. Slow, but easy to understand."""
 
     def __init__(self) -> None:
-        self.prompts: list[int] = []  # slot -> the length of its request's prompt
-        self.adapters: list[int] = []  # slot -> its request's adapter
+        self.prompts: list[int] = []  # slot -> prompt length of its request
+        self.adapters: list[int] = []  # slot -> adapter number of its request
         self._kept: list[list[Entry]] = []  # slot -> its committed tokens
-        self._fed: dict[int, list[Entry]] = {}  # slot -> the rows fed since, none of them committed
-        self._begun: dict[int, int] = {}  # slot -> the number of its latest pass, until that is committed
+        self._fed: dict[int, list[Entry]] = {}  # slot -> its uncommitted rows
+        self._begun: dict[int, int] = {}  # slot -> number of its latest pass, if that is not committed
         self._free: list[int] = []
 
     @property
@@ -52,7 +52,7 @@ class ListCache:
 
     def begin(self, rows: Rows) -> ListPass:
         for slot, start, parents in zip(rows.slots, rows.starts, rows.parents, strict=True):
-            # Rows that have been taken to a later layer keep what the layers before it wrote.
+            # Rows that resume at a later layer keep the entries of earlier layers.
             earlier = self._fed.get(slot, [])[: len(parents) if rows.resume else start]
             self._fed[slot] = earlier + [{} for _ in parents[len(earlier) :]]
             self._begun[slot] = rows.number
@@ -114,13 +114,13 @@ class ListPass:
         )
 
     def _row(self, b: int, t: int, layer: int, q: Tensor) -> Tensor:
-        """Attend from one row, q [heads, D], to all that it sees. Returns [heads * D]."""
+        """Attend from one row with query q [heads, D] to all entries that it sees. Returns [heads * D]."""
         entries = self.seen(b, self._rows.starts[b] + t)
         keys, values = (torch.stack(x, 1) for x in zip(*(entry[layer] for entry in entries), strict=True))
         return F.scaled_dot_product_attention(q[:, None], keys, values, enable_gqa=True).flatten()
 
     def seen(self, b: int, row: int) -> list[Entry]:
-        """Return the committed tokens, then the row's ancestors from the root down, then the row itself."""
+        """Return the committed entries, then the entries of the row's ancestors from the root, then the row's own."""
         path: list[Entry] = []
         while row != NONE:
             path.append(self._fed[b][row])
@@ -129,7 +129,7 @@ class ListPass:
 
 
 class ToyTarget:
-    """A `Target` of random vectors with one attention head: each logit depends on all earlier tokens and their
+    """A `Target` with random weights and one attention head. Each logit depends on all earlier tokens and their
     positions."""
 
     device = torch.device("cpu")

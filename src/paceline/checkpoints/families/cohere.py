@@ -1,7 +1,7 @@
 """Command R (Cohere), and Command R7B and A (Cohere 2).
 
-They have layer norms, attention and feed-forward part in parallel, a factor of the logits, interleaved rotary pairs,
-and in the largest models norms of queries and keys.
+They have layer norms, attention and feed-forward part in parallel, a factor of the logits and interleaved rotary pairs.
+The largest models have QK-norm.
 """
 
 from __future__ import annotations

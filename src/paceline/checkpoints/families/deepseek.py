@@ -128,10 +128,12 @@ def read_experts(raw: Raw, sigmoid: bool = True) -> MixtureConfig:
         raise UnsupportedModel(
             f"a {raw['model_type']} model with experts by {raw['scoring_func']} and {method} and a moe_layer_freq of "
             f"{raw['moe_layer_freq']} is not supported",
-            f"The published ones have {scoring} and {' or '.join(_METHODS[scoring])}, and a moe_layer_freq of 1",
+            f"Published models have {scoring} and {' or '.join(_METHODS[scoring])}, and a moe_layer_freq of 1",
         )
     if not sigmoid and raw["norm_topk_prob"]:  # DeepSeek's code, transformers and llama.cpp scale them differently
-        raise UnsupportedModel("a deepseek_v2 model with norm_topk_prob is not supported", "The published ones do not")
+        raise UnsupportedModel(
+            "a deepseek_v2 model with norm_topk_prob is not supported", "Use a published model, which does not set it"
+        )
     count, used, width = raw["n_routed_experts"], raw["num_experts_per_tok"], raw["moe_intermediate_size"]
     if used is None:
         raise CorruptModel("num_experts_per_tok must be a whole number", CORRECT)

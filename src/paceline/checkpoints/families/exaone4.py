@@ -14,7 +14,7 @@ from paceline.models.config import ModelConfig, NormConfig
 def _exaone4(raw: Raw, base: ModelConfig) -> ModelConfig:
     base = replace(base, norms=NormConfig(base.norms.eps, before=False, after=True, heads="shared"))
     every = raw["sliding_window_pattern"]
-    # A config without a window may hold the default of one.
+    # A config may hold the default window although it is not used.
     if raw["sliding_window"] is None or not every:
         return base
     return windows_but_every(raw, base, every, base.rope, None)

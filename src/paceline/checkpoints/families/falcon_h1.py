@@ -58,7 +58,7 @@ def _falcon_h1(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 
 def multipliers(raw: Raw) -> dict[str, Multiplier]:
-    """Return the factors of tensors, by the ends of their names. The model multiplies activations by them.
+    """Return the factors of tensors, by suffixes of their names. The model applies them to activations.
 
     Raises:
         CorruptModel: If a key is wrong. (Tensors may be read before the rest of the config is checked.)
@@ -73,7 +73,7 @@ def multipliers(raw: Raw) -> dict[str, Multiplier]:
     keys = raw["mamba_n_groups"] * raw["mamba_d_state"]
     sizes = values, values, keys, keys, raw["mamba_n_heads"]
     parts = list(zip(sizes, raw["ssm_multipliers"] or (1.0,) * 5, strict=True))
-    # Of weights and of biases.
+    # The factors of weights and of biases.
     factors: dict[str, tuple[Multiplier, Multiplier]] = {
         "self_attn.k_proj": ([(_ANY_ROWS, into * key)], [(_ANY_ROWS, key)]),
         "mamba.in_proj": ([(count, raw["ssm_in_multiplier"] * factor) for count, factor in parts], parts),
@@ -91,7 +91,7 @@ class Scaled(Renamed):
     """Tensors, some of them multiplied by factors of their rows."""
 
     def __init__(self, tensors: Mapping[str, Tensor], factors: Mapping[str, Multiplier]) -> None:
-        """Multiply `tensors` by `factors`, which are given by the ends of names."""
+        """Multiply tensors by `factors`, which maps suffixes of tensor names to factors."""
         super().__init__(tensors)
         self._factors = {name: f for name in tensors for end, f in factors.items() if name.endswith(end)}
 

@@ -13,7 +13,7 @@ from paceline.models.rope import read_rope
 
 
 def _gemma(raw: Raw, base: ModelConfig) -> ModelConfig:
-    """Build Gemma 1. Its config may name the activation "gelu", which was never computed."""
+    """Build Gemma 1. The config may say "gelu", but the models were trained with "gelu_pytorch_tanh"."""
     return replace(
         base, norms=NormConfig(base.norms.eps, offset=1.0), embed_scale=base.hidden**0.5, activation="gelu_pytorch_tanh"
     )
@@ -25,7 +25,7 @@ def _gemma2(raw: Raw, base: ModelConfig, every: int = 2, local: RopeConfig | Non
     Args:
         raw: The config.
         base: The common part.
-        every: One layer of so many has full attention, the others slide.
+        every: Period of layers with full attention. The other layers slide.
         local: The rotary embedding of layers that slide; None: the model's.
     """
     base = replace(
@@ -42,7 +42,7 @@ def _gemma2(raw: Raw, base: ModelConfig, every: int = 2, local: RopeConfig | Non
 
 
 def _gemma3(raw: Raw, base: ModelConfig) -> ModelConfig:
-    """Build Gemma 3: Gemma 2 with norms of queries and keys, and another rotary base in layers that slide."""
+    """Build Gemma 3: Gemma 2 with QK-norm, and another rotary base in layers that slide."""
     own = (raw.get("rope_parameters") or {}).get(SLIDING)
     local = read_rope(own, raw, raw["rope_local_base_freq"], base.head_dim)
     base = _gemma2(raw, base, raw["sliding_window_pattern"], local)
@@ -75,7 +75,7 @@ def _read3(meta: Metadata, config: Config) -> Config:
 
 
 def _query_scalar(config: Config, layers_of_27b: int) -> int:
-    """Return the head's size, or in the 27B models, which their depth tells as in llama.cpp, another size.
+    """Return the head's size, or another size in the 27B models, which are recognized by their depth as in llama.cpp.
 
     The metadata has no key for it.
     """

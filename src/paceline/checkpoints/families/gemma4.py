@@ -1,7 +1,7 @@
 """Gemma 4.
 
-Heads have another size in layers with full attention, upper layers share keys and values, and each layer has an input
-that depends on the token.
+Layers with full attention have another head size, upper layers share keys and values, and there are per-layer
+embeddings.
 """
 
 from __future__ import annotations
@@ -44,10 +44,12 @@ _OWN_SIZES = each(SIZE, "head_dim", "num_key_value_heads")
 
 def _gemma4(raw: Raw, base: ModelConfig) -> ModelConfig:
     if raw["use_bidirectional_attention"] == "all":
-        raise UnsupportedModel("a Gemma 4 whose tokens see later ones writes no text", "Use a language model")
+        raise UnsupportedModel("a Gemma 4 with bidirectional attention does not generate text", "Use a language model")
     inputs = raw["hidden_size_per_layer_input"] or 0
     if inputs and raw.get("vocab_size_per_layer_input", base.vocab_size) != base.vocab_size:
-        raise UnsupportedModel("tables of another vocabulary for each layer are not supported", "Use another model")
+        raise UnsupportedModel(
+            "per-layer embeddings with a vocabulary of their own are not supported", "Use another model"
+        )
     experts = None
     if raw["enable_moe_block"]:
         sizes = [raw[key] for key in ("num_experts", "top_k_experts", "moe_intermediate_size")]
@@ -70,11 +72,13 @@ def _gemma4(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 def _layers(raw: Raw, base: ModelConfig) -> tuple[LayerConfig, ...]:
     types = read_types(raw["layer_types"], base, (FULL, SLIDING), lambda i: FULL if (i + 1) % 6 == 0 else SLIDING)
-    types[-1] = FULL  # as transformers forces it
+    types[-1] = FULL  # transformers forces this too
     own = base.layers - raw["num_kv_shared_layers"]
-    # A model without any keys of its own is an assistant, which sees another's (`assistant.py`).
+    # A model without keys of its own is an assistant, which reads its target's (`assistant.py`).
     if own and not {*types[own:]} <= {*types[: max(0, own)]}:
-        raise CorruptModel(f"{raw['num_kv_shared_layers']} layers share keys that no other layer has", CORRECT)
+        raise CorruptModel(
+            f"{raw['num_kv_shared_layers']} layers share keys, but no other layer has keys to share", CORRECT
+        )
     sizes = _sizes(raw, base, types)
     ropes = {kind: _rope(raw, kind, sizes[types.index(kind)]["head_dim"]) for kind in {*types}}
     return tuple(
@@ -133,7 +137,7 @@ def _rope_of_sliding_layers(scaling: Raw) -> Raw:
 
 
 def _read(meta: Metadata, config: Config) -> Config:
-    """Read the sizes of both kinds of layers. Planes that do not turn have factors of at least 1e20."""
+    """Read the sizes of both kinds of layers. Rotary planes that do not rotate have factors of at least 1e20."""
     layers, types = config["num_hidden_layers"], layer_types(meta, config["num_hidden_layers"], 6)
     shared = meta.get("attention.shared_kv_layers", 0)
     widths = by_layer(meta["feed_forward_length"], layers)

@@ -34,7 +34,7 @@ def _glm4_moe(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 
 def _read_moe(meta: Metadata, config: Config) -> Config:
-    # Not by the first layer: a file may hold the MTP layer alone.
+    # The first layer does not decide, because a file may hold only the MTP layer.
     normed = any(name.endswith(".attn_q_norm.weight") for name in meta.file.tensors)
     own = {"use_qk_norm": normed, "first_k_dense_replace": meta.get("leading_dense_block_count", 0)}
     return {**read_gguf_experts(meta), **rotated_share(meta, config), **own}

@@ -1,4 +1,4 @@
-"""Hunyuan (dense): Llama with norms of queries and keys after the rotation, and a larger rotary base."""
+"""Hunyuan (dense): Llama with QK-norm after the rotation, and a larger rotary base."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.models.config import ModelConfig, NormConfig
 
 
 def _rope(scaling: Raw) -> Raw:
-    """Remove a rule with an `alpha`. It is called "dynamic", but does not depend on the text."""
+    """Remove a scaling rule with an `alpha`. It is called "dynamic", but does not depend on the text."""
     return {"rope_theta": scaling.get("rope_theta")} if scaling.get("alpha") else scaling
 
 

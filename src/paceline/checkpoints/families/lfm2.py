@@ -1,4 +1,4 @@
-"""LFM2: short convolutions, and attention in some layers. LFM2-MoE: experts too, but in the first layers."""
+"""LFM2: short convolutions, and attention in some layers. LFM2-MoE also has experts, except in the first layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CONV, _EXPERT = "conv", ("w1", "w3", "w2")
 
 
 def _lfm2(raw: Raw, base: ModelConfig, dense: int | None = None) -> ModelConfig:
-    """Build the layers. `dense`: number of the first layers, which have no experts; None: no layer has any."""
+    """Build the layers. The first `dense` layers have no experts; with None, no layer has any."""
     attends = raw.get("full_attn_idxs")
     types = read_types(
         raw.get("layer_types"),

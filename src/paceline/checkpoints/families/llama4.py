@@ -66,13 +66,13 @@ def _layers(raw: Raw, base: ModelConfig) -> tuple[LayerConfig, ...]:
 
 _CHUNKED = ("chunked_attention", "full_attention")
 _MAVERICK = 128
-"""Number of experts of the only Llama 4 without norms of queries and keys. llama.cpp recognises it by them too."""
+"""Number of experts of the only Llama 4 without QK-norm. llama.cpp recognises that model by this number too."""
 
 
 def _read(meta: Metadata, config: Config) -> Config:
     """Read the experts, which small models (MobileLLM-R1) lack.
 
-    The metadata has neither chunks nor temperatures. All models have the same.
+    The metadata lacks chunk sizes and temperatures, but all models have the same values.
     """
     whole_text = meta.get("attention.sliding_window") == 0
     count = meta.get("expert_count", 0)

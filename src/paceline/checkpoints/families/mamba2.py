@@ -54,7 +54,7 @@ def state_of(raw: Raw, activation: str, *, groups: int, heads: int, keys: int, v
     """Return the state of a layer of these sizes.
 
     Raises:
-        UnsupportedModel: If the activation or the limit of time steps is not the published models'.
+        UnsupportedModel: The activation or the limit of time steps differs from the published models.
     """
     if activation != "silu":
         raise UnsupportedModel(f"Mamba-2 with the activation {activation!r} is not supported", "Use another model")
@@ -122,7 +122,7 @@ FAMILIES = (
         {
             **{"n_groups": 8, "num_heads": 128, "head_dim": 64, "state_size": 128, "conv_kernel": 4},
             **{"layer_norm_epsilon": 1e-5, "max_position_embeddings": 2**20},
-            # No layer attends or feeds.
+            # No layer has attention or an MLP.
             **{"num_attention_heads": 1, "intermediate_size": 1},
         },
         {

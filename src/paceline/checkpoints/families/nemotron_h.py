@@ -74,7 +74,7 @@ def _experts(raw: Raw) -> MixtureConfig:
 
 
 def _read(meta: Metadata, config: Config, feeds: str = "mlp") -> Config:
-    """Read the type of each layer: attention with key heads, a feed-forward part with a width, or else a state."""
+    """Read the type of each layer: attention has key heads, a feed-forward part has a width, others are states."""
     pairs = (each_layer(meta, config, key) for key in ("attention.head_count_kv", "feed_forward_length"))
     sizes = read_state(meta, "")
     return {

@@ -1,6 +1,6 @@
 """OLMo 2 and 3, and OLMoE.
 
-Norms of queries and keys go over all heads together. In OLMo, norms come after attention and feed-forward part.
+QK-norm is applied across heads. In OLMo, norms come after attention and feed-forward part.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from paceline.files.schema import FLAG, NULL, whole
 from paceline.models.config import MixtureConfig, ModelConfig
 
 LANGUAGE = {"model.language_model.": "model."}
-"""Tensor names in files of models that also see."""
+"""Tensor names in files of multimodal models."""
 _SLIDES = {"use_sliding_window": FLAG | NULL}
 _KEYS = {**_SLIDES, "max_window_layers": whole()}
 _DEFAULTS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
@@ -29,7 +29,7 @@ def _qwen2(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 
 def normed(raw: Raw, base: ModelConfig) -> ModelConfig:
-    """Add norms of queries and keys."""
+    """Add QK-norm."""
     return replace(base, norms=replace(base.norms, heads="shared"))
 
 
@@ -52,7 +52,7 @@ def _read_moe(meta: Metadata, config: Config) -> Config:
         "num_experts": meta["expert_count"],
         "num_experts_per_tok": meta["expert_used_count"],
         "moe_intermediate_size": meta["expert_feed_forward_length"],
-        # Not in the metadata; llama.cpp always does so.
+        # The metadata has no key for this. llama.cpp always does it.
         "norm_topk_prob": True,
     }
 

@@ -19,7 +19,7 @@ Kind = Annotated[str, Field(max_length=100)]
 _TEXTUAL = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
-class Part(Lenient):
+class ItemPart(Lenient):
     """A part of a message's content, or of reasoning. If it is not `textual`, such as an image, `text` is a note."""
 
     type: Kind
@@ -39,11 +39,11 @@ class Part(Lenient):
         return part if not isinstance(kind, str) or kind in _TEXTUAL else {"type": kind, "text": left_out(kind)}
 
 
-Parts = Annotated[list[Part], Field(fail_fast=True, max_length=10_000)]
+Parts = Annotated[list[ItemPart], Field(fail_fast=True, max_length=10_000)]
 CallId = Annotated[str, Field(min_length=1, max_length=200)]
 
 
-def joined(content: str | list[Part]) -> str:
+def joined(content: str | list[ItemPart]) -> str:
     """Return the text of a content."""
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
