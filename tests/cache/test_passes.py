@@ -40,7 +40,7 @@ def cache(request: pytest.FixtureRequest) -> SlabCache:
 def test_an_earlier_pass_cannot_be_committed_before_the_latest_one(cache: SlabCache) -> None:
     slot = cache.acquire()
     earlier, latest = begun(cache, slot), begun(cache, slot)
-    with pytest.raises(CacheError, match="latest pass, and only once"):
+    with pytest.raises(CacheError, match="Commit only the slot's latest pass, and only once"):
         cache.commit(earlier, [[2]])
     assert cache.lengths[slot] == 0
     cache.commit(latest, [[2]])
@@ -52,7 +52,7 @@ def test_an_earlier_pass_cannot_be_committed_after_the_latest_one(cache: SlabCac
     earlier, latest = begun(cache, slot), begun(cache, slot)
     cache.commit(latest, [[2]])
     for rows in (earlier, latest):
-        with pytest.raises(CacheError, match="latest pass, and only once"):
+        with pytest.raises(CacheError, match="Commit only the slot's latest pass, and only once"):
             cache.commit(rows, [[]])
     assert cache.lengths[slot] == 2
     cache.commit(begun(cache, slot), [[]])
@@ -62,7 +62,7 @@ def test_an_earlier_pass_cannot_be_committed_after_the_latest_one(cache: SlabCac
 def test_a_pass_of_one_slot_leaves_the_pass_of_another_valid(cache: SlabCache) -> None:
     first, second = cache.acquire(), cache.acquire()
     both, later = begun(cache, first, second), begun(cache, second)
-    with pytest.raises(CacheError, match="latest pass, and only once"):
+    with pytest.raises(CacheError, match="Commit only the slot's latest pass, and only once"):
         cache.commit(both, [None, [1]])
     cache.commit(both, [[1], None])
     cache.commit(later, [[2]])
@@ -74,5 +74,5 @@ def test_a_pass_ends_with_the_request_of_its_slot(cache: SlabCache) -> None:
     rows = begun(cache, slot)
     cache.release(slot)
     assert cache.acquire() == slot
-    with pytest.raises(CacheError, match="latest pass, and only once"):
+    with pytest.raises(CacheError, match="Commit only the slot's latest pass, and only once"):
         cache.commit(rows, [[1]])

@@ -301,7 +301,7 @@ def test_misuse_is_refused_and_changes_nothing() -> None:
             cache.truncate(slot, length)
     rows = pack([5], [Draft.chain([6, 7])], [slot], [3], CPU)
     TOY.forward(rows, cache, Want())
-    with pytest.raises(CacheError, match="latest pass, and only once"):
+    with pytest.raises(CacheError, match="Commit only the slot's latest pass, and only once"):
         cache.commit(pack([5], [Draft()], [slot], [4], CPU), [()])
     cache.commit(rows, [[1]])
     with pytest.raises(CacheError, match="once"):
