@@ -320,8 +320,7 @@ def _mix(weights: Tensor, values: Tensor, precise: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _SlabWrites:
-    """What a pass writes to each layer of a slab. A layer is viewed as [entries, D] with entries = places * kv_heads *
-    capacity.
+    """The writes of a pass to each layer of a slab, where a layer is viewed as [places * kv_heads * capacity, D].
 
     Attributes:
         targets: Entries to store rows in.

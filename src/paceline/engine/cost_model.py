@@ -1,4 +1,4 @@
-"""Cost estimates from measurements that come one by one and age."""
+"""Cost estimates from a stream of measurements, with less weight for older ones."""
 
 from __future__ import annotations
 
@@ -9,21 +9,25 @@ from math import inf
 _MEMORY = 0.98
 """Decay of a measurement per round."""
 _MAX_WEIGHT = 8.0
-"""The most measurements that a mean remembers: a machine's speed drifts."""
+"""Maximum weight of a mean, in measurements, because a machine's speed drifts."""
 _LEAST_SECONDS = 1e-9
-"""Shortest time that counts: a coarse clock may read the same twice, and costs are divided by one another."""
+"""Minimum of a measured time. A coarse clock may measure 0, but some costs are divisors."""
 _OUTLIER = 1.5
-"""Measurements are clipped to this multiple of the mean: other programs run on the machine, too."""
+"""Measurements are clipped to this multiple of the mean, because other programs may run on the machine."""
 
 
 class Fading:
-    """A mean of measurements that favours recent ones."""
+    """A mean of measurements that gives recent ones more weight."""
 
     __slots__ = ("_clip", "_round", "_warm", "_weight", "value")
 
     def __init__(self, value: float | None = None) -> None:
-        """`value`: a first guess that counts as one measurement, of a quantity that may jump: nothing is clipped.
-        Without one, the first measurement (warm-up) is left out and outliers are clipped."""
+        """Make a mean.
+
+        Args:
+            value: A first guess that counts as one measurement. Outliers are then not clipped, so the quantity may
+                jump. If None, outliers are clipped, and the first measurement (warm-up) is ignored.
+        """
         self.value = value or 0.0
         self._warm = value is not None
         self._clip = inf if self._warm else _OUTLIER
@@ -31,16 +35,16 @@ class Fading:
 
     @property
     def known(self) -> bool:
-        """Whether anything was measured."""
+        """True if there is a value."""
         return self._weight > 0
 
     def add(self, measured: float, round: int) -> None:
-        """Add a measurement. `round`: a growing number by which measurements age."""
+        """Add a measurement. `round`: Its round. Measurements of earlier rounds count less."""
         if not self._warm:
             self._warm = True
             return
         if self._weight == 1 and measured < self.value:
-            # The only one so far may be an outlier.
+            # Replace the only measurement so far, which may be an outlier.
             self._weight = 0.0
         elif self._weight > 0:
             measured = min(measured, self._clip * self.value)
@@ -50,26 +54,26 @@ class Fading:
 
 
 class Curve:
-    """Seconds by size, interpolated and non-decreasing.
+    """Seconds as a non-decreasing function of size, interpolated between measurements.
 
-    A size that was measured once, as an outlier, may never be tried again; so it is taken to cost no more than larger
-    ones.
+    A size never costs more than a larger size. Otherwise, a size whose only measurement is an outlier might never be
+    tried again.
     """
 
     def __init__(self, slope: float) -> None:
-        """`slope`: relative cost of one more, until two sizes are measured."""
+        """Make a curve. `slope`: Relative cost of each increment of the size, until two sizes have been measured."""
         self._slope = slope
         self._seen: dict[int, Fading] = {}
         self._points: tuple[list[int], list[float]] = [], []
-        """Sizes and their seconds. One attribute, so that an interrupt cannot leave more of one than of the other."""
+        """Sizes and their seconds, as one attribute, so that an interrupt cannot leave lists of unequal length."""
 
     @property
     def known(self) -> bool:
-        """Whether anything was measured."""
+        """True if at least one size has been measured."""
         return bool(self._points[0])
 
     def add(self, size: int, seconds: float, round: int) -> None:
-        """Add a measurement; large sizes are rounded and share theirs."""
+        """Add a measurement. Large sizes are rounded, so that similar sizes share their measurements."""
         step = 1 << max(0, size.bit_length() - 4)
         size = -(-size // step) * step
         seen = self._seen.setdefault(size, Fading())
@@ -81,7 +85,7 @@ class Curve:
         self._points = sizes, [*falling][::-1]
 
     def at(self, size: float) -> float:
-        """Return seconds, or relative costs until something is measured."""
+        """Return the seconds of a size. Before any measurement, return its cost relative to size 0."""
         sizes, seconds = self._points
         if not sizes:
             return 1.0 + self._slope * size

@@ -1,4 +1,4 @@
-"""From tokens to text as it grows: whole characters, stop strings, the end of a reply."""
+"""Streaming conversion of tokens to text: complete characters, stop strings, and the end of a reply."""
 
 from __future__ import annotations
 
@@ -18,22 +18,25 @@ from paceline.types import Draft, FinishReason, Verdict
 Decode = Callable[[Sequence[int]], str]
 
 Origin = Literal["draft", "correction", "bonus", "plain"]
-"""Of a token: drafted and accepted; the target's own after a rejection, after a draft that was accepted whole, or where
-nothing was drafted."""
+"""Origin of a token: "draft" if it was drafted and accepted. Otherwise the target added it: after a rejection
+("correction"), after a draft that was accepted as a whole ("bonus"), or without a draft ("plain")."""
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _CHARACTER = 4
-"""Bytes, and so tokens, of a character in UTF-8 at most."""
+"""Maximum number of bytes, and therefore of tokens, of a character in UTF-8."""
 _UNFINISHED = 2 * _CHARACTER
-"""Tokens that wait for the rest of a character at most; more of them are not UTF-8, and are shown as U+FFFD."""
+"""Maximum number of tokens that wait for the rest of a character. If there are more, they are not UTF-8, and are shown
+as U+FFFD."""
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities at one token, before any penalty, ban, temperature or truncation; natural logarithms.
+    """Log-probabilities (natural logarithms) at one token, before any penalty, ban, temperature or truncation.
 
-    `chosen`: of the token itself. `top`: (token id, log-probability) of the likeliest tokens, likeliest first; the
-    chosen one is among them if it is that likely.
+    Attributes:
+        chosen: Log-probability of the token.
+        top: Token id and log-probability of the likeliest tokens, likeliest first. They include the token only if it is
+            likely enough.
     """
 
     chosen: float
@@ -42,11 +45,16 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One token of a reply as it arrives. The texts of all chunks, joined, are the reply's text.
+    """One token of a streamed reply. The texts of all chunks join to the text of the reply.
 
-    `text` may be empty (part of a character, or held back because a stop string may begin there) or hold what was
-    held back before. `finish_reason`: on the last chunk only. `logprobs`: if requested. `stop`: the stop string that
-    ended the reply.
+    Attributes:
+        text: New text. It is empty if the token is part of a character, or is held back because a stop string may begin
+            there. It may also contain text that was held back before.
+        token_id: The token.
+        origin: Origin of the token (see `Origin`).
+        finish_reason: Why the reply ended. Only the last chunk has it.
+        logprobs: Log-probabilities, if they were requested.
+        stop: The stop string that ended the reply.
     """
 
     text: str
@@ -58,33 +66,34 @@ class Chunk:
 
     @property
     def drafted(self) -> bool:
-        """Whether the token was drafted and accepted; otherwise the target added it."""
+        """True if the token was drafted and accepted. Otherwise the target added it."""
         return self.origin == "draft"
 
 
 class Detokenizer:
-    """Decodes token by token; the pieces join to `decode(all tokens)`, and none ends inside a character.
+    """Decodes a text token by token. The pieces join to `decode(all tokens)`, and no piece ends inside a character.
 
-    Only bytes that are not UTF-8 may read differently, where a tokenizer's `decode` replaces more than the broken ones.
+    Only invalid UTF-8 may be shown differently, since some tokenizers also replace bytes around it.
     """
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
-        # A token may decode differently at the start of a text, so each piece is the difference of two decodings
-        # that share a few tokens before it.
+        # A token may decode differently at the start of a text. Each piece is therefore the difference between two
+        # decodings that begin with the same few tokens.
         self._window: list[int] = []
         self._shown = ""
         self._fresh = 0
 
     def push(self, token: int) -> str:
-        """The text that this token completes; empty while a character is incomplete."""
-        self._window = [*self._window, token]  # a new list: copies of this object share the old one
+        """Add a token. Return the text that it completes, which is empty while a character is incomplete."""
+        self._window = [*self._window, token]  # a new list, because copies of this object share the old one
         self._fresh += 1
         text = self._decode(self._window)
         if not text.endswith(_BROKEN) and len(text) > len(self._shown):
             return self._show(text, 0)
         if not self._decode([token, token]):
-            # `decode` leaves out special tokens. Asked for two, since it may also strip the first space of a text.
+            # This is a special token, which `decode` omits. Decode it twice, since `decode` may also strip the first
+            # space of a text.
             self._window = self._window[:-1]
             self._fresh -= 1
         elif self._fresh > _UNFINISHED:
@@ -93,13 +102,13 @@ class Detokenizer:
         return ""
 
     def flush(self) -> str:
-        """What is left at the end: an incomplete character, shown as the tokenizer shows it."""
+        """End the text. Return an incomplete character as the tokenizer decodes it, or an empty string."""
         piece = self._decode(self._window)[len(self._shown) :]
         self._window, self._shown, self._fresh = [], "", 0
         return piece
 
     def _show(self, text: str, held: int) -> str:
-        """Return what is new in `text`, which the window decodes to without its last `held` tokens."""
+        """Return the new part of `text`, which is the decoded window without its last `held` tokens."""
         piece = text[len(self._shown) :]
         self._window = self._window[-self._fresh :]
         self._shown = self._decode(self._window[: len(self._window) - held])
@@ -107,14 +116,15 @@ class Detokenizer:
         return piece
 
     def _characters(self, held: int) -> int:
-        """The characters of the window cut before its last `held` tokens: fewest where no character is cut in two."""
+        """Return the number of characters if the window is cut before its last `held` tokens. The fewest means that no
+        character is cut in two."""
         return len(self._decode(self._window[:-held])) + len(self._decode(self._window[-held:]))
 
 
 class StopStrings:
-    """Lets text through up to the first stop string, holding back whatever may turn out to begin one.
+    """Passes text on up to the first stop string. Text that may be the beginning of a stop string is held back.
 
-    Stop strings do not count in reasoning, which passes as it is.
+    Stop strings in reasoning do not count.
     """
 
     def __init__(
@@ -125,26 +135,34 @@ class StopStrings:
         Args:
             stops: The stop strings.
             reasoning: See `Sampling.reasoning`.
-            special: Special tokens of which `reasoning` consists, which decoded text leaves out, with their texts.
+            special: Token id -> text, for the special tokens in `reasoning`, which decoded text omits.
         """
         self._stops = stops
         self._held = ""
         self.found: str | None = None
-        """The stop string that is complete."""
+        """The stop string that was found."""
         self._begin, self._end = (*reasoning, "", "")[:2] if stops else ("", "")
         self._special = special or {}
         self._window = ""
-        """The end of the reasoning so far, with special tokens; before it begins, the text that may begin it."""
+        """The end of the reasoning so far, with special tokens. Before the reasoning, text that may begin it."""
 
     def push(self, text: str, token: int = -1) -> tuple[str, bool]:
-        """(text that is safe to show, whether a stop string is complete). `token`: the one that the text is from."""
+        """Add text.
+
+        Args:
+            text: New text.
+            token: The token that the text comes from.
+
+        Returns:
+            The text that can be shown, and True if a stop string was found.
+        """
         if not self._end:
             return self._push(text)
         self._window += text + self._special.get(token, "")
         return self._before_reasoning(text) if self._begin else self._in_reasoning(text)
 
     def _before_reasoning(self, text: str) -> tuple[str, bool]:
-        """Tell whether the reply begins with reasoning. Until that is clear its text is held back."""
+        """Handle text before the reasoning. It is held back until it is clear if the reply begins with reasoning."""
         self._held += text
         self._window = self._window.lstrip()
         if self._begin.startswith(self._window) and self._begin != self._window:
@@ -157,7 +175,7 @@ class StopStrings:
         return self._push(held)
 
     def _in_reasoning(self, text: str) -> tuple[str, bool]:
-        """Let text through, up to the end of the reasoning."""
+        """Pass text on up to the end of the reasoning, and filter the text after it."""
         _, ended, after = self._window.partition(self._end)
         if not ended:
             self._window = self._window[max(0, len(self._window) - len(self._end) + 1) :]
@@ -179,14 +197,22 @@ class StopStrings:
         return safe, False
 
     def flush(self) -> str:
-        """What was held back for a stop string that did not come."""
+        """End the text. Return text that was held back because it might have begun a stop string."""
         safe, self._held = self._held, ""
         return safe
 
 
 @dataclass(slots=True)
 class _State:
-    """The text of a reply up to some token: `left` tokens may follow; `ids` and `text` are kept for criteria only."""
+    """The text of a reply up to some token.
+
+    Attributes:
+        left: Number of tokens that may follow.
+        detokenizer: Decodes tokens.
+        stops: Finds stop strings.
+        ids: Token ids so far. They are kept only if there are stopping criteria.
+        text: Text so far. It is kept only if there are stopping criteria.
+    """
 
     left: int
     detokenizer: Detokenizer
@@ -200,8 +226,13 @@ class _State:
 
 @dataclass(frozen=True, slots=True)
 class Trimmed(Verdict):
-    """A verdict cut where the reply ends, with one chunk per token and the state of the text after them. `error`: ends
-    the reply without a token."""
+    """A verdict that is cut where the reply ends.
+
+    Attributes:
+        chunks: One chunk per token.
+        state: State of the text after these tokens.
+        error: An error that ends the reply without a token.
+    """
 
     chunks: tuple[Chunk, ...] = ()
     state: _State | None = None
@@ -209,7 +240,7 @@ class Trimmed(Verdict):
 
 
 class TextStream:
-    """A reply's text: cuts each verdict where the reply ends, and turns it into chunks."""
+    """The text of a reply. It cuts each verdict where the reply ends, and converts it to chunks."""
 
     def __init__(
         self,
@@ -219,9 +250,18 @@ class TextStream:
         room: int,
         special: Mapping[int, str] | None = None,
     ) -> None:
-        """`room`: tokens that the context has left for the reply; `eos`: the model's end-of-sequence tokens;
-        `special`: special tokens that `sampling.reasoning` spells, with their texts. Raises `PromptTooLong` for a
-        negative room."""
+        """Begin the text of a reply.
+
+        Args:
+            sampling: The sampling parameters.
+            eos: The model's EOS tokens.
+            decode: Decodes token ids to text.
+            room: Number of tokens that the context has left for the reply.
+            special: Token id -> text, for the special tokens in `sampling.reasoning`.
+
+        Raises:
+            PromptTooLong: If `room` is negative.
+        """
         if room < 0:
             raise PromptTooLong(f"the prompt is {-room} tokens longer than the model's context", "Shorten the prompt")
         self._ends: dict[int, FinishReason] = {} if sampling.ignore_eos else dict.fromkeys(eos, "eos")
@@ -229,20 +269,25 @@ class TextStream:
         self._criteria = (sampling.stop_when,) if callable(sampling.stop_when) else sampling.stop_when
         self.logprobs = sampling.logprobs
         self.empty = not sampling.max_new_tokens
-        """Whether no token was asked for."""
+        """True if `max_new_tokens` is 0."""
         stops = StopStrings(tuple(sampling.stop), sampling.reasoning, special)
         self._state = _State(min(sampling.max_new_tokens, room), Detokenizer(decode), stops)
 
     @property
     def left(self) -> int:
-        """Tokens that the length limit leaves for the reply."""
+        """Number of tokens that may follow before the length limit."""
         return self._state.left
 
     def trim(self, verdict: Verdict, draft: Draft, logits: Tensor) -> Trimmed:
-        """Return the verdict up to the first token that ends the reply: EOS, a stop token or string, a user's
-        criterion, the length limit. Changes nothing: `emit` does.
+        """Cut a verdict after the first token that ends the reply, without side effects.
 
-        `logits` [T, V]: of the round's rows, for log-probabilities.
+        A reply ends at EOS, a stop token, a stop string, a stopping criterion or the length limit. `emit` applies the
+        result.
+
+        Args:
+            verdict: The verdict.
+            draft: The draft that was verified.
+            logits: Logits [T, V] of the round's rows, for log-probabilities.
         """
         state, pieces = self._state.copy(), []
         for count, token in enumerate(verdict.tokens, 1):
@@ -256,17 +301,20 @@ class TextStream:
         ends: list[FinishReason | None] = [None] * (len(pieces) - 1) + [verdict.finish]
         stops = [None] * (len(pieces) - 1) + [state.stops.found]
         logprobs = self._logprobs(verdict, logits)
-        # A reply that ends inside the path has no token of the target's own: `map` ends with the shortest.
+        # If the reply ends inside the path, there is no token that the target added. `map` stops at the shortest list.
         chunks = tuple(map(Chunk, pieces, verdict.tokens, origins, ends, logprobs, stops))
         return Trimmed(verdict.path, verdict.tokens, verdict.finish, chunks, state)
 
     def emit(self, verdict: Trimmed) -> list[Chunk]:
-        """Advance by a verdict that `trim` returned last, and return its chunks."""
+        """Apply the latest result of `trim`, and return its chunks."""
         self._state = verdict.state or self._state
         return list(verdict.chunks)
 
     def _logprobs(self, verdict: Verdict, logits: Tensor) -> Sequence[Logprobs | None]:
-        """Each token comes from the row before it: the first from row 0, the next from the first accepted row."""
+        """Return the log-probabilities of each token, or None if they were not requested.
+
+        The first token comes from row 0, the next one from the first accepted row, and so on.
+        """
         if self.logprobs is None or not verdict.tokens:
             return [None] * len(verdict.tokens)
         rows = [0, *verdict.path][: len(verdict.tokens)]
@@ -277,7 +325,7 @@ class TextStream:
         return [Logprobs(*pair) for pair in zip(chosen, tops, strict=True)]
 
     def _take(self, state: _State, token: int) -> tuple[str, FinishReason | None]:
-        """Advance `state` by a token. Returns the text to show, and why the reply ends if it does."""
+        """Advance `state` by a token. Return the text to show, and the finish reason if the reply ends."""
         state.left -= 1
         finish = self._ends.get(token)
         text = "" if finish else state.detokenizer.push(token)
@@ -285,7 +333,7 @@ class TextStream:
         if self._criteria:
             state.ids.append(token)
             state.text += text
-            answers = [criterion(state.ids, state.text) for criterion in self._criteria]  # each sees every token
+            answers = [criterion(state.ids, state.text) for criterion in self._criteria]  # call all, even after a True
             finish = finish or ("stop" if any(answers) else None)
         if not stopped and (finish or state.left <= 0):
             finish = finish or "length"
@@ -295,7 +343,7 @@ class TextStream:
 
 
 def _origin(draft: Draft, verdict: Verdict) -> Origin:
-    """Origin of the token that the target adds itself."""
+    """Return the origin of the token that the target added."""
     if not draft.tokens:
         return "plain"
     return "correction" if (verdict.path[-1] if verdict.path else 0) in draft.parents else "bonus"

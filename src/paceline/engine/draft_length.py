@@ -1,26 +1,27 @@
-"""Draft length control: the size with the most tokens per second, by the measured cost and acceptance of rounds.
+"""Draft length control: choose the draft size with the highest throughput, from the measured costs and acceptance.
 
-The model. A round of B requests whose drafts have size s takes T(s) seconds and yields E(s) tokens per request:
+The model. A round of B requests with drafts of size s takes T(s) seconds and yields E(s) tokens per request:
 
     E(s) = sum of P(d) over depths d from 0 to depth(s),    P(d) = a(1) * ... * a(d)
     T(s) = V(rows) + D(depth(s)),                           T(nothing) = V(B)
 
-- a(d), the chance that a round which came to depth d - 1 comes to depth d (`_Depths`): (k + F u) / (n + F), from n
-  recent rounds that came so far, of which k went on. Recent rounds fade by M per round, and entirely where a new text
-  begins. u is the drafter's usual share: the mean of its latest H rounds, with W more that equal u(d - 1).
-- V, seconds of a pass by its rows, and D, seconds of drafting by its depth and the number of drafts (`Curve`):
-  interpolated between measurements, which never say that a larger size costs less. What a size costs above a pass
-  without drafts is measured by itself, as a ratio, since a machine's speed drifts.
-- A chain may end before its limit. L(d), the chance that it becomes d long, is measured like P; V and D of a limit are
-  means over L, and in a batch D follows the longest chain, whose chance is 1 - (1 - L(d))^B.
+- a(d) is the probability that a round which reached depth d - 1 also reaches depth d (`_Depths`). It is estimated as
+  (k + F u) / (n + F), where n recent rounds reached depth d - 1 and k of them also reached depth d. Recent rounds fade
+  by M per round, and completely when a new text begins. u is the drafter's usual share: the mean of its latest H
+  rounds and of another W rounds with the value u(d - 1).
+- V is the time of a pass as a function of its rows. D is the time of drafting as a function of its depth and the number
+  of drafts. Both are interpolated between measurements and never decrease with the size (`Curve`). The additional cost
+  of a pass with drafts is measured separately, as a ratio to a pass without drafts, since a machine's speed drifts.
+- A chain may end before its limit. The probability L(d) that it reaches length d is measured like P. V and D of a limit
+  are means over L. In a batch, D follows the longest chain, which reaches length d with probability 1 - (1 - L(d))^B.
 
-The best size has the least T(s) / E(s). A request with u tokens that the drafter has not read is drafted for only if
-that pays: (T(nothing) - T(best) / E(best)) * r > B C u, with C the measured seconds per token of catching up. r is the
-number of tokens expected from here on: the rest of a usual reply, or as many as were written if that is more, and no
-more than may follow.
+The best size has the lowest T(s) / E(s). If the drafter has a backlog of q tokens for a request, it drafts only if that
+pays: (T(nothing) - T(best) / E(best)) * r > B C q. C is the measured time per token of backlog. r is the expected
+number of remaining tokens: the rest of a reply of usual length or the tokens written so far, whichever is greater, up
+to the length limit.
 
-Trying another size is expected to lose T(s) - E(s) * T(best) / E(best) seconds. A share S of all time is saved up, and
-a try is due when it can be paid.
+Trying another size has an expected loss of T(s) - E(s) * T(best) / E(best) seconds. A share S of all time is saved up
+for this, and another size is tried when the savings cover the loss.
 """
 
 from __future__ import annotations
@@ -34,62 +35,62 @@ from paceline.engine.cost_model import Curve, Fading
 from paceline.types import Draft, DraftBudget, Verdict
 
 _MEMORY, _PAUSED = 0.97, 0.99
-"""Decay of a round's acceptance per later round with a draft, since texts change, and per later round without."""
+"""M: Decay of a round's acceptance per later round with a draft, since texts change, and per later round without."""
 _HISTORY = 500.0
-"""Rounds over which a drafter's usual acceptance is averaged."""
+"""H: Number of rounds over which a drafter's usual acceptance is averaged."""
 _PRIOR = 0.6
-"""Prior acceptance of a drafted token. That a token is drafted at all, where there is room, is certain before it is
-measured."""
+"""Prior acceptance of a drafted token. The prior probability that a token is drafted, if the budget allows it, is 1."""
 _PRIOR_WEIGHT = 5.0
-"""Rounds that the prior weighs in the usual acceptance."""
+"""W: Weight of the prior in the usual acceptance, in rounds."""
 _FAITH = 1.5
-"""Rounds that the usual acceptance weighs among those of a text: texts differ more than drafts of one text."""
+"""F: Weight of the usual acceptance in a text's acceptance, in rounds. It is small, since texts differ a lot."""
 _OTHER_SIZE = 0.2
-"""Weight of a round for trees of other sizes, which accept more or less."""
+"""Weight of a round for trees of other sizes, since their acceptance differs."""
 _SHARE = 0.005
-"""Share of the time that may be lost to trying sizes other than the best."""
+"""S: Share of the time that may be lost by trying sizes other than the best."""
 _EARLY, _EARLY_SHARE = 1000, 0.01
-"""`_SHARE` of the first rounds, so that a first text with low acceptance does not settle the size."""
+"""Number of first rounds with a higher S, and this S, so that a first text with low acceptance does not decide the size
+for long."""
 _GAP, _LONG_GAP = 4, 8
-"""Least rounds between two such tries, and rounds for which a decision to draft nothing stands; then when it is
-repeated."""
+"""`_GAP` is the minimum number of rounds between two tries. A decision to draft nothing holds for `_GAP` rounds at
+first, and for `_LONG_GAP` rounds if it is repeated."""
 _FIRST = 2
-"""Drafts of the smallest size before larger ones: the price of a draft is unknown, and the first one warms up."""
+"""Number of drafts of the smallest size before larger sizes, since the cost is unknown and the first draft warms up."""
 _SOON = 16
-"""Rounds until a smaller size is tried again: larger sizes already imply most of its result."""
+"""Number of rounds before a smaller size is tried again. Larger sizes already imply most of its result."""
 _AHEAD = 64
-"""Tokens of a reply that are expected at first."""
+"""Expected length of a reply, in tokens, until replies have ended."""
 _ROW, _LEVEL, _TOKEN = 0.03, 2.0, 0.04
-"""Relative cost of one more row in a pass, of one more level in drafting and, to a plain pass, of one token of catching
-up, until enough is measured."""
+"""Relative costs until they are measured: of each row of a pass, of each level of drafting, and of each token of
+backlog as a share of a plain pass."""
 _LATE = 32
-"""Tokens of catching up from which on drafting is visibly slower."""
+"""Backlog size, in tokens, at which catching up dominates drafting time."""
 
 
 class _Depths:
-    """How deep rounds get: of those that came to depth d, the share that came to d + 1.
+    """Acceptance by depth: the share of rounds that reach depth d + 1 among the rounds that reach depth d.
 
-    Estimated from recent rounds, then from all of this drafter's, then, at a depth that was hardly ever reached, from
-    the depth above.
+    The estimate uses recent rounds first, then all rounds of this drafter, and, for a depth that was hardly ever
+    reached, the depth above it.
     """
 
     def __init__(self, depth: int, prior: float) -> None:
         self._reached, self._kept, self._rounds, self._usual = ([0.0] * depth for _ in range(4))
         self._prior = prior
-        # The weight of a new round grows, instead of all older ones being scaled down.
+        # Instead of scaling down all older rounds, increase the weight of new rounds.
         self._unit, self._round = 1.0, 0
         self._chances: list[float] = []
         self._fade = 1.0
 
     def chances(self, round: int, new: float = 0.0) -> list[float]:
-        """Return the chance that a round comes to depth 0, 1, ... `new`: as in `forget`, for this time."""
+        """Return the probabilities that a round reaches depth 0, 1, ... `new`: See `forget`, but only for this call."""
         fade = (1.0 - new) * _PAUSED ** max(0, round - self._round - 1)
         if not self._chances or fade != self._fade:
             self._chances, self._fade = self._expect(max(1e-9, fade)), fade
         return self._chances
 
     def add(self, came: int, depth: int, weight: float, round: int) -> None:
-        """Count a round that came to depth `came`, of the `depth` that it could come to."""
+        """Count a round that reached depth `came`, with `depth` as its maximum."""
         self._age(_MEMORY**weight * _PAUSED ** max(0, round - self._round - 1))
         self._round = round
         for d in range(min(depth, came + 1, len(self._kept))):
@@ -101,7 +102,7 @@ class _Depths:
         self._chances = []
 
     def forget(self, share: float) -> None:
-        """Let recent rounds count less by this share, that of texts which have just begun."""
+        """Reduce the weight of recent rounds. `share`: The share of texts that have just begun."""
         self._age(1.0 - share)
         self._chances = []
 
@@ -122,26 +123,32 @@ class _Depths:
 
 
 class _BatchCosts:
-    """Costs of drafting for so many requests: seconds by depth, that of the longest chain of a batch (0: there was
-    nothing to draft), and the cost of a pass relative to one without drafts, by the mean length of chains or the size
-    of trees."""
+    """Costs of drafting for a certain number of requests.
+
+    `drafting` holds the seconds by depth. For chains, this is the depth of the longest chain in the batch, which is 0
+    if there was nothing to draft. `relative` holds the cost of a pass relative to a pass without drafts, by the mean
+    length of chains or by the number of the tree's size.
+    """
 
     def __init__(self, asked: int, sizes: Sequence[DraftBudget]) -> None:
         self.drafting = Curve(slope=_LEVEL)
         chains = sizes[-1].branch == 1
         nodes = range(sizes[-1].nodes + 1) if chains else [size.nodes for size in sizes]
         self.relative = [Fading(1.0 + _ROW * asked * n) for n in nodes]
-        """Cost of a pass, that of one without drafts being 1; measured where `seen`."""
+        """Cost of a pass relative to a pass without drafts. It has been measured if `seen` is True."""
         self.seen = [False] * len(nodes)
         self.tried, self.tries = [0] * len(sizes), [0] * len(sizes)
-        """By size: the round that took it last, and how many have."""
+        """By size: the last round that used it, and the number of rounds that did."""
 
 
 class Standing(NamedTuple):
-    """A request before a round, as a controller sees it.
+    """The state of a request before a round, as far as a controller needs it.
 
-    `unread`: tokens of its text that the drafter has not read. `left`: the most tokens that may follow. `written`:
-    tokens of the reply so far. `fresh`: True until the controller has learned from a round of this request.
+    Attributes:
+        unread: Number of tokens of its text that the drafter has not read.
+        left: Maximum number of tokens that may follow.
+        written: Number of tokens of the reply so far.
+        fresh: True until the controller has learned from a round of this request.
     """
 
     unread: int = 0
@@ -152,13 +159,20 @@ class Standing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """A controller's decision for one round, which changes nothing until `Controller.learn` receives it.
+    """A controller's decision for one round. It has no effect until `Controller.learn` receives it.
 
-    `budgets`: one for each request. `price`, `pace`: see `Ask`. `asked`: requests that are expected to be drafted for.
-    `at`: number of the size. `best`: number of the size that seems best. `tried`: True if the size is a try, which has
-    been paid for. `saved`: seconds that are left for other tries.
-    `plain`: seconds that a round without drafts is expected to take. `new`: share of the round's
-    requests whose text begins. `resting`: True in a pause, in which nothing is drafted.
+    Attributes:
+        budgets: One budget for each request.
+        price: See `Ask`.
+        pace: See `Ask`.
+        asked: Number of requests that are expected to get a draft.
+        at: Number of the chosen size.
+        best: Number of the size that seems best.
+        tried: True if the size is a try, whose expected loss has been taken from the savings.
+        saved: Seconds that remain saved for other tries.
+        plain: Expected seconds of a round without drafts.
+        new: Share of the round's requests whose text has just begun.
+        resting: True in a pause without drafts.
     """
 
     budgets: Sequence[DraftBudget]
@@ -178,11 +192,21 @@ class DraftPlan:
 class Outcome:
     """The outcome of one round for one controller.
 
-    `plan`: the controller's own. `requests`, `budgets`, `drafts`, `verdicts`: of the requests that the plan was carried
-    out for; a budget is the part of the plan's that the request could use. `drafting`, `verifying`: seconds of drafting
-    and of the rest of the round. `together`, `rows`: requests and rows of the whole round. `resumed`: True if the pass
-    began where drafting had stopped. `others`: tokens of requests that another part of a cascade drafted for. `ended`:
-    lengths of the replies that ended.
+    `requests`, `budgets`, `drafts` and `verdicts` have one entry for each request that the plan was carried out for.
+
+    Attributes:
+        plan: The controller's plan.
+        requests: State of each request before the round.
+        budgets: The part of the planned budget that each request could use.
+        drafts: The draft of each request.
+        verdicts: The verdict of each request.
+        drafting: Seconds of drafting.
+        verifying: Seconds of the rest of the round.
+        together: Number of requests in the whole round.
+        rows: Number of rows in the whole round.
+        resumed: True if the pass began at the layer where drafting stopped (early exit).
+        others: Number of tokens committed for requests that got their draft from another part of a cascade.
+        ended: Lengths of the replies that ended, in tokens.
     """
 
     plan: DraftPlan
@@ -202,66 +226,73 @@ class Outcome:
 class Controller:
     """Chooses a draft size for every round, from nothing to the drafter's maximum.
 
-    It has two doors: `plan` decides and changes nothing, `learn` takes the outcome. It measures target passes by rows,
-    drafting by size and acceptance by depth, and takes the size with the most tokens per second. A small share of the
-    time (`_SHARE`) goes into trying other sizes: the expected loss of a try is saved up first, so that the worst case
-    is bounded and a promising size is tried often. Measurements outlive requests. It affects the speed of a text, never
-    its content.
+    `plan` decides without side effects, and `learn` receives the outcome. The controller measures target passes by
+    rows, drafting by size and acceptance by depth, and chooses the size with the highest throughput. A small share of
+    the time (`_SHARE`) is spent on trying other sizes. The expected loss of a try is saved up first, which bounds the
+    total loss and lets promising sizes be tried often. Measurements are kept across requests. The controller affects
+    the speed of a text, never its content.
     """
 
     def __init__(self, maximum: DraftBudget, free: bool = False, reads_prompt: bool = True) -> None:
-        """`maximum`, `free`, `reads_prompt`: see `Part`."""
+        """Make a controller.
+
+        Args:
+            maximum: See `DrafterPart.draft`.
+            free: See `DrafterPart`.
+            reads_prompt: See `DrafterPart`.
+        """
         self.free, self.reads_prompt = free, reads_prompt and not free
         if maximum.branch == 1:
             maximum = DraftBudget.chain(min(maximum.nodes, maximum.depth))
         self.sizes: list[DraftBudget] = _sizes(maximum)
-        """From nothing to `maximum`."""
+        """The sizes from nothing to `maximum`."""
         self._depths = [size.depth for size in self.sizes]
-        # Chains of all lengths begin alike and share their acceptance; a smaller tree is accepted less often.
+        # Chains of different lengths begin with the same tokens, so they share their acceptance. Smaller trees have
+        # lower acceptance.
         self._chains = maximum.branch == 1
         rates = _Depths(maximum.depth, _PRIOR)
         self._rates = [rates if self._chains else _Depths(size.depth, _PRIOR) for size in self.sizes]
-        # Chains end early where the text is hard to guess: their cost goes with the text, as their acceptance does.
+        # Chains end early if the text is hard to predict, so their length depends on the text, like their acceptance.
         self._drafted = _Depths(maximum.depth, 1.0)
-        # A pass that resumes where drafting stopped (early exit) costs less than its rows.
+        # A pass that resumes at the layer where drafting stopped (early exit) takes less time for the same rows.
         self._passes = {False: Curve(slope=_ROW), True: Curve(slope=_ROW)}
         self._resumed = False
         self._catch_up = Fading(0.0)
         self._length = Fading(_AHEAD)
-        # Tokens of a round: of the requests that it chose for, and of all.
+        # Mean number of tokens per round, of the requests that this controller chose a size for, and of all requests.
         self._own, self._all = Fading(1.0), Fading(1.0)
         self._batch_costs: dict[int, _BatchCosts] = {}
         self._round = self._last_try = self._rest = 0
-        """The latest round; that of the last try; the last one of a pause, in which nothing is drafted."""
+        """Number of the latest round, of the last try, and of the last round of the current pause without drafts."""
         self._pause = _GAP
-        """Rounds that the next pause takes."""
+        """Length of the next pause, in rounds."""
         self._saved = 0.0
         """Seconds saved up for tries."""
         self._plain = 0.0
-        """Seconds that a round without drafts is expected to take."""
+        """Expected seconds of a round without drafts."""
 
-    # The first door
+    # Plan
 
     def plan(self, requests: Sequence[Standing], together: int) -> DraftPlan:
-        """Return budgets for these requests of a round of `together` requests.
+        """Return budgets for these requests in a round of `together` requests.
 
-        A request that would have to catch up gets a budget only if that pays within the tokens that it has left. While
-        a decision to draft nothing stands, the plan is to rest, which takes no time to find out.
+        If the drafter has a backlog for a request, it gets a budget only if drafting pays within its remaining tokens.
+        During a pause, the plan is to rest, and nothing is computed.
         """
         new = sum(request.fresh for request in requests) / together
         if not requests or (not new and self._round < self._rest):
             return DraftPlan([self.sizes[0]] * len(requests), resting=True)
-        # Other parts of a cascade draft for some of the requests, about as often as lately.
+        # Other parts of a cascade are expected to draft for some of the requests, as often as in recent rounds.
         asked = max(1, round(len(requests) * self._share))
         costs, known = self._costs_of(asked), self._passes[False].known
         seconds, tokens = self._seconds(costs, together, asked, new), self._tokens(new)
         paces = [s / t for s, t in zip(seconds, tokens, strict=True)]
         best = paces.index(min(paces))
-        # All requests of the round wait while one of them catches up.
+        # All requests of the round wait while the drafter catches up with one of them.
         wait = together * self._catch_up.value
         paying = [(paces[0] - paces[best]) * self._ahead(r) > wait * r.unread for r in requests]
         best = best if any(paying) else 0
-        # A try has to pay for catching up at once.
+        # The loss of a try includes the time to catch up.
         debt = wait * sum(request.unread for request in requests) / len(requests)
         losses = [s - t * paces[best] + debt for s, t in zip(seconds, tokens, strict=True)]
         losses[0] -= debt
@@ -275,18 +306,20 @@ class Controller:
 
     @property
     def _share(self) -> float:
-        """The share of the tokens that belong to requests that it chose for."""
+        """Share of all tokens that belong to requests for which this controller chose a size."""
         return min(1.0, self._own.value / self._all.value)
 
     def _ahead(self, request: Standing) -> float:
-        """Return the tokens of a reply that drafts are expected to help with. A reply that has gone on for long is
-        expected to go on for as long again."""
+        """Return the expected number of remaining tokens that drafts can speed up. A long reply is expected to double
+        its length."""
         likely = max(self._length.value - request.written, request.written)
         return min(request.left, likely) * self._share
 
     def _price(self, together: int) -> float:
-        """Return the cost of one more row in a round of `together` requests, in tokens of plain decoding: a node less
-        likely to be accepted does not pay. 0 until something is measured."""
+        """Return the cost of an additional row in a round of `together` requests, in tokens of plain decoding.
+
+        A node whose probability of acceptance is lower does not pay. The price is 0 until a pass has been measured.
+        """
         passes = self._passes[False]
         if not passes.known:
             return 0.0
@@ -294,18 +327,18 @@ class Controller:
         return min(1.0, max(0.0, passes.at(2 * together) / plain - 1.0))
 
     def _try(self, best: int, losses: Sequence[float], costs: _BatchCosts) -> tuple[int, float]:
-        """Return the best size, or another one when a try is due; and the savings that are left."""
+        """Return the best size, or another size if a try is due, and the remaining savings."""
         now = self._round + 1
         due = [at for at in range(best) if now - costs.tried[at] >= _SOON]
         found = min((*due, *range(best + 1, len(losses))), key=losses.__getitem__, default=best)
-        # Savings are capped at the next try's cost, so that they never pay for many tries at once.
+        # Cap the savings at the cost of the next try, so that they never pay for a series of tries.
         loss = max(losses[found], 0.0)
         saved = min(self._saved, loss)
         if found == best or saved < loss or now - self._last_try < _GAP:
             return best, saved
         return found, 0.0
 
-    # The second door
+    # Learn
 
     def learn(self, outcome: Outcome) -> None:
         """Learn from the outcome of a plan, and count the round."""
@@ -314,7 +347,7 @@ class Controller:
         for length in outcome.ended:
             self._length.add(length, self._round)
         own = sum(len(verdict.tokens) for verdict in outcome.verdicts)
-        # A round without any tokens says nothing about later ones: its requests failed.
+        # If there are no tokens, all requests failed, and the round says nothing about later ones.
         if own + outcome.others:
             self._own.add(own, self._round)
             self._all.add(own + outcome.others, self._round)
@@ -330,8 +363,7 @@ class Controller:
             self._learn_drafts(outcome)
 
     def _count(self, outcome: Outcome) -> None:
-        """Count a plan as carried out: its tries, its savings, and the pause that follows a decision to draft
-        nothing."""
+        """Apply a plan that was carried out: its try, its savings, and the pause after a decision to draft nothing."""
         plan, costs = outcome.plan, self._costs_of(outcome.plan.asked)
         self._rest, self._plain, self._saved = self._round, plan.plain, plan.saved
         if plan.tried:
@@ -345,7 +377,7 @@ class Controller:
         costs.tries[plan.at] += 1
 
     def _begin(self, share: float) -> None:
-        """Expect of texts that begin, a share of all, what is usual."""
+        """Expect the usual acceptance from texts that have just begun. `share`: Their share of all texts."""
         self._rest, self._pause = self._round, _GAP
         for depths in {*self._rates, self._drafted}:
             depths.forget(share)
@@ -359,7 +391,7 @@ class Controller:
     def _learn_drafts(self, outcome: Outcome) -> None:
         budgets, drafts = outcome.budgets, outcome.drafts
         if all(budget == self.sizes[outcome.plan.at] for budget in budgets):
-            # Not from drafts cut short by the end of a text or of a cache block.
+            # Skip drafts that were cut short by the end of a text or of a cache block.
             self._learn_costs(outcome)
         for budget, draft, verdict in zip(budgets, drafts, outcome.verdicts, strict=True):
             if verdict.path:
@@ -370,11 +402,12 @@ class Controller:
                     self._drafted.add(min(draft.own, budget.depth), budget.depth, 1.0, self._round)
 
     def _save(self, seconds: float) -> None:
-        """Save up for tries, of a round's time."""
+        """Save a share of a round's time for tries."""
         self._saved += (_SHARE if self._round > _EARLY else _EARLY_SHARE) * seconds
 
     def _learn_costs(self, outcome: Outcome) -> None:
-        """Learn what drafting and the pass took. Drafting that had to catch up counts for the cost of that alone."""
+        """Learn the costs of drafting and of the pass. If the drafter had a large backlog, only the cost of catching up
+        is learned from the time of drafting."""
         drafts, resumed, at = outcome.drafts, outcome.resumed, outcome.plan.at
         costs, depth = self._costs_of(outcome.plan.asked), self._depths[at]
         mean = sum(len(draft.tokens) for draft in drafts) / len(drafts)
@@ -404,14 +437,14 @@ class Controller:
     # Estimates
 
     def _costs_of(self, asked: int) -> _BatchCosts:
-        # Batch sizes vary under load: those up to the next power of two share their measurements.
+        # Batch sizes vary under load, so sizes up to the next power of two share their measurements.
         asked = 1 << (asked - 1).bit_length()
         if asked not in self._batch_costs:
             self._batch_costs[asked] = _BatchCosts(asked, self.sizes)
         return self._batch_costs[asked]
 
     def _seconds(self, costs: _BatchCosts, together: int, asked: int, new: float) -> list[float]:
-        """Return the expected seconds of a round, by size. `new`: the share of requests whose text begins."""
+        """Return the expected seconds of a round, by size. `new`: The share of texts that have just begun."""
         passes, first = self._passes[self._resumed], self._passes[False].at(together)
         nodes, depths = [size.nodes for size in self.sizes], self._depths
         if self._chains:
@@ -421,34 +454,39 @@ class Controller:
             first,
             *(first * cost.value if seen else passes.at(together * (1 + count)) for cost, seen, count in measured),
         ]
-        # Drafts for some of the requests are judged as if all had them, at as much more.
+        # If only some of the requests get drafts, scale the cost up as if all of them did.
         known, share = costs.drafting.known, together / asked
         drafting = [share * costs.drafting.at(depth) if known else 0.0 for depth in depths]
         if self._chains:
-            # A chain ends where it does not pay to go on. Levels are drafted for all requests at once, and end with
-            # the longest chain.
+            # A chain may end early. Each level is drafted for all requests at once, so the longest chain decides the
+            # cost of drafting.
             chances = self._drafted.chances(self._round + 1, new)
             verifying = self._of_chains(verifying, chances)
             drafting = self._of_chains(drafting, [1.0 - (1.0 - chance) ** asked for chance in chances])
         return [first, *(pass_ + draft for pass_, draft in zip(verifying[1:], drafting[1:], strict=True))]
 
     def _of_chains(self, costs: Sequence[float], chances: Sequence[float]) -> list[float]:
-        """Return the expected cost by size. `costs`: by length. `chances`: that a chain becomes that long."""
+        """Return the expected cost by size.
+
+        Args:
+            costs: Cost of chains, by length.
+            chances: Probability that a chain reaches a length, by length.
+        """
         ended = [0.0, *accumulate((a - b) * cost for a, b, cost in zip(chances, chances[1:], costs, strict=False))]
         return [ended[depth] + chances[depth] * costs[depth] for depth in self._depths]
 
     def _tokens(self, new: float) -> list[float]:
-        """Return the expected tokens of a round, by size. `new`: as in `_seconds`."""
+        """Return the expected tokens of a round, by size. `new`: See `_seconds`."""
         if self._chains:
             tokens = [*accumulate(self._rates[0].chances(self._round + 1, new))]
             return [tokens[depth] for depth in self._depths]
-        # A larger tree is accepted no less often than a smaller one, whatever chance has shown.
+        # A larger tree accepts at least as many tokens as a smaller one, even if measurements differ by chance.
         return [*accumulate((sum(rates.chances(self._round + 1, new)) for rates in self._rates), max)]
 
 
 def _sizes(maximum: DraftBudget) -> list[DraftBudget]:
-    """Return sizes from nothing to `maximum`: each chain two thirds of the next longer one, each tree half of the next
-    larger one."""
+    """Return the sizes from nothing to `maximum`. Each chain has two thirds of the length of the next one. Each tree
+    has half of the nodes of the next one."""
     sizes = [maximum]
     while sizes[0].nodes > 1:
         nodes = sizes[0].nodes * 2 // 3 if maximum.branch == 1 else sizes[0].nodes // 2

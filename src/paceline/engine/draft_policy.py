@@ -1,4 +1,4 @@
-"""An engine's drafters by name, each with the controller of its draft length."""
+"""The drafters of an engine by name, each with the controllers of its draft length."""
 
 from __future__ import annotations
 
@@ -20,21 +20,29 @@ _LOG = logging.getLogger("paceline")
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """A request's choice of drafter. `drafter`: the name of one of the engine's; None drafts nothing. `max_draft`: the
-    most to draft per round; None leaves it to the policy."""
+    """The drafter that a request uses.
+
+    Attributes:
+        drafter: Name of a loaded drafter. None for no drafter.
+        max_draft: Maximum draft per round. None for the maximum of the drafter's policy.
+    """
 
     drafter: str | None
     max_draft: DraftBudget | None = None
 
 
 OFF = Speculation(None, DraftBudget.chain(0))
-"""Plain decoding: even the tokens that a grammar forces are not drafted."""
+"""Plain decoding. Not even the tokens that a grammar forces are drafted."""
 
 
 class DraftPolicy:
-    """A drafter and its draft size: fixed to `draft`, or chosen by a controller up to the drafter's own maximum.
+    """A drafter and its draft size, which is fixed or chosen by controllers.
 
-    `controllers`: one for each part of the drafter; none for a fixed size.
+    Attributes:
+        name: Name of the drafter.
+        drafter: The drafter.
+        draft: The fixed size, or the drafter's own maximum.
+        controllers: One controller for each part of the drafter. Empty if the size is fixed.
     """
 
     def __init__(self, name: str, drafter: Drafter, draft: DraftBudget | None) -> None:
@@ -44,15 +52,25 @@ class DraftPolicy:
         self._has_failed = False
 
     def forget(self) -> None:
-        """Let the controllers begin anew, as if nothing had been drafted yet."""
+        """Reset the controllers, as if nothing had been drafted yet."""
         self.controllers = self.controllers and self._fresh()
 
     def _fresh(self) -> tuple[Controller, ...]:
         return tuple(Controller(*part) for part in self.drafter.parts)
 
     def propose(self, asks: Sequence[Ask], vocab_size: int) -> list[Draft]:
-        """Return a draft for each ask. Raises `InvalidOption` for an invalid draft, which names the drafter: it may be
-        the user's own."""
+        """Ask the drafter, and check its drafts.
+
+        Args:
+            asks: The requests for drafts.
+            vocab_size: Size of the target's vocabulary.
+
+        Returns:
+            One draft per ask.
+
+        Raises:
+            InvalidOption: If a draft is invalid. The drafter may be the user's own.
+        """
         failures = sum(ask.sampler.draft_failures for ask in asks)
         drafts = self.drafter.propose(asks)
         if not self._has_failed and sum(ask.sampler.draft_failures for ask in asks) > failures:
@@ -60,13 +78,13 @@ class DraftPolicy:
             _LOG.warning(
                 "Drafter %s failed on a token and proposed nothing for it: its logits are not finite, or a logits "
                 "processor raised an error. Replies stay correct, but may be slower. Statistics count these failures "
-                "as draft_failures; the debug log shows each. Further ones are not reported here.",
+                "as draft_failures, and the debug log shows each of them. This warning is not repeated.",
                 self.name,
             )
         if len(drafts) != len(asks):
             raise InvalidOption(
                 f"{type(self.drafter).__name__} made {len(drafts)} drafts for {len(asks)} requests",
-                "propose returns one Draft per ask, an empty Draft() where there is nothing to say",
+                "Return one Draft per ask from propose, or an empty Draft() if there is nothing to propose",
             )
         for draft, ask in zip(drafts, asks, strict=True):
             check(draft)
@@ -74,13 +92,13 @@ class DraftPolicy:
             if len(draft.tokens) > most or any(not 0 <= t < vocab_size for t in draft.tokens):
                 raise InvalidOption(
                     f"{type(self.drafter).__name__} drafted {len(draft.tokens)} tokens {draft.tokens}",
-                    f"At most {most} were asked for, with ids below {vocab_size}",
+                    f"Draft at most {most} tokens here, with ids from 0 to {vocab_size - 1}",
                 )
         return drafts
 
 
 def shown_name(name: str) -> str:
-    """A drafter's name without folders of this machine: `model:draft` of `model:/home/me/draft`."""
+    """Return a drafter's name without local folders, for example `model:draft` for `model:/home/me/draft`."""
     return re.sub(r"(?<=[:@])[^:@]+", lambda found: _base(found[0]), name)
 
 
@@ -91,9 +109,9 @@ def _base(reference: str) -> str:
 
 
 class DraftPolicies:
-    """An engine's drafters by name; the first is the default. A single one is named after its class.
+    """The drafters of an engine by name. The first is the default. A single drafter is named after its class.
 
-    Each is found under the name it was given and under a public one, without local folders.
+    Each drafter has two names: the name that was given, and a public name without local folders.
     """
 
     def __init__(self, drafters: Drafter | Mapping[str, Drafter] | None, draft: DraftBudget | None) -> None:
@@ -105,11 +123,15 @@ class DraftPolicies:
         self.default = Speculation(next(iter(self._named), None))
 
     def _unused(self, name: str) -> str:
-        """Return the name, numbered where two drafters come from folders of the same name."""
+        """Return an unused name. Drafters from different folders with the same name are numbered."""
         return next(free for n in count(1) if (free := name if n == 1 else f"{name}-{n}") not in self._named)
 
     def __getitem__(self, name: str | None) -> DraftPolicy | None:
-        """Return a policy by name. Raises `InvalidOption` for an unknown name."""
+        """Return a policy by name, or None for None.
+
+        Raises:
+            InvalidOption: If no drafter with this name is loaded.
+        """
         if name is None:
             return None
         if name not in self._named:

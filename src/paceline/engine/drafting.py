@@ -1,4 +1,4 @@
-"""The drafting half of a round: the plan, the drafts, and what the controllers learn from the outcome."""
+"""The drafting half of a round: the plan, the drafts, and the outcome that the controllers learn from."""
 
 from __future__ import annotations
 
@@ -15,16 +15,22 @@ from paceline.types import Draft, DraftBudget, Tap, Verdict
 
 _NOTHING = DraftBudget.chain(0)
 _MAX_FORCED = 32
-"""The most tokens of a draft that a grammar forces."""
+"""Maximum number of tokens in a draft that a grammar forces."""
 
 Members = Mapping[int, Request]
-"""Requests by their place in the round."""
+"""Place in the round -> request."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartPlan:
-    """A controller's plan for one part of a drafter. `standings`, `budgets`: of the requests that wait for this part,
-    by place in the round."""
+    """A controller's plan for one part of a drafter.
+
+    Attributes:
+        controller: The controller.
+        plan: Its plan.
+        standings: Place in the round -> standing, for the requests that wait for this part.
+        budgets: Place in the round -> budget, for the requests that get one.
+    """
 
     controller: Controller
     plan: DraftPlan
@@ -34,8 +40,14 @@ class PartPlan:
 
 @dataclass(frozen=True, slots=True)
 class PolicyPlan:
-    """The plan for one drafter. `members`: the requests that it may draft for. `asks`: by place in the round, for those
-    that get a budget. `parts`: () where drafts must not depend on measurements."""
+    """The plan for one drafter.
+
+    Attributes:
+        policy: The drafter.
+        members: The requests that it may draft for.
+        asks: Place in the round -> ask, for the requests that get a budget.
+        parts: Plans of the controllers. Empty if drafts must not depend on measurements.
+    """
 
     policy: DraftPolicy
     members: Members
@@ -45,7 +57,12 @@ class PolicyPlan:
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """The plan for a round. `known`: for each request its draft that needs no drafter, or an empty one."""
+    """The plan for a round.
+
+    Attributes:
+        known: For each request, its draft that needs no drafter, or an empty draft.
+        policies: Plans of the drafters.
+    """
 
     known: Sequence[Draft]
     policies: Sequence[PolicyPlan]
@@ -53,7 +70,12 @@ class RoundPlan:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """The drafts of a round, one for each request, and the seconds that each drafter of the plan took."""
+    """The drafts of a round.
+
+    Attributes:
+        drafts: One draft for each request.
+        seconds: Time that each drafter of the plan took.
+    """
 
     drafts: Sequence[Draft]
     seconds: Sequence[float]
@@ -68,7 +90,7 @@ def taps(requests: Sequence[Request]) -> tuple[Tap, ...]:
 
 
 def plan_round(requests: Sequence[Request], cache: KVCache) -> RoundPlan:
-    """Return the plan for a round of these requests. Changes nothing."""
+    """Return the plan for a round of these requests, without side effects."""
     known = [_known(request, cache) for request in requests]
     by_policy: dict[DraftPolicy, dict[int, Request]] = {}
     for place, (request, draft) in enumerate(zip(requests, known, strict=True)):
@@ -78,7 +100,7 @@ def plan_round(requests: Sequence[Request], cache: KVCache) -> RoundPlan:
 
 
 def _known(request: Request, cache: KVCache) -> Draft:
-    """Return a draft that needs no drafter: the only tokens that a grammar allows next, or predicted ones."""
+    """Return a draft that needs no drafter: the only tokens that a grammar allows next, or predicted tokens."""
     room = _fit(DraftBudget.chain(_MAX_FORCED) if request.max_draft is None else request.max_draft, request, cache)
     forced = request.sampler.forced(request.prefix, room.depth)
     if forced or not request.prediction:
@@ -87,9 +109,9 @@ def _known(request: Request, cache: KVCache) -> Draft:
 
 
 def _plan(policy: DraftPolicy, members: Members, together: int, cache: KVCache) -> PolicyPlan:
-    """Return the plan for one drafter, for these members of a round of `together` requests."""
-    # Under the other rules than match a text depends on what is drafted, and must depend on nothing that was measured:
-    # a round with such a request keeps to the drafter's own size.
+    """Return the plan for one drafter and these members of a round of `together` requests."""
+    # For rules other than `match`, the text depends on the drafts, so these must not depend on measurements. A round
+    # with such a request uses the drafter's own size.
     if not policy.controllers or any(r.sampler.rule != "match" for r in members.values()):
         budgets = {place: _limited(policy.draft, r, cache) for place, r in members.items()}
         asks = {i: Ask(r.slot, r.prefix, budgets[i], r.sampler) for i, r in members.items() if budgets[i].nodes}
@@ -108,7 +130,8 @@ def _part_plan(controller: Controller, members: Members, together: int, cache: K
 
 
 def _waits(controller: Controller, request: Request) -> bool:
-    """Return whether a request waits for this part's draft: its first token does for none that reads the prompt."""
+    """Return True if a request waits for this part's draft. Its first token never waits for a part that reads the
+    prompt."""
     return not controller.reads_prompt or request.stats.rounds > 0
 
 
@@ -127,12 +150,13 @@ def _ask(request: Request, place: int, policy: DraftPolicy, parts: Sequence[Part
 
 
 def _limited(draft: DraftBudget, request: Request, cache: KVCache) -> DraftBudget:
-    """Cut a budget to the request's own, and to what `_fit` says."""
+    """Limit a budget to the request's own budget, and as in `_fit`."""
     return _fit(draft.limited(request.max_draft) if request.max_draft else draft, request, cache)
 
 
 def _fit(draft: DraftBudget, request: Request, cache: KVCache) -> DraftBudget:
-    """Cut a budget to the cache, and to one token less than may follow: the target adds one itself."""
+    """Limit a budget to what the cache can verify and to the tokens that are left, minus the one that the target
+    adds."""
     return cache.fit(request.slot, draft.within(request.stream.left - 1))
 
 
@@ -140,7 +164,7 @@ def _fit(draft: DraftBudget, request: Request, cache: KVCache) -> DraftBudget:
 
 
 def propose(plan: RoundPlan, vocab_size: int, timer: Timer) -> Drafted:
-    """Return the drafts of a round: each drafter is asked once, if there is anything to draft."""
+    """Return the drafts of a round. Each drafter is asked at most once."""
     drafts, seconds = [*plan.known], list[float]()
     for one in plan.policies:
         began = timer()
@@ -158,7 +182,7 @@ def propose(plan: RoundPlan, vocab_size: int, timer: Timer) -> Drafted:
 def learn(
     plan: RoundPlan, requests: Sequence[Request], drafted: Drafted, verdicts: Sequence[Verdict], verifying: float
 ) -> None:
-    """Tell the controllers the outcome of a committed round. `verifying`: seconds of the round after its drafts."""
+    """Give the controllers the outcome of a committed round. `verifying`: Seconds of the round without drafting."""
     drafts, rows = drafted.drafts, sum(1 + len(draft.tokens) for draft in drafted.drafts)
     resumed = any(draft.carried for draft in drafts)
     for one, seconds in zip(plan.policies, drafted.seconds, strict=True):
@@ -190,16 +214,17 @@ def learn(
 
 
 def _payer(plan: PolicyPlan, drafts: Sequence[Draft]) -> int:
-    """Return the part that the time of drafting counts for: of those that were asked one that is not free, if any."""
+    """Return the part that is charged for the time of drafting: a part that was asked, if possible one that is not
+    free."""
     asked = {drafts[i].part for i in plan.asks} or {0}
     return max(asked, key=lambda number: not plan.parts[number].controller.free if plan.parts else 0)
 
 
 def _is_own(number: int, draft: Draft) -> bool:
-    """Return whether no earlier part drafted, and no later one was asked."""
+    """Return True if no earlier part drafted and no later part was asked."""
     return draft.part == number or (draft.part < number and not draft.tokens)
 
 
 def _is_others(number: int, draft: Draft) -> bool:
-    """Return whether a draft is another part's."""
+    """Return True if another part made the draft, or a later part was asked for it."""
     return draft.part > number or (draft.part < number and bool(draft.tokens))

@@ -33,7 +33,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _exclusive(method: Method) -> Method:
-    """One thread at a time: a pass and its commit belong together. Requests finished meanwhile are released after."""
+    """Let only one thread at a time run a method, because no other call may come between a pass and its commit.
+
+    Requests that are finished during the call are released after it.
+    """
 
     @wraps(method)
     def run(self: Engine, *args: Any, **options: Any) -> Any:
@@ -48,7 +51,7 @@ def _exclusive(method: Method) -> Method:
                 self._settle()
                 raise
             finally:
-                self._depth = depth  # set, not decreased, as an interrupt may have come before it grew
+                self._depth = depth  # not decremented, because an interrupt may have come before the increment
                 while self._finished and not depth:
                     self._finish(self._finished.pop())
 
@@ -56,7 +59,7 @@ def _exclusive(method: Method) -> Method:
 
 
 class Engine:
-    """Runs requests over one target, one cache and its drafters. Threads may share it: their rounds take turns."""
+    """Runs requests over one target, its cache and its drafters. It is thread-safe: rounds of threads take turns."""
 
     def __init__(
         self,
@@ -65,8 +68,14 @@ class Engine:
         draft: DraftBudget | None = None,
         timer: Timer = time.perf_counter,
     ) -> None:
-        """`drafter`: one, or several by name, of which the first is the default. `draft`: the budget of each round;
-        None leaves it to a controller, up to the drafter's own maximum. `timer`: measures rounds."""
+        """Make an engine.
+
+        Args:
+            target: The target.
+            drafter: One drafter, or several by name. The first is the default.
+            draft: Budget of each draft. If None, a controller chooses it, up to the drafter's own maximum.
+            timer: Returns the time in seconds, to measure rounds.
+        """
         self.target, self._timer = target, timer
         self.policies = DraftPolicies(drafter, draft)
         self.cache: KVCache = target.new_cache()
@@ -77,22 +86,23 @@ class Engine:
         self._lock, self._depth = RLock(), 0
         self._finished: list[Request] = []
         self._holders: dict[int, ref[Request]] = {}
-        """Slot -> the active request that holds it. Weak: an interrupt may leave a request that nobody finishes."""
+        """Slot -> the active request that holds it. The reference is weak, because an interrupt may leave a request
+        that is never finished."""
         self._leaving: set[int] = set()
-        """Slots to release. An interrupt may come into the release itself, which `_settle` then repeats."""
+        """Slots to release. If an interrupt stops a release, `_settle` repeats it."""
 
     @cached_property
     def guarantee(self) -> Guarantee:
-        """Whether speculation keeps the text bit for bit on this machine, or up to rounding."""
+        """The guarantee for text with speculation on this machine (see `self_check.guarantee`)."""
         return guarantee(self.target)
 
     @cached_property
     def seamless(self) -> bool:
-        """Whether prompts may be cut anywhere and texts go on from each other, bit for bit (`self_check.seamless`)."""
+        """True if cutting a prompt, or continuing from another text, changes no bit (see `self_check.seamless`)."""
         return seamless(self.target, self.guarantee)
 
     def remember(self, limit: int) -> None:
-        """Keep the state of finished texts, up to `limit` bytes, for prompts that begin like them."""
+        """Enable the prefix cache. `limit`: Maximum memory, in bytes."""
         self.prefixes = PrefixCache(limit, self.seamless)
 
     @_exclusive
@@ -106,16 +116,30 @@ class Engine:
         speculation: Speculation | None = None,
         adapter: int = 0,
     ) -> Request:
-        """Take a slot for a prompt of at least one token. `finish` must follow, whatever happens between. `source`: a
-        request with the same prompt that has been prefilled, so that this one need not be. `adapter`: see
-        `KVCache.acquire`.
+        """Start a request. The caller must call `finish` in the end, even after an error.
+
+        Args:
+            prompt: Token ids of the prompt, at least one.
+            sampler: Chooses tokens.
+            stream: Converts tokens to text.
+            stats: Statistics of the reply.
+            source: A request with the same prompt that has been prefilled, so that its state can be copied.
+            speculation: The choice of drafter. None for the default.
+            adapter: See `KVCache.acquire`.
+
+        Returns:
+            The request, which holds a slot.
+
+        Raises:
+            OutOfMemory: If there is no memory for a slot.
+            InvalidOption: If the drafter is unknown.
         """
         speculation = speculation or self.policies.default
         policy = self.policies[speculation.drafter]
         replied = source is not None and len(source.token_ids) > source.num_prompt_tokens
         if source and source.adapter != adapter:
             source = None
-        # By then a drafter that is fed hidden states has been fed those of the reply as well.
+        # If the source has replied, a drafter that reads hidden states has also been fed the states of the reply.
         if source and policy and policy.drafter.taps and (replied or source.policy is not policy):
             source = None
         self._settle()
@@ -133,12 +157,12 @@ class Engine:
 
     @_exclusive
     def suspend(self, request: Request) -> None:
-        """Give the slot back for now. The request keeps its text, and `resume` continues it."""
+        """Release the slot for now. The request keeps its text, and `resume` continues it."""
         self._release(request)
 
     @_exclusive
     def resume(self, request: Request) -> None:
-        """Take a slot again; a prefill of the whole text must follow."""
+        """Acquire a slot again. The caller must then prefill the whole text."""
         request.slot = self.cache.acquire(request.num_prompt_tokens, request.adapter)
         request.active, request.num_seen_tokens = True, 0
         with self._holding(request):
@@ -146,15 +170,23 @@ class Engine:
                 request.policy.drafter.admit(request.slot, request.token_ids)
 
     def prefill(self, request: Request) -> None:
-        """Feed the prompt but for its last token, which is row 0 of the first round."""
+        """Feed the prompt except its last token, which is row 0 of the first round."""
         while self.feed(request):
             pass
 
     @_exclusive
     def feed(self, request: Request, limit: int = PREFILL_ROWS) -> int:
-        """Feed the next chunk of the prompt. Returns its number of tokens; 0 when nothing is left.
+        """Feed the next chunk of the prompt.
 
-        `limit`: the most tokens of a chunk; ignored on machines where the cut would change bits (`seamless`).
+        Args:
+            request: The request.
+            limit: Maximum number of tokens. It is ignored if cutting the prompt would change bits (see `seamless`).
+
+        Returns:
+            The number of tokens fed. 0 if nothing is left.
+
+        Raises:
+            OutOfMemory: If there is no memory for the pass.
         """
         clock = Clock(self._timer)
         reader = request.prompt_reader
@@ -178,7 +210,7 @@ class Engine:
         return len(chunk)
 
     def _load_prefix(self, request: Request) -> int:
-        """Begin with the longest cached prefix of the text. Returns its number of tokens."""
+        """Load the longest cached prefix of the text. Return its number of tokens."""
         if self.prefixes is None:
             return 0
         policy = request.policy
@@ -187,17 +219,17 @@ class Engine:
         if hit is None:
             return 0
         known = self.cache.load(request.slot, hit.target, hit.length)
-        # A cache may refuse the hit, for a text that continues with its first prompt's rotary factors (`resume`).
+        # The cache may refuse the hit: a resumed text keeps the rotary factors of its original prompt length.
         if policy and known and (saved := hit.drafters.get(policy.name)):
             policy.drafter.load(request.slot, saved, known)
-        if not request.stats.rounds:  # a resumed request finds its own text, which is no hit
+        if not request.stats.rounds:  # a resumed request finds its own text, which does not count as a hit
             request.stats.cached = known
         return known
 
     def _save_prefix(self, request: Request) -> None:
-        """Keep the text's state in the prefix cache, if possible. Skip failed requests and embeddings.
+        """Save the text's state in the prefix cache if possible. Skip failed requests and embeddings.
 
-        The cache only saves time, so an error here (of a drafter, for example) never fails a reply.
+        The cache only saves time, so an error here, for example in a drafter, must not fail a reply.
         """
         reader = request.prompt_reader
         if self.prefixes is None or request.error or (reader and reader.want.logits == "none"):
@@ -209,13 +241,20 @@ class Engine:
                 prompt, state = request.num_prompt_tokens, self.cache.save(request.slot)
                 self.prefixes.store(request.token_ids, prompt, state, saved, request.adapter)
         except Exception:
-            _log.exception("the state of a text could not be kept for later prompts")
+            _log.exception("failed to save a text in the prefix cache")
 
     @_exclusive
     def step(self, requests: Sequence[Request]) -> list[list[Chunk]]:
-        """One round for every request. Returns the chunks of each.
+        """Run one round for these requests.
 
-        An error before the commit changes no request, so the round can be repeated; later ones end their request alone.
+        If an error is raised, no request has changed, and the round can be repeated. An error after the cache commit
+        ends the requests instead of being raised.
+
+        Returns:
+            The new chunks of each request.
+
+        Raises:
+            OutOfMemory: If there is no memory for the pass.
         """
         clock = Clock(self._timer)
         plan = plan_round(requests, self.cache)
@@ -238,9 +277,9 @@ class Engine:
         return [request.stream.emit(verdict) for request, verdict in zip(requests, verdicts, strict=True)]
 
     def finish(self, request: Request) -> None:
-        """Give the slot back, after the last round or after one that failed.
+        """End a request and release its slot.
 
-        A stream may be closed at any moment, by a callback within a pass too: the slot is then released after it.
+        If this is called during a pass, for example because a callback closes a stream, the slot is released after it.
         """
         with self._lock:
             if self._depth:
@@ -275,7 +314,7 @@ class Engine:
         self._settle()
 
     def _settle(self) -> None:
-        """Release the slots that are to be released."""
+        """Release the slots in `_leaving`."""
         for slot in self._leaving - {*self._holders}:
             try:
                 for policy in self.policies:
@@ -286,7 +325,7 @@ class Engine:
 
     @contextmanager
     def _holding(self, request: Request) -> Iterator[None]:
-        """Let a request hold its slot. If the request cannot begin, give the slot back: there is nothing to save."""
+        """Record that a request holds its slot. If the request fails to begin, release the slot without saving it."""
         self._holders[request.slot] = ref(request, partial(_drop, ref(self), request.slot))
         try:
             yield
@@ -300,7 +339,7 @@ class Engine:
 
     @staticmethod
     def _commit(request: Request, draft: Draft, verdict: Trimmed, states: Mapping[Tap, Tensor]) -> None:
-        """Advance a request by its verdict, and its drafter with it. `states` [T, H]: taps of the request's rows."""
+        """Advance a request and its drafter by a verdict. `states`: Taps of the request's rows, each [T, H]."""
         request.stats.count(draft, verdict)
         request.stats.draft_failures = request.sampler.draft_failures
         if verdict.error:
@@ -314,7 +353,7 @@ class Engine:
         if request.policy and not verdict.finish:
             try:
                 request.policy.drafter.observe(request.slot, verdict, states)
-            except Exception as error:  # the tokens are committed, and still shown
+            except Exception as error:  # the tokens have been committed, so they are still returned
                 request.fail(error)
 
     def _forward(self, rows: Rows, want: Want) -> Forward:
@@ -325,12 +364,12 @@ class Engine:
         except OutOfMemory:
             if not (self.prefixes and self.prefixes.nbytes):
                 raise
-        self.prefixes.clear()  # active requests come before what may be needed again
+        self.prefixes.clear()  # active requests have priority over cached texts
         return self._forward(rows, want)
 
 
 def _drop(engine: ref[Engine], slot: int, request: ref[Request]) -> None:
-    """Release the slot of a request that was deleted without an end; later, if a pass runs."""
+    """Release the slot of a request that was deleted without `finish`. If a pass is running, release it later."""
     if (own := engine()) is not None:
         own._leaving.add(slot)
         del own._holders[slot]
@@ -343,7 +382,7 @@ def _drop(engine: ref[Engine], slot: int, request: ref[Request]) -> None:
 
 
 def _charge(requests: Sequence[Request], clock: Clock) -> None:
-    """Charge each request the whole time of the pass that it shared."""
+    """Add the time of a pass to each request that shared it."""
     for request in requests:
         for phase, seconds in clock.laps.items():
             request.stats.seconds[phase] += seconds

@@ -1,4 +1,4 @@
-"""A text that the reply is expected to be (OpenAI's predicted outputs): a draft that needs no drafter."""
+"""Predicted outputs, as in OpenAI's API: the expected text of a reply is used as a draft, without a drafter."""
 
 from __future__ import annotations
 
@@ -10,53 +10,63 @@ from itertools import pairwise, takewhile
 from paceline.types import Draft
 
 _FIRST, _MOST = 4, 32
-"""Tokens drafted where the reply has just met the prediction, and at most: doubled by every draft that is kept."""
+"""Draft length when the reply has just met the prediction, and its maximum. Every accepted draft doubles it."""
 _PAIR, _LONGEST = 2, 4
-"""Tokens that must agree for the reply to have met the prediction again: one more after every draft that failed."""
+"""Number of tokens that must match to find the prediction again, and its maximum. Every failed draft increments it."""
 _CANDIDATES = 32
-"""Places compared for one such meeting, so that a prediction of one repeated token costs no more."""
+"""Maximum number of places to compare, so that a prediction that repeats one token is not slow."""
 
 
 _CHARACTERS = 64
-"""Most characters of common tokens: of a longer text only as many are encoded as a reply may have tokens."""
+"""Assumed maximum length of a token, in characters. It limits how much of a long prediction is encoded."""
 
 
 def predicted_ids(
     prediction: str | Sequence[int], encode: Callable[..., list[int]], most: int, vocab_size: int
 ) -> tuple[int, ...]:
-    """Return the first `most` token ids of a prediction, since a reply has no room for more, up to one that the model
-    does not have (a tokenizer may know more)."""
+    """Return the token ids of a prediction.
+
+    Args:
+        prediction: Text or token ids.
+        encode: The tokenizer's function to encode text.
+        most: Maximum number of tokens, since the reply has no room for more.
+        vocab_size: Size of the model's vocabulary. The ids end before the first one that the model does not have, since
+            a tokenizer may have more tokens than its model.
+    """
     if isinstance(prediction, str):
         prediction = encode(prediction[: most * _CHARACTERS], special=False)
     return tuple(takewhile(lambda token: token < vocab_size, prediction[:most]))
 
 
 class PredictedReply:
-    """Drafts the prediction's next tokens while the reply follows it, and finds it again after a difference.
+    """Drafts the next tokens of a prediction while the reply follows it, and finds it again after a difference.
 
-    What is drafted depends on the text alone, so that a reply is the same under every acceptance rule and in every
-    batch. `length`: tokens of the prediction. `accepted`: how many of them the reply has, in their order.
+    Drafts depend only on the text, so a reply is the same in every batch, under every acceptance rule.
+
+    Attributes:
+        length: Number of tokens of the prediction.
+        accepted: Number of these tokens that the reply contains, in order.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = tuple(tokens)
         self._places: dict[tuple[int, int], list[int]] = {}
-        """Pair of tokens -> the places after it, ascending."""
+        """Pair of tokens -> places after its occurrences in the prediction, ascending."""
         for place, pair in enumerate(pairwise(self._tokens), _PAIR):
             self._places.setdefault(pair, []).append(place)
         self._at, self._left_at = 0, 0
-        """Place of the next token, `length` while the reply says something else; place where it last began to."""
+        """Place of the next token, or `length` while the reply differs; place where the reply last began to differ."""
         self._count, self._agreeing = _FIRST, _PAIR
-        """Tokens of the next draft; tokens that must agree at the next meeting."""
+        """Length of the next draft; number of tokens that must match to find the prediction again."""
         self._tail: deque[int] = deque(maxlen=_LONGEST)
         self.length, self.accepted = len(self._tokens), 0
 
     def propose(self, most: int) -> Draft:
-        """Return the next tokens, at most `most`; none while the reply says something else."""
+        """Return up to `most` next tokens, or none while the reply differs from the prediction."""
         return Draft.chain(self._tokens[self._at : self._at + max(0, min(self._count, most))])
 
     def observe(self, draft: Draft, tokens: Sequence[int]) -> None:
-        """Follow the tokens of a round, in which `draft` was verified."""
+        """Follow the tokens of a round. `draft`: The draft that the round verified."""
         own = bool(draft.tokens) and draft.tokens == self._tokens[self._at : self._at + len(draft.tokens)]
         kept = own and tokens[: len(draft.tokens)] == draft.tokens
         if own:
@@ -76,7 +86,10 @@ class PredictedReply:
         self._at = self._meeting()
 
     def _meeting(self) -> int:
-        """Return the place after the reply's last tokens, the next one from where it was left; `length` if none."""
+        """Return the place after an occurrence of the reply's last tokens, or `length` if there is none.
+
+        The search begins where the reply last began to differ.
+        """
         places = self._places.get((self._tail[-2], self._tail[-1]), []) if len(self._tail) >= _PAIR else []
         first = bisect_left(places, self._left_at)
         wanted = (*self._tail,)[-self._agreeing :]

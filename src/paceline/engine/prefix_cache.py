@@ -1,4 +1,4 @@
-"""Prefix cache: saved state of earlier texts, found by their tokens, for prompts that begin alike."""
+"""The prefix cache: saved states of earlier texts, for prompts that begin with the same tokens."""
 
 from __future__ import annotations
 
@@ -16,8 +16,13 @@ Tokens = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A cached prefix: load the first `length` tokens of `target` into the slot, and of the request's drafter's entry
-    in `drafters`, if it has one."""
+    """A cached prefix.
+
+    Attributes:
+        length: Number of tokens to load.
+        target: State of the target.
+        drafters: Name of a drafter -> its state.
+    """
 
     length: int
     target: Saved
@@ -26,7 +31,15 @@ class Hit:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CachedText:
-    """A saved text: its `tokens`, of which the first `prompt` were the prompt, and its request's `adapter`."""
+    """A saved text.
+
+    Attributes:
+        tokens: The tokens of prompt and reply.
+        prompt: Length of the prompt.
+        target: State of the target.
+        drafters: Name of a drafter -> its state.
+        adapter: Adapter of the request.
+    """
 
     tokens: Tokens
     prompt: int
@@ -40,17 +53,24 @@ class _CachedText:
 
 
 class PrefixCache:
-    """Saved texts, least recently used evicted first. Not thread-safe.
+    """Saved texts with LRU eviction. It is not thread-safe.
 
-    `queries` and `hits` count the tokens of prompts looked up and found (as vLLM's prefix_cache_queries and
-    prefix_cache_hits). `nbytes`: memory held, never more than `limit`.
+    Attributes:
+        queries: Number of prompt tokens looked up (as prefix_cache_queries in vLLM).
+        hits: Number of these tokens found (as prefix_cache_hits in vLLM).
+        nbytes: Memory of all texts in bytes. It never exceeds the limit.
     """
 
     def __init__(self, limit: int, seamless: bool = False) -> None:
-        """`limit`: bytes. `seamless`: the target's `self_check.seamless`."""
+        """Make an empty cache.
+
+        Args:
+            limit: Maximum memory, in bytes.
+            seamless: Result of `self_check.seamless` for the target.
+        """
         self._limit, self._seamless = limit, seamless
         self._entries: dict[_CachedText, int] = {}
-        """Texts and their bytes, in the order of their last use."""
+        """Text -> its bytes, in the order of last use."""
         self.queries = self.hits = 0
 
     @property
@@ -58,16 +78,21 @@ class PrefixCache:
         return sum(self._entries.values())
 
     def __len__(self) -> int:
-        """Number of texts held."""
+        """Return the number of texts."""
         return len(self._entries)
 
     def find(self, tokens: Sequence[int], needs: str | None = None, adapter: int = 0) -> Hit | None:
-        """Return the longest cached prefix of a prompt. `needs`: the name of the drafter whose state must be cached as
-        well (`Drafter.needs_past`). `adapter`: the request's, under which alone the state is the same."""
+        """Return the longest cached prefix of a prompt.
+
+        Args:
+            tokens: Token ids of the prompt.
+            needs: Name of the drafter whose state must also be cached (`Drafter.needs_past`). None if there is none.
+            adapter: The request's adapter. Only texts with the same adapter are found.
+        """
         text = np.asarray(tokens, np.int64)
         found, length = None, 0
         for entry in reversed(self._entries):
-            # Skip entries that cannot beat what was found.
+            # Skip entries that cannot be longer than the best so far.
             if entry.adapter == adapter and self._usable(entry, len(text), len(text), needs) > length:
                 usable = self._usable(entry, _common(entry.tokens, text), len(text), needs)
                 parts = [entry.target, *([entry.drafters[needs]] if needs else [])]
@@ -88,16 +113,19 @@ class PrefixCache:
         drafters: Mapping[str, Saved | None] | None = None,
         adapter: int = 0,
     ) -> None:
-        """Keep the state of a text. `prompt`: number of tokens that were fed as a prompt, in chunks of `PREFILL_ROWS`
-        from the first one; rounds wrote the others. `drafters`: results of `Drafter.save` by name. `adapter`: that of
-        the request.
+        """Store the state of a text. Never store a failed request, because its state may not be finite.
 
-        A failed request must not be stored: its state may not be finite.
+        Args:
+            tokens: Token ids of prompt and reply.
+            prompt: Number of tokens that were fed as a prompt, in chunks of `PREFILL_ROWS`. Rounds wrote the others.
+            target: State of the target.
+            drafters: Name of a drafter -> result of `Drafter.save`.
+            adapter: The request's adapter.
         """
         kept = {name: saved for name, saved in (drafters or {}).items() if saved}
         entry = _CachedText(np.array(tokens, np.int64), prompt, target, kept, adapter)
         if entry.nbytes > self._limit:
-            return  # it would evict all others, and then itself
+            return  # it would evict all other texts, and then itself
         for other in list(self._entries):
             if self._covers(entry, other):
                 entry = _merged(entry, other)
@@ -111,14 +139,15 @@ class PrefixCache:
             del self._entries[next(iter(self._entries))]
 
     def clear(self) -> None:
-        """Forget all texts."""
+        """Drop all texts."""
         self._entries.clear()
 
     def _usable(self, entry: _CachedText, common: int, prompt: int, needs: str | None) -> int:
         """Return the usable length of an entry for a prompt of `prompt` tokens that shares its first `common` tokens.
 
-        Token n after the n loaded ones must agree too, since a drafter may have read it beside the hidden states of the
-        one before (EAGLE); and at least one row of the prompt is fed after them, which yields such states anew.
+        The token after the loaded tokens must be the same as well, because a drafter may have read it together with the
+        hidden states at the last loaded token (EAGLE). And at least one row of the prompt must still be fed, which
+        gives drafters new hidden states.
         """
         parts = [entry.target.length]
         if needs:
@@ -130,19 +159,22 @@ class PrefixCache:
         return self._whole(entry, min(len(entry.tokens) - 1, entry.target.length))
 
     def _whole(self, entry: _CachedText, length: int) -> int:
-        """Cut a length so that no text depends on the cache, bit for bit.
+        """Shorten a length so that the cache changes no bit of any text.
 
-        Where every pass leaves the same bits (`self_check.seamless`), any length will do. Elsewhere rows depend on the
-        pass that computed them, and only whole chunks of a prompt are used: a prompt fed alone is cut at the same
-        places, and the same passes follow.
+        If every pass leaves the same bits (`self_check.seamless`), any length is possible. Otherwise, rows depend on
+        the pass that computed them, so only whole chunks of a prompt are used. Without the cache, a prompt would be cut
+        at the same places and go through the same passes.
         """
         if self._seamless:
             return max(0, length)
         return max(0, min(length, entry.prompt - 1)) // PREFILL_ROWS * PREFILL_ROWS
 
     def _covers(self, one: _CachedText, other: _CachedText) -> bool:
-        """Whether `one` can replace `other`, but for drafters: its text continues the other's, and its saved state
-        still reaches back to the other's end and, if the other's does, to its beginning."""
+        """Return True if `one` can replace `other`, ignoring drafters.
+
+        Its text must continue the other text. Its state must allow loading the other text as a whole, and a single
+        token if the other state allows that.
+        """
         most, count = self._most(other), len(other.tokens)
         if one.adapter != other.adapter:
             return False
@@ -152,7 +184,7 @@ class PrefixCache:
 
 
 def _merged(entry: _CachedText, other: _CachedText) -> _CachedText:
-    """Return `entry` with the drafter states of another text that is its prefix or continues it."""
+    """Return `entry` with the longer of both drafter states. `other`: A text that is its prefix or continues it."""
     both = dict(entry.drafters)
     for name, saved in other.drafters.items():
         if name not in both or both[name].length < saved.length:

@@ -13,14 +13,19 @@ from paceline.types import Forward, Want
 
 
 class PromptReader(Protocol):
-    """Collects something of every row of a prompt. Such a prompt is fed whole, whatever the prefix cache holds."""
+    """Collects data from every row of a prompt. Such a prompt is fed as a whole, without the prefix cache."""
 
     want: ClassVar[Want]
     """Outputs that `read` needs."""
 
     def read(self, start: int, following: Sequence[int], out: Forward) -> None:
-        """Receive the pass over rows `start` on of the prompt's one slot. `following`: the tokens after them, one for
-        each."""
+        """Receive a pass over a chunk of the prompt.
+
+        Args:
+            start: Position of the first row.
+            following: The token after each row.
+            out: Results of the pass, for one slot.
+        """
 
 
 class PromptLogprobs:
@@ -31,22 +36,25 @@ class PromptLogprobs:
     def __init__(self, top: int = 0) -> None:
         self._top = top
         self.tokens: list[Logprobs | None] = [None]
-        """One per token fed so far; None for the first, which nothing predicts."""
+        """One entry per token fed so far. The first token has None, because no row predicts it."""
 
     def read(self, start: int, following: Sequence[int], out: Forward) -> None:
         """See `PromptReader`."""
         self.push(start, following, out.logits[0, : len(following)])
 
     def push(self, start: int, following: Sequence[int], logits: Tensor) -> None:
-        """Add logits [T, V] of the rows from position `start` on. `following`: the T tokens that they predict.
+        """Add the logits of a chunk. Rows that are fed again after a request was suspended are skipped.
 
-        Rows fed again, after a request was suspended, are skipped.
+        Args:
+            start: Position of the first row.
+            following: The T tokens that the rows predict.
+            logits: Logits [T, V].
         """
         known = len(self.tokens) - 1 - start
         if known >= len(following):
             return
         logits, following = logits[known:], following[known:]
-        total = logits.logsumexp(-1, keepdim=True)  # no second copy of the logits
+        total = logits.logsumexp(-1, keepdim=True)  # log_softmax would copy all logits
         own = torch.tensor(following, device=logits.device)[:, None]
         chosen = (logits.gather(1, own) - total)[:, 0].tolist()
         best = logits.topk(self._top, -1)
@@ -55,17 +63,17 @@ class PromptLogprobs:
 
 
 class PooledStates:
-    """Mean of a prompt's last hidden states, after the final norm, of all its tokens but the pending one."""
+    """Mean of the last hidden states, after the final norm, of all prompt tokens except the pending one."""
 
     want: ClassVar[Want] = Want("none", taps=("final",))
 
     def __init__(self) -> None:
         self.count = 0
-        """Tokens read so far."""
+        """Number of tokens read so far."""
         self._sum: Tensor | None = None
 
     def read(self, start: int, following: Sequence[int], out: Forward) -> None:
-        """See `PromptReader`. Rows fed again, after a request was suspended, are skipped."""
+        """See `PromptReader`. Rows that are fed again after a request was suspended are skipped."""
         new = out.taps["final"][0, self.count - start : len(following)]
         if len(new):
             total = new.float().sum(0)
@@ -73,7 +81,7 @@ class PooledStates:
             self.count += len(new)
 
     def vector(self, size: int | None = None) -> list[float]:
-        """Return the mean, cut to its first `size` numbers, with length 1. At least one token must have been read."""
+        """Return the first `size` numbers of the mean, normalized to length 1. Some token must have been read."""
         assert self._sum is not None
         found: list[float] = torch.nn.functional.normalize(self._sum[:size], dim=0).tolist()
         return found

@@ -20,14 +20,29 @@ from paceline.verify.rules import RULES
 
 @dataclass(eq=False)
 class Request:
-    """A reply in progress. Its state advances only when a round commits, so a round that fails before can be repeated.
+    """A reply in progress.
 
-    `token_ids`: prompt and reply so far; the last one is the pending token, chosen but not yet in the cache.
-    `max_draft`: the most to draft per round; None leaves it to the policy. `prompt_reader`: collects
-    something of the prompt, which is then fed whole, whatever the prefix cache holds. `num_seen_tokens`: the text's
-    length when the drafter last drafted. `prediction`: drafts what the reply is expected to be, before the drafter.
-    `active`: whether the request holds its slot. `adapter`: see `KVCache.acquire`. `judged`: controllers that have
-    learned from it. `on_finish`: called once, when the request has ended.
+    Its state changes only when a round commits, so a round that fails before the commit can be repeated.
+
+    Attributes:
+        token_ids: Token ids of prompt and reply so far. The last one is the pending token, which is not in the cache
+            yet.
+        num_prompt_tokens: Length of the prompt.
+        sampler: Chooses tokens.
+        stream: Converts tokens to text.
+        stats: Statistics of the reply.
+        slot: The request's slot in the cache.
+        policy: The drafter. None for plain decoding.
+        max_draft: Maximum draft per round. None for the maximum of the policy.
+        prompt_reader: Collects data from the prompt (see `PromptReader`).
+        prediction: Drafts the expected text. It takes precedence over the drafter.
+        num_seen_tokens: Length of the text when the drafter last drafted.
+        finish: The finish reason, once the reply has ended.
+        error: The error that ended the reply.
+        active: True if the request holds its slot.
+        adapter: See `KVCache.acquire`.
+        judged: Controllers that have learned from this request.
+        on_finish: Called once, when the request has ended.
     """
 
     token_ids: list[int]
@@ -49,28 +64,37 @@ class Request:
     on_finish: Callable[[Request], object] | None = None
 
     def expect(self, tokens: Sequence[int]) -> None:
-        """Draft these tokens, which the reply is expected to consist of."""
+        """Use the expected tokens of the reply as drafts."""
         self.prediction, self.stats.predicted = PredictedReply(tokens), len(tokens)
 
     @property
     def prefix(self) -> Prefix:
-        """The committed text, as samplers and processors take it."""
+        """The committed text, in the form that samplers and processors take."""
         return Prefix(self.token_ids, (), self.num_prompt_tokens)
 
     @property
     def position(self) -> int:
-        """Position of the pending token; also the number of tokens that the cache holds."""
+        """Position of the pending token, which is also the number of tokens in the cache."""
         return len(self.token_ids) - 1
 
     def fail(self, error: Exception) -> None:
-        """End with an error."""
+        """End the request with an error."""
         self.error, self.finish = error, "error"
 
 
 def accept(request: Request, draft: Draft, logits: Tensor) -> Trimmed:
-    """Return the verdict on a draft, cut where the reply ends. Changes nothing. `logits` [T, V]: of the round's rows.
+    """Verify a draft, without side effects.
 
-    An error here, for example of a user's processor or criterion, ends this request alone.
+    An error, for example in a user's processor or criterion, becomes part of the verdict, so that it ends only this
+    request.
+
+    Args:
+        request: The request.
+        draft: Its draft.
+        logits: Logits [T, V] of its rows in the pass.
+
+    Returns:
+        The verdict, cut where the reply ends.
     """
     try:
         verdict = RULES[request.sampler.rule](draft, logits, request.sampler, request.prefix)

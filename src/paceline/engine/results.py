@@ -1,4 +1,4 @@
-"""The replies that callers get: completions, streams, batches."""
+"""Replies for callers: completions, streams and batches."""
 
 from __future__ import annotations
 
@@ -19,8 +19,16 @@ from paceline.types import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished reply. `text`: its text, up to a stop string. `token_ids`: its tokens, EOS included. `prompt_tokens`:
-    the length of the prompt. `logprobs`: one per token id, if requested."""
+    """A finished reply.
+
+    Attributes:
+        text: The text, without the stop string and anything after it.
+        token_ids: The tokens, including EOS.
+        finish_reason: Why the reply ended.
+        stats: Counts and times.
+        prompt_tokens: Length of the prompt, in tokens.
+        logprobs: Log-probabilities, one entry per token id. None if they were not requested.
+    """
 
     text: str
     token_ids: list[int]
@@ -42,11 +50,12 @@ class Completion:
 
 
 class Batch(Closable, Iterator[tuple[int, Chunk]]):
-    """Several replies written together: iterate over (index of the reply, chunk).
+    """Several replies generated together. Iterate over it to get pairs of a reply's index and a chunk.
 
-    Up to `width` requests share a pass. Each accepts its own number of tokens per round; when one ends, the next
-    waiting one takes its slot. Replies to one prompt that run together share its prefill. If a request fails, the error
-    is raised when all others are done; a `PacelineError` has every completion as its `partial`.
+    Up to `width` requests share a pass, and each accepts its own number of tokens per round. When a request ends, the
+    next one takes its slot. Replies to the same prompt share its prefill if they run at the same time. If a request
+    fails, its error is raised after all others have ended. If it is a `PacelineError`, its `partial` holds all
+    completions.
     """
 
     _scheduler: Scheduler | None = None
@@ -81,23 +90,27 @@ class Batch(Closable, Iterator[tuple[int, Chunk]]):
         return index, chunk
 
     def close(self) -> None:
-        """Stop all replies and free their slots; closing twice does nothing."""
+        """Stop all replies and free their slots. A second call does nothing."""
         if self._scheduler:
             self._scheduler.close()
             self._ready.clear()
 
     def stop(self, index: int) -> None:
-        """End one reply here, as if cancelled: nothing more of it is handed out, and the others go on."""
+        """Cancel one reply. The iteration returns no further chunks of it, and the others continue."""
         self._tasks[index].cancelled = True
         self._ready = deque(entry for entry in self._ready if entry[0] != index)
 
     @property
     def errors(self) -> dict[int, Exception]:
-        """The errors of the replies that failed so far, by index."""
+        """Index of a reply -> its error, for the replies that have failed so far."""
         return {index: task.error for index, task in enumerate(self._tasks) if task.error}
 
     def completion(self, index: int) -> Completion:
-        """Return one reply as far as it has been handed out. Raises `KeyError` for one that has not begun."""
+        """Return one reply, with the chunks that the iteration has returned so far.
+
+        Raises:
+            KeyError: If the reply has not begun.
+        """
         request, shown = self._tasks[index].request, self._shown[index]
         if request is None:
             raise KeyError(f"reply {index} has not begun")
@@ -113,15 +126,15 @@ class Batch(Closable, Iterator[tuple[int, Chunk]]):
 
     @property
     def completions(self) -> list[Completion]:
-        """The replies that have begun, in order, as far as handed out; all replies once the iteration has ended."""
+        """The replies that have begun, in order, each with the chunks that the iteration has returned so far."""
         return [self.completion(index) for index, task in enumerate(self._tasks) if task.request]
 
 
 class Stream(Closable, Iterator[Chunk]):
-    """One reply as it is written: iterate over its chunks; close it, or leave its `with` block, to stop early.
+    """One reply as it is generated. Iterate over its chunks. To stop early, close it or leave its `with` block.
 
-    If the reply fails, the stream first hands out the tokens of its last complete round, then raises. A `PacelineError`
-    has the completion so far as its `partial`.
+    If the reply fails, the stream first returns the tokens of its last complete round, and then raises the error. If it
+    is a `PacelineError`, its `partial` holds the completion so far.
     """
 
     def __init__(self, engine: Engine, request: Request) -> None:
@@ -135,11 +148,11 @@ class Stream(Closable, Iterator[Chunk]):
             raise
 
     def close(self) -> None:
-        """Stop the reply and free its slot; closing twice does nothing."""
+        """Stop the reply and free its slot. A second call does nothing."""
         if batch := vars(self).get("_batch"):  # an interrupt may have ended the constructor
             batch.close()
 
     @property
     def completion(self) -> Completion:
-        """The reply as far as it has been handed out; complete once the iteration has ended."""
+        """The reply, with the chunks that the iteration has returned so far."""
         return self._batch.completion(0)

@@ -19,24 +19,33 @@ from paceline.verify.tree import PREFILL_ROWS
 _log = logging.getLogger("paceline.engine")
 
 Begin = Callable[[Request | None], Request]
-"""Starts a request, given another one with the same prompt that has been prefilled, if there is one."""
+"""Starts a request. Its argument is a prefilled request with the same prompt, or None."""
 Fits = Callable[[Sequence[int]], bool]
-"""Tokens of each text -> whether there is memory for them."""
+"""Returns True if there is memory for texts of these lengths, in tokens."""
 
 _HEADROOM = 256
-"""Tokens beyond its own that must fit in memory before a text is admitted."""
+"""Number of further tokens that must fit in memory before a text is admitted."""
 _MAX_CATCH_UP = 4
-"""The most times `quota` that is fed between two rounds while a queue grows: bounds the wait for a first token."""
+"""Maximum multiple of `quota` that is fed between two rounds while requests are waiting. A higher one would shorten the
+wait for first tokens, but stall running replies."""
 
 
 @dataclass(eq=False, slots=True)
 class Task:
-    """One reply: waiting, then prefilling, running, done.
+    """One reply, which is first waiting, then prefilling, running and done.
 
-    `begin`: starts the request; None if `request` has been started already. `num_prompt_tokens`: its length until the
-    request exists. `group`: replies to one prompt share its prefill where they run together. `client`: the client it is
-    for. `deadline`: by the scheduler's clock. `cancelled`: may be set at any moment by any thread; the reply then ends
-    before its next round. `arrived`, `started`: times of creation and of the first slot. `error`: why it ended early.
+    Attributes:
+        begin: Starts the request. None if `request` has already been started.
+        num_prompt_tokens: Length of the prompt. It is used until the request exists.
+        group: Tasks of a group have the same prompt, and share its prefill if they run at the same time.
+        client: The client of the reply.
+        deadline: Time at which the reply ends, by the scheduler's clock.
+        cancelled: Any thread may set it at any time. The reply then ends before its next round.
+        arrived: Time of creation.
+        started: Time of the first slot.
+        request: The request, once it exists.
+        error: The error that ended the reply.
+        done: True if the reply has ended.
     """
 
     begin: Begin | None = None
@@ -53,22 +62,22 @@ class Task:
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and reply so far."""
+        """Number of tokens of prompt and reply so far."""
         return len(self.request.token_ids) if self.request else self.num_prompt_tokens
 
 
 Event = tuple[Task, list[Chunk]]
-"""New chunks of a task; the last event, with or without chunks, comes when it is `done`."""
+"""New chunks of a task. When the task is `done`, there is a last event, with or without chunks."""
 
 
 class Scheduler:
-    """Drives replies in ragged rounds, up to `width` at once. The next to start is the oldest of the client with the
+    """Runs replies in rounds, up to `width` at once. The next task to start is the oldest one of the client with the
     fewest running replies.
 
-    Between two rounds `quota` prompt tokens are fed, so that a long prompt does not stall running replies; times the
-    number of tasks that could start, up to `_MAX_CATCH_UP`, until one of them is complete: its first token does not
-    wait for the others' prompts. When memory gets short, the latest reply gives its slot back and continues later, with
-    the same text. A reply that fails ends alone.
+    Between two rounds, `quota` prompt tokens are fed, so that a long prompt does not stall running replies. If several
+    tasks could start, the quota is multiplied by their number, up to `_MAX_CATCH_UP`, until the first prompt is
+    complete. Its first token then does not wait for the other prompts. If memory runs out, the latest reply releases
+    its slot and continues later, with the same text. A reply that fails does not affect the others.
     """
 
     def __init__(
@@ -82,15 +91,15 @@ class Scheduler:
         self._engine, self._width, self._quota, self._fits, self._clock = engine, width, quota, fits, clock
         self.waiting: deque[Task] = deque()
         self.prefilling: Task | None = None
-        # In the order of their slots: where one leaves, a shared cache moves the last to its place, and so does this.
+        # The order matches the slots. When a reply leaves, a shared cache moves the last slot to its place, so the last
+        # task moves as well.
         self.running: list[Task] = []
         self._limit = width
-        """Slots in use at most: fewer than `width` after memory ran out, until a reply ends."""
+        """Maximum number of slots in use. It is lower than `width` after memory ran out, until a reply ends."""
         self._open: dict[Task, None] = {}
-        """All tasks that have not ended, oldest first. An interrupt may have come while one moved between the lists
-        above."""
+        """All tasks that have not ended, oldest first. An interrupt may leave a task in none of the lists above."""
         self._prefilled: dict[Hashable | None, Request] = {}
-        """The latest prefilled request of each group, a source for others as long as it has a slot."""
+        """Group -> its latest prefilled request. Others can copy its state while it holds a slot."""
 
     @property
     def busy(self) -> bool:
@@ -98,8 +107,8 @@ class Scheduler:
 
     @property
     def active(self) -> list[Task]:
-        """Tasks that hold a slot. Safe to read from other threads."""
-        prefilling = self.prefilling  # read once, other threads may change it
+        """The tasks that hold a slot. Any thread may read this."""
+        prefilling = self.prefilling  # read it only once, since another thread may change it
         return [*self.running, *([prefilling] if prefilling else [])]
 
     def add(self, task: Task) -> None:
@@ -108,15 +117,15 @@ class Scheduler:
         self.waiting.append(task)
 
     def turn(self) -> list[Event]:
-        """End cancelled and late tasks, feed prompts, run one round. Returns new chunks and ended tasks."""
+        """End cancelled and late tasks, feed prompts and run one round. Return new chunks and ended tasks."""
         ended = [*self._expire(), *self._prefill()]
         self._make_room()
         return [*((task, []) for task in ended), *self._round([*self.running])]
 
     def close(self) -> list[Event]:
-        """End all tasks here."""
+        """End all tasks."""
         tasks = list(self._open)
-        with ExitStack() as every:  # an error at one task does not keep the others open
+        with ExitStack() as every:  # end all of them, even if one raises an error
             for task in reversed(tasks):
                 every.callback(self._end, task)
         self.waiting.clear()
@@ -129,7 +138,7 @@ class Scheduler:
         now, ended = self._clock(), []
         for task in [*self.active, *self.waiting]:
             if not task.cancelled and now >= task.deadline:
-                task.error = TimedOut("the reply took longer than it was given", "Give more time, or ask for less")
+                task.error = TimedOut("the reply took longer than its time limit", "Raise the limit, or ask for less")
             if task.cancelled or task.error:
                 ended.append(task)
                 self._end(task)
@@ -160,7 +169,7 @@ class Scheduler:
     # Beginning
 
     def _prefill(self) -> list[Task]:
-        """Feed prompts up to this turn's quota. Returns the tasks that have ended without a token."""
+        """Feed prompts up to this turn's quota. Return the tasks that have ended without a token."""
         startable = min(len(self.waiting), self._limit - len(self.running))
         limit, fed, ended = self._quota * max(1, min(startable, _MAX_CATCH_UP)), 0.0, []
         while fed < limit and (task := self.prefilling or self._next()):
@@ -172,13 +181,13 @@ class Scheduler:
         return ended
 
     def _is_shared(self, task: Task) -> bool:
-        """Return whether other replies wait for the same prompt, which then need not be fed again."""
+        """Return True if waiting tasks have the same prompt, which then need not be fed again."""
         return task.group is not None and any(one.group == task.group for one in self.waiting)
 
     def _feed(self, task: Task, limit: float) -> float:
-        """Feed a chunk of the prompt; after the last one the task is running. Returns its number of tokens.
+        """Feed a chunk of the prompt, and return its number of tokens. After the last chunk, the task is running.
 
-        A prompt for which there is no memory waits again, and uses up the quota.
+        If there is no memory for the prompt, the task waits again, and the quota is used up.
         """
         try:
             request = self._start(task)
@@ -186,21 +195,21 @@ class Scheduler:
             if not task.done and self._engine.cache.lengths[request.slot] == request.position:
                 self.prefilling = None
                 self.running.append(task)
-                if not request.stream.left:  # an empty reply was asked for
+                if not request.stream.left:  # an empty reply was requested
                     request.finish = "length"
                     self._end(task)
                 elif task.group is not None:
                     self._prefilled[task.group] = request
         except Exception as error:
             if isinstance(error, OutOfMemory) and self._preempt(task):
-                _log.debug("a prompt waits for memory", exc_info=True)
+                _log.debug("a prompt is waiting for memory", exc_info=True)
                 return limit
             self._fail(task, error)
             return 0
         return fed
 
     def _start(self, task: Task) -> Request:
-        """Let a task's request take a slot, if it has none. Returns the request."""
+        """Return a task's request, which is created or resumed if it has no slot."""
         task.started = task.started or self._clock()
         if task.request is None and task.begin:
             source = self._prefilled.get(task.group) if task.group is not None else None
@@ -241,7 +250,8 @@ class Scheduler:
             self._preempt(_latest(self.active))
 
     def _preempt(self, task: Task) -> bool:
-        """Let an active task wait again, before all others. False if it is alone: waiting would not help."""
+        """Move an active task to the front of the queue. Return False if it is the only one, so that waiting would not
+        help."""
         if len(self.active) < 2:
             return False
         self._leave_batch(task)
@@ -254,16 +264,16 @@ class Scheduler:
     # Rounds
 
     def _round(self, batch: list[Task]) -> list[Event]:
-        """Run one round; if it fails, once more for each task alone, so that only those fail that must."""
+        """Run one round. If it fails, repeat it for each task separately, so that only the failing tasks end."""
         try:
             chunks = self._engine.step([_request(task) for task in batch]) if batch else []
         except Exception as error:
             if isinstance(error, OutOfMemory) and self._preempt(_latest(batch)):
-                _log.debug("a reply waits for memory", exc_info=True)
+                _log.debug("a reply is waiting for memory", exc_info=True)
                 return []
             if len(batch) == 1:
                 return [self._fail(batch[0], error)]
-            _log.debug("a round of %d replies failed, and is repeated for each alone", len(batch), exc_info=True)
+            _log.debug("a round of %d replies failed and is repeated for each reply", len(batch), exc_info=True)
             return [event for task in batch for event in self._round([task])]
         for task in batch:
             if _request(task).finish:

@@ -1,4 +1,4 @@
-"""The start-up self-check: does a row's result depend on the other rows of its pass?"""
+"""The start-up self-check: test if a row's result depends on the other rows of its pass."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from paceline.types import Draft, DraftBudget, Guarantee, Rows, Want
 from paceline.verify.tree import PREFILL_ROWS, pack, with_siblings
 
 _PREFIX, _ROWS, _LONGEST = 61, 5, 32
-"""Tokens before the compared rows; compared rows; rows of the longest pass, rounded up."""
+"""Number of tokens before the compared rows, number of compared rows, and rows of the longest pass, rounded up."""
 
 
 def guarantee(target: Target) -> Guarantee:
-    """Return "bits" if rows fed one by one, in chains, in trees and beside another request give identical logits, and
-    so does the row after them once they are committed.
+    """Check if speculation can change the bits of logits.
 
-    Then text with speculation is plain decoding's bit for bit; otherwise up to rounding: a token may differ where two
-    candidates are within an ulp or so. Costs a dozen small passes of the target's `excerpt`, if it has one, for plain
-    rows and for each adapter's; three passes where rows differ.
+    Rows are fed one by one, in chains, in trees, and together with another request. Their logits must be identical, and
+    so must be the logits of the row after them once they are committed. The check takes about a dozen small passes for
+    plain rows and for each adapter, or three passes if rows differ. It uses the target's `excerpt` if it has one.
+
+    Returns:
+        "bits" if all logits are identical. Text with speculation then equals plain decoding bit for bit. "rounding" if
+        not. A token may then differ if two candidates are nearly equal.
     """
     target = target.excerpt() if isinstance(target, Divisible) else target
     count = 1 + _adapters(target)
@@ -35,12 +38,16 @@ def guarantee(target: Target) -> Guarantee:
 
 
 def check_exact(guarantee: Guarantee, device: torch.device) -> None:
-    """Raise `InvalidOption` for a model whose text is not kept bit for bit."""
+    """Check the option `exact`.
+
+    Raises:
+        InvalidOption: If the guarantee is not "bits".
+    """
     if guarantee != "bits":
         raise InvalidOption(
-            f"rows of one pass change each other's last bits in this model on {device}, "
-            "so its text is plain decoding's only up to rounding",
-            'Use dtype="bfloat16" on a CPU with a C++ compiler, or leave out exact=True',
+            f"exact=True is not possible: the rows of a pass change each other's last bits in this model on {device}, "
+            "so text equals plain decoding only up to rounding",
+            'Use dtype="bfloat16" on a CPU with a C++ compiler, or omit exact=True',
         )
 
 
@@ -49,7 +56,7 @@ def _adapters(target: Target) -> int:
 
 
 def _same_bits(target: Target, adapter: int, neighbour: int) -> bool:
-    """`guarantee` for requests with one adapter. `neighbour`: the adapter of another request."""
+    """Return True if the guarantee is "bits" for requests with one adapter. `neighbour`: Adapter of another request."""
     before = min(_PREFIX, target.context_length - _LONGEST)
     tokens = _tokens(target, before + _ROWS)
     cache, path = target.new_cache(), tokens[before:]
@@ -61,7 +68,7 @@ def _same_bits(target: Target, adapter: int, neighbour: int) -> bool:
         ways.append(with_siblings(path[1:], path[0]))
     other = cache.fork(slot)
     singles, alone = _singly(target, cache, other, (*path, path[0])), list[Tensor]()
-    # The longest pass first, row by row: where rows do change each other's bits, its first row shows it at once.
+    # The longest pass comes first, row by row. If rows change each other's bits, its first row already shows it.
     for draft, numbers in ways:
         same = cache.fork(slot)
         for i, row in enumerate(_together(target, cache, same, path[0], draft, numbers)):
@@ -70,7 +77,7 @@ def _same_bits(target: Target, adapter: int, neighbour: int) -> bool:
             if not torch.equal(row, alone[i]):
                 return False
         cache.release(same)
-    # A longer text and one with another adapter in the same pass.
+    # Now add a longer text, and a text with another adapter, to the same pass.
     third = cache.acquire(0, neighbour)
     _feed(target, cache, third, tokens[:before], (PREFILL_ROWS,), prompt=True)
     _, logits = _verify(target, cache, [other, third, slot], path[:1] * 3, [Draft(), Draft(), chain])
@@ -88,7 +95,8 @@ def _singly(target: Target, cache: KVCache, slot: int, tokens: Sequence[int]) ->
 def _together(
     target: Target, cache: KVCache, slot: int, token: int, draft: Draft, path: Sequence[int]
 ) -> Iterator[Tensor]:
-    """Yield the logits of a token and a draft's path from one pass, then, with these committed, of the token again."""
+    """Yield the logits of a token and of a draft's path from one pass. Commit these rows, and yield the logits of the
+    same token after them."""
     rows, logits = _verify(target, cache, [slot], [token], [draft])
     yield from logits[0, [0, *path]]
     cache.commit(rows, [path])
@@ -96,17 +104,21 @@ def _together(
 
 
 def seamless(target: Target, guarantee: Guarantee) -> bool:
-    """Whether a token leaves the same keys, values and states, bit for bit, in any pass: in a prompt's chunks, however
-    they are cut, or as a row of a round. `guarantee`: the result of `guarantee`.
+    """Return True if a token leaves the same bits in keys, values and states, no matter which pass feeds it.
 
-    Then any text can continue from any other that begins like it (`prefix_cache.py`). Costs a prompt a little longer
-    than `BLOCK`, where sums are split, and a few passes more.
+    The pass may be a prompt chunk of any size or a round. If this is True, a text can continue from any other text with
+    the same prefix (`prefix_cache.py`). The check takes a prompt slightly longer than `BLOCK`, because sums are split
+    there, and a few other passes.
+
+    Args:
+        target: The target.
+        guarantee: Result of the function `guarantee` for the target.
     """
     length = min(BLOCK + _LONGEST, target.context_length - _LONGEST)
     if guarantee != "bits" or length < 2 * _LONGEST:
         return False
     tokens = _tokens(target, length)
-    # Rows of an adapter pass through all that plain ones do.
+    # Rows with an adapter go through all operations of plain rows as well.
     cache, adapter = target.new_cache(), min(1, _adapters(target))
     slot = cache.acquire(length, adapter)
     _feed(target, cache, slot, tokens, (PREFILL_ROWS,), prompt=True)
@@ -126,7 +138,7 @@ def seamless(target: Target, guarantee: Guarantee) -> bool:
 
 
 def _feed(target: Target, cache: KVCache, slot: int, tokens: Sequence[int], sizes: Sequence[int], prompt: bool) -> None:
-    """Feed the tokens that the slot lacks, as a prompt in chunks of these sizes in turn, or as chains in rounds."""
+    """Feed the tokens that the slot lacks, as a prompt or as chains in rounds, in passes that cycle through `sizes`."""
     size = cycle(sizes)
     while rest := tokens[cache.lengths[slot] :]:
         length, count = cache.lengths[slot], min(next(size), len(rest))
@@ -140,7 +152,7 @@ def _feed(target: Target, cache: KVCache, slot: int, tokens: Sequence[int], size
 def _verify(
     target: Target, cache: KVCache, slots: Sequence[int], last: Sequence[int], drafts: Sequence[Draft]
 ) -> tuple[Rows, Tensor]:
-    """Return the rows and the logits [B, T, V] of one verify pass."""
+    """Return the rows and the logits [B, T, V] of a verification pass."""
     rows = pack(last, drafts, slots, [cache.lengths[slot] for slot in slots], target.device)
     return rows, target.forward(rows, cache, Want()).logits
 

@@ -11,19 +11,29 @@ from paceline.types import Draft, Guarantee, Verdict
 
 Phase = Literal["prefill", "draft", "verify", "commit"]
 Timer = Callable[[], float]
-"""Returns the time in seconds: the real one, or that of a simulation."""
+"""Returns the time in seconds, real or simulated."""
 
 
 @dataclass(slots=True)
 class Stats:
     """Counts and times of one reply.
 
-    `rounds`: rounds, one verifying pass each. `tokens`: tokens of the reply. `drafted`, `accepted`: tokens drafted, and
-    accepted of them. `accepted_at[i]`: rounds accepted to depth i + 1 or deeper. `cached`: prompt tokens found in the
-    prefix cache. `seed`: the seed used. `guarantee`: see `Guarantee`. `drafter`, `adapter`: their names, None for plain
-    decoding and for the model itself. `predicted`, `confirmed`: tokens of the text that the reply was expected to be,
-    and those of them that it has. `draft_failures`: rows for which the drafter failed and proposed nothing.
-    `seconds`: time by phase. `timer`: the engine's.
+    Attributes:
+        seed: The seed.
+        guarantee: See `Guarantee`.
+        drafter: Name of the drafter. None for plain decoding.
+        adapter: Name of the adapter. None for the model itself.
+        rounds: Number of rounds. Each has one verification pass.
+        tokens: Number of tokens of the reply.
+        drafted: Number of drafted tokens.
+        accepted: Number of accepted draft tokens.
+        accepted_at: At index i, the number of rounds that accepted at least i + 1 draft tokens.
+        cached: Number of prompt tokens found in the prefix cache.
+        predicted: Number of tokens of the prediction (predicted outputs).
+        confirmed: Number of these tokens that the reply contains.
+        draft_failures: Number of rows on which the drafter failed, so that it proposed nothing.
+        seconds: Time by phase.
+        timer: The engine's timer.
     """
 
     seed: int
@@ -48,12 +58,12 @@ class Stats:
 
     @property
     def tokens_per_round(self) -> float:
-        """Mean acceptance length: tokens of the reply per round, including the target's own."""
+        """Mean acceptance length: tokens of the reply per round, including the token that the target adds."""
         return self.tokens / self.rounds if self.rounds else 0.0
 
     @property
     def acceptance(self) -> float:
-        """Accepted share of the drafted tokens."""
+        """Share of drafted tokens that were accepted, 0 to 1."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     def count(self, draft: Draft, verdict: Verdict) -> None:
@@ -67,7 +77,7 @@ class Stats:
             self.accepted_at[depth] += 1
 
     def close(self) -> None:
-        """End the reply: time outside the phases becomes "other", so that the parts sum to the wall time."""
+        """End the reply. The time outside the phases becomes "other", so that all phases sum to the wall time."""
         named = sum(seconds for phase, seconds in self.seconds.items() if phase != "other")
         self.seconds["other"] = self.timer() - self._began - named
 
