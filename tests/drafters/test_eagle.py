@@ -240,7 +240,7 @@ class Kept(Eagle):
     ("change", "said"),
     [
         ({"d2t": torch.full((23,), 30)}, "beyond the 37"),
-        ({"d2t": torch.arange(23).flip(0)}, "twice"),
+        ({"d2t": torch.arange(23).flip(0)}, "maps two rows to one token"),
         ({"midlayer.weight": torch.zeros(1)}, "does not know"),
         ({"fc.weight": torch.zeros(32, 64)}, "shape"),
     ],

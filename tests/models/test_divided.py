@@ -165,7 +165,7 @@ def test_models_that_cannot_be_divided_are_refused() -> None:
     latent = replace(TINY, attention=AttentionConfig(latent=LatentConfig(16, 0, 8, 4, 8)))
     with pytest.raises(UnsupportedModel, match="uses MLA, whose latent vector cannot be split"):
         check_divisible("x", latent, exact=False, ranks=True, placed=False)
-    with pytest.raises(InvalidOption, match="together"):
+    with pytest.raises(InvalidOption, match="cannot be combined"):
         check_divisible("x", TINY, exact=False, ranks=True, placed=True)
 
 

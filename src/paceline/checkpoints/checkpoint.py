@@ -36,7 +36,7 @@ class Checkpoint:
         path: The folder or GGUF file.
         config: Contents of config.json; for a GGUF file, its metadata translated to the same keys.
         generation: Contents of generation_config.json, or {}.
-        tensors: Tensors by Hugging Face name, in the dtype of the file (float32 for a quantized GGUF), read on access.
+        tensors: Tensors by Hugging Face name, in the dtype of the file (float32 for a quantised GGUF), read on access.
         tokenizer: The tokenizer.
     """
 
@@ -132,7 +132,7 @@ def open_weights(path: Path, safe: str, pickled: str, allow_pickle: bool) -> Map
     if files := _shards(path, safe):
         return Shards(files, _open_safetensors, mapped=True)
     if not (files := _shards(path, pickled)):
-        raise ModelNotFound(f"{path} holds no {safe} or its index", "Fetch the weights too")
+        raise ModelNotFound(f"{path} holds no {safe} and no index of it", "Fetch the weights too")
     if not allow_pickle:
         raise UnsupportedModel(
             f"{path} holds only pickled weights ({pickled}), which may run code when read",

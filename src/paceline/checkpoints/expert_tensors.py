@@ -41,13 +41,11 @@ class ExpertTensors(LazyTensors):
 
     - [E, in, out] of floats, without a suffix;
     - [E, out, groups, 16] of MXFP4 codes (`_blocks`), two per byte with the first in the low bits, and [E, out, groups]
-      of
-      their exponents (`_scales`);
+      of their exponents (`_scales`);
     - [E, out] of biases (`_bias`).
 
     Rows of gate and up alternate in their common stack. Sinks are renamed to `sinks.weight`, as in GGUF. The layout is
-    that
-    in OpenAI's checkpoints and in transformers' `integrations/mxfp4.py`.
+    that in OpenAI's checkpoints and in transformers' `integrations/mxfp4.py`.
 
     Raises:
         CorruptModel: A stack has another shape.

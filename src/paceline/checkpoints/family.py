@@ -64,22 +64,20 @@ class GGUFLayout:
     """Layout of one architecture in GGUF files.
 
     Attributes:
-            architecture: Name of the architecture, "general.architecture".
-            names: Part of a layer -> its Hugging Face name.
-            experts: The same for parts that stack all experts along the first dimension. "{}" is replaced by the
-                expert.
-            whole: Part of a layer -> Hugging Face name, for names that do not end in ".weight" or ".bias".
-            top: Names outside of layers, in addition to the names that all architectures share.
-            interleaved: In query and key rows, the two elements of each rotary pair are adjacent. Hugging Face stores
-                all
-                first elements before all second elements.
-            shifted: Norm weights include the 1 that Hugging Face's code adds.
-            read: Function from the metadata and the common config to the config entries of this architecture, under
-                Hugging Face's keys.
-            keys: Types of the architecture's own metadata.
-            strips_spaces: Added tokens of the tokenizer absorb the white space after them.
-            uneven: Some layers lack heads or an MLP.
-            own_sizes: `read` reads the sizes of heads and layers, which may differ from layer to layer.
+        architecture: Name of the architecture, "general.architecture".
+        names: Part of a layer -> its Hugging Face name.
+        experts: The same for parts that stack all experts along the first dimension. "{}" is replaced by the expert.
+        whole: Part of a layer -> Hugging Face name, for names that do not end in ".weight" or ".bias".
+        top: Names outside of layers, in addition to the names that all architectures share.
+        interleaved: In query and key rows, the two elements of each rotary pair are adjacent. Hugging Face stores all
+            first elements before all second elements.
+        shifted: Norm weights include the 1 that Hugging Face's code adds.
+        read: Function from the metadata and the common config to the config entries of this architecture, under Hugging
+            Face's keys.
+        keys: Types of the architecture's own metadata.
+        strips_spaces: Added tokens of the tokenizer absorb the white space after them.
+        uneven: Some layers lack heads or an MLP.
+        own_sizes: `read` reads the sizes of heads and layers, which may differ from layer to layer.
     """
 
     architecture: str
@@ -101,28 +99,26 @@ class Family:
     """One `model_type` of config.json.
 
     Attributes:
-            name: The `model_type`.
-            title: The family's models as the documentation names them; "" for an alias of another family.
-            defaults: Values of keys that a config may omit. Includes all keys of `model_config.PECULIAR` that the
-                family
-                reads.
-            keys: Types of the family's own keys.
-            refine: Function from the config (with defaults) and the common `ModelConfig` to the family's `ModelConfig`.
-            rope: Function from the config's rope scaling to the rope scaling of layers without a window.
-            interleaved: In the files, the two elements of each rotary pair are adjacent.
-            rotary_key: Key of the head size, or of the rotated part's size if heads also have other parts.
-            names: Parts of tensor names in the files -> parts of Llama's names, replaced one after the other.
-            tensors: Function from the config and the renamed tensors to the decoder's tensors.
-            turned: Stacks of experts are [experts, in, out].
-            unlike_file: Function from the config and a module to the reason why the decoder's weights of this module
-                differ from the trained weights in more than their names; None if they do not.
-            quantised: Quantization methods whose tensors the family reads.
-            part_of: `model_type` of multimodal models that contain this language model.
-            mtp_follows: MTP layers follow the model's own layers, under DeepSeek's names.
-            mtp_early: An MTP layer reads the stream before the final norm, and before the embedding.
-            gguf: Layouts of the family's architectures in GGUF files.
-            goldens: Cases of the golden test, as keys of a tiny model in addition to
-                `tests.support.tiny_families.SIZES`.
+        name: The `model_type`.
+        title: The family's models as the documentation names them; "" for an alias of another family.
+        defaults: Values of keys that a config may omit. Includes all keys of `model_config.PECULIAR` that the family
+            reads.
+        keys: Types of the family's own keys.
+        refine: Function from the config (with defaults) and the common `ModelConfig` to the family's `ModelConfig`.
+        rope: Function from the config's rope scaling to the rope scaling of layers without a window.
+        interleaved: In the files, the two elements of each rotary pair are adjacent.
+        rotary_key: Key of the head size, or of the rotated part's size if heads also have other parts.
+        names: Parts of tensor names in the files -> parts of Llama's names, replaced one after the other.
+        tensors: Function from the config and the renamed tensors to the decoder's tensors.
+        turned: Stacks of experts are [experts, in, out].
+        unlike_file: Function from the config and a module to the reason why the decoder's weights of this module differ
+            from the trained weights in more than their names; None if they do not.
+        quantised: Quantisation methods whose tensors the family reads.
+        part_of: `model_type` of multimodal models that contain this language model.
+        mtp_follows: MTP layers follow the model's own layers, under DeepSeek's names.
+        mtp_early: An MTP layer reads the stream before the final norm, and before the embedding.
+        gguf: Layouts of the family's architectures in GGUF files.
+        goldens: Cases of the golden test, as keys of a tiny model in addition to `tests.support.tiny_families.SIZES`.
     """
 
     name: str

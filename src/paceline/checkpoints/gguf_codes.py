@@ -1,4 +1,4 @@
-"""Codes of GGUF's quantized types. They are kept as stored, except that the scales of K-quants are computed as floats.
+"""Codes of GGUF's quantised types. They are kept as stored, except that the scales of K-quants are computed as floats.
 
 Layouts: ggml's `ggml-common.h` and `ggml-quants.c`.
 """

@@ -31,7 +31,7 @@ _PIECE = 1 << 18
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 """Float types."""
 _PLAIN = FLOATS | {"I32": torch.int32, "I64": torch.int64}
-"""Types that are read without dequantization."""
+"""Types that are read without dequantisation."""
 
 
 class GGMLType(NamedTuple):
@@ -53,7 +53,7 @@ _TYPES = {
         *(("Q6_K", 14, 256, 210), ("IQ4_NL", 20, 32, 18), ("IQ4_XS", 23, 256, 136)),
     )
 }
-"""Types that every version of the `gguf` library dequantizes. `gguf` is only imported for others: that takes 0.1 s."""
+"""Types that every version of the `gguf` library dequantises. `gguf` is only imported for others: that takes 0.1 s."""
 
 
 def _type(number: int) -> GGMLType:
@@ -87,15 +87,15 @@ class GGUFTensor:
         return GGUFTensor(self.type, self.shape[1:], self.data.view(self.shape[0], -1)[index])
 
     def read(self) -> Tensor:
-        """Return the tensor, in the file's dtype or, if it is quantized, in float32."""
+        """Return the tensor, in the file's dtype or, if it is quantised, in float32."""
         if self.kind in _PLAIN:
             return self.data.view(_PLAIN[self.kind]).view(self.shape)
         return dequantize(self.data, self.type).view(self.shape)
 
     def codes(self) -> Codes | None:
-        """Return a quantized matrix as the file's own codes; None for floats.
+        """Return a quantised matrix as the file's own codes; None for floats.
 
-        Types with another form of codes (groups of 16) are quantized again, to 8 bits.
+        Types with another form of codes (groups of 16) are quantised again, to 8 bits.
         """
         if self.kind in FLOATS:
             return None
@@ -111,14 +111,14 @@ class GGUFTensor:
         return int(next(filter(str.isdigit, self.kind))) if packs(self.type.number) else None
 
     def stored(self) -> Stored:
-        """Return a matrix in place. A type that the kernels do not read is returned as floats, to be quantized to 8
+        """Return a matrix in place. A type that the kernels do not read is returned as floats, to be quantised to 8
         bits."""
         if not packs(self.type.number):
             return Stored.floats(self.read().float(), 8)
         return Stored.of(self.data.view(self.shape[0], -1), self.type.number, self.shape[1], mapped=True)
 
     def check(self) -> None:
-        """Raise `UnsupportedModel` if the `gguf` library cannot dequantize this type."""
+        """Raise `UnsupportedModel` if the `gguf` library cannot dequantise this type."""
         if self.type.number in _TYPES:
             return
         try:
@@ -224,7 +224,9 @@ def _joined(first: GGUFFile, count: int) -> GGUFFile:
             raise CorruptModel(f"{part.path} is not part {number + 1} of {path.name}", _AGAIN)
         tensors |= part.tensors
     if len(tensors) != first.fields.get("split.tensors.count", len(tensors)):
-        raise CorruptModel(f"the parts of {path.name} hold {len(tensors)} tensors, not as many as it says", _AGAIN)
+        raise CorruptModel(
+            f"the parts of {path.name} hold {len(tensors)} tensors, but its metadata gives another number", _AGAIN
+        )
     return GGUFFile(path, first.fields, tensors)
 
 

@@ -98,7 +98,7 @@ class _Reader:
         return self._strings(1)[0] if kind == _STRING else self.number(_code(kind))
 
     def _strings(self, count: int) -> list[str]:
-        """Read strings. Optimized for speed, because a vocabulary with its merges has half a million strings."""
+        """Read strings. Optimised for speed, because a vocabulary with its merges has half a million strings."""
         data, at, end, found = self._data, self.at, len(self._data), list[str]()
         size_at, append = Struct("<Q").unpack_from, found.append
         for _ in range(count):

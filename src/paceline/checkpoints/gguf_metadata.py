@@ -66,7 +66,7 @@ def layer_types(meta: Metadata, layers: int, every: int) -> list[str]:
     """
     pattern = meta.get("attention.sliding_window_pattern", every)
     if isinstance(pattern, list) and len(pattern) < layers:
-        raise CorruptModel(f"of {layers} layers only {len(pattern)} are said to have a window or not", _AGAIN)
+        raise CorruptModel(f"sliding_window_pattern names {len(pattern)} of {layers} layers", _AGAIN)
     windowed = pattern[:layers] if isinstance(pattern, list) else [(i + 1) % pattern != 0 for i in range(layers)]
     return ["sliding_attention" if window else "full_attention" for window in windowed]
 

@@ -41,7 +41,7 @@ _FLAT = (".A_log", ".mamba.D", ".mamba.norm.weight")
 
 
 class GGUFTensors(LazyTensors):
-    """Tensors of a file by Hugging Face name. Each access reads the tensor and dequantizes it to float32.
+    """Tensors of a file by Hugging Face name. Each access reads the tensor and dequantises it to float32.
 
     Raises:
         UnsupportedModel: `layout` does not know a tensor, or the `gguf` library does not know a tensor type.

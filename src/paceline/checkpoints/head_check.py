@@ -141,7 +141,7 @@ def check_tensors(where: Path, config: TrainableConfig, tensors: Mapping[str, Te
     Raises:
         CorruptModel: A tensor is missing, unknown, not finite or has the wrong shape, or token maps or config are
             inconsistent.
-        UnsupportedModel: Weights are quantized.
+        UnsupportedModel: Weights are quantised.
     """
     _check_config(where, config)
     needed, allowed = shapes_of(config)

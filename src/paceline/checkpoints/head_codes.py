@@ -23,7 +23,7 @@ _NUMBER, _BYTES = 3, 20
 
 
 def encode(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Quantize each matrix whose rows are whole blocks, to bytes [out, bytes per row]. Other tensors are unchanged."""
+    """Quantise each matrix whose rows are whole blocks, to bytes [out, bytes per row]. Other tensors are unchanged."""
     return {name: pack_q4_1(quantize(x, 4)) if _has_blocks(name, x) else x for name, x in tensors.items()}
 
 
@@ -32,7 +32,7 @@ def _has_blocks(name: str, tensor: Tensor) -> bool:
 
 
 class CodedTensors(LazyTensors):
-    """Tensors that `encode` may have quantized. Each access dequantizes such a tensor to float32."""
+    """Tensors that `encode` may have quantised. Each access dequantises such a tensor to float32."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         """Raises `CorruptModel` if the bytes of a tensor are not whole blocks."""

@@ -226,8 +226,7 @@ def _read_eagle(folder: HeadFolder) -> Found:
     raw = folder.raw
     tensors = _eagle_tensors(folder)
     sglang = "LlamaForCausalLMEagle3" in (raw.get("architectures") or [])
-    # The reference ignores model_type and windows and always uses Llama's layer. vLLM's Llama 4 heads are
-    # different.
+    # The reference ignores model_type and windows and always uses Llama's layer. vLLM's Llama 4 heads are different.
     ignored = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types", *_CHUNKS)
     kind = _LLAMA4 if raw.get("model_type") == _LLAMA4 and not sglang else "llama"
     layer = _eagle_layers(folder, {k: v for k, v in raw.items() if k not in ignored} | {"model_type": kind})

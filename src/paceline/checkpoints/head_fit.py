@@ -30,7 +30,7 @@ from paceline.types import Tap
 
 _ROWS, _COLUMNS = 16, 64
 _ALIKE = 0.125
-"""Share of signs that may differ between versions of one model. Quantization and light tuning flip a few per cent,
+"""Share of signs that may differ between versions of one model. Quantisation and light tuning flip a few per cent,
 another training run flips half of them."""
 
 _PADDING = re.compile(r"\[PAD\d+\]")
@@ -115,8 +115,8 @@ def fingerprint(target: Loaded) -> str:
     """Return the fingerprint of a target, which heads store: `<sizes and tokens>:<signs of the embedding>`, in hex.
 
     The first part is a hash of the vocabulary, the hidden size and the number of layers. The second part holds the
-    signs of
-    64 columns in 16 rows spread over the vocabulary. They do not depend on the dtype. Compare with `same_target`.
+    signs of 64 columns in 16 rows spread over the vocabulary. They do not depend on the dtype. Compare with
+    `same_target`.
     """
     vocabulary, sizes = vocabulary_of(target.tokenizer), sizes_of(target)
     text = repr((sizes.hidden, sizes.layers, sorted(vocabulary.items())))
@@ -127,7 +127,7 @@ def fingerprint(target: Loaded) -> str:
 
 
 def same_target(one: str, other: str) -> bool:
-    """Return True if two fingerprints belong to one model, possibly in another dtype, quantized or lightly tuned."""
+    """Return True if two fingerprints belong to one model, possibly in another dtype, quantised or lightly tuned."""
     (tokens, signs), (tokens2, signs2) = one.split(":"), other.split(":")
     if tokens != tokens2 or len(signs) != len(signs2):
         return False

@@ -1,8 +1,7 @@
 """Learned drafters in GGUF files written by llama.cpp's converter: EAGLE-3, DFlash and DSpark.
 
 Taps are numbered as in Paceline, by the layer that the stream enters. llama.cpp's tensor names are translated to those
-in
-`models/heads.py`. The embedding and the output head of a DFlash drafter are copies of the target's, unless it has a
+in `models/heads.py`. The embedding and the output head of a DFlash drafter are copies of the target's, unless it has a
 reduced vocabulary.
 """
 

@@ -46,7 +46,7 @@ def write_head(folder: str | Path, head: HeadFile, bits: int = 16) -> Path:
     Args:
         folder: The folder. If it holds a head, that head is replaced.
         head: The head. Its `path` and `layout` are ignored.
-        bits: 16 to keep the tensors' dtypes; 4 for quantized matrices, which other programs cannot read.
+        bits: 16 to keep the tensors' dtypes; 4 for quantised matrices, which other programs cannot read.
 
     Returns:
         The folder.
@@ -192,8 +192,8 @@ def _eagle3(head: HeadFile, c: EagleConfig, tensors: Tensors) -> Raw:
     """Return the fields of an EAGLE-3 head. See vllm-project/speculators, `models/eagle3/config.py`.
 
     If the head stores no embedding, vLLM uses the target's. `speculators` 0.9 should do the same, but under
-    transformers 5
-    it may use uninitialized memory instead. A head whose training continues there must store embed_tokens.weight.
+    transformers 5 it may use uninitialised memory instead. A head whose training continues there must store
+    embed_tokens.weight.
     """
     _refuse({"EAGLE-1 and 2": c.version != 3, "P-EAGLE": c.mask_token is not None})
     _refuse({"windows": any(x.window for x in c.layer.plan)})

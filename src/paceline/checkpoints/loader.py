@@ -45,8 +45,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
 HeadTokens = Callable[[Tokenizer, int], Tensor | None]
 """(a draft model's tokenizer, its vocabulary size) -> the token ids, ascending, to which its output head is reduced;
-None
-for all tokens."""
+None for all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ class Loaded:
         eos: Its EOS ids.
         generation: Contents of its generation_config.json.
         path: Its folder or GGUF file.
-        quantize: How its weights are quantized; None if they are not.
+        quantize: How its weights are quantised; None if they are not.
         head_tokens: The token ids, ascending, to which a draft model's output head was reduced; None for all tokens.
         has_mtp: True if its files also hold an MTP layer.
     """
@@ -217,7 +216,7 @@ def _check_possible(reference: str, native: bool, quantize: Precision, adapted: 
     Args:
         reference: The model.
         native: The model runs natively, not through transformers.
-        quantize: The requested quantization.
+        quantize: The requested quantisation.
         adapted: Adapters are requested.
         exact_kernels: The model runs on the kernels of CUDA's exact mode.
     """
@@ -245,17 +244,16 @@ def weights_held(
     device: torch.device,
     drafts: bool = False,
 ) -> Mode | None:
-    """Return how float matrices are quantized; None if they are not.
+    """Return how float matrices are quantised; None if they are not.
 
     By default a GGUF file keeps its own codes, which are smaller than floats and faster where there are kernels for
-    them. A
-    draft model is quantized to 4 bits if there are kernels, the fastest precision that keeps 97 % of the acceptance
-    (benchmarks/results/2026-11-23-drafts.md).
+    them. A draft model is quantised to 4 bits if there are kernels, the fastest precision that keeps 97 % of the
+    acceptance (benchmarks/results/2026-11-23-drafts.md).
 
     Args:
         config: The native config; None if transformers runs the model.
         tensors: The checkpoint's tensors.
-        quantize: The requested quantization.
+        quantize: The requested quantisation.
         dtype: The requested dtype.
         device: The model's device.
         drafts: The model is a draft model.

@@ -333,8 +333,8 @@ def merge(base: Checkpoint, path: Path, *, allow_pickle: bool = False) -> Checkp
     """Merge an adapter into a checkpoint. Each tensor is merged on access.
 
     An adapter that changes the embedding or the output head of a model with tied embeddings unties them, as in
-    training,
-    unless it was trained with `ensure_weight_tying`. If the adapter has a tokenizer, it replaces the base model's.
+    training, unless it was trained with `ensure_weight_tying`. If the adapter has a tokenizer, it replaces the base
+    model's.
 
     Args:
         base: The base model.

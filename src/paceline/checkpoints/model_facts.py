@@ -35,7 +35,7 @@ class ModelFacts:
         format: Format of the files.
         size: Bytes of the files.
         family: Architecture, as Ollama names it.
-        quantization: Quantization, as Ollama names it.
+        quantization: Quantisation, as Ollama names it.
         parameters: Number of parameters.
         context_length: Context length in tokens.
         vocab_size: Number of tokens.

@@ -1,9 +1,8 @@
 """The multi-token-prediction (MTP) layer that some models include, as a learned drafter.
 
 Its tensors have the names in Qwen's files: mtp.fc, mtp.pre_fc_norm_embedding, mtp.pre_fc_norm_hidden, mtp.layers.0.*
-and
-mtp.norm. Names in other files and in GGUF are translated. mtp.norm may be missing; the model's own norm then replaces
-it.
+and mtp.norm. Names in other files and in GGUF are translated. mtp.norm may be missing; the model's own norm then
+replaces it.
 """
 
 from __future__ import annotations

@@ -59,11 +59,11 @@ def _advise(loaded: Loaded, floats_chosen: bool) -> None:
 def _check_held(moved: bool, quantized: bool, adapted: bool) -> None:
     """Raise `InvalidOption` for options that only work with a model loaded by name, not with a model object."""
     if moved:
-        raise InvalidOption("a model object keeps its dtype and device", "Convert it before you hand it over")
+        raise InvalidOption("a model object keeps its dtype and device", "Convert the model object before loading it")
     if quantized:
-        raise InvalidOption("a model object keeps its weights as they are", "Quantise models loaded by name only")
+        raise InvalidOption("a model object keeps its weights as they are", "Load the model by name to quantise it")
     if adapted:
-        raise InvalidOption("an adapter cannot be added to a model object", "Give a PeftModel with its adapters")
+        raise InvalidOption("an adapter cannot be added to a model object", "Give a PeftModel that has the adapter")
 
 
 def _wrap(model: Any, tokenizer: Any, progress: bool) -> Loaded:

@@ -67,8 +67,8 @@ class AssistantNetwork:
 
         Args:
             tokens: Token ids [B, T].
-            hidden: [B, T, target H]. The target's normed state before each token, or the second result of the step
-                for the token before.
+            hidden: [B, T, target H]. The target's normed state before each token, or the second result of the step for
+                the token before.
             cache: The target's cache.
             slots: The slot of each row of the batch.
 

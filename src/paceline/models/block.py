@@ -3,9 +3,9 @@
 It follows the published implementations (z-lab/dflash `dflash/model.py`; vllm-project/speculators `models/dflash/`;
 vLLM `qwen3_dflash.py`; SpecForge `dflash_family_model.py`):
 
-- **Context.** The hidden states of a token at all taps are concatenated in the config's order and pass through `fc`
-  and `hidden_norm`. Every layer computes the token's key (`k_proj`, `k_norm`, rotary) and value (`v_proj`) from this
-  one vector, without `input_layernorm`. The keys and values of all layers can therefore be computed in one product.
+- **Context.** The hidden states of a token at all taps are concatenated in the config's order and pass through `fc` and
+  `hidden_norm`. Every layer computes the token's key (`k_proj`, `k_norm`, rotary) and value (`v_proj`) from this one
+  vector, without `input_layernorm`. The keys and values of all layers can therefore be computed in one product.
 - **Block.** The first entry is the pending token, whose hidden states are not known yet. Mask tokens, embedded by the
   target, follow. Entry j stands at the pending token's position + j and predicts the token at its own position, or at
   the next position with `from_anchor`. The network always gets a whole block, as in training.
@@ -18,9 +18,8 @@ vLLM `qwen3_dflash.py`; SpecForge `dflash_family_model.py`):
   is the token before the predicted one: first the pending token, then drafted tokens. A confidence head estimates from
   the entry's normed state and W1[t] how likely the best token is to be accepted.
 - **DFlash 2** (inco.ai/blog/dflash2; vLLM `qwen3_dflash2.py`, SpecForge `dflash2.py`). Each part of a layer runs
-  between
-  two convolutions (`models/convolved.py`). The path selector keeps the `selector_top_k` tokens of an entry with the
-  highest logits U. It scores token b after token a with U(b) + <A(a) * H(h), B(b)>, where A and B are rows of the
+  between two convolutions (`models/convolved.py`). The path selector keeps the `selector_top_k` tokens of an entry with
+  the highest logits U. It scores token b after token a with U(b) + <A(a) * H(h), B(b)>, where A and B are rows of the
   codebooks and H(h) is the `hidden_projection` of the entry's normed state.
 - **Embedding and head** are the target's. Speculators may store only some rows of the head, with their token ids in
   `d2t`. `norm` is applied before the head.
@@ -81,8 +80,7 @@ class BlockNetwork:
         self._norm = make_norm(c, weights, "norm", c.hidden)
         self.subset, self.logits = output_head(weights, host, config.draft_vocab or host.vocab_size, c.hidden)
         """Token ids of the logits' columns (None for the target's whole vocabulary), and a function from the states
-        that
-        `draft` returns to logits [..., C]."""
+        that `draft` returns to logits [..., C]."""
         self._follow = _follower(config, weights, host.vocab_size)
         weights.finish()
 

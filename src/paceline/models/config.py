@@ -185,8 +185,7 @@ class LatentConfig:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
 
     The keys and values of all heads are computed from one latent vector per token. Each key also has a rotary part,
-    which
-    is the same for all heads.
+    which is the same for all heads.
 
     Attributes:
         rank: Elements of the latent vector.
@@ -208,12 +207,11 @@ class AttentionConfig:
     """Properties of attention, except for its sizes, positions and norms.
 
     Attributes:
-            scale: Factor of the scores; None for head_dim ** -0.5.
-            softcap: Bound of the scores, applied with tanh.
-            sinks: Each query head has an attention sink: a learned score that takes part in the softmax.
-            gated: The output is multiplied by a gate, which is stored with the queries.
-            latent: Multi-head latent attention. The cache stores the latent vector as one key head of `head_dim`
-                elements.
+        scale: Factor of the scores; None for head_dim ** -0.5.
+        softcap: Bound of the scores, applied with tanh.
+        sinks: Each query head has an attention sink: a learned score that takes part in the softmax.
+        gated: The output is multiplied by a gate, which is stored with the queries.
+        latent: Multi-head latent attention. The cache stores the latent vector as one key head of `head_dim` elements.
     """
 
     scale: float | None = None
@@ -228,16 +226,16 @@ class NormConfig:
     """Norms of the stream and of the attention heads.
 
     Attributes:
-            eps: Added to the variance.
-            kind: "rms", or "layer" for LayerNorm, which also subtracts the mean and may have biases.
-            offset: Added to every weight.
-            before: The inputs of attention and of the feed-forward part are normed.
-            after: The outputs of attention and of the feed-forward part are normed.
-            shared: Attention and the feed-forward part share one input norm.
-            heads: QK-norm: with one weight for all heads ("shared"), with a weight for each head ("own"), or across all
-                heads ("joint"); None for no QK-norm.
-            rotated_first: QK-norm is applied after the rotation.
-            values: Value heads are normed, without a weight.
+        eps: Added to the variance.
+        kind: "rms", or "layer" for LayerNorm, which also subtracts the mean and may have biases.
+        offset: Added to every weight.
+        before: The inputs of attention and of the feed-forward part are normed.
+        after: The outputs of attention and of the feed-forward part are normed.
+        shared: Attention and the feed-forward part share one input norm.
+        heads: QK-norm: with one weight for all heads ("shared"), with a weight for each head ("own"), or across all
+            heads ("joint"); None for no QK-norm.
+        rotated_first: QK-norm is applied after the rotation.
+        values: Value heads are normed, without a weight.
     """
 
     eps: float = 1e-6
@@ -256,18 +254,18 @@ class ModelConfig:
     """Architecture of a decoder-only model. Sizes are in elements, `context_length` is in tokens.
 
     Attributes:
-            ffn: Width of dense feed-forward networks.
-            gated_mlp: Feed-forward networks have a gate.
-            tied: The embedding is also the output head.
-            parallel: Attention and the feed-forward part both read the stream that enters the layer.
-            special: Configuration of each layer; empty if all layers are full attention and dense, with `rope`.
-            mixture: The experts of sparse layers.
-            embed_scale: Factor of the embedding.
-            residual_scale: Factor of what attention and the feed-forward part add to the stream.
-            logits_divisor: Divisor of the logits.
-            final_softcap: Bound of the logits, applied with tanh.
-            layer_scale: The output of each layer is multiplied by a learned factor.
-            token_inputs: Size of the per-layer embeddings (Gemma 4); 0 for none.
+        ffn: Width of dense feed-forward networks.
+        gated_mlp: Feed-forward networks have a gate.
+        tied: The embedding is also the output head.
+        parallel: Attention and the feed-forward part both read the stream that enters the layer.
+        special: Configuration of each layer; empty if all layers are full attention and dense, with `rope`.
+        mixture: The experts of sparse layers.
+        embed_scale: Factor of the embedding.
+        residual_scale: Factor of what attention and the feed-forward part add to the stream.
+        logits_divisor: Divisor of the logits.
+        final_softcap: Bound of the logits, applied with tanh.
+        layer_scale: The output of each layer is multiplied by a learned factor.
+        token_inputs: Size of the per-layer embeddings (Gemma 4); 0 for none.
     """
 
     family: str

@@ -17,8 +17,7 @@ class BlockConvolution:
 
     The kernels of a row are `base_kernel` [2, taps, H] plus a product of the normed row that enters the first
     convolution. The product has one element per side, tap and group, in that order of `kernel_projection`'s rows, and
-    all
-    channels of a group share it. The block is padded with zeros at its start.
+    all channels of a group share it. The block is padded with zeros at its start.
     """
 
     def __init__(self, weights: Weights, prefix: str, hidden: int, taps: int, group: int) -> None:
@@ -58,8 +57,7 @@ class BlockConvolution:
 
 class ConvolvedLayer(Layer):
     """A pre-norm layer with a `BlockConvolution` around attention and another around the feed-forward part. Every slot
-    of
-    x must be a whole block."""
+    of x must be a whole block."""
 
     def __init__(self, layer: Layer, attention: BlockConvolution, mlp: BlockConvolution) -> None:
         super().__init__(layer.attn_norm, layer.attention, layer.out, layer.mlp_norm, None)

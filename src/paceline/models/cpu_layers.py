@@ -124,8 +124,7 @@ class NativeLayers:
         taps: Sequence[int],
         adapters: Sequence[int] = (),
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """See `stack.LayerStack.run`. `plans` are those that a `SlabPass` makes; no tap may lie after the last
-        layer."""
+        """See `stack.LayerStack.run`. `plans` come from a `SlabPass`. No tap may lie after the last layer."""
         entering, x = x, x.clone(memory_format=torch.contiguous_format)
         inner = [tap for tap in taps if first < tap < end]
         states = x.new_empty(len(inner), *x.shape)
@@ -206,8 +205,7 @@ class NativeLayers:
 
 class _Sums:
     """All-reduce within a pass, as a function that the kernels call. `error` is the exception of a failed sum, if the
-    sum
-    ran in Python."""
+    sum ran in Python."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -245,8 +243,7 @@ class _Parts(NamedTuple):
     """The products of a layer, without adapters.
 
     `experts` holds for each network the gate and up projections, their product, and the down projection. A dense layer
-    has
-    one network; a shared expert comes last. `router` belongs to `mixture`.
+    has one network; a shared expert comes last. `router` belongs to `mixture`.
     """
 
     qkv: NativeLinear

@@ -111,8 +111,7 @@ class DeviceDecoder(Decoder):
         """Run a pass over the current contents of the table.
 
         The graph ignores the host's fields of `Rows`, except for the highest position. The tables of rotary factors
-        already
-        cover that position.
+        already cover that position.
         """
         zeros = (0,) * table.slots
         rows = Rows(table.tokens, table.positions(), zeros, zeros, ((),) * table.slots, zeros)

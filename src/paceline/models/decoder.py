@@ -116,8 +116,7 @@ class Decoder:
         """See `protocols.Divisible`.
 
         The excerpt has one layer of each kind, and one layer after them: the effect of a layer on the cache only shows
-        in a
-        later layer.
+        in a later layer.
         """
         if self.device.type != "cpu" or len(self._stack.devices) > 1:
             return self
@@ -235,8 +234,8 @@ def _rows(table: Tensor | NativeLinear, tokens: Tensor, dtype: torch.dtype) -> T
 
 
 class TokenInputs:
-    """Per-layer embeddings (see `layers.TokenInput`): rows of a table, plus a projection of the token embedding
-    (Gemma 4)."""
+    """Gemma 4's per-layer embeddings (see `layers.TokenInput`): rows of a table, plus a projection of the token
+    embedding."""
 
     def __init__(self, c: ModelConfig, weights: Weights) -> None:
         self._shape, self._dtype = (c.layers, c.token_inputs), weights.dtype

@@ -65,8 +65,7 @@ class EagleNetwork:
         self._feeds_normed, self._layers = config.norm_output, layer.layers
         self.subset, self.logits = output_head(weights, host, config.draft_vocab, layer.hidden, config.head_tokens)
         """Token ids of the logits' columns (None for all tokens), and a function from the second result of `step` to
-        logits
-        [..., C]."""
+        logits [..., C]."""
         self.mask = _mask(config, weights)
         """P-EAGLE's mask token, and its features [taps * target H]; None for other heads."""
         weights.finish()
@@ -103,8 +102,7 @@ class EagleNetwork:
 
 class _Eagle3Input:
     """Input of EAGLE-3. Attention reads the embedding and the hidden state, each normed and then concatenated. The
-    residual
-    stream continues the hidden state. `width` is the size of attention's input."""
+    residual stream continues the hidden state. `width` is the size of attention's input."""
 
     def __init__(self, config: EagleConfig, weights: Weights) -> None:
         c, wide = config.layer, len(config.taps) * config.target_hidden
@@ -140,9 +138,8 @@ class _Eagle1Input:
 
     `fc` fuses the embedding and the hidden state. In EAGLE-1 and 2 a Llama layer without an input norm follows, and the
     hidden state is the target's last state after its final norm (transformers' `hidden_states[-1]`, the tap "final").
-    An
-    MTP layer norms both inputs of `fc` and has an input norm. MiMo's MTP layer reads the target's last state before its
-    final norm.
+    An MTP layer norms both inputs of `fc` and has an input norm. MiMo's MTP layer reads the target's last state before
+    its final norm.
     """
 
     def __init__(self, config: EagleConfig, weights: Weights) -> None:

@@ -5,27 +5,25 @@ In memory, tensors always have the names of the `speculators` layout:
     eagle3   fc.weight [H, taps * target H], layers.0.{hidden_norm,input_layernorm,post_attention_layernorm}.weight,
              layers.0.self_attn.{q,k,v,o}_proj.weight (q, k, v take 2H: normed embedding, then normed hidden),
              layers.0.mlp.{gate,up,down}_proj.weight, layers.{1, ...}.* as in Llama, norm.weight,
-                          lm_head.weight [draft_vocab, H], d2t [draft_vocab], t2d [vocab]: row r stands for token r +
-                          d2t[r], in
-                          ascending order, and t2d marks the same tokens; neither is needed if draft_vocab is the whole
-                          vocabulary; without lm_head.weight, the target's rows of these tokens are used;
-                          optional embed_tokens.weight, fc_norm.{i}.weight, input_norm.weight
+             lm_head.weight [draft_vocab, H], d2t [draft_vocab], t2d [vocab]: row r stands for token r + d2t[r], in
+             ascending order, and t2d marks the same tokens; neither is needed if draft_vocab is the whole
+             vocabulary; without lm_head.weight, the target's rows of these tokens are used;
+             optional embed_tokens.weight, fc_norm.{i}.weight, input_norm.weight
     peagle   as eagle3, with mask_hidden [1, 1, taps * target H]
     eagle    (EAGLE-1 and 2) fc.weight [H, 2H] (embedding, then hidden) and optional fc.bias, layers.0.* as in Llama;
              optional embed_tokens.weight, layers.0.input_layernorm.weight; the head is the target's
-        mtp      (the target's own layer, see `checkpoints/mtp.py`) as eagle, with pre_fc_norm_{embedding,hidden}.weight
-                 [H], norm.weight, and layers.0.* as in its target; optional lm_head.weight
+    mtp      (the target's own layer, see `checkpoints/mtp.py`) as eagle, with pre_fc_norm_{embedding,hidden}.weight
+             [H], norm.weight, and layers.0.* as in its target; optional lm_head.weight
     medusa   blocks.{head}.layers.{layer}.{weight,bias}; lm_heads.{head}.weight unless the target's head is shared;
              optional token_map [draft_vocab]
     block    (DFlash) fc.weight [H, taps * target H], hidden_norm.weight, layers.{i}.* as in Qwen3, norm.weight;
-                          the embedding and the head are the target's, unless there is an lm_head.weight [draft_vocab,
-                          H] with
-                          d2t (and t2d), as in eagle3; DSpark adds markov_head.markov_w1.weight [vocab, R],
+             the embedding and the head are the target's, unless there is an lm_head.weight [draft_vocab, H] with
+             d2t (and t2d), as in eagle3; DSpark adds markov_head.markov_w1.weight [vocab, R],
              markov_head.markov_w2.weight [draft_vocab or vocab, R] and optional confidence_head.proj.{weight,bias};
              DFlash 2 adds layers.{i}.{attention,mlp}_conv.base_kernel [2, taps, H] and .kernel_projection.weight
              [2 * taps * H / group, H], candidate_selector.{predecessor,successor}_codebook [vocab, R] and
              candidate_selector.hidden_projection.weight [R, H]
-        assistant (Gemma 4) model.* as in its target, but no keys and values; pre_projection.weight [H, 2 target H]
+    assistant (Gemma 4) model.* as in its target, but no keys and values; pre_projection.weight [H, 2 target H]
              (embedding, then hidden), post_projection.weight [target H, H]; the head is the embedding
     exit     (early exit) norm.weight [H] and optional proj.{down,up}.weight: a projection from layer E to the head
 
@@ -47,8 +45,7 @@ from paceline.types import Tap
 @dataclass(frozen=True, slots=True)
 class EagleConfig:
     """An EAGLE-3 or EAGLE-1/2 head (arXiv 2503.01840, 2401.15077, 2406.16858), or the target's own MTP layer
-    (DeepSeek-V3,
-    arXiv 2412.19437; Qwen3-Next, Qwen3.5).
+    (DeepSeek-V3, arXiv 2412.19437; Qwen3-Next, Qwen3.5).
 
     Attributes:
         layer: The decoder layers, with the target's vocabulary. Only the first layer reads the embedding. Its
@@ -162,8 +159,7 @@ class BlockConfig:
 @dataclass(frozen=True, slots=True)
 class ExitConfig:
     """Early exit after `layers` of the target's layers, with a residual projection of rank `rank` before the output
-    head (0
-    for none)."""
+    head (0 for none)."""
 
     hidden: int
     layers: int
@@ -173,8 +169,7 @@ class ExitConfig:
 @dataclass(frozen=True, slots=True)
 class AssistantConfig:
     """Gemma 4's assistant: layers that have only queries and read the target's keys and values. `layer` describes them,
-    with
-    the target's vocabulary."""
+    with the target's vocabulary."""
 
     layer: ModelConfig
     target_hidden: int
@@ -215,8 +210,8 @@ class HeadFile:
         tensors: Weights, under the names listed above.
         target: Name of the model that the head was trained for, from its config; None if the config has no name.
         target_layers: The number of layers of that model; None if unknown.
-        extra: Other data under "paceline" in the config, such as the measured acceptance by category and the
-            target's `head_fit.fingerprint`.
+        extra: Other data under "paceline" in the config, such as the measured acceptance by category and the target's
+            `head_fit.fingerprint`.
     """
 
     path: Path

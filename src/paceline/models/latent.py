@@ -107,8 +107,7 @@ def _norm(weights: Weights, name: str, size: int) -> RMSNorm:
 
 def _halves(m: LatentConfig, heads: int, plain: int, interleaved: bool) -> Tensor:
     """Return the order of elements that moves the first elements of all rotary pairs before the second ones, in each
-    head
-    [plain + rotary]."""
+    head [plain + rotary]."""
     size = plain + m.rotary
     within = [*range(plain), *range(plain, size, 2), *range(plain + 1, size, 2)] if interleaved else [*range(size)]
     return torch.arange(heads * size).view(heads, size)[:, within].flatten()

@@ -147,15 +147,12 @@ class Mixture:
     """A mixture of experts: a router sends each row through its top-k feed-forward networks.
 
     Scores are softmax (Shazeer et al. 2017; Mixtral, Qwen3) or sigmoid (DeepSeek-V3, LFM2). The choice may be limited
-    to
-    the best groups of experts (DeepSeek-V2 and V3).
+    to the best groups of experts (DeepSeek-V2 and V3).
 
     A row's bits do not depend on the other rows. Ties go to the expert with the lowest number, and an expert's product
-    has
-    at least `MIN_ROWS` rows. The results of a row's experts are added in the order of their numbers, as in
-    transformers,
-    but in float32 (float64 for a float64 model). The router's scores keep the precision of its product when they are
-    compared.
+    has at least `MIN_ROWS` rows. The results of a row's experts are added in the order of their numbers, as in
+    transformers, but in float32 (float64 for a float64 model). The router's scores keep the precision of its product
+    when they are compared.
     """
 
     def __init__(
@@ -232,8 +229,7 @@ def _limited(scores: Tensor, groups: Groups) -> Tensor:
 
 class SharedMixture:
     """A mixture plus a shared expert that every row uses (Granite 4). The shared expert's result may have a weight by
-    row
-    (Qwen3-Next)."""
+    row (Qwen3-Next)."""
 
     def __init__(self, experts: Mixture, shared: Dense, share: Linear | None) -> None:
         self.experts, self.shared, self.share = experts, shared, share
@@ -260,8 +256,7 @@ class MixtureBeside:
         after: tuple[Norm, Norm],
     ) -> None:
         """`before` holds the input norms of the dense network, the experts and the router. `after` holds the output
-        norms of
-        the dense network and the experts."""
+        norms of the dense network and the experts."""
         self._dense, self._experts, self._before, self._after = dense, experts, before, after
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -292,8 +287,7 @@ class Layer:
     """One pre-norm decoder layer: `out` after attention, then `mlp`, add to the stream.
 
     With `post` norms, both outputs are normed before they are added (Gemma 2 and 3). Either half may be missing
-    (Mamba-2,
-    Nemotron-H). A layer without `attn_norm` takes the stream as attention's input, unless `entry` is given.
+    (Mamba-2, Nemotron-H). A layer without `attn_norm` takes the stream as attention's input, unless `entry` is given.
     """
 
     def __init__(
@@ -363,8 +357,7 @@ class Layer:
 
 class ParallelLayer(Layer):
     """A decoder layer whose attention and MLP both read the stream that enters it (GPT-J, Wang and Komatsuzaki 2021).
-    They
-    share one norm, unless there is an `mlp_norm`."""
+    They share one norm, unless there is an `mlp_norm`."""
 
     def __call__(
         self,

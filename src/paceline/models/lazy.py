@@ -15,7 +15,7 @@ from paceline.kernels.stored import FLOATS, Stored
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Tensors by name. Each access reads the tensor, including dequantization or merging.
+    """Tensors by name. Each access reads the tensor, including dequantisation or merging.
 
     Unlike `Mapping`, this class tests membership without reading a tensor.
     """
@@ -33,7 +33,7 @@ class LazyTensors(Mapping[str, Tensor]):
         return len(self._names)
 
     def codes(self, name: str) -> Codes | None:
-        """Return the quantization codes of a matrix; None for floats and for tensors that are computed when read."""
+        """Return the quantisation codes of a matrix; None for floats and for tensors that are computed when read."""
         return None
 
     def stored(self, name: str) -> Stored | None:
@@ -45,7 +45,7 @@ class LazyTensors(Mapping[str, Tensor]):
         return str(self[name].dtype)
 
     def mostly_codes(self) -> bool:
-        """Return True if most weights are stored as quantization codes."""
+        """Return True if most weights are stored as quantisation codes."""
         return False
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -178,13 +178,11 @@ class Outlines(Renamed):
 
 
 class Quantised(Renamed):
-    """Tensors whose matrices are quantized on loading, to `bits` bits, unless the file already stores codes.
+    """Tensors whose matrices are quantised on loading, to `bits` bits, unless the file already stores codes.
 
     With `requantise`, which draft models use because no text depends on their precision, codes of more than `bits` bits
-    and
-    the output head are also quantized to `bits`. The settings belong to the tensors, so that all modules built from
-    them
-    (`models.weights.Weights`) apply them.
+    and the output head are also quantised to `bits`. The settings belong to the tensors, so that all modules built from
+    them (`models.weights.Weights`) apply them.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], mode: Mode, requantise: bool = False) -> None:

@@ -26,8 +26,7 @@ from paceline.protocols import RecurrentPass
 
 class Selective(MatrixState):
     """Mamba-2's state. B is the key and C is the query. The change is the value times the row's time step, which is
-    passed
-    as the gate. The value times `skip` [heads] is added to the output directly."""
+    passed as the gate. The value times `skip` [heads] is added to the output directly."""
 
     def __init__(self, config: Mamba2Config, convolution: Convolution, skip: Tensor) -> None:
         super().__init__(config, convolution)

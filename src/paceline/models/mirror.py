@@ -46,8 +46,7 @@ def together(method: MethodT) -> MethodT:
 
 def repeated(method: MethodT) -> MethodT:
     """Decorate a method in which the ranks do not exchange results. After it has succeeded on rank 0, the other ranks
-    call
-    it before their next pass."""
+    call it before their next pass."""
 
     @wraps(method)
     def run(self: Mirrored, *args: Any, **options: Any) -> Any:
@@ -66,8 +65,7 @@ class Mirror:
     """Messages from rank 0 to the other ranks: the calls since the last message, and the call that all ranks run now.
 
     An object that a `repeated` method returns has the same number on all ranks, until rank 0 no longer holds it.
-    Messages
-    are pickled: the ranks trust each other, as with torch.distributed.
+    Messages are pickled: the ranks trust each other, as with torch.distributed.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -135,8 +133,7 @@ class Mirror:
         """Repeat the calls of rank 0 until it ends, then end this process. Does nothing on rank 0.
 
         Call it in the main thread. SIGINT and SIGTERM are ignored here, because rank 0 handles them: it may still have
-        replies
-        to finish.
+        replies to finish.
 
         Raises:
             SystemExit: Rank 0 has ended.

@@ -32,8 +32,7 @@ def output_head(
 
     Returns:
         The token ids that the head scores (None for all, in order), and a function from states [..., hidden] to logits
-        in
-        float32 or wider.
+        in float32 or wider.
 
     Raises:
         CorruptModel: The tokens are not in the target's vocabulary, or the target's head has another width.

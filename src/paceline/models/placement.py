@@ -14,8 +14,7 @@ from paceline.models.lazy import shape_of
 
 DeviceMap = str | Mapping[str, int | None]
 """Device -> number of layers, in the order of the layers; None for all remaining layers. "auto" fills the GPUs first
-and
-then the CPU. As a string: "cuda:0=20,cuda:1=10,cpu"."""
+and then the CPU. As a string: "cuda:0=20,cuda:1=10,cpu"."""
 
 Devices = tuple[torch.device, ...]
 """The device of each layer. The device of the first layer also holds the embedding, the final norm and the output

@@ -87,9 +87,12 @@ class MatrixState(Recurrence):
     """A matrix state S [heads, K, V], indexed by keys, after a short convolution.
 
     For each row, S decays, then a change is added under the row's key, and then the row's query reads it:
-    S' = decay S + k d^T, out = S'^T q. The row's update is (decay, k, d) plus the convolution's entry. All of this is
-    in
-    float32 (float64 in a float64 model).
+
+        S' = decay S + k d^T
+        out = S'^T q
+
+    The row's update is (decay, k, d) plus the convolution's entry. All of this is in float32 (float64 in a float64
+    model).
     """
 
     def __init__(self, config: MatrixConfig, convolution: Convolution) -> None:
@@ -136,8 +139,7 @@ class MatrixState(Recurrence):
         self, state: Tensors, earlier: Tensors | None, tree: Tree, inputs: Tensors, prompt: bool
     ) -> tuple[Tensor, Tensors, Tensors | None]:
         """See `Recurrence.scan`. `inputs` holds the convolution's entries [T, channels], and the logarithms of the
-        decays and
-        the gates, both [T, heads]."""
+        decays and the gates, both [T, heads]."""
         (before, matrix), (entries, decay, gates) = state, inputs
         entries = entries.to(matrix.dtype)
         every = torch.cat([earlier[0], entries]) if earlier else entries
@@ -185,8 +187,7 @@ class MatrixState(Recurrence):
         beta: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Process rows one after the other. Returns outputs and changes [T, heads, V], and the matrix after the last
-        row if the
-        tree is a chain."""
+        row if the tree is a chain."""
         q, k = self._each(q), self._each(k)
         after = {NONE: matrix}
         for row in range(tree.start):
@@ -235,13 +236,11 @@ def between(sums: Tensor) -> Tensor:
 
 class DeltaRule(MatrixState):
     """Gated DeltaNet (arXiv 2412.06464). The state's value under a row's key moves towards the row's value by the
-    fraction
-    beta: d = beta (v - decay S^T k)."""
+    fraction beta: d = beta (v - decay S^T k)."""
 
     def split(self, mixed: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """See `MatrixState.split`. Queries and keys are normalized to length 1, queries are then scaled, and the gates
-        are
-        beta."""
+        """See `MatrixState.split`. Queries and keys are normalised to length 1, queries are then scaled, and the gates
+        are beta."""
         c, keys = self.config, self.config.key_heads * self.config.key_dim
         q, k, v = mixed.split([keys, keys, mixed.shape[-1] - 2 * keys], -1)
         q, k = (_unit(x.unflatten(-1, (-1, c.key_dim))) for x in (q, k))

@@ -119,11 +119,9 @@ def span_of(config: RopeConfig, prompt: int) -> int:
 
     The rules "dynamic" and "longrope" depend on the length of the text. transformers uses the current length, so keys
     computed before the limit do not match those computed after it. vLLM and llama.cpp use the longest possible text,
-    which
-    makes short texts worse. Here the prompt length decides for the whole request: a row never depends on other rows, on
-    drafts or on `max_new_tokens`, and every prompt has the same logits as in transformers. A text that outgrows the
-    limit
-    keeps its factors.
+    which makes short texts worse. Here the prompt length decides for the whole request: a row never depends on other
+    rows, on drafts or on `max_new_tokens`, and every prompt has the same logits as in transformers. A text that
+    outgrows the limit keeps its factors.
 
     Args:
         config: The rotary embedding.

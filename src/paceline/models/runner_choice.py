@@ -51,7 +51,7 @@ _LARGE = 1 << 30
 
 @cache
 def suggest_codes(folder: Path, device: torch.device) -> None:
-    """Log once that quantization would make a large float model faster on the CPU."""
+    """Log once that quantisation would make a large float model faster on the CPU."""
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if device.type == "cpu" and size > _LARGE and library():
         line = "note: every pass reads %.1f GB of floats; --quantize int8 makes that about half, "

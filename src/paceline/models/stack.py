@@ -126,8 +126,7 @@ class LayerStack:
 
     def new_cache(self, kind: type[SlabCache] = SlabCache) -> SlabCache:
         """Create a cache for these layers and the host's context length. Models with recurrent layers get a
-        `StateCache`;
-        others get one of the given type."""
+        `StateCache`; others get one of the given type."""
         if self._recurrences:
             return StateCache(self._recurrences, self._attentions, *self._cache_sizes, self.ropes.spans)
         if kind is SlabCache and any(device.type != "cpu" for device in self.devices):

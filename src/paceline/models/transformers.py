@@ -45,10 +45,8 @@ class CausalLM:
     """A `PreTrainedModel` with a causal head as a `Target`, in its own dtype and on its own devices.
 
     `trees` is True if its attention accepts the mask of a tree. Models that accept no such mask (ALiBi in Bloom and
-    MPT)
-    run one slot at a time and verify only chains. Both abilities are checked on creation, against the model's plain
-    forward
-    pass.
+    MPT) run one slot at a time and verify only chains. Both abilities are checked on creation, against the model's
+    plain forward pass.
     """
 
     def __init__(self, model: PreTrainedModel, wrapper: Any = None) -> None:
@@ -57,13 +55,11 @@ class CausalLM:
         Args:
             model: The model.
             wrapper: The `PeftModel` around it, if there is one. Each slot may then use one of its LoRA adapters. Number
-                0
-                is the model as given, with its active adapter.
+                0 is the model as given, with its active adapter.
 
         Raises:
             UnsupportedModel: The model's cache cannot drop rejected tokens, or its results differ from its plain
-                forward
-                pass.
+                forward pass.
         """
         refuse(model)
         if model.get_input_embeddings().weight.device.type == "meta":
@@ -257,7 +253,7 @@ def from_pretrained(path: Path, dtype: torch.dtype, device: torch.device) -> Cau
 
     Raises:
         UnsupportedModel: transformers cannot load it, or speculation cannot run on it.
-        CorruptModel: The weights lack a tensor. (transformers would initialize it randomly.)
+        CorruptModel: The weights lack a tensor. (transformers would initialise it randomly.)
     """
     with _refusing(path):
         model, found = AutoModelForCausalLM.from_pretrained(
@@ -327,8 +323,7 @@ def _context_length(config: Any) -> int:
     """Return the config's context length, or 2**31 if it has none.
 
     With longrope the rotary factors change at a certain length. The context then ends at that length, because the keys
-    in
-    the cache keep the old factors.
+    in the cache keep the old factors.
     """
     settings = config.to_dict()
     limit = next((int(settings[name]) for name in _LENGTHS if settings.get(name)), 2**31)

@@ -22,8 +22,7 @@ _INITIAL_CAPACITY = 128
 @dataclass(slots=True)
 class _PassWindow:
     """The slots and positions of the current pass. Slot `slots[b]` is written starting at position `starts[b]`, and
-    read up
-    to `end`. `places` is the number of existing slots."""
+    read up to `end`. `places` is the number of existing slots."""
 
     slots: tuple[int, ...] = ()
     starts: tuple[int, ...] = ()
@@ -35,8 +34,7 @@ class _SlotLayer(DynamicLayer):  # type: ignore[misc]
     """One layer of all slots. `keys` and `values` are [places, kv_heads, capacity, D].
 
     The model writes through `update`, which returns the part that the pass may read. Columns after a slot's end may
-    hold
-    stale data, which the mask hides.
+    hold stale data, which the mask hides.
     """
 
     def __init__(self, window: _PassWindow) -> None:
@@ -67,7 +65,7 @@ class _SlotLayer(DynamicLayer):  # type: ignore[misc]
     def _grown(self, old: Tensor) -> Tensor:
         places, heads, capacity, size = old.shape
         room = capacity if capacity >= self._window.end else max(_INITIAL_CAPACITY, 2 * capacity, self._window.end)
-        # A masked column has weight 0, but 0 times an uninitialized value may be NaN. The new room is therefore zeroed.
+        # A masked column has weight 0, but 0 times an uninitialised value may be NaN. The new room is therefore zeroed.
         new = old.new_zeros(self._window.places, heads, room, size)
         new[:places, :, :capacity] = old
         return new
@@ -83,8 +81,7 @@ class SlotCache(SlotTable):
     """A `KVCache` for transformers models. Row r of a slot's pass is stored at position `length + r`.
 
     Every layer stores all positions, even with a sliding window, where the mask hides older positions. Rejected rows
-    can
-    therefore simply be overwritten.
+    can therefore simply be overwritten.
     """
 
     rectangle = True
@@ -123,8 +120,7 @@ class SlotCache(SlotTable):
         """See `protocols.KVCache.save`.
 
         Any prefix can be loaded: every layer stores all positions, and rotary factors do not depend on the prompt
-        length
-        because the context ends before they change.
+        length because the context ends before they change.
         """
         self.check_taken(slot)
         length = self.lengths[slot]

@@ -26,11 +26,9 @@ def verification_error(target: TargetWithHead, trees: bool, plain: Plain) -> str
     """Return the reason why the target's passes differ from the model's plain forward pass; None if they do not.
 
     Two slots of unequal length run in three passes: both texts are fed, a draft is verified and committed, and one
-    further
-    token is fed. With `trees` the draft is a tree whose accepted path has a wrong sibling at every level, otherwise a
-    chain.
-    The logits of every row must equal the plain logits of its path, within an error much smaller than if the mask were
-    ignored.
+    further token is fed. With `trees` the draft is a tree whose accepted path has a wrong sibling at every level,
+    otherwise a chain. The logits of every row must equal the plain logits of its path, within an error much smaller
+    than if the mask were ignored.
 
     Args:
         target: The model as a target.
@@ -108,7 +106,6 @@ def _differ(ours: Tensor, right: Tensor, allowed: float, misled: Tensor) -> str 
 
 def _error(rows: Tensor, right: Tensor) -> float:
     """Return the median relative error over rows. The median tolerates a mixture of experts that routes a row
-    differently
-    because of rounding."""
+    differently because of rounding."""
     rows, right = rows.double(), right.double()
     return float(((rows - right).norm(dim=-1) / right.norm(dim=-1)).median())

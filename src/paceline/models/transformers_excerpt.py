@@ -15,12 +15,11 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 def first_layers(model: PreTrainedModel) -> PreTrainedModel:
     """Return a model with the first layers of `model`, and the same embedding and head.
 
-    It has the fewest layers that include one of each kind, and one layer after them: the effect of a layer on the
-    cache only shows in a later layer. It shares the weights of `model`, which is not changed.
+    It has the fewest layers that include one of each kind, and one layer after them: the effect of a layer on the cache
+    only shows in a later layer. It shares the weights of `model`, which is not changed.
 
     Returns `model` itself if its list of layers is not found, or if some of its code does not come from torch,
-    transformers
-    or PEFT, because such code may treat layers differently depending on their index.
+    transformers or PEFT, because such code may treat layers differently depending on their index.
     """
     if any(type(part).__module__.partition(".")[0] not in _KNOWN for part in model.modules()):
         return model

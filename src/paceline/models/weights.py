@@ -25,7 +25,7 @@ _HEAD_BITS = 8
 class Weights:
     """Tensors of a checkpoint, which modules take one by one. Shapes are checked, and no tensor may be left over.
 
-    If the tensors are `Quantised`, products hold quantization codes, while tensors taken by `get` stay floats.
+    If the tensors are `Quantised`, products hold quantisation codes, while tensors taken by `get` stay floats.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Weights:
             adapters: LoRA adapters, applied next to the products that they change instead of being merged.
 
         Raises:
-            InvalidOption: Quantization with float64.
+            InvalidOption: Quantisation with float64.
         """
         self._adapters = adapters
         self._changes = {(adapter.name, module) for adapter in adapters for module in adapter.factors}
@@ -52,7 +52,7 @@ class Weights:
         self._tensors, self.dtype, self.device = tensors, dtype, device
         self._bits = tensors.bits if isinstance(tensors, Quantised) else None
         self.requantises = isinstance(tensors, Quantised) and tensors.requantise
-        """True if codes in the file that have more bits than requested are quantized again."""
+        """True if codes in the file that have more bits than requested are quantised again."""
         self._head_bits = self._bits and (self._bits if self.requantises else _HEAD_BITS)
         if self._bits and dtype == torch.float64:
             raise InvalidOption(
@@ -97,7 +97,7 @@ class Weights:
         self._left.discard(name)
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Tensor | Codes | Stored:
-        """Take the matrix of a product: floats in the model's dtype, or codes if the weights are quantized."""
+        """Take the matrix of a product: floats in the model's dtype, or codes if the weights are quantised."""
         return self._matrix(name, shape, self._bits)
 
     def head(self, name: str, shape: tuple[int, int]) -> Tensor | Codes | Stored:
@@ -108,8 +108,7 @@ class Weights:
         """Take an embedding: a tensor in the model's dtype, or a product whose rows are the embedding.
 
         A product is used for codes of the file, and for float embeddings that are tied, because it also serves as the
-        output
-        head.
+        output head.
         """
         own = stored_of(self._tensors, name) if self._bits and name in self else None
         shared = own is not None and not own.is_float if self._bits else tied
@@ -130,7 +129,7 @@ class Weights:
         return replace(own, form=(own.form or bits) if bits else self.dtype, fewer=self.requantises)
 
     def borrowed(self, rows: Tensor, cut: bool = False) -> Tensor | Codes:
-        """Return an output head made of another model's rows, quantized if these weights are.
+        """Return an output head made of another model's rows, quantised if these weights are.
 
         With `cut`, which means that the head was reduced for speed, it has 4 bits if kernels for 4 bits exist.
         """
@@ -139,7 +138,7 @@ class Weights:
         return quantize(rows, bits) if bits else rows
 
     def _coded(self, name: str, shape: tuple[int, int], bits: int) -> Codes:
-        """Return the file's own codes, with any number of bits, because quantizing twice loses more; else new codes."""
+        """Return the file's own codes, with any number of bits, because quantising twice loses more; else new codes."""
         own = codes_of(self._tensors, name) if name in self._tensors else None
         if own is None or (self.requantises and own.bits > bits):
             return quantize(self.get(name, shape, torch.float32), bits)
@@ -173,7 +172,7 @@ class Weights:
         return LowRank.stacked(moved, list(parts.values()))
 
     def router(self, name: str, shape: tuple[int, int], order: Tensor | None = None) -> Linear:
-        """Build a product that stays in the model's dtype even if other products are quantized.
+        """Build a product that stays in the model's dtype even if other products are quantised.
 
         A router is small, and its rounding would change the choice of experts. See `linear` for `order`.
         """

@@ -206,9 +206,9 @@ def _check_drafts(asks: Sequence[Ask], drafts: Sequence[Draft]) -> None:
     assert len(drafts) == len(asks), "propose must return one draft per ask"
     for ask, draft in zip(asks, drafts, strict=True):
         check(draft)
-        assert len(draft.tokens) <= ask.budget.nodes, "a draft has more nodes than its budget"
+        assert len(draft.tokens) <= ask.budget.nodes, "a draft exceeds the nodes of its budget"
         assert max(depths(draft.parents)) <= ask.budget.depth, "a draft is deeper than its budget"
         children = Counter(draft.parents)
-        assert max(children.values(), default=0) <= ask.budget.branch, "a draft has more branches than its budget"
+        assert max(children.values(), default=0) <= ask.budget.branch, "a draft exceeds the branches of its budget"
         for parent, token in zip(draft.parents, draft.tokens, strict=True):
             assert parent not in draft.q or draft.q[parent][token] > 0, "a drafted token has probability 0 in its q"

@@ -129,7 +129,7 @@ class ListPass:
 
 
 class ToyTarget:
-    """A `Target` with random weights and one attention head. Each logit depends on all earlier tokens and their
+    """A `Target` of random vectors with one attention head: each logit depends on all earlier tokens and their
     positions."""
 
     device = torch.device("cpu")

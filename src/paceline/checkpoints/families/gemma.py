@@ -75,7 +75,7 @@ def _read3(meta: Metadata, config: Config) -> Config:
 
 
 def _query_scalar(config: Config, layers_of_27b: int) -> int:
-    """Return the head's size, or another size in the 27B models, which are recognized by their depth as in llama.cpp.
+    """Return the head's size, or another size in the 27B models, which are recognised by their depth as in llama.cpp.
 
     The metadata has no key for it.
     """

@@ -111,7 +111,9 @@ def _sizes(raw: Raw, base: ModelConfig, types: Sequence[str]) -> list[dict[str, 
             check_value("config.json", f"per_layer_config.{i}", own, OBJECT)
             check(f"per_layer_config.{i}", own, _OWN_SIZES)
             if strange := {*own} - {*_OWN_SIZES}:
-                raise UnsupportedModel(f"layers with their own {', '.join(sorted(strange))}", "Use another model")
+                raise UnsupportedModel(
+                    f"layers with their own {', '.join(sorted(strange))} are not supported", "Use another model"
+                )
             sizes[i] |= own
     alike = {(kind, *sorted(size.items())) for kind, size in zip(types, sizes, strict=True)}
     if len(alike) != len({*types}):
