@@ -192,7 +192,7 @@ def test_one_that_cannot_be_used_is_left_out_unless_it_was_asked_for(
     )
     (last,) = load(folder, dtype="float32", drafter="auto").engine.policies
     assert last.name == "suffix"
-    assert "own MTP layer is not used for drafting" in caplog.text
+    assert "the model's own MTP layer is not used for drafting" in caplog.text
     with pytest.raises(CorruptModel):
         load(folder, dtype="float32", drafter="mtp")
 
