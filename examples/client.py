@@ -14,7 +14,7 @@ try:
     client = OpenAI(base_url=address, api_key="none")
     stream = client.chat.completions.create(
         model="demo",
-        messages=[{"role": "user", "content": "Count to five."}],
+        messages=[{"role": "user", "content": "Count from one to five."}],
         max_tokens=32,
         stream=True,
         stream_options={"include_usage": True},
