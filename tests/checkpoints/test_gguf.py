@@ -126,7 +126,10 @@ def test_which_layers_of_gemma_have_windows(tmp_path: Path, fields: dict[str, An
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"gemma3.attention.sliding_window": 8, "gemma3.attention.sliding_window_pattern": [True]}, "names 1 of 3 layers"),
+        (
+            {"gemma3.attention.sliding_window": 8, "gemma3.attention.sliding_window_pattern": [True]},
+            "names 1 of 3 layers",
+        ),
         ({"gemma3.nextn_predict_layers": 3}, "no layers except MTP layers"),
     ],
 )
