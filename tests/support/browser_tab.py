@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,15 @@ class Tab:
     def status(self) -> Locator:
         """Where problems with the server are told."""
         return self.page.locator("#status")
+
+    def check_growth(self, pieces: Sequence[str], count: int) -> None:
+        """Check that `count` random texts of 14 pieces, which grow by 1 or 7 characters, are drawn as when whole."""
+        draw = random.Random(0)
+        for _ in range(count):
+            text = "".join(draw.choices(pieces, k=14))
+            whole = self.page.evaluate(DRAW, [text, len(text)])
+            for step in (1, 7):
+                assert self.page.evaluate(DRAW, [text, step]) == whole, text
 
     def focused(self, selector: str) -> bool:
         return bool(self.page.evaluate("s => document.activeElement.matches(s)", selector))

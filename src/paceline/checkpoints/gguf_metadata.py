@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from paceline.checkpoints.gguf_file import GGUFFile
+from paceline.checkpoints.layer_plans import FULL, SLIDING
 from paceline.errors import CorruptModel
 from paceline.files.schema import GGUF_ARCHITECTURE, FieldKind, check_value
 
@@ -68,7 +69,7 @@ def layer_types(meta: Metadata, layers: int, every: int) -> list[str]:
     if isinstance(pattern, list) and len(pattern) < layers:
         raise CorruptModel(f"sliding_window_pattern names {len(pattern)} of {layers} layers", _AGAIN)
     windowed = pattern[:layers] if isinstance(pattern, list) else [(i + 1) % pattern != 0 for i in range(layers)]
-    return ["sliding_attention" if window else "full_attention" for window in windowed]
+    return [SLIDING if window else FULL for window in windowed]
 
 
 def rotated_share(meta: Metadata, config: Config) -> Config:

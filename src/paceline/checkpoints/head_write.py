@@ -24,6 +24,7 @@ from paceline.checkpoints import head_codes
 from paceline.checkpoints.head_check import check_tensors
 from paceline.checkpoints.head_dflash import DFLASH2
 from paceline.checkpoints.head_files import EAGLE_FLAGS, complete, holds_head
+from paceline.checkpoints.layer_plans import FULL, SLIDING
 from paceline.errors import CannotWrite, InvalidOption
 from paceline.models.config import ModelConfig
 from paceline.models.heads import AssistantConfig, BlockConfig, EagleConfig, HeadFile, MedusaConfig, kind_of
@@ -264,6 +265,6 @@ def _block_fields(c: BlockConfig, tensors: Tensors) -> Raw:
     _refuse({"rotary embeddings by layer": ropes})
     fields = _layer_fields(replace(c.layer, special=()), "qwen3", tensors)
     if widths:
-        types = ["sliding_attention" if x.window else "full_attention" for x in plan]
+        types = [SLIDING if x.window else FULL for x in plan]
         fields |= {"use_sliding_window": True, "sliding_window": widths.pop(), "layer_types": types}
     return fields

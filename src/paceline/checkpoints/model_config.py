@@ -13,7 +13,7 @@ from paceline.files.schema import CORRECT, DECODER, LAYERS, MOST_ROWS, check
 from paceline.kernels.activations import ACTIVATIONS, UNGATED
 from paceline.models.config import MatrixConfig, ModelConfig, NormConfig, RopeConfig
 from paceline.models.refusals import refuse_other_kinds
-from paceline.models.rope import read_rope
+from paceline.models.rope import read_rope, scaling_of
 
 PECULIAR = (
     *("sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"),
@@ -54,7 +54,7 @@ def _common(raw: Raw, family: Family) -> ModelConfig:
     """Return the part of the config that all families share."""
     heads = raw["num_attention_heads"]
     head_dim = raw.get(family.rotary_key) or raw["hidden_size"] // heads
-    rope = read_rope(family.rope(_scaling(raw)), raw, raw.get("rope_theta", 10000.0), head_dim)
+    rope = read_rope(family.rope(scaling_of(raw)), raw, raw.get("rope_theta", 10000.0), head_dim)
     return ModelConfig(
         family=raw["model_type"],
         vocab_size=raw["vocab_size"],
@@ -79,11 +79,6 @@ def _layers(raw: Raw) -> int:
     if not 0 < count <= LAYERS:
         raise CorruptModel(f"num_hidden_layers must be from 1 to {LAYERS}, got {count}", CORRECT)
     return int(count)
-
-
-def _scaling(raw: Raw) -> Raw:
-    """Return `rope_scaling`, or `rope_parameters` of transformers 5, which may be by layer type."""
-    return raw.get("rope_parameters") or raw.get("rope_scaling") or {}
 
 
 def _context(raw: Raw, rope: RopeConfig) -> int:
@@ -121,7 +116,7 @@ def _check(c: ModelConfig) -> None:
 def _refuse_peculiar(raw: Raw, family: Family) -> None:
     """Raise `UnsupportedModel` for keys that the family would otherwise ignore."""
     strange = [key for key in PECULIAR if key not in family.defaults and not _idle(raw.get(key))]
-    if "partial_rotary_factor" not in family.defaults and not _idle(_scaling(raw).get("partial_rotary_factor")):
+    if "partial_rotary_factor" not in family.defaults and not _idle(scaling_of(raw).get("partial_rotary_factor")):
         strange.append("partial_rotary_factor")
     if "layer_types" not in family.defaults and len(set(raw.get("layer_types") or ())) > 1:
         strange.append("layer_types")

@@ -180,6 +180,11 @@ def _yarn(inverse: Tensor, theta: float, numbers: Mapping[str, float]) -> Tensor
 Raw = Mapping[str, Any]
 
 
+def scaling_of(raw: Raw) -> Raw:
+    """Return `rope_scaling`, or `rope_parameters` of transformers 5, which may be by layer type; {} without either."""
+    return raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+
+
 def read_rope(scaling: Raw | None, raw: Raw, theta: float, head_dim: int) -> RopeConfig:
     """Read `rope_scaling`, or `rope_parameters` of transformers 5, which includes `rope_theta`.
 

@@ -91,9 +91,10 @@ class CausalLM:
         The first layers are tried first. Raises `UnsupportedModel` if the model cannot even verify chains.
         """
         reason = None
+        targets = dict.fromkeys((self._first_layers(), self))
         for trees in (True, False) if self._positions and self._windows is not None else (False,):
-            self.trees = trees
-            for one in dict.fromkeys((self._first_layers(), self)):
+            for one in targets:
+                one.trees = trees
                 reason = verification_error(one, trees, one._plain)
                 if reason is None:
                     return trees, one is not self

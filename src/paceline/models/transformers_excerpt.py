@@ -23,12 +23,13 @@ def first_layers(model: PreTrainedModel) -> PreTrainedModel:
     """
     if any(type(part).__module__.partition(".")[0] not in _KNOWN for part in model.modules()):
         return model
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    given = model.config.get_text_config(decoder=True)
+    count = given.num_hidden_layers
     found = [name for name, part in model.named_modules() if isinstance(part, ModuleList) and len(part) == count]
     if len(found) != 1:
         return model
     layers = model.get_submodule(found[0])
-    types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or [""] * count
+    types = getattr(given, "layer_types", None) or [""] * count
     kinds = [(kind, *_kind(layer)) for kind, layer in zip(types, layers, strict=True)]
     keep = min(count, 2 + max(map(kinds.index, kinds)))
     config = copy.deepcopy(model.config)
@@ -36,7 +37,7 @@ def first_layers(model: PreTrainedModel) -> PreTrainedModel:
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:keep]
     text.num_hidden_layers = keep
-    configs = {id(model.config): config, id(model.config.get_text_config(decoder=True)): text}
+    configs = {id(model.config): config, id(given): text}
     *path, last = found[0].split(".")
     short = part = _twin(model, configs)
     for name in path:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from playwright.sync_api import expect
 
@@ -78,12 +76,7 @@ PIECES = (
 
 
 def test_a_text_with_formulas_that_grows_is_drawn_as_the_whole(tab: Tab) -> None:
-    draw = random.Random(0)
-    for _ in range(200):
-        text = "".join(draw.choices(PIECES, k=14))
-        whole = tab.page.evaluate(DRAW, [text, len(text)])
-        for step in (1, 7):
-            assert tab.page.evaluate(DRAW, [text, step]) == whole, text
+    tab.check_growth(PIECES, 200)
 
 
 REFUSED = [

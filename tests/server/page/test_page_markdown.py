@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 
 import pytest
@@ -92,12 +91,7 @@ PIECES = (
 
 
 def test_a_text_that_grows_is_drawn_as_the_whole(tab: Tab) -> None:
-    draw = random.Random(0)
-    for _ in range(150):
-        text = "".join(draw.choices(PIECES, k=14))
-        whole = tab.page.evaluate(DRAW, [text, len(text)])
-        for step in (1, 7):
-            assert tab.page.evaluate(DRAW, [text, step]) == whole, text
+    tab.check_growth(PIECES, 150)
 
 
 HOSTILE = [

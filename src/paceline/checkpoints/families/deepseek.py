@@ -32,6 +32,7 @@ from paceline.files.schema import (
     whole,
 )
 from paceline.models.config import AttentionConfig, Groups, LatentConfig, LayerConfig, MixtureConfig, ModelConfig
+from paceline.models.rope import scaling_of
 
 SCORE_BIAS = {".mlp.gate.e_score_correction_bias": ".mlp.expert_bias"}
 BIAS = {"exp_probs_b.bias": "mlp.expert_bias"}
@@ -156,7 +157,7 @@ def read_experts(raw: Raw, sigmoid: bool = True) -> MixtureConfig:
 
 def _temperature(raw: Raw, base: ModelConfig) -> float:
     """Return YaRN's factor of whole queries and keys, in addition to the factor of their rotary parts."""
-    by = (raw.get("rope_parameters") or raw.get("rope_scaling") or {}).get("mscale_all_dim")
+    by = scaling_of(raw).get("mscale_all_dim")
     factor = dict(base.rope.scaling).get("factor", 1.0)
     return 0.1 * by * math.log(factor) + 1.0 if base.rope.kind == "yarn" and by and factor > 1 else 1.0
 

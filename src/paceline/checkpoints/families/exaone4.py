@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from paceline.checkpoints.family import LAYER, POST_NORMS, QK_NORMS, Family, GGUFLayout, Raw
 from paceline.checkpoints.gguf_metadata import Config, Metadata, layer_types
-from paceline.checkpoints.layer_plans import windows_but_every
+from paceline.checkpoints.layer_plans import SLIDING, windows_but_every
 from paceline.files.schema import NULL, whole
 from paceline.models.config import ModelConfig, NormConfig
 
@@ -22,7 +22,7 @@ def _exaone4(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 def _read(meta: Metadata, config: Config) -> Config:
     types = layer_types(meta, config["num_hidden_layers"], 4 if config["sliding_window"] else 1)
-    return {"layer_types": types, "sliding_window_pattern": 4 if "sliding_attention" in types else 0}
+    return {"layer_types": types, "sliding_window_pattern": 4 if SLIDING in types else 0}
 
 
 FAMILIES = (

@@ -8,14 +8,13 @@ from paceline.checkpoints.family import LAYER, Family, GGUFLayout, Raw
 from paceline.checkpoints.gguf_metadata import Config, Metadata, rotated_share
 from paceline.files.schema import BASE, EPS, FLAG, NULL, SHARE
 from paceline.models.config import ModelConfig, NormConfig
-from paceline.models.rope import read_rope
+from paceline.models.rope import read_rope, scaling_of
 
 
 def _neox(raw: Raw, base: ModelConfig) -> ModelConfig:
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling")
     share = raw["rotary_pct"] if raw["partial_rotary_factor"] is None else raw["partial_rotary_factor"]
     own = {**raw, "partial_rotary_factor": share}
-    rope = read_rope(scaling, own, raw["rotary_emb_base"], base.head_dim)
+    rope = read_rope(scaling_of(raw), own, raw["rotary_emb_base"], base.head_dim)
     norms, parallel = NormConfig(raw["layer_norm_eps"], "layer"), bool(raw["use_parallel_residual"])
     return replace(base, rope=rope, kv_heads=base.heads, gated_mlp=False, parallel=parallel, norms=norms)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from paceline.checkpoints.family import LAYER, QK_NORMS, Family, GGUFLayout, Raw
 from paceline.files.schema import FACTOR, check_value
 from paceline.models.config import ModelConfig, NormConfig
+from paceline.models.rope import scaling_of
 
 
 def _rope(scaling: Raw) -> Raw:
@@ -15,7 +16,7 @@ def _rope(scaling: Raw) -> Raw:
 
 
 def _hunyuan(raw: Raw, base: ModelConfig) -> ModelConfig:
-    alpha = (raw.get("rope_parameters") or raw.get("rope_scaling") or {}).get("alpha") or 1.0
+    alpha = scaling_of(raw).get("alpha") or 1.0
     check_value("config.json", "rope scaling: alpha", alpha, FACTOR)
     theta = base.rope.theta * alpha ** (base.head_dim / max(1, base.head_dim - 2))
     norms = NormConfig(base.norms.eps, heads="shared", rotated_first=True)

@@ -18,6 +18,7 @@ from paceline.checkpoints.family import (
     shared_expert_named,
 )
 from paceline.checkpoints.gguf_metadata import Config, Metadata
+from paceline.checkpoints.layer_plans import FULL
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.files.schema import CORRECT, EXPERTS, FLAG, LAYERS, NULL, ROWS, each, listed, number, whole
 from paceline.models.config import LayerConfig, MixtureConfig, ModelConfig, RopeConfig
@@ -64,7 +65,7 @@ def _layers(raw: Raw, base: ModelConfig) -> tuple[LayerConfig, ...]:
     )
 
 
-_CHUNKED = ("chunked_attention", "full_attention")
+_CHUNKED = ("chunked_attention", FULL)
 _MAVERICK = 128
 """Number of experts of the only Llama 4 without QK-norm. llama.cpp recognises that model by this number too."""
 
@@ -84,7 +85,7 @@ def _read(meta: Metadata, config: Config) -> Config:
         "interleave_moe_layer_step": meta["interleave_moe_layer_step"] if count else 0,
         "use_qk_norm": count != _MAVERICK,
         "no_rope_layers": [1] * config["num_hidden_layers"] if whole_text else None,
-        "layer_types": ["full_attention"] * config["num_hidden_layers"] if whole_text else None,
+        "layer_types": [FULL] * config["num_hidden_layers"] if whole_text else None,
     }
 
 
