@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.sampling.lark_pattern import pattern_of
-from paceline.server.apis.custom_tools import as_function
+from paceline.server.apis.custom_tools import CustomTool
 from paceline.server.apis.response_items import packed, unpacked
 from tests.support.running import Serving, serving
 from tests.support.scripted import scripted
@@ -100,9 +100,10 @@ def test_other_grammars_have_none(grammar: str) -> None:
 
 
 def test_the_model_sees_a_function_of_one_text() -> None:
-    function = as_function("say", "Says.", None)
-    assert function["parameters"]["properties"] == {"input": {"type": "string"}}
-    assert function["parameters"]["required"] == ["input"]
+    parameters = CustomTool(type="custom", name="say", description="Says.").offered.parameters
+    assert parameters
+    assert parameters["properties"] == {"input": {"type": "string"}}
+    assert parameters["required"] == ["input"]
     with serving(scripted("x", "{{ tools | tojson }}")) as it:
         made = [
             it.post("/v1/responses", {"input": "go", "tools": [TOOL], "max_output_tokens": 1}),

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 import string
@@ -382,7 +381,7 @@ def fitted(
         chat = [_calls_as_text(message, form) for message in chat]
     if not tools or re.search(_TOOLS, template):
         return chat, [*tools]
-    described = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+    described = dumps([tool["function"] for tool in tools])
     system = chat.pop(0) if chat and chat[0]["role"] == "system" else {"role": "system", "content": ""}
     return [{**system, "tools": described}, *chat], []
 
@@ -399,7 +398,7 @@ def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Schema]) -
     chat = [_as_text(message) for message in messages]
     if not tools:
         return chat
-    system = _INSTRUCTIONS % "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    system = _INSTRUCTIONS % "\n".join(map(dumps, tools))
     if chat and chat[0]["role"] == "system":
         return [{**chat[0], "content": f"{chat[0]['content']}\n\n{system}"}, *chat[1:]]
     return [{"role": "system", "content": system}, *chat]

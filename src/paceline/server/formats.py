@@ -52,12 +52,16 @@ ResponseFormat = Annotated[
 ]
 
 
+def schema_constraint(asked: JsonSchema) -> Constraint:
+    """Return the constraint of a JSON schema. It is a guide unless it is strict."""
+    return "json_schema", guide(ANY_OBJECT if asked.schema_ is None else asked.schema_, lenient=not asked.strict)
+
+
 def format_constraint(form: PlainFormat | SchemaFormat | None) -> Constraint | None:
-    """Return the constraint of a response format. Its schema is a guide unless it is strict."""
+    """Return the constraint of a response format."""
     if form is None or form.type == "text":
         return None
-    asked = form.json_schema if isinstance(form, SchemaFormat) else JsonSchema()
-    return "json_schema", guide(ANY_OBJECT if asked.schema_ is None else asked.schema_, lenient=not asked.strict)
+    return schema_constraint(form.json_schema if isinstance(form, SchemaFormat) else JsonSchema())
 
 
 Choices = Annotated[list[Annotated[str, Field(min_length=1, max_length=10_000)]], Field(min_length=1, max_length=1000)]

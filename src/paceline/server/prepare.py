@@ -10,6 +10,7 @@ from paceline.chat import thinking
 from paceline.chat.calls import CallParser, ForcedCallParser, ReasonedCalls
 from paceline.engine.draft_policy import OFF, Speculation
 from paceline.engine.prediction import predicted_ids
+from paceline.engine.prompt_logprobs import PromptReader
 from paceline.errors import InvalidPrompt, PacelineError
 from paceline.llm import LLM
 from paceline.sampling.grammar import Grammar
@@ -50,6 +51,12 @@ class Prepared:
     def sampling(self) -> Sampling:
         """The sampling of the replies; the model's own if there are none."""
         return self.jobs[0].sampling if self.jobs else self.model.llm.sampling()
+
+
+def reading_job(tokens: Sequence[int], sampling: Sampling, reader: PromptReader) -> ReplyJob:
+    """Return the job that feeds a prompt to a reader and generates nothing."""
+    # A prompt's last token is left to the first round, and there is none: so one more.
+    return ReplyJob([*tokens, tokens[-1]], sampling, speculation=OFF, scores=reader, prompt_only=True, padding=1)
 
 
 def prepare(model: LoadedModel, settings: Settings, request: GenerateRequest | None, answer_id: str) -> Prepared:

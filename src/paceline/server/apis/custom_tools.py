@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError
 
 from paceline.sampling.lark_pattern import pattern_of
 from paceline.server.compat import Lenient
+from paceline.server.fields import Name, Schema, Text
 from paceline.server.request import OfferedFunction
 
 _ARGUMENT = "input"
@@ -22,35 +23,44 @@ class CustomTool(Lenient):
     """A custom tool, as in the Responses API."""
 
     type: Literal["custom"]
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
-    description: Annotated[str, Field(max_length=4_000_000)] | None = None
+    name: Name
+    description: Text | None = None
     format: Annotated[GrammarFormat | TextFormat | None, Field(discriminator="type")] = None
 
     @property
-    def function(self) -> dict[str, Any]:
-        """The function that stands for the tool in the prompt."""
-        return as_function(self.name, self.description, self.format)
+    def about(self) -> str:
+        """The description of the function that stands for the tool in the prompt."""
+        about = [self.description or "", "Its argument is plain text."]
+        if isinstance(self.format, GrammarFormat):
+            about.append(f"The text follows this {self.format.syntax} grammar:\n{self.format.definition}")
+        return "\n".join(filter(None, about))
 
     @property
     def offered(self) -> OfferedFunction:
-        """The same as the model may call it."""
-        return OfferedFunction(**self.function, custom=True)
+        """The function that the model may call. A grammar may take milliseconds to convert."""
+        argument: Schema = {"type": "string"}
+        if isinstance(self.format, GrammarFormat):
+            definition = self.format.definition
+            pattern = definition if self.format.syntax == "regex" else pattern_of(definition)
+            argument |= {} if pattern is None else {"pattern": f"^({pattern})$"}
+        closed = {"required": [_ARGUMENT], "additionalProperties": False}
+        schema = {"type": "object", "properties": {_ARGUMENT: argument}, **closed}
+        return OfferedFunction(self.name, self.about, schema, custom=True)
 
 
-def chat_tool(tool: Any) -> Any:
-    """Return a custom tool of a chat as a tool with a function. Its grammar is one level deeper than in Responses."""
+def chat_tool(tool: Any) -> CustomTool | None:
+    """Return the custom tool that a chat's tool is, if any. Its grammar is one level deeper than in Responses."""
     custom = tool.get("custom") if isinstance(tool, dict) and tool.get("type") == "custom" else None
     if not isinstance(custom, dict):
-        return tool
+        return None
     form = custom.get("format")
     if isinstance(form, dict) and isinstance(form.get("grammar"), dict):
         form = {**form["grammar"], "type": form.get("type")}
     try:
-        made = CustomTool.model_validate({**custom, "type": "custom", "format": form})
+        return CustomTool.model_validate({**custom, "type": "custom", "format": form})
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise ValueError(f"custom.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    return {"type": "custom", "function": made.function}
 
 
 def chat_call(call: Any) -> Any:
@@ -75,19 +85,6 @@ class TextFormat(Lenient):
     """Any text."""
 
     type: Literal["text"]
-
-
-def as_function(name: str, description: str | None, form: GrammarFormat | TextFormat | None) -> dict[str, Any]:
-    """Return the function that stands for a custom tool in the prompt: its name, description and parameters."""
-    argument: dict[str, Any] = {"type": "string"}
-    about = [description or "", "Its argument is plain text."]
-    if isinstance(form, GrammarFormat):
-        about.append(f"The text follows this {form.syntax} grammar:\n{form.definition}")
-        pattern = form.definition if form.syntax == "regex" else pattern_of(form.definition)
-        argument |= {} if pattern is None else {"pattern": f"^({pattern})$"}
-    closed = {"required": [_ARGUMENT], "additionalProperties": False}
-    schema = {"type": "object", "properties": {_ARGUMENT: argument}, **closed}
-    return {"name": name, "description": "\n".join(filter(None, about)), "parameters": schema}
 
 
 def text_of(arguments: str) -> str:

@@ -18,7 +18,6 @@ from fastapi import Request
 from pydantic import Field
 from starlette.responses import Response
 
-from paceline.engine.draft_policy import OFF
 from paceline.engine.prompt_logprobs import PooledStates
 from paceline.llm import LLM
 from paceline.models.decoder import Decoder
@@ -28,7 +27,7 @@ from paceline.server.errors import bad_request
 from paceline.server.fields import ModelName, Text, TokenIds
 from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
-from paceline.server.prepare import check_length, prompt_limit, token_ids
+from paceline.server.prepare import check_length, prompt_limit, reading_job, token_ids
 from paceline.server.preprocessing import after
 from paceline.server.serving import Service
 from paceline.server.worker import ReplyJob, ServerStopping
@@ -163,9 +162,7 @@ def prepare(model: LoadedModel, settings: Settings, body: EmbeddingsRequest | Ol
         param = "input" if text is body.input else f"input.{i}"
         tokens = _tokens(llm, settings, text, param, cut)
         states.append(PooledStates())
-        # A prompt's last token is left to the first round, and there is none: so one more.
-        padded = [*tokens, tokens[-1]]
-        jobs.append(ReplyJob(padded, sampling, speculation=OFF, scores=states[-1], prompt_only=True, padding=1))
+        jobs.append(reading_job(tokens, sampling, states[-1]))
     packed = isinstance(body, EmbeddingsRequest) and body.encoding_format == "base64"
     return EmbeddingJobs(jobs, states, body.dimensions, packed)
 

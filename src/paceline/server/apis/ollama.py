@@ -210,11 +210,6 @@ class OllamaGenerateRequest(OllamaRequest):
         """True if there is no prompt."""
         return not self.prompt and not self.suffix
 
-    @property
-    def is_text(self) -> bool:
-        """True if the prompt is a text as it is."""
-        return bool(self.raw or self.suffix)
-
 
 def _chat_message(message: OllamaMessage) -> ChatMessage:
     notes = [left_out("image")] * message.images

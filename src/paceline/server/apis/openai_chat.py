@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
 from paceline.chat.calls import Call
-from paceline.server.apis.custom_tools import chat_call, chat_tool
+from paceline.server.apis.custom_tools import CustomTool, chat_call, chat_tool
 from paceline.server.compat import Lenient, Strict, accepts, left_out, only
 from paceline.server.fields import MAX_TOOLS, ArgumentsText, CalledName, Name, Schema, Text
 from paceline.server.request import ChatMessage, OfferedFunction, refuse_media
@@ -106,12 +106,21 @@ class Tool(Lenient):
     type: Literal["function", "custom"]
     function: Function
 
-    _custom = model_validator(mode="before")(chat_tool)
+    _custom: CustomTool | None = PrivateAttr(None)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _read(cls, given: Any, read: ModelWrapValidatorHandler[Tool]) -> Tool:
+        if (custom := chat_tool(given)) is None:
+            return read(given)
+        tool = read({"type": "custom", "function": {"name": custom.name, "description": custom.about}})
+        tool._custom = custom
+        return tool
 
     @property
     def offered(self) -> OfferedFunction:
         """The function that the model may call."""
-        return self.function.offered(custom=self.type == "custom")
+        return self._custom.offered if self._custom else self.function.offered(custom=self.type == "custom")
 
 
 class FunctionName(Strict):

@@ -17,7 +17,6 @@ from fastapi import Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from paceline.engine.draft_policy import OFF
 from paceline.llm import LLM
 from paceline.sampling.sampler import not_finite
 from paceline.server.apis.embeddings import EmbeddingUsage
@@ -26,7 +25,7 @@ from paceline.server.errors import bad_request
 from paceline.server.fields import ModelName, Text
 from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
-from paceline.server.prepare import check_length, token_ids
+from paceline.server.prepare import check_length, reading_job, token_ids
 from paceline.server.preprocessing import after
 from paceline.server.serving import Service
 from paceline.server.worker import ReplyJob, ServerStopping
@@ -166,9 +165,7 @@ def prepare(model: LoadedModel, settings: Settings, body: RerankRequest) -> Rera
     for i, text in enumerate(body.texts):
         prompt = _prompt(model.llm, settings, body, text, f"documents.{i}")
         verdicts.append(Verdicts(tokens))
-        # A prompt's last token is left to the first round, and there is none: so one more.
-        padded = [*prompt, prompt[-1]]
-        jobs.append(ReplyJob(padded, sampling, speculation=OFF, scores=verdicts[-1], prompt_only=True, padding=1))
+        jobs.append(reading_job(prompt, sampling, verdicts[-1]))
     return RerankJobs(jobs, verdicts, body)
 
 

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, TypeAdapter
 
-from paceline.sampling.json_schema import guide
 from paceline.server.api import Api, Encoder, Event, dumps
 from paceline.server.apis.custom_tools import CustomTool, text_of
 from paceline.server.apis.response_items import (
@@ -30,8 +29,7 @@ from paceline.server.apis.stored import ResponseStore, StoredResponse, memory
 from paceline.server.compat import OtherServers, Strict, accepts, ignored, only
 from paceline.server.errors import LOG, REQUEST_ID, ApiError, ContextExceeded, bad_request
 from paceline.server.fields import WITHOUT_EMPTY, Budget, Effort, Penalty, Schema, Stop, Stops, Text
-from paceline.server.formats import JsonSchema, PlainFormat, schema_format
-from paceline.server.grammars import ANY_OBJECT
+from paceline.server.formats import JsonSchema, PlainFormat, schema_constraint, schema_format
 from paceline.server.prepare import Prepared
 from paceline.server.replies import BlockBegun, BlockEnded, BlockEvent, ChatReply, ReplyBlock
 from paceline.server.request import ChatPrompt, GenerateRequest, ToolUse, reasoning_values, refuse_media
@@ -213,12 +211,11 @@ class Responses(Api[ResponsesRequest]):
             truncated=body.truncation == "auto",
         )
         form = body.format
-        promise = isinstance(form, SchemaText) and bool(form.strict)
-        schema = form.schema_ if isinstance(form, SchemaText) else ANY_OBJECT
+        asked = form if isinstance(form, SchemaText) else JsonSchema()
         return GenerateRequest(
             prompt=prompt,
             sampling=body.sampling,
-            constraints={} if form.type == "text" else {"response_format": ("json_schema", guide(schema, not promise))},
+            constraints={} if form.type == "text" else {"response_format": schema_constraint(asked)},
             max_tokens=-1 if body.max_output_tokens is None else body.max_output_tokens,
             logprobs=(body.top_logprobs or 0) if body.with_logprobs else None,
             thinking_budget=body.budget(reasoning=body.reasoning.max_tokens if body.reasoning else None),
@@ -258,7 +255,7 @@ class Responses(Api[ResponsesRequest]):
 
 def _document(body: ResponsesRequest, prepared: Prepared) -> dict[str, Any]:
     """Return a response without output, with what it repeats of its request."""
-    dumped = body.model_dump(include={"tools", "text", "tool_choice"}, exclude_none=True, by_alias=True)
+    dumped = body.model_dump(include={"text", "tool_choice"}, exclude_none=True, by_alias=True)
     sampling = prepared.sampling
     return {
         "id": prepared.id,
@@ -385,7 +382,7 @@ class ResponsesEncoder(Encoder):
         if event.block.kind == "call":
             return [*begun, *self._called(event.block, event.text)]
         content = self._output[-1]["content"][0]
-        content["text"] += event.text
+        content["text"] = event.block.text
         if event.block.kind == "reasoning":
             return [*begun, self._of_item("response.reasoning_text.delta", content_index=0, delta=event.text)]
         logprobs = [self._token_texts.chat_logprobs(chunk) for chunk in round_.chunks] if self._token_texts else []
