@@ -32,6 +32,7 @@ from tests.support.cached_engine import CachedEngine
 from tests.support.cover import some
 from tests.support.lazy import transformers
 from tests.support.toys import toy_tokenizer
+from tests.support.trees import path_to
 
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
 
@@ -54,11 +55,6 @@ def some_draft(nodes: int, trees: bool, seed: int) -> Draft:
     generator = random.Random(seed)
     parents = [generator.randint(max(0, i - 1), i) for i in range(nodes)]
     return Draft(tuple(range(1, nodes + 1)), tuple(parents))
-
-
-def path_to(draft: Draft, row: int) -> list[int]:
-    """Rows from the root down to `row`."""
-    return [*path_to(draft, draft.parents[row - 1]), row] if row else []
 
 
 @some(
@@ -87,9 +83,9 @@ def test_each_row_has_the_logits_of_its_path_fed_plainly(name: str) -> None:
         logits = target.forward(rows, cache, Want()).logits
         for i, (text, draft) in enumerate(zip(texts, drafts, strict=True)):
             for row in range(len(draft.tokens) + 1):
-                path = [draft.tokens[r - 1] for r in path_to(draft, row)]
+                path = [draft.tokens[r - 1] for r in path_to(draft, row)[-2::-1]]
                 assert same(logits[i, row], plain(target, text + path))
-            kept = path_to(draft, len(draft.tokens))
+            kept = path_to(draft, len(draft.tokens))[-2::-1]
             cache.commit(rows, [kept if j == i else None for j in range(2)])
             text += [*(draft.tokens[r - 1] for r in kept), 5]
     assert list(cache.lengths) == [len(text) - 1 for text in texts]

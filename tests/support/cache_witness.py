@@ -10,6 +10,7 @@ from torch import Tensor
 from paceline.cache.attention import LayerAttention
 from paceline.cache.slab import SlabCache
 from paceline.types import Draft, Rows
+from tests.support.trees import path_to
 
 CPU = torch.device("cpu")
 HEADS, KV, D = 4, 2, 8
@@ -82,9 +83,4 @@ def random_tree(rng: random.Random, most: int) -> Draft:
 
 
 def some_path(rng: random.Random, draft: Draft) -> list[int]:
-    row = rng.randint(0, len(draft.tokens))
-    path: list[int] = []
-    while row:
-        path.insert(0, row)
-        row = draft.parents[row - 1]
-    return path
+    return path_to(draft, rng.randint(0, len(draft.tokens)))[-2::-1]

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 from paceline.models.decoder import Decoder
 from paceline.sampling.parameters import Sampling
-from paceline.testing import run
 from paceline.types import DraftBudget
 from tests.support.logits import text
+from tests.support.plain import plain_text
 
 CHAIN, TREE = DraftBudget.chain(4), DraftBudget(8, 4, 3)
 SAMPLINGS = [Sampling(max_new_tokens=24), Sampling(max_new_tokens=24, temperature=0.9, seed=3)]
 PROMPTS = [text(40), text(70)[31:]]
 
 
-@cache
 def plain(target: Decoder) -> list[list[int]]:
-    return [run(target, prompt, sampling)[0] for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True)]
+    return [plain_text(target, prompt, sampling) for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True)]

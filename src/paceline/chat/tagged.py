@@ -13,6 +13,7 @@ from math import isfinite
 from typing import Any, NoReturn
 
 from paceline.sampling.lark import json_of, literal, quoted
+from paceline.sampling.schema_document import listed, named_values
 from paceline.text import loose_json
 from paceline.text.growing import GrowingText, Malformed, Reading
 
@@ -119,7 +120,7 @@ class Tags:
             The rules. None if a grammar of tagged text cannot enforce the schema.
         """
         properties = schema.get("properties")
-        required = {key for key in _list(schema.get("required")) if isinstance(key, str)}
+        required = {key for key in listed(schema.get("required")) if isinstance(key, str)}
         if not isinstance(properties, Mapping) or not schema.keys() <= _OBJECT or not _divisible(schema):
             return None
         if not required <= properties.keys() or not (properties or schema.get("additionalProperties") is False):
@@ -157,7 +158,7 @@ class Tags:
     def _text(self, name: str, schema: Schema, root: Schema, special: Mapping[str, int]) -> str | None:
         """Return the rule for a text value and its closing tag. None if a rule cannot enforce the schema."""
         after = literal(self.after, special)
-        named = [schema["const"]] if "const" in schema else _list(schema.get("enum"))
+        named = named_values(schema)
         if named and all(isinstance(one, str) for one in named):
             return f"{name}: ({' | '.join(map(quoted, named))}) {after}"
         free = {*_ABOUT, "type", "anyOf", "oneOf"}
@@ -224,8 +225,8 @@ def kinds(schema: Any, root: Schema) -> set[str]:
     found: set[str] = set()
     for one in _members(schema, root):
         given = one.get("type")
-        values = [one["const"]] if "const" in one else _list(one.get("enum"))
-        found |= {kind for kind in ([given] if isinstance(given, str) else _list(given)) if isinstance(kind, str)}
+        values = named_values(one)
+        found |= {kind for kind in ([given] if isinstance(given, str) else listed(given)) if isinstance(kind, str)}
         found |= set() if given else {_kind(value) for value in values}
     return found
 
@@ -269,11 +270,6 @@ def _finite(number: str) -> float:
     return found if isfinite(found := float(number)) else _refuse(number)
 
 
-def _list(value: Any) -> list[Any]:
-    """Return a value of a schema if it is a list, else an empty list. Clients may send malformed schemas."""
-    return value if isinstance(value, list) else []
-
-
 def _members(schema: Any, root: Schema) -> list[Schema]:
     """Return the members of a union, recursively, or the schema if it is not a union. Schemas may be recursive, so each
     is visited once."""
@@ -284,7 +280,7 @@ def _members(schema: Any, root: Schema) -> list[Schema]:
         one = _resolved(waiting.pop(), root)
         if id(one) not in seen:
             seen[id(one)] = one
-            members = [*_list(one.get("anyOf")), *_list(one.get("oneOf"))]
+            members = [*listed(one.get("anyOf")), *listed(one.get("oneOf"))]
             waiting += members
             found += [] if members else [one]
     return found

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from paceline.sampling.prefix_states import PrefixStates
 from paceline.sampling.sampler import Prefix
 
 if TYPE_CHECKING:
@@ -174,12 +175,10 @@ class Dry:
         self._multiplier, self._base, self._allowed, self._last = multiplier, base, allowed_length, last_n
         self._breakers = breakers or Breakers()
         self._most_exponent = int(_FLOAT32_LOG / math.log(base)) if base > 1.000001 else 2**31 - 1
-        self._texts: dict[tuple[int, ...], _Repetitions] = {}
-        """Drafted tokens -> repetitions of the committed text followed by these tokens."""
-        self._size = -1
+        self._texts = PrefixStates(self._begin, lambda text, token: text.then(token, self._breakers))
 
     def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
-        sizes = self._repeated(self._at(prefix), len(logits))
+        sizes = self._repeated(self._texts.at(prefix), len(logits))
         repeating = [token for token in np.flatnonzero(sizes >= 0).tolist() if not self._breakers.alone(token)]
         if not repeating:
             return logits
@@ -191,19 +190,8 @@ class Dry:
         exponent = min(size - self._allowed, self._most_exponent)
         return min(self._multiplier * self._base**exponent, _MOST_PENALTY)
 
-    def _at(self, prefix: Prefix) -> _Repetitions:
-        if self._size != len(prefix.token_ids):
-            text = self._texts.get(())
-            if text is None or self._size > len(prefix.token_ids):
-                text = _Repetitions.of(prefix.token_ids, self._breakers)
-            for token in prefix.token_ids[len(text.tokens) :]:
-                text = text.then(token, self._breakers)
-            self._texts, self._size = {(): text}, len(prefix.token_ids)
-        path = tuple(prefix.path)
-        for size in range(1, len(path) + 1):
-            if path[:size] not in self._texts:
-                self._texts[path[:size]] = self._texts[path[: size - 1]].then(path[size - 1], self._breakers)
-        return self._texts[path]
+    def _begin(self, prefix: Prefix) -> tuple[_Repetitions, int]:
+        return _Repetitions.of(prefix.token_ids, self._breakers), len(prefix.token_ids)
 
     def _repeated(self, text: _Repetitions, width: int) -> Counts:
         """Return for each token [width] the length of the longest repetition that it would extend, or -1."""

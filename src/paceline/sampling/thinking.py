@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from paceline.sampling.prefix_states import PrefixStates
 from paceline.sampling.sampler import Forcing, Prefix
 from paceline.text.growing import overlap
 
@@ -81,9 +82,7 @@ class ThinkingLimit(Forcing):
         """
         self._budget, self._forced, self._spell = budget, forced, spell
         self._start, self._end = budget.start.encode(), budget.end.encode()
-        self._known: dict[tuple[int, ...], _Reasoned] = {}
-        """Drafted tokens -> state after the committed text followed by these tokens."""
-        self._read = -1
+        self._states = PrefixStates(self._begin, self._after)
 
     def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
         if must := self.forced(prefix, 1):
@@ -93,7 +92,7 @@ class ThinkingLimit(Forcing):
 
     def forced(self, prefix: Prefix, limit: int) -> list[int]:
         """Return up to `limit` tokens of the end that must follow, or none while the budget is not spent."""
-        progress = self._at(prefix)
+        progress = self._states.at(prefix)
         return [*self._forced[progress.forced :][:limit]] if self._spent(progress) else []
 
     def _spent(self, progress: _Reasoned) -> bool:
@@ -102,25 +101,11 @@ class ThinkingLimit(Forcing):
         open_ = _unfinished(progress.tail) or overlap(progress.tail, self._end)
         return progress.forced > 0 or not open_ or progress.count >= self._budget.tokens + _PATIENCE
 
-    def _at(self, prefix: Prefix) -> _Reasoned:
-        if self._read != len(prefix.token_ids):
-            progress = self._known.get(())
-            if progress is None or self._read > len(prefix.token_ids):
-                progress, self._read = self._begin(prefix), prefix.num_prompt_tokens
-            for token in prefix.token_ids[self._read :]:
-                progress = self._after(progress, token)
-            self._known, self._read = {(): progress}, len(prefix.token_ids)
-        path = tuple(prefix.path)
-        for size in range(1, len(path) + 1):
-            if path[:size] not in self._known:
-                self._known[path[:size]] = self._after(self._known[path[: size - 1]], path[size - 1])
-        return self._known[path]
-
-    def _begin(self, prefix: Prefix) -> _Reasoned:
-        """Return the state at the end of the prompt."""
+    def _begin(self, prefix: Prefix) -> tuple[_Reasoned, int]:
+        """Return the state at the end of the prompt, and the prompt's length."""
         prompt = prefix.token_ids[: prefix.num_prompt_tokens][-_BEFORE:]
         text = b"".join(map(self._spell, prompt)).rstrip()
-        return _Reasoned(True if text.endswith(self._start.rstrip()) else None)
+        return _Reasoned(True if text.endswith(self._start.rstrip()) else None), prefix.num_prompt_tokens
 
     def _after(self, progress: _Reasoned, token: int) -> _Reasoned:
         """Return the state after another token."""

@@ -71,9 +71,11 @@ def without_top(scores: Floats, threshold: float) -> Ids | None:
     Returns:
         The remaining columns, ascending, or None if all remain.
     """
+    if threshold > 0.5:
+        return None
     weights = _weights(scores)
     likely = (weights >= threshold * weights.sum()) & (scores > -np.inf)
-    if threshold > 0.5 or np.count_nonzero(likely) < 2:
+    if np.count_nonzero(likely) < 2:
         return None
     return np.flatnonzero(scores <= scores[likely].min())
 

@@ -1,0 +1,41 @@
+"""What a processor knows after each prefix: the committed text is read once, and drafted paths are read after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from paceline.sampling.sampler import Prefix
+
+State = TypeVar("State")
+
+
+class PrefixStates(Generic[State]):
+    """States that follow from the tokens of a prefix one by one."""
+
+    def __init__(self, begin: Callable[[Prefix], tuple[State, int]], after: Callable[[State, int], State]) -> None:
+        """Set the rules.
+
+        Args:
+            begin: Returns the state after the first tokens of a new text, and the number of these tokens.
+            after: Returns the state after another token.
+        """
+        self._begin, self._after = begin, after
+        self._known: dict[tuple[int, ...], State] = {}
+        """Drafted tokens -> state after the committed text followed by these tokens."""
+        self._read = -1
+
+    def at(self, prefix: Prefix) -> State:
+        """Return the state after a prefix. A text that is shorter than before is read anew."""
+        if self._read != len(prefix.token_ids):
+            state, read = self._known.get(()), self._read
+            if state is None or read > len(prefix.token_ids):
+                state, read = self._begin(prefix)
+            for token in prefix.token_ids[read:]:
+                state = self._after(state, token)
+            self._known, self._read = {(): state}, len(prefix.token_ids)
+        path = tuple(prefix.path)
+        for size in range(1, len(path) + 1):
+            if path[:size] not in self._known:
+                self._known[path[:size]] = self._after(self._known[path[: size - 1]], path[size - 1])
+        return self._known[path]
