@@ -27,7 +27,7 @@ class ReadingPace:
         """`quota`: Maximum number of tokens between two rounds. `inf` for no limit, also of time."""
         self._quota = quota
         self._costs: deque[float] = deque(maxlen=4)
-        """Seconds per token of recent chunks. The lowest counts, because a chunk may include the loading of a prefix."""
+        """Seconds per token of recent chunks. The lowest counts, since a chunk may include the loading of a prefix."""
         self.round_seconds = 0.0
 
     def observe(self, tokens: int, seconds: float) -> None:

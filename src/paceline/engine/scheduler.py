@@ -1,8 +1,8 @@
 """Continuous batching: admission, prefill between rounds, preemption. Every reply is driven from here.
 
-Between two rounds, some prompt tokens are fed (`reading_pace.py` says how many). Several prompts may be partly read.
-Three chunks of four go to the prompt with the fewest unread tokens, so that a short prompt does not wait for a long one,
-and the fourth goes to the oldest, so that a long prompt always advances.
+Between two rounds, some prompt tokens are fed (`reading_pace.py` says how many). Several prompts may be partly read:
+three chunks of four go to the prompt with the fewest unread tokens, so that a short prompt does not wait for a long
+one, and the fourth goes to the oldest, so that a long prompt always advances.
 """
 
 from __future__ import annotations
