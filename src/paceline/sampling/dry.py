@@ -50,13 +50,13 @@ class Breakers:
         """Return True if the token is a whole breaker."""
         return () in self._tails(token)
 
-    def last(self, tokens: Sequence[int], within: int) -> tuple[int, int] | None:
-        """Find the last breaker that begins in the last `within` tokens.
+    def last(self, tokens: Sequence[int]) -> tuple[int, int] | None:
+        """Find the last breaker.
 
         Returns:
             The place of its first token, and the place after its last one. None if there is no breaker.
         """
-        for at in range(len(tokens) - 1, max(len(tokens) - within, 0) - 1, -1):
+        for at in reversed(range(len(tokens))):
             if tails := self._tails(tokens[at]):
                 following = tuple(tokens[at + 1 : at + 1 + _MOST_TAIL])
                 if fitting := [len(tail) for tail in tails if following[: len(tail)] == tail]:
@@ -134,7 +134,7 @@ class _Repetitions:
             found[i] = size
             if i + size > right:
                 left, right = i, i + size
-        breaker = breakers.last(tokens, len(tokens))
+        breaker = breakers.last(tokens)
         return _Repetitions(np.array(tokens, np.int32), np.array(found[:0:-1], np.int32), breaker)
 
     def then(self, token: int, breakers: Breakers) -> _Repetitions:
@@ -145,7 +145,7 @@ class _Repetitions:
         tokens = np.append(self.tokens, np.int32(token))
         # A breaker that begins earlier has been completed before, if at all.
         start = max(len(tokens) - _MOST_TAIL - 1, 0)
-        found = breakers.last(tokens[start:].tolist(), _MOST_TAIL + 1)
+        found = breakers.last(tokens[start:].tolist())
         return _Repetitions(tokens, common, (start + found[0], start + found[1]) if found else self.breaker)
 
 
