@@ -128,8 +128,9 @@ class Scheduler:
     def add(self, task: Task) -> None:
         """Queue a task."""
         self._open[task] = None
-        known = self._engine.prefixes.known(task.prompt) if self._engine.prefixes and task.prompt else 0
-        task.unread = len(task.prompt) - known
+        if task.prompt:
+            known = self._engine.prefixes.known(task.prompt) if self._engine.prefixes else 0
+            task.unread = len(task.prompt) - known
         self.waiting.append(task)
 
     def turn(self) -> list[Event]:

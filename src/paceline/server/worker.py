@@ -185,6 +185,11 @@ class ReplyHandle:
         return (self._task.started or time.monotonic()) - self._task.arrived
 
     @property
+    def read(self) -> int:
+        """Tokens of the prompt read so far, including those from the prefix cache."""
+        return max(0, self.job.prompt_tokens - self._task.unread)
+
+    @property
     def drafter(self) -> str | None:
         """Name of the drafter, None for plain decoding."""
         policy = self._task.request.policy if self._task.request else None
