@@ -84,6 +84,17 @@ def test_tokens_arrive_one_round_at_a_time_with_live_numbers(tab: Tab, fake: Fak
     assert heights["accepted"] == pytest.approx([unit * (len(texts) - 1) for _, texts in SKY], abs=0.01)
 
 
+def test_the_progress_of_a_long_prompt_is_shown_until_the_reply_begins(tab: Tab, fake: Fake) -> None:
+    fake.read, fake.hold_at = (3200, 12_034), 0
+    tab.page.fill("#prompt", "a long prompt")
+    tab.page.press("#prompt", "Enter")
+    line = tab.page.get_by_text("Reading the prompt: 3,200 of 12,034 tokens")
+    expect(line).to_be_visible()
+    fake.hold_at = None
+    expect(tab.page.locator("#send")).to_be_visible()
+    expect(line).to_have_count(0)
+
+
 def test_pointing_at_a_token_tells_its_probability_and_drafter(tab: Tab) -> None:
     text, tip = tab.send(), tab.page.locator("#tip")
     expect(tip).to_be_hidden()
