@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from playwright.sync_api import Locator, expect
 
-from tests.support.browser_tab import Open, Tab
+from tests.support.browser_tab import Open, Tab, expect
 from tests.support.fake_server import MARKUP, SKY, Fake, serving
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator
 
 pytestmark = pytest.mark.slow
 
