@@ -106,8 +106,9 @@ def main() -> None:
         each = product(args.depths, args.rows)
         results += [{"shape": shape, "depth": d, "rows": n, "wall_cpu_ms": found[d, n]} for d, n in each]
     report(grids)
-    result = {"provenance": provenance(), "kernels": instruction_set().name, "layers": QWEN.layers, "passes": results}
-    write("attention", result, grids, folder=args.out)
+    kernels = instruction_set().name
+    result = {"provenance": provenance(kernels=kernels), "layers": QWEN.layers, "passes": results}
+    write(f"attention-{kernels}", result, grids, folder=args.out)
 
 
 if __name__ == "__main__":

@@ -244,7 +244,7 @@ class Attention {
     const float* sum(int query) const { return &sums_[query * lines_ * LANES]; }
 
    private:
-    static constexpr int QUERIES = AttentionPieces::QUERIES, COLUMNS_AHEAD = 64;  // distance of prefetches
+    static constexpr int QUERIES = AttentionPieces::QUERIES, COLUMNS_AHEAD = 128;
     // Queries and vectors of 16 lanes of a tile. Their sums fit into the registers with one operand of each vector.
     static constexpr int TILE = PARTS == 1 ? 8 : PARTS == 2 ? 6 : 2, WIDE = PARTS == 1 ? 2 : 1;
     static constexpr int STEP = WIDE * LANES, STRIDE = BLOCK + LANES;  // columns; of scores and weights
@@ -298,11 +298,11 @@ class Attention {
         return at < full_to_ ? sees : sees & (convert<Ints>(load<Lanes<uint8_t>>(tail_of_[query] + (at - full_to_))) != 0);
     }
 
-    // Prefetches `count` numbers into the second cache. The hardware prefetcher cannot follow as many texts as a batch has, and a
-    // processor stalls if it prefetches a whole step at once.
+    // Prefetches `count` numbers, first into the second cache, later into the first. The hardware prefetcher cannot follow as many
+    // texts as a batch has, and a processor stalls if it prefetches a whole step at once.
     void prefetch(const Number* here, int count) const {
-        here += COLUMNS_AHEAD * h_->size;
-        for (int i = 0; i < count; i += 64 / int(sizeof(Number))) __builtin_prefetch(here + i, 0, 1);
+        const Number *far = here + COLUMNS_AHEAD * h_->size, *near = here + LANES * h_->size;
+        for (int i = 0; i < count; i += 64 / int(sizeof(Number))) __builtin_prefetch(far + i, 0, 1), __builtin_prefetch(near + i, 0, 3);
     }
 
     // The lines of a step, contiguous. They are read in place, or copied at the end of the slot's memory.
