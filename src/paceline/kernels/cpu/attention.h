@@ -246,7 +246,7 @@ class Attention {
    private:
     static constexpr int QUERIES = AttentionPieces::QUERIES, COLUMNS_AHEAD = 128;
     // Queries and vectors of 16 lanes of a tile. Their sums fit into the registers with one operand of each vector.
-    static constexpr int TILE = PARTS == 1 ? 8 : PARTS == 2 ? 6 : 2, WIDE = PARTS == 1 ? 2 : 1;
+    static constexpr int TILE = PARTS == 1 ? 8 : PARTS == 2 ? 6 : REGISTERS / 8, WIDE = PARTS == 1 ? 2 : 1;
     static constexpr int STEP = WIDE * LANES, STRIDE = BLOCK + LANES;  // columns; of scores and weights
 
     const Heads* h_;
