@@ -6,6 +6,8 @@ import errno
 import logging
 import os
 import stat
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -25,10 +27,12 @@ from paceline.drafters.ngram import NGram
 from paceline.drafters.stack import DrafterStack
 from paceline.drafters.vocab_map import VocabMap
 from paceline.engine import prefix_file
+from paceline.engine.engine import Engine
 from paceline.engine.prefix_cache import PrefixCache
 from paceline.engine.prefix_key import drafter_key, target_key
 from paceline.engine.prefix_store import PrefixStore
 from paceline.errors import InvalidOption
+from paceline.kernels.cpu.build import library
 from paceline.models.config import RopeConfig
 from paceline.models.decoder import Decoder
 from paceline.protocols import Saved
@@ -36,10 +40,11 @@ from paceline.sampling.parameters import Sampling
 from paceline.testing import TINY, random_tensors, run, tiny_target
 from paceline.types import DraftBudget
 from paceline.verify.tree import PREFILL_ROWS
-from tests.support.cached_engine import CachedEngine
+from tests.support.cached_engine import CachedEngine, begun
 from tests.support.cover import some
 from tests.support.golden import decoder
 from tests.support.hybrids import tiny_hybrid, tiny_mamba
+from tests.support.native_models import BASE, native
 from tests.support.plain import plain_text
 from tests.support.tiny_heads import TINY_BLOCK, block_tensors, eagle_config, eagle_tensors
 from tests.support.toys import toy_foreigner, toy_model
@@ -531,3 +536,64 @@ def test_a_state_without_a_form_is_not_written(tmp_path: Path, logged: Callable[
     engine.save_prefixes(60)
     assert not [*tmp_path.iterdir()]
     assert len(logged()) == 1
+
+
+def test_a_text_larger_than_memory_goes_to_disk(tmp_path: Path) -> None:
+    engine = started(tmp_path, memory=1000)
+    replied(engine)
+    settled(store_of(engine))
+    assert engine.prefixes is not None
+    assert not len(engine.prefixes)
+    replied(engine, [*PROMPT, 1])
+    assert engine.cached == [0, len(PROMPT) - 1]
+
+
+@pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+def test_native_kernels_continue_from_disk_bit_by_bit(tmp_path: Path) -> None:
+    """With the engine's own checks, and logits of the first round."""
+    states = []
+    for folder, prompts in ((tmp_path, [PROMPT[:200]]), (tmp_path, [PROMPT]), (None, [PROMPT])):
+        engine = Engine(native(BASE))
+        engine.remember(PLENTY, folder, PLENTY)
+        for prompt in prompts:
+            request = begun(engine, prompt, Sampling())
+            states.append((request.stats.from_disk, engine.cache.save(request.slot).tensors))
+            engine.finish(request)
+        engine.save_prefixes(60)
+    assert [from_disk for from_disk, _ in states] == [0, 199, 0]
+    assert all(map(torch.equal, states[1][1], states[2][1]))
+
+
+KILLED = """
+import sys, torch
+from pathlib import Path
+from paceline.engine.engine import Engine
+from paceline.engine.prefix_cache import PrefixCache
+from paceline.engine.prefix_store import PrefixStore
+from paceline.protocols import Saved
+store = PrefixStore(Path(sys.argv[1]), 1 << 30, "a" * 64, None, {})
+print("ready", flush=True)
+for first in range(10_000):
+    prefixes = PrefixCache(1 << 30, True, store)
+    prefixes.store([first, *range(99)], 100, Saved(99, (torch.full((8 << 20,), first % 100, dtype=torch.uint8),)))
+    prefixes.flush(60)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_process_leaves_only_whole_texts(tmp_path: Path, logged: Callable[[], list[str]]) -> None:
+    found = 0
+    for delay in (0.05, 0.3):
+        with subprocess.Popen([sys.executable, "-c", KILLED, tmp_path], stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            time.sleep(delay)
+            process.kill()
+        store = PrefixStore(tmp_path, PLENTY, "a" * 64, None, {})
+        for text in store.texts:
+            read = store.read(text)
+            assert read is not None
+            assert (read.target.tensors[0] == int(read.tokens[0]) % 100).all()
+            found += 1
+    assert found
+    assert not logged()

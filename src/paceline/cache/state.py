@@ -179,8 +179,12 @@ class StateCache(SlabCache):
         return length
 
     def restored(self, saved: SavedHybrid) -> SavedHybrid:  # type: ignore[override]
-        """See `protocols.Restorer`."""
-        return replace(saved, slabs=super().restored(saved.slabs))
+        """See `protocols.Restorer`. `load` takes states as they are, so they must not stay pages of a file."""
+        states = {
+            n: {layer: tuple(x.clone() for x in tensors) for layer, tensors in state.items()}
+            for n, state in saved.states.items()
+        }
+        return replace(saved, slabs=super().restored(saved.slabs), states=states)
 
     def truncate(self, slot: int, length: int) -> None:
         """See `protocols.KVCache.truncate`."""

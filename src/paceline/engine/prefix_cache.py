@@ -103,9 +103,9 @@ class PrefixCache:
         `length`. For the other arguments see `find`."""
         found = None
         for entry in entries:
-            # Skip entries that cannot be longer than the best so far.
+            # Skip entries that cannot be longer than the best so far. One token shows that for most of them.
             if entry.adapter == adapter and self._usable(entry, len(text), len(text), needs) > length:
-                if entry.tokens[length] != text[length]:
+                if len(entry.tokens) < length + 2 or entry.tokens[length + 1] != text[length + 1]:
                     continue
                 usable = self._usable(entry, _common(entry.tokens, text), len(text), needs)
                 parts = [entry.target, *([entry.drafters[needs]] if needs else [])]
@@ -145,6 +145,7 @@ class PrefixCache:
         kept = {name: saved for name, saved in (drafters or {}).items() if saved}
         entry = CachedText(np.array(tokens, np.int64), prompt, target, kept, adapter)
         if entry.nbytes > self._limit:
+            self._write(entry, *_LEAVING)
             return  # it would evict all other texts, and then itself
         for other in list(self._entries):
             if self._covers(entry, other):

@@ -99,10 +99,11 @@ class CachedText:
 
 
 class Place(NamedTuple):
-    """A tensor in a file. `start`: its first byte."""
+    """A tensor in a file: its type, its device in memory, and its first byte in the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+    device: str
     start: int
 
     @property
@@ -183,8 +184,8 @@ def prepare(text: CachedText, key: str, keys: Mapping[str, str]) -> PreparedPref
         "drafters": {name: _pack(saved, numbered) for name, saved in text.drafters.items() if name in keys},
     }
     tensors = [tensor for _, tensor in numbered.values()]
-    kinds = [(str(x.dtype).removeprefix("torch."), list(x.shape)) for x in tensors]
-    if unknown := {name for name, _ in kinds} - {*_DTYPES}:
+    kinds = [(str(x.dtype).removeprefix("torch."), list(x.shape), str(x.device)) for x in tensors]
+    if unknown := {name for name, *_ in kinds} - {*_DTYPES}:
         raise Unsupported(f"a tensor of type {min(unknown)}")
     blocks = sum(-(-x.nbytes // _BLOCK) for x in tensors)
     # The room for the header: its JSON with a larger number than the end, and its arrays.
@@ -208,7 +209,7 @@ def write(file: BinaryIO, prepared: PreparedPrefix, until: float = inf) -> None:
     sums = []
     for place, tensor in zip(prepared.places, prepared.tensors, strict=True):
         file.seek(place.start)
-        for block in _blocks(_bytes_of(tensor)):
+        for block in _blocks(bytes_of(tensor)):
             if monotonic() > until:
                 raise TimeoutError("no time left to write prefixes")
             sums.append(zlib.crc32(block))
@@ -305,11 +306,11 @@ def _end(places: Sequence[Place]) -> int:
 
 
 def _places(raw: Sequence[Any]) -> list[Place]:
-    """Return the places of tensors, from the end of the header and their dtypes and shapes."""
+    """Return the places of tensors, from the end of the header and their dtypes, shapes and devices."""
     end, places = int(raw[0]), []
-    for name, shape in raw[1]:
+    for name, shape, device in raw[1]:
         start = -(-end // _PAGE) * _PAGE
-        places.append(place := Place(_DTYPES[name], tuple(map(int, shape)), start))
+        places.append(place := Place(_DTYPES[name], tuple(map(int, shape)), device, start))
         if min(place.shape, default=0) < 0 or start < 0:
             raise ValueError("a size is negative")
         end = start + place.size
@@ -363,10 +364,10 @@ def _unknown(prompt: int) -> None:
     """Stand in for `SavedSlabs.choose` until `SlabCache.restored` sets it."""
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor, which may be on another device."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy() if flat.numel() else b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def _blocks(data: memoryview) -> Iterator[memoryview]:
@@ -375,6 +376,6 @@ def _blocks(data: memoryview) -> Iterator[memoryview]:
 
 def _tensor(buffer: mmap.mmap, place: Place) -> Tensor:
     if not place.size:
-        return torch.empty(place.shape, dtype=place.dtype)
-    count = prod(place.shape)
-    return torch.frombuffer(buffer, dtype=place.dtype, count=count, offset=place.start).view(place.shape)
+        return torch.empty(place.shape, dtype=place.dtype, device=place.device)
+    flat = torch.frombuffer(buffer, dtype=place.dtype, count=prod(place.shape), offset=place.start)
+    return flat.view(place.shape).to(place.device)

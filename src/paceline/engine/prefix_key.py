@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from paceline.drafters.base import Drafter
+from paceline.engine.prefix_file import bytes_of
 from paceline.models.decoder import Decoder
 from paceline.models.held import tensors_of
 from paceline.protocols import Adaptable, Divisible, Target
@@ -99,10 +100,8 @@ def _digest(tensors: Sequence[Tensor]) -> list[str]:
 
 
 def _hash_tensor(tensor: Tensor) -> str:
-    tensor = tensor.to_dense() if tensor.is_mkldnn else tensor.detach()
-    flat = tensor.cpu().contiguous().reshape(-1)
-    content = flat.view(torch.uint8).numpy() if flat.numel() else b""
-    return _hash(tensor.dtype, tuple(tensor.shape), sha256(content).hexdigest())
+    tensor = tensor.to_dense() if tensor.is_mkldnn else tensor
+    return _hash(tensor.dtype, tuple(tensor.shape), tensor.device, sha256(bytes_of(tensor)).hexdigest())
 
 
 def _hash(*parts: object) -> str:
