@@ -125,6 +125,14 @@ class PrefixCache:
             if kept := self.disk.read(found):  # or the file was damaged, and is no longer listed
                 return Hit(most, kept.target, kept.drafters, True)
 
+    def known(self, tokens: Sequence[int]) -> int:
+        """Estimate how many tokens of a prompt `find` would return, without counting as a use."""
+        text, length = np.asarray(tokens, np.int64), 0
+        for entry in self._entries:
+            if self._usable(entry, len(text), len(text), None) > length:
+                length = max(length, self._usable(entry, _common(entry.tokens, text), len(text), None))
+        return length
+
     def store(
         self,
         tokens: Sequence[int],
