@@ -103,10 +103,7 @@ class PrefixCache:
         `length`. For the other arguments see `find`."""
         found = None
         for entry in entries:
-            # Skip entries that cannot be longer than the best so far. One token shows that for most of them.
-            if entry.adapter == adapter and self._usable(entry, len(text), len(text), needs) > length:
-                if len(entry.tokens) < length + 2 or entry.tokens[length + 1] != text[length + 1]:
-                    continue
+            if entry.adapter == adapter and self._may_exceed(length, entry, text, needs):
                 usable = self._usable(entry, _common(entry.tokens, text), len(text), needs)
                 parts = [entry.target, *([entry.drafters[needs]] if needs else [])]
                 if (most := common_most(parts, usable, len(text))) > length:
@@ -128,8 +125,8 @@ class PrefixCache:
     def known(self, tokens: Sequence[int]) -> int:
         """Estimate how many tokens of a prompt `find` would return, without counting as a use."""
         text, length = np.asarray(tokens, np.int64), 0
-        for entry in self._entries:
-            if self._usable(entry, len(text), len(text), None) > length:
+        for entry in (*self._entries, *(self.disk.texts if self.disk else ())):
+            if self._may_exceed(length, entry, text, None):
                 length = max(length, self._usable(entry, _common(entry.tokens, text), len(text), None))
         return length
 
@@ -225,6 +222,13 @@ class PrefixCache:
             assert self.disk
             self.disk.withdraw(leaving.pop(0))
             _LOG.debug("a prefix is not written to disk: too many wait")
+
+    def _may_exceed(self, length: int, entry: CachedText, text: Tokens, needs: str | None) -> bool:
+        """Return False if an entry cannot be used for more than `length` tokens of a prompt, as its sizes or one token
+        show."""
+        if self._usable(entry, len(text), len(text), needs) <= length or len(entry.tokens) < length + 2:
+            return False
+        return bool(entry.tokens[length + 1] == text[length + 1])
 
     def _usable(self, entry: CachedText, common: int, prompt: int, needs: str | None) -> int:
         """Return the usable length of an entry for a prompt of `prompt` tokens that shares its first `common` tokens.

@@ -33,7 +33,7 @@ FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled"
 """The engine's finish reasons -> OpenAI's."""
 _FAILURES = 3
 """Replies in a row that end with an internal error before the worker counts as failing."""
-_LAST_SECONDS = 5.0
+_LAST_SECONDS = 4.0
 """Seconds for writing the prefix cache to its folder, if replies have used up the time for stopping."""
 _IDLE_TRIM = 1.0
 """Seconds without work after which free memory is returned to the system."""
