@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -42,6 +43,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
     from paceline.text.tokenizer import Tokenizer
+
+
+_PREFIX_MEMORY = 1 << 30
+"""Memory for texts of `load(prefix_dir=...)`, in bytes."""
 
 
 class LLM:
@@ -436,6 +441,8 @@ def load(
     device_map: DeviceMap | None = None,
     draft_device_map: DeviceMap | None = None,
     chat_template: str | Path | None = None,
+    prefix_dir: str | Path | None = None,
+    prefix_disk: float = 8.0,
 ) -> LLM:
     """Load a target model and its drafter.
 
@@ -481,6 +488,10 @@ def load(
         draft_device_map: The same for a draft model.
         chat_template: A Jinja file, the name of one of the model's templates ("tool_use"), or a template. It replaces
             the model's default.
+        prefix_dir: A folder for the states of earlier prompts and replies. A prompt that begins like one of them is not
+            read again, even after a restart. Files contain the prompts' tokens; only their owner can read them. The
+            latest texts stay in memory, up to 1 GiB. By default, no text is kept.
+        prefix_disk: Maximum size of this folder, in GiB. The least recently used files are removed first.
 
     Raises:
         PacelineError: With the cause and what to do about it.
@@ -507,6 +518,8 @@ def load(
         device_map=device_map,
         draft_device_map=draft_device_map,
         chat_template=chat_template,
+        prefix_dir=prefix_dir,
+        prefix_disk=prefix_disk,
     )
     return _load(arguments if preset is None else arguments.with_preset(preset))
 
@@ -528,6 +541,21 @@ def _load(arguments: LoadArguments) -> LLM:
     if drafter in (None, "none"):
         llm.engine.policies.default = Speculation(None)
     llm._arguments = arguments if isinstance(arguments.model, (str, Path)) and not arguments.tensor_parallel else None
+    if arguments.prefix_dir is not None:
+        _keep_prefixes(llm, arguments)
     if arguments.exact:
         check_exact(llm.guarantee, loaded.target.device)
     return llm
+
+
+def _keep_prefixes(llm: LLM, arguments: LoadArguments) -> None:
+    """Give an LLM a prefix cache with a folder. Raise `InvalidOption` if that is not possible."""
+    if arguments.tensor_parallel:
+        raise InvalidOption(
+            "prefix_dir does not support tensor parallelism", "Leave out prefix_dir, or use one process"
+        )
+    size = arguments.prefix_disk
+    if isinstance(size, bool) or not isinstance(size, (int, float)) or not 0 < size < math.inf:
+        raise InvalidOption(f"prefix_disk must be a positive number of GiB, got {size!r}", "Use 8, for example")
+    assert arguments.prefix_dir is not None
+    llm.engine.remember(_PREFIX_MEMORY, Path(arguments.prefix_dir).expanduser(), int(size * 2**30))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from dataclasses import dataclass, replace
 from functools import partial, wraps
@@ -29,7 +30,7 @@ from paceline.cli.wrapping import say
 from paceline.errors import InvalidOption, ModelNotFound, PacelineError, install_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
 
     from fastapi import FastAPI
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from paceline.llm import LLM
     from paceline.recording.file import ReplyRecorder
     from paceline.server.limits import Settings
-    from paceline.server.models import Models, ModelSource
+    from paceline.server.models import LoadedModel, Models, ModelSource
     from paceline.server.worker import Worker, WorkerLimits
 
 _server = options_of("Server")
@@ -114,11 +115,33 @@ class LimitOptions:
         "GiB for keys and values.", min=0.001, show_default="a quarter of the free memory"
     )
     prefix_memory: float = _limit("GiB for the prefix cache. 0: off.", min=0, default=1.0)
+    prefix_dir: Path | None = _limit(
+        "Folder for prefixes that memory has no room for, and for those in memory when the server stops.\n\nAfter a "
+        "restart, prompts that begin like earlier ones are not read again. The files contain what users write, as "
+        "token ids. Only their owner can read them. Several servers may share a folder.",
+        metavar="DIR",
+    )
+    prefix_disk: str = _limit(
+        "Maximum size of --prefix-dir, in GiB.\n\nThe least recently used prefixes are removed first.",
+        metavar="SIZE",
+        default="8G",
+    )
     max_prompt: int | None = _limit("Maximum length of a prompt, in tokens.", min=1, show_default="the model's context")
     max_body: int = _limit("Maximum size of a request, in bytes.", min=1, default=4 << 20)
     timeout: float | None = _limit(
         "Seconds from the arrival of a request to the end of its reply.", min=0.001, show_default="none"
     )
+
+    def folder(self) -> dict[str, Any]:
+        """Return the arguments of `paceline.load` for the folder of prefixes. Raise `InvalidOption` if they are not
+        valid."""
+        if self.prefix_dir is None:
+            return {}
+        if not self.prefix_memory:
+            raise InvalidOption("--prefix-dir needs a prefix cache in memory", "Set --prefix-memory above 0")
+        if processes() > 1:
+            raise InvalidOption("--prefix-dir works only with one process", "Leave it out")
+        return {"prefix_dir": self.prefix_dir, "prefix_disk": _gibibytes("--prefix-disk", self.prefix_disk)}
 
     def worker_limits(self, llm: LLM) -> WorkerLimits:
         """Return the limits of a worker with this model."""
@@ -158,6 +181,14 @@ class ModelsOptions:
         for place in self.models or ():
             found += stored_models(place == "all") if place in _STORES else models_in(Path(place).expanduser())
         return [model for model in found if model.path.is_file() or not _is_head(model.path)]
+
+
+def _gibibytes(name: str, text: str) -> float:
+    """Parse a size in GiB, such as 8, 8G or 500M. Raise `InvalidOption` if it is not a positive size."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([MGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if not found or not float(found[1]):
+        raise InvalidOption(f"{name} must be a size in GiB, got {text!r}", "Write 8, 8G or 500M, for example")
+    return float(found[1]) * {"M": 1 / 1024, "T": 1024.0}.get(found[2].upper(), 1.0)
 
 
 def _is_loopback(address: str) -> bool:
@@ -218,6 +249,7 @@ def application(
     if follows():
         model.load(progress=False)  # never returns in such a process
     addresses = check_address(server.host, server.port)
+    limits.folder()  # raises before a model is read
     if processes() > 1 and several.models:
         raise InvalidOption("several processes can share only one model", "Leave out --models")
     if server.record and several.models:
@@ -376,7 +408,8 @@ def _open_worker(
 
     off = model.drafter == "none"
     first = [] if off else [FOUND if model.drafter == "auto" else spec_name(model.drafter)]
-    llm = model.load(progress=progress, drafter=list(dict.fromkeys([*first, *also, *_WEIGHTLESS])))
+    drafters = list(dict.fromkeys([*first, *also, *_WEIGHTLESS]))
+    llm = model.load(progress=progress, drafter=drafters, **limits.folder())
     llm.adapter = None  # requests select their adapters
     llm.tokenizer.special_tokens_in_messages = server.special_tokens_in_messages
     if server.record:
@@ -400,9 +433,20 @@ def _announce(models: Models, has_keys: bool, quiet: bool, address: str) -> None
     say(f"ready: {about} at {address}/v1 and in a browser at {address}/")
     cache = sum(model.worker.limits.cache_positions * position_bytes(model.llm) for model in loaded)
     memory = f"memory: {amount(psutil.Process().memory_info().rss, 'bytes')}"
+    _announce_prefixes(loaded)
     say(memory + (f", and at most {amount(cache, 'bytes')} for keys, values and states" if cache else ""))
     if not has_keys and not address.startswith(("http://127.", "http://[::1]")):
         say("warning: anyone who can reach this address can use it; set --api-key")
+
+
+def _announce_prefixes(loaded: Sequence[LoadedModel]) -> None:
+    """Print folder, size and number of the prefixes on disk, if there is a folder."""
+    prefixes = [model.llm.engine.prefixes for model in loaded]
+    stores = [one.disk for one in prefixes if one is not None and one.disk]
+    if stores:
+        count, most = sum(len(store.texts) for store in stores), amount(stores[0].limit, "bytes")
+        size = amount(stores[0].nbytes, "bytes")
+        say(f"prefixes: {count} in {stores[0].folder}, which holds {size} of at most {most}")
 
 
 def _default_drafter(worker: Worker) -> str:

@@ -187,6 +187,11 @@ class Drafter(ABC):
             length: Number of tokens to restore. The token at this position is the same as in the saved text.
         """
 
+    def restored(self, saved: Any) -> Saved:
+        """Return a result of `save` that was read from a file, with this drafter's functions (`protocols.Restorer`)."""
+        kept: Saved = saved
+        return kept
+
     @abstractmethod
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         """Return one draft per ask, in order. The draft is `Draft()` if the drafter has nothing to propose."""

@@ -168,6 +168,9 @@ class StateDrafter(CachedDrafter[S]):
         read = self._cache.load(state.cache_slot, saved.cache, min(length, saved.cache.length))
         state.pending = saved.pending.first(length - read)
 
+    def restored(self, saved: SavedStates) -> SavedStates:
+        return replace(saved, cache=self._cache.restored(saved.cache))
+
     def feed(self, slot: int, tokens: Sequence[int], taps: Mapping[Tap, Tensor]) -> None:
         self._receive(self._slots[slot], taps)
 

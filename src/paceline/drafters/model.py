@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 from torch.nn.functional import pad
@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from paceline.drafters.base import Ask
 from paceline.drafters.cached import CachedDrafter, CachedSlot
 from paceline.drafters.growth import Growing, Growth, pack_level
-from paceline.protocols import Saved, Target
+from paceline.protocols import Saved, Target, restored
 from paceline.sampling.sampler import Ranked, Subset
 from paceline.types import Draft, DraftBudget, Want
 from paceline.verify.tree import chunk_end, pack, pack_prefix
@@ -59,6 +59,9 @@ class DraftModel(CachedDrafter[CachedSlot], Growing):
         most = max(0, min(length, len(saved.tokens), len(state.token_ids) - 1))
         same = next((i for i in range(most) if saved.tokens[i] != state.token_ids[i]), most)
         self._cache.load(state.cache_slot, saved.cache, same)
+
+    def restored(self, saved: SavedText) -> SavedText:
+        return replace(saved, cache=restored(self._cache, saved.cache))
 
     def limit(self, ask: Ask) -> DraftBudget:
         return ask.budget.within(self._model.context_length - len(self._slots[ask.slot].token_ids))

@@ -29,6 +29,7 @@ class Stats:
         accepted: Number of accepted draft tokens.
         accepted_at: At index i, the number of rounds that accepted at least i + 1 draft tokens.
         cached: Number of prompt tokens found in the prefix cache.
+        from_disk: Number of these tokens that were read from its folder on disk.
         predicted: Number of tokens of the prediction (predicted outputs).
         confirmed: Number of these tokens that the reply contains.
         draft_failures: Number of rows on which the drafter failed, so that it proposed nothing.
@@ -46,6 +47,7 @@ class Stats:
     accepted: int = 0
     accepted_at: list[int] = field(default_factory=list)
     cached: int = 0
+    from_disk: int = 0
     predicted: int = 0
     confirmed: int = 0
     draft_failures: int = 0

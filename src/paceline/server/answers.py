@@ -178,7 +178,8 @@ class RunningRequest:
     def _count_first(self, reply: ReplyHandle) -> None:
         if reply.first is None:
             reply.first = reply.seconds
-            self.model.metrics.observe_first(reply.queued, reply.first, reply.job.prompt_tokens, reply.stats.cached)
+            prompt, stats = reply.job.prompt_tokens, reply.stats
+            self.model.metrics.observe_first(reply.queued, reply.first, prompt, stats.cached, stats.from_disk)
 
     def usage(self) -> Usage:
         """Counts so far."""
