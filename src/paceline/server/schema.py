@@ -85,10 +85,15 @@ class SpeculationOptions(Strict):
     max_draft: Annotated[int, Field(ge=0, le=512)] | None = None
 
 
-class Generating(Strict):
-    """Parameters of every request for generated text."""
+class NamedBody(Strict):
+    """A body that names a model. None is the first one."""
 
     model: ModelName | None = None
+
+
+class Generating(NamedBody):
+    """Parameters of every request for generated text."""
+
     stream: bool | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
 
