@@ -12,7 +12,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from paceline.chat.calls import Call
 from paceline.sampling.json_schema import guide
 from paceline.server.api import Api, Encoder, Event
-from paceline.server.compat import Lenient, OtherServers, Strict, accepts, ignored, left_out, only
+from paceline.server.compat import Lenient, OtherServers, Strict, accepts, by_type, ignored, left_out, only
 from paceline.server.errors import ApiError
 from paceline.server.fields import (
     MAX_TOOLS,
@@ -156,13 +156,8 @@ class ServerTool(Lenient):
     type: str
 
 
-def _tool_kind(tool: Any) -> str:
-    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-    return "client" if kind in (None, "custom") else "server"
-
-
 AnthropicTool = Annotated[
-    Annotated[ClientTool, Tag("client")] | Annotated[ServerTool, Tag("server")], Discriminator(_tool_kind)
+    Annotated[ClientTool, Tag("custom")] | Annotated[ServerTool, Tag("other")], by_type("custom", default="custom")
 ]
 
 
