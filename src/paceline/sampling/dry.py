@@ -107,18 +107,44 @@ class _Spelled:
         return self._spelled[text]
 
 
+class _PenalizedText:
+    """The committed tokens, with room for a drafted path after them."""
+
+    def __init__(self, tokens: Sequence[int] = ()) -> None:
+        self._tokens, self.committed = np.array(tokens, np.int32), len(tokens)
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Append tokens."""
+        self._write(tokens)
+        self.committed += len(tokens)
+
+    def up_to(self, size: int, path: Sequence[int]) -> Counts:
+        """Return the first `size` tokens of the text followed by a drafted path. The next call may overwrite it."""
+        self._write(path)
+        return self._tokens[:size]
+
+    def _write(self, tokens: Sequence[int]) -> None:
+        end = self.committed + len(tokens)
+        if end > len(self._tokens):
+            self._tokens = np.concatenate([self._tokens, np.zeros(end, np.int32)])
+        self._tokens[self.committed : end] = tokens
+
+
 @dataclass(frozen=True, slots=True)
 class _Repetitions:
-    """The repetitions in a text of n tokens.
+    """The repetitions at the end of a text. Their size depends on how often its last token occurs, not on the text.
 
     Attributes:
-        tokens: The text, [n].
-        common: For each place except the last, how many tokens before and at it equal the last tokens of the text,
-            [n - 1].
+        size: Number of tokens of the text.
+        path: Drafted tokens at the end of the text.
+        at: Earlier places of the last token, ascending, [n].
+        common: For each of these places, how many tokens before and at it equal the last tokens of the text, [n].
         breaker: Places of the first token of the last breaker, and after it.
     """
 
-    tokens: Counts
+    size: int
+    path: tuple[int, ...]
+    at: Counts
     common: Counts
     breaker: tuple[int, int] | None
 
@@ -134,19 +160,24 @@ class _Repetitions:
             found[i] = size
             if i + size > right:
                 left, right = i, i + size
-        breaker = breakers.last(tokens)
-        return _Repetitions(np.array(tokens, np.int32), np.array(found[:0:-1], np.int32), breaker)
+        common = np.array(found[:0:-1], np.int32)
+        at = np.flatnonzero(common).astype(np.int32)
+        return _Repetitions(len(tokens), (), at, common[at], breakers.last(tokens))
 
-    def then(self, token: int, breakers: Breakers) -> _Repetitions:
+    def then(self, token: int, text: _PenalizedText, breakers: Breakers) -> _Repetitions:
         """Return the repetitions after appending a token."""
-        common = np.ones(len(self.tokens), np.int32)
-        common[1:] += self.common
-        common *= self.tokens == token
-        tokens = np.append(self.tokens, np.int32(token))
+        size, path = self.size + 1, (*self.path, token) if self.size >= text.committed else ()
+        tokens = text.up_to(size, path)
+        at = np.flatnonzero(tokens[:-1] == token).astype(np.int32)
+        common = np.ones(len(at), np.int32)
+        # A repetition goes on where the token before is an earlier place of the last token.
+        longer = np.flatnonzero((at > 0) & (tokens[at - 1] == tokens[size - 2])) if self.size else at
+        common[longer] += self.common[np.searchsorted(self.at, at[longer] - 1)]
         # A breaker that begins earlier has been completed before, if at all.
-        start = max(len(tokens) - _MOST_TAIL - 1, 0)
+        start = max(size - _MOST_TAIL - 1, 0)
         found = breakers.last(tokens[start:].tolist())
-        return _Repetitions(tokens, common, (start + found[0], start + found[1]) if found else self.breaker)
+        breaker = (start + found[0], start + found[1]) if found else self.breaker
+        return _Repetitions(size, path, at, common, breaker)
 
 
 class Dry:
@@ -175,15 +206,17 @@ class Dry:
         self._multiplier, self._base, self._allowed, self._last = multiplier, base, allowed_length, last_n
         self._breakers = breakers or Breakers()
         self._most_exponent = int(_FLOAT32_LOG / math.log(base)) if base > 1.000001 else 2**31 - 1
-        self._texts = PrefixStates(self._begin, lambda text, token: text.then(token, self._breakers))
+        self._text = _PenalizedText()
+        self._states = PrefixStates(self._begin, lambda state, token: state.then(token, self._text, self._breakers))
 
     def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
-        sizes = self._repeated(self._texts.at(prefix), len(logits))
-        repeating = [token for token in np.flatnonzero(sizes >= 0).tolist() if not self._breakers.alone(token)]
+        self._text.commit(prefix.token_ids[self._text.committed :])
+        sizes = self._repeated(self._states.at(prefix), len(logits))
+        repeating = {token: size for token, size in sizes.items() if not self._breakers.alone(token)}
         if not repeating:
             return logits
-        ids = torch.tensor(repeating, dtype=torch.long, device=logits.device)
-        penalties = torch.tensor([*map(self._penalty, sizes[repeating].tolist())], dtype=logits.dtype)
+        ids = torch.tensor([*repeating], dtype=torch.long, device=logits.device)
+        penalties = torch.tensor([*map(self._penalty, repeating.values())], dtype=logits.dtype)
         return logits.index_add_(0, ids, penalties.to(logits.device), alpha=-1)
 
     def _penalty(self, size: int) -> float:
@@ -191,21 +224,35 @@ class Dry:
         return min(self._multiplier * self._base**exponent, _MOST_PENALTY)
 
     def _begin(self, prefix: Prefix) -> tuple[_Repetitions, int]:
+        if self._text.committed != len(prefix.token_ids):
+            self._text = _PenalizedText(prefix.token_ids)
         return _Repetitions.of(prefix.token_ids, self._breakers), len(prefix.token_ids)
 
-    def _repeated(self, text: _Repetitions, width: int) -> Counts:
-        """Return for each token [width] the length of the longest repetition that it would extend, or -1."""
-        found = np.full(width, -1, np.int32)
-        size = len(text.tokens) if self._last < 0 else min(self._last, len(text.tokens))
+    def _repeated(self, state: _Repetitions, width: int) -> dict[int, int]:
+        """Return the tokens below `width` that would extend a repetition, each with the length of the longest one."""
+        size = state.size if self._last < 0 else min(self._last, state.size)
         if size <= self._allowed:
-            return found
-        tokens = text.tokens[len(text.tokens) - size :]
-        common = np.minimum(text.common[len(text.common) - size + 1 :], np.arange(1, size, dtype=np.int32))
+            return {}
+        first, (places, common) = state.size - size, self._places(state)
+        at = places[np.searchsorted(places, first) :]
+        common = np.minimum(common[len(places) - len(at) :], at - (first - 1))
         longest = min(int(common.max(initial=0)), self._allowed + self._most_exponent)
         limit = longest
-        if text.breaker and text.breaker[0] >= len(text.tokens) - size:
-            limit = min(limit, len(text.tokens) - text.breaker[1])
-        if limit >= self._allowed:
-            at = np.flatnonzero((common >= self._allowed) & (tokens[1:] < width))
-            np.maximum.at(found, tokens[at + 1], np.minimum(common[at], limit))
-        return found
+        if state.breaker and state.breaker[0] >= first:
+            limit = min(limit, state.size - state.breaker[1])
+        if limit < self._allowed:
+            return {}
+        followers = self._text.up_to(state.size, state.path)[at + 1]
+        kept = np.flatnonzero((common >= self._allowed) & (followers < width))
+        tokens, place = np.unique(followers[kept], return_inverse=True)
+        sizes = np.zeros(len(tokens), np.int32)
+        np.maximum.at(sizes, place, np.minimum(common[kept], limit))
+        return dict(zip(tokens.tolist(), sizes.tolist(), strict=True))
+
+    def _places(self, state: _Repetitions) -> tuple[Counts, Counts]:
+        """Return the places of repetitions and their lengths. If length 0 is penalised, every place is one."""
+        if self._allowed:
+            return state.at, state.common
+        common = np.zeros(max(0, state.size - 1), np.int32)
+        common[state.at] = state.common
+        return np.arange(len(common), dtype=np.int32), common
