@@ -28,7 +28,15 @@ from paceline.server.bodies import BodyReader
 from paceline.server.errors import LOG, REQUEST_ID
 from paceline.server.limits import RequestLimit, Settings
 from paceline.server.models import LoadedModel, Models
-from paceline.server.preprocessing import LONG, PoolName, Preprocessor, after, client_of, left, unless_disconnected
+from paceline.server.preprocessing import (
+    LONG,
+    PoolName,
+    Preprocessor,
+    client_of,
+    deadline_after,
+    seconds_left,
+    unless_disconnected,
+)
 from paceline.server.schema import Generating, NamedBody
 from paceline.server.tracing import Tracer, tracer
 from paceline.server.worker import ReplyJob
@@ -85,7 +93,7 @@ class Service:
             if isinstance(body, OllamaRequest) and unloads and body.empty:
                 self.loader.unload(body.model)
                 return Response(dumps(unloaded(body)), media_type="application/json")
-            deadline = after(arrived, self.settings.timeout if body.timeout is None else body.timeout)
+            deadline = deadline_after(arrived, self.settings.timeout if body.timeout is None else body.timeout)
             prepare = partial(api.prepare, self.settings, body)
             pool = self._pool(body, pool)
             running, encoder = await self.start(request, body, pool, prepare, deadline, api.id_prefix)
@@ -106,7 +114,7 @@ class Service:
     ) -> Response:
         """Answer a request whose prompts are read, without a reply. `prepare` returns its jobs."""
         arrived = time.monotonic()
-        deadline = after(arrived, self.settings.timeout)
+        deadline = deadline_after(arrived, self.settings.timeout)
         running, jobs = await self._start_reading(request, kind, prepare, deadline)
 
         def answer() -> bytes:
@@ -114,7 +122,7 @@ class Service:
 
         try:
             await unless_disconnected(running.finish(), request.receive)
-            data = await self.preprocess(request, "documents", answer, left(deadline))
+            data = await self.preprocess(request, "documents", answer, seconds_left(deadline))
         finally:
             running.close()
         return Response(data, media_type="application/json")
@@ -165,16 +173,19 @@ class Service:
             LOG.info("%s %s", REQUEST_ID.get(), body.model_dump_json(exclude_none=True))
         self.limit.acquire()
         try:
-            model = await self._take(request, body.model, left(deadline))
+            model = await self._take(request, body.model, seconds_left(deadline))
         except BaseException:
             self.limit.release()
             raise
         trace = self.tracer.for_request(request.headers, model.name)
         running = RunningRequest(id_prefix + uuid.uuid4().hex, model, self.limit, trace)
         try:
-            prepared, made = await self.preprocess(request, pool, partial(prepare, model, running.id), left(deadline))
-            more: dict[str, Any] = {"client": client_of(request), "timeout": left(deadline), "adapter": model.adapter}
-            running.start([replace(job, **more) for job in prepared.jobs])
+            work = partial(prepare, model, running.id)
+            prepared, made = await self.preprocess(request, pool, work, seconds_left(deadline))
+            client, timeout = client_of(request), seconds_left(deadline)
+            running.start(
+                [replace(job, client=client, timeout=timeout, adapter=model.adapter) for job in prepared.jobs]
+            )
         except BaseException:
             running.close()
             raise

@@ -24,7 +24,7 @@ from paceline.server.fields import (
     Schema,
     Stops,
     Text,
-    given,
+    without_none,
 )
 from paceline.server.prepare import Prepared
 from paceline.server.replies import BlockBegun, BlockEnded, BlockEvent, ChatReply, ReplyBlock
@@ -340,7 +340,7 @@ class Messages(Api[MessagesRequest]):
         limit = body.thinking.budget_tokens if body.thinking and body.thinking.type == "enabled" else None
         return GenerateRequest(
             prompt=chat_prompt(body),
-            sampling={**body.sampling, **given(stop=body.stop_sequences)},
+            sampling={**body.sampling, **without_none(stop=body.stop_sequences)},
             constraints={"response_format": ("json_schema", guide(form.schema_))} if form else {},
             max_tokens=body.max_tokens,
             thinking_budget=body.budget(thinking=limit),
