@@ -1,4 +1,4 @@
-"""A session's logits are those of its history, whatever was done before, and it feeds nothing twice."""
+"""A session's logits depend only on its history, and it feeds no token twice."""
 
 from __future__ import annotations
 

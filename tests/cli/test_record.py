@@ -29,7 +29,7 @@ from tests.support.toys import toy_model
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What was asked of `load`, which returns a toy of other sizes for the model "other"."""
+    """Collect the arguments of `load`, which returns a toy of another size for the model "other"."""
     asked: dict[str, Any] = {}
 
     def load(model: str, *, drafter: Any = None, draft: Any = "auto", **options: Any) -> LLM:

@@ -105,12 +105,11 @@ def exits(target: Decoder) -> list[int]:
 
 
 LEVELS = ((3, 2, 1), (4, 4, 0), (1, 0, 2))
-"""How many levels of each of three drafts drafting has taken to a layer."""
+"""For each of three drafts, the number of levels whose rows drafting has already run up to a layer."""
 
 
 def check_resumed(target: Decoder, lengths: Sequence[int]) -> None:
-    """A batch whose drafts were taken to a layer to different depths, then one of them committed: every row is that of
-    plain decoding."""
+    """Run drafts up to a layer to different depths, then commit one. Check that every row equals plain decoding."""
     cache = target.new_cache()
     drafts = [BUSHY, Draft.chain([1, 2, 3]), Draft(BUSHY.tokens[:4], BUSHY.parents[:4])]
     slots = [filled(target, cache, length) for length in lengths]
@@ -328,7 +327,7 @@ def test_hidden_states_come_from_below_the_exit_too(layers: int) -> None:
         torch.testing.assert_close(states[:count], plain[:count], rtol=0, atol=1e-9)
 
 
-# What an exit may have of its own, and what is refused.
+# An exit's own parts, and refused exits.
 
 
 def test_a_norm_and_a_projection_stand_before_the_head() -> None:

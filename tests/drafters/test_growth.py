@@ -1,4 +1,4 @@
-"""Trees of a batch grow together, and each as it would alone."""
+"""Trees of a batch grow together, and each tree is the same as without the others."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_rows_of_a_level_follow_those_of_the_level_before() -> None:
 
 
 def drafted(pace: float, seconds: float, sampling: Sampling = _SAMPLING, draft: DraftBudget = _CHAIN) -> int:
-    """Tokens of a draft where a level takes so many seconds."""
+    """Return the number of drafted tokens if a level takes this many seconds."""
     drafter = DraftModel(Counted(), 37)
     drafter.admit(0, [1, 2, 3])
     drafter._level_seconds = seconds
@@ -173,7 +173,7 @@ def drafted(pace: float, seconds: float, sampling: Sampling = _SAMPLING, draft: 
 
 @pytest.mark.parametrize("draft", [_CHAIN, DraftBudget(20, 6, 3)], ids=["chain", "tree"])
 def test_a_draft_ends_where_the_next_level_does_not_pay(draft: DraftBudget) -> None:
-    """The dearer a level, the shorter; one that costs more than a token is never drafted, a free one always."""
+    """The more a level costs, the shorter the draft. A level that costs more than a token is never drafted."""
     lengths = [drafted(10.0, seconds, draft=draft) for seconds in (0.0, 0.02, 0.05, 1.0)]
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] == draft.nodes

@@ -1,4 +1,4 @@
-"""What a drafter saved of another text is what it would have computed of this one."""
+"""State that a drafter saved for another text equals the state it would compute for this text."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BEGINNINGS = [
     (31, "match"),
     (2 * PREFILL_ROWS + 60, "block"),
 ]
-"""How many tokens an earlier text has in common with the prompt, and the rule that accepts drafts."""
+"""Number of tokens that an earlier text shares with the prompt, and the acceptance rule."""
 
 
 def head(kind: type[Drafter], config: HeadConfig) -> Callable[[], Drafter]:
@@ -116,7 +116,7 @@ def uncached(name: str, rule: str) -> tuple[list[Draft], list[int]]:
     together=[("name",), ("how", "drafted")],
 )
 def test_drafts_after_load_are_those_after_all_of_the_prompt(name: str, how: tuple[int, str], drafted: bool) -> None:
-    """Whatever had been read of what was saved."""
+    """For every length of the saved text that was read."""
     (common, rule), target, make = how, target_of(name), (DRAFTERS | FOREIGNERS)[name]
     plain, text = uncached(name, rule)
     assert any(draft.tokens for draft in plain) or name in ("ngram", "suffix")

@@ -24,7 +24,7 @@ BUDGETS = st.builds(DraftBudget, st.integers(0, 12), st.integers(0, 8), st.integ
 
 
 def ends(text: Sequence[int], part: Sequence[int]) -> list[int]:
-    """Where `part` ends in `text`."""
+    """Return the positions at which `part` ends in `text`."""
     n = len(part)
     return [i for i in range(n, len(text) + 1) if list(text[i - n : i]) == list(part)]
 

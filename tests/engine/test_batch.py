@@ -1,4 +1,4 @@
-"""Many replies at once are the replies that each prompt gets alone."""
+"""Replies in a batch equal the replies to each prompt without the others."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ DRAFTERS: dict[str, tuple[Drafter | None, DraftBudget | None]] = {
 
 @cache
 def alone_of(*samplings: Sampling) -> list[Completion]:
-    """What each prompt gets alone, without a drafter."""
+    """Return the reply to each prompt without the others and without a drafter."""
     llm = toy_llm()
     return [llm.generate(prompt, how) for prompt, how in zip(PROMPTS, samplings, strict=True)]  # type: ignore[call-overload]
 
@@ -73,7 +73,7 @@ def test_samples_of_one_prompt_differ_and_repeat() -> None:
     llm, how = toy_llm(Suffix()), Sampling(max_new_tokens=20, temperature=1.0, seed=5)
     several = llm.generate("hello, world", how, n=4)
     assert len({c.text for c in several}) == 4
-    assert several[0].token_ids == llm.generate("hello, world", how).token_ids, "sample 0 is the reply alone"
+    assert several[0].token_ids == llm.generate("hello, world", how).token_ids, "sample 0 equals the only reply"
     assert [c.token_ids for c in llm.generate("hello, world", how, n=4, width=3)] == [c.token_ids for c in several]
     both = llm.generate(["abc", "hello, world"], how, n=4)
     assert [c.token_ids for c in both[4:]] == [c.token_ids for c in several]
@@ -120,7 +120,7 @@ def test_leaving_early_gives_every_slot_back() -> None:
 
 
 def test_replies_leave_in_any_order_and_pass_over_views(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever leaves, slots of a shared slab lie side by side, in the order in which they are asked for."""
+    """Whichever request leaves, the slots of a shared slab are adjacent and in the order of their requests."""
     read = SlabPlan.read
 
     def read_views(plan: SlabPlan, layer: int) -> tuple[Tensor, Tensor]:

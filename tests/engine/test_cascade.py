@@ -209,7 +209,7 @@ def test_lookups_hold_back_only_for_a_drafter_that_is_asked() -> None:
 
 
 def test_each_part_notes_once_that_a_text_begins() -> None:
-    """Where other tokens are known, or lookups draft, a part begins later."""
+    """A part begins later if other tokens are known or lookups draft."""
     target, sampling = tiny_target(), Sampling(max_new_tokens=40)
     plain = run(target, PROMPT, sampling)[0]
     engine = Engine(target, DrafterStack([Watched(Oracle([0], 1.0, 37), True), Oracle([*PROMPT, *plain], 1.0, 37)]))

@@ -1,4 +1,4 @@
-"""Nothing that one request causes outlives it: an error at a random moment, and then a fixed question as before."""
+"""An error at a random moment of one request leaves no trace: the next request gets the same reply as before."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def test_drafts_reach_the_end_of_the_context() -> None:
 
 @given(st.lists(st.integers(0, 36), min_size=1, max_size=30), st.integers(0, 99), st.data())
 def test_any_tree_at_any_moment(prompt: list[int], seed: int, data: st.DataObject) -> None:
-    """Arbitrary trees, some of whose paths are true, at arbitrary rounds."""
+    """Drafts arbitrary trees at arbitrary rounds. Some of their paths are right."""
     sampling = Sampling(max_new_tokens=12, temperature=1.0, seed=seed)
     plain = run(TOY, prompt, sampling)[0]
 
@@ -249,7 +249,7 @@ def test_a_commit_that_forgets_to_move_a_trees_rows_is_noticed(monkeypatch: pyte
 
 def test_an_off_by_one_in_the_drafts_cache_is_noticed() -> None:
     class Late(DraftModel):
-        """One token behind from the first round on."""
+        """Is one token behind, beginning with the first round."""
 
         def observe(self, slot, verdict, out):  # type: ignore[no-untyped-def]
             text = self._slots[slot].token_ids

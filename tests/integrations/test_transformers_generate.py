@@ -150,7 +150,7 @@ def test_sequences_of_a_batch_end_one_by_one() -> None:
     padded = agree(LLAMA, BATCH, how, eos_token_id=[int(text[0, 14]), int(text[1, 19])], pad_token_id=2)
     assert (padded[:, -1] == 2).any()
     criteria = transformers.StoppingCriteriaList([StopsAt([13, 30, 21])])
-    # Without an end of sequence, those that have ended run on.
+    # Without an end-of-sequence token, ended replies continue.
     running = agree(LLAMA, BATCH, how, stopping_criteria=criteria)
     assert torch.equal(running, text[:, :30])
 

@@ -1,4 +1,4 @@
-"""A replay's counts are those of real replies: not similar, equal. And proof that the test can fail."""
+"""A replay's counts equal the counts of real replies. One test proves that this check can fail."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_states_stored_while_writing_spare_a_prefill(
     monkeypatch.setattr("paceline.bench.replay.text_target.TargetStates._compute", None)
     stored = Replayer(MODEL, states=states_folder(path)).run(replies, DRAFTERS["eagle-3"](), SIZES["tree"])
     assert counts(stored.stats) == counts(computed.stats)
-    for reply in replies:  # those of another text
+    for reply in replies:  # replies to another text
         states = files.read(reply.token_ids[:-2])
         assert states
         assert files.write(reply.token_ids[:-2], {tap: x.flip(0) for tap, x in states.items()})
@@ -173,7 +173,7 @@ def test_a_prefix_cache_changes_what_is_fed_and_no_count(tmp_path: Path) -> None
     plain = Replayer(MODEL).run(replies, DRAFTERS["eagle-3"](), SIZES["chain"])
     cached = Replayer(MODEL, prefix_bytes=1 << 30).run(replies, DRAFTERS["eagle-3"](), SIZES["chain"])
     assert counts(cached.stats) == counts(plain.stats)
-    # In float64 a prompt may be cut at whole chunks alone; what is found there says the engine itself.
+    # In float64 a prompt may only be cut at whole chunks. The engine's own counts are the reference.
     llm = LLM(MODEL, DRAFTERS["eagle-3"](), SIZES["chain"])
     llm.engine.remember(1 << 30)
     found = [llm.generate(PROMPTS[i], how).stats for i, how in [*enumerate(samplings(SAMPLINGS["warm"]))] * 2]
@@ -234,7 +234,7 @@ def test_early_exit_is_refused(tmp_path: Path) -> None:
 
 
 class Prices:
-    """A pass costs 10 s and one more for each row; a token of a prompt 0.1 s, a choice 0.5 s."""
+    """A pass costs 10 s plus 1 s per row, a prompt token 0.1 s, and a choice 0.5 s."""
 
     position_bytes = 1
 

@@ -37,7 +37,7 @@ def penalties(
     last_n: int,
     breakers: dict[int, list[tuple[int, ...]]],
 ) -> list[float]:
-    """The formula of llama.cpp, from the text alone."""
+    """Compute llama.cpp's formula directly from the text."""
     text = list(text[-last_n:] if last_n > 0 else text)
     found = [0.0] * WIDTH
     limit = since_breaker(text, breakers)

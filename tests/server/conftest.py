@@ -24,7 +24,7 @@ def served() -> Iterator[Serving]:
 
 @pytest.fixture(scope="session")
 def plain(served: Serving) -> LLM:
-    """The same model by itself, without a drafter."""
+    """The same model without a server and without a drafter."""
     return LLM(served.llm.model)
 
 

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.model]
 WAIT = 6.0
 """Seconds that a request for four tokens may take during an attack; alone it takes some 0.1."""
 GROWTH = 800 * 2**20
-"""Bytes by which the server and its helper process may grow together."""
+"""Bytes that the server and its helper process may gain in total."""
 GRACE = 2
 END = 15.0
 """Seconds from SIGTERM to the end of the process."""

@@ -21,7 +21,7 @@ from paceline.types import DraftBudget
 
 
 def ask_for(slot: int, budget: DraftBudget, sampling: Sampling, token_ids: Sequence[int]) -> Ask:
-    """What an engine would ask a drafter for this text."""
+    """Return an engine's request to a drafter for this text."""
     return Ask(slot, Prefix(token_ids, (), len(token_ids)), budget, sampling.sampler())
 
 
