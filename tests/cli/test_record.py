@@ -34,7 +34,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def load(model: str, *, drafter: Any = None, draft: Any = "auto", **options: Any) -> LLM:
         asked.update(options, model=model)
-        loaded = toy_model(context_length=700, layers=3 if model == "other" else 2)
+        loaded = toy_model(context_length=700, layers=2 if model == "other" else 1)
         return LLM(loaded, make_drafter(drafter, loaded, lambda _: loaded), to_tree(draft))
 
     monkeypatch.setattr(paceline.llm, "load", load)

@@ -31,7 +31,7 @@ SAMPLINGS = {
 DRAFTERS: dict[str, Any] = {
     "none": lambda: None,
     "suffix": Suffix,
-    "model": lambda: DraftModel(tiny_target(seed=9), 37),
+    "model": lambda: DraftModel(tiny_target(seed=9, layers=1), 37),
 }
 
 
@@ -70,8 +70,8 @@ def test_no_prediction_changes_the_text(name: str, drafter: str) -> None:
 
 def test_the_rules_that_draw_keep_to_the_text_of_their_drafts() -> None:
     """Twice the same, whatever time has passed: point-mass drafts, of a length that no measurement decides."""
-    llm, sampling = toy_llm(), SAMPLINGS["rejection"]
-    prediction = toy_llm().generate("hello", replace(sampling, rule="match")).token_ids
+    llm, sampling = toy_llm(layers=2), SAMPLINGS["rejection"]
+    prediction = toy_llm(layers=2).generate("hello", replace(sampling, rule="match")).token_ids
     first = llm.generate("hello", sampling, prediction=prediction)
     assert first.stats.accepted > 0
     assert llm.generate("hello", sampling, prediction=prediction).token_ids == first.token_ids
