@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
+import paceline
 from paceline.chat.tools import KIMI, LFM, PHI, fitted
-from paceline.llm import LLM
-from tests.conftest import packaged_model
 from tests.support.cover import some
 from tests.support.running import Serving, serving
 from tests.support.scripted import scripted
@@ -24,7 +23,7 @@ PNG = "iVBORw0KGgo="
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Serving]:
-    with packaged_model("demo") as model, serving(LLM(model)) as it:
+    with serving(paceline.load("demo")) as it:
         yield it
 
 

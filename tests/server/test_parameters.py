@@ -53,14 +53,14 @@ HONOURED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 @pytest.fixture(scope="module")
 def unasked(plain: LLM) -> str:
     """The text without any of them."""
-    return plain.generate(CHAT, Sampling(max_new_tokens=32, **BASE)).text
+    return plain.generate(CHAT, Sampling(max_new_tokens=40, **BASE)).text
 
 
 @pytest.mark.parametrize(("asked", "meant"), HONOURED, ids=lambda value: ",".join(value))
 def test_honoured(served: Serving, plain: LLM, unasked: str, asked: dict[str, Any], meant: dict[str, Any]) -> None:
-    body = {"max_tokens": 32, **BASE, **asked}
+    body = {"max_tokens": 40, **BASE, **asked}
     chat = served.post("/v1/chat/completions", {"messages": CHAT, **body}).json()
-    wanted = plain.generate(CHAT, Sampling(**{"max_new_tokens": 32, **BASE, **meant}))
+    wanted = plain.generate(CHAT, Sampling(**{"max_new_tokens": 40, **BASE, **meant}))
     assert chat["choices"][0]["message"]["content"] == wanted.text
     assert wanted.text != unasked  # or this would say nothing
     text = served.post("/v1/completions", {"prompt": "<user:go on><a:", **body}).json()
@@ -116,7 +116,7 @@ def test_the_default_is_what_the_model_recommends(served: Serving) -> None:
 def test_other_ways_to_say_it(served: Serving, plain: LLM, asked: dict[str, Any], meant: dict[str, Any]) -> None:
     body = {"messages": CHAT, "max_tokens": 40, **BASE, **asked}
     made = served.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
-    assert made == plain.generate(CHAT, Sampling(**{"max_new_tokens": 32, **BASE, **meant})).text
+    assert made == plain.generate(CHAT, Sampling(**{"max_new_tokens": 40, **BASE, **meant})).text
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "n_predict"])

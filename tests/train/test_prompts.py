@@ -212,7 +212,7 @@ def llm_with(template: str | None, alphabet_special: str = "") -> LLM:
     if alphabet_special:
         tokenizer._backend.add_special_tokens([alphabet_special])
     tokenizer = Tokenizer(tokenizer._backend, tokenizer.special_tokens, template)
-    return LLM(Loaded(tiny_target(vocab_size=38, layers=1), tokenizer, (36,), {}, Path("toy")))
+    return LLM(Loaded(tiny_target(vocab_size=38), tokenizer, (36,), {}, Path("toy")))
 
 
 def test_a_turn_ends_at_its_special_token_or_at_the_text_that_follows() -> None:
