@@ -80,7 +80,9 @@ def test_samples_of_one_prompt_differ_and_repeat() -> None:
 
 
 def test_samples_without_a_seed_share_one_and_differ() -> None:
-    several = toy_llm().generate("hello", Sampling(max_new_tokens=12, temperature=1.0), n=3)
+    # So hot that no two of them are equal by chance.
+    how = Sampling(max_new_tokens=24, temperature=5.0, ignore_eos=True)
+    several = toy_llm().generate("hello", how, n=3)
     assert len({c.stats.seed for c in several}) == 1
     assert len({tuple(c.token_ids) for c in several}) == 3
 
