@@ -120,7 +120,7 @@ def test_replay_predicts_named_drafters(recorded: Path, toy: dict[str, Any]) -> 
     ]
     assert (found["replies"], found["tokens"]) == (3, 72)
     # The exact one is what generating with that drafter counts.
-    loaded = toy_model(context_length=700)
+    loaded = toy_model(context_length=700, layers=2)
     llm = LLM(loaded, make_drafter("suffix", loaded, lambda _: loaded), DraftBudget.chain(4))
     how = Sampling(max_new_tokens=24, ignore_eos=True)
     stats = [llm.generate(text, how).stats for text in ("ab ab ab", "cd cd cd", "hello")]

@@ -33,10 +33,10 @@ from paceline.verify.tree import pack_prefix
 from tests.support.cover import cover
 from tests.support.golden import decoder
 from tests.support.golden import reference as transformers_model
+from tests.support.lazy import transformers
 from tests.support.logits import assert_close, feed, text
 from tests.support.tiny_families import CASES
 
-transformers = pytest.importorskip("transformers")
 SIZES = {key: value for key, value in CASES["gemma4, large"].items() if key != "model_type"}
 
 

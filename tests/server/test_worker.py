@@ -234,7 +234,7 @@ def test_one_reply_fails_and_the_rest_is_as_it_would_be() -> None:
 
 def test_each_round_has_its_own_count_of_drafted_tokens() -> None:
     """However far the engine is ahead of the reader: here the reply is complete before its first round is read."""
-    twin = DraftModel(tiny_target(), tiny_target().vocab_size)
+    twin = DraftModel(tiny_target(layers=1), tiny_target(layers=1).vocab_size)
     llm = LLM(toy_model(), {"twin": twin}, DraftBudget.chain(2))
     worker = Worker(llm)
     metrics = Metrics(lambda _: worker.load)

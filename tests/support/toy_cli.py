@@ -50,7 +50,7 @@ def make_llm(drafter: str | None = "auto", draft: Any = "auto") -> LLM:
     from paceline.drafters.factory import make_drafter, spec_name, to_tree
 
     tokenizer: Any = Letters()
-    loaded = Loaded(tiny_target(), tokenizer, (), RECOMMENDED, Path("tiny"))
+    loaded = Loaded(tiny_target(layers=1), tokenizer, (), RECOMMENDED, Path("tiny"))
 
     def refuse(reference: str) -> Loaded:
         raise AssertionError(reference)
