@@ -283,7 +283,7 @@ class LLM:
                 raise type(error)(where + error.cause, error.fix) from error
             seeded.sampler(vocabulary=self.vocabulary)
             begin = partial(self.start, tokens, seeded, adapter=name)
-            tasks += [Task(partial(begin, sample), group=index) for sample in range(n)]
+            tasks += [Task(partial(begin, sample), tokens, group=index) for sample in range(n)]
         return Batch(self.engine, tasks, width)
 
     def _sampling(self, sampling: Any, changes: Mapping[str, Any]) -> Sampling:

@@ -62,7 +62,7 @@ def begin(engine: Engine, prompt: Sequence[int], sampling: Sampling, how: Specul
 
 
 def task(engine: Engine, prompt: Sequence[int], sampling: Sampling, how: Speculation = OFF, **more: object) -> Task:
-    return Task(partial(begin, engine, prompt, sampling, how), len(prompt), **more)  # type: ignore[arg-type]
+    return Task(partial(begin, engine, prompt, sampling, how), prompt, **more)  # type: ignore[arg-type]
 
 
 def finish(scheduler: Scheduler) -> dict[Task, list[int]]:
@@ -358,3 +358,136 @@ def test_a_drafter_that_fails_after_a_round_loses_no_token_of_others(error: Exce
     assert [shown[one] for one in good] == [run(TOY, [1, 2, 3], how)[0], run(TOY, [9, 8], how)[0]]
     assert shown[bad] == run(TOY, [4, 5], how)[0][: len(shown[bad])]
     assert not any(engine.cache.lengths)
+
+
+def reading(quota: int = 16, width: int = 8) -> tuple[Engine, Scheduler]:
+    """An engine with a prefix cache, and a scheduler whose clock stands still, so that only the quota counts."""
+    engine = Engine(TOY)
+    engine.__dict__["seamless"] = True
+    engine.remember(1 << 24)
+    return engine, Scheduler(engine, width, quota, clock=lambda: 0.0)
+
+
+def turns_until_read(scheduler: Scheduler, one: Task) -> int:
+    for turn in range(1, 1000):
+        scheduler.turn()
+        if one in scheduler.running or one.done:
+            return turn
+    raise AssertionError("the prompt was never read")
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    engine, scheduler = reading()
+    talk = task(engine, [1, 2], Sampling(max_new_tokens=400))
+    long, short = task(engine, [5] * 900, Sampling(max_new_tokens=2)), task(engine, [6] * 9, Sampling(max_new_tokens=2))
+    for one in (talk, long):
+        scheduler.add(one)
+        scheduler.turn()
+    scheduler.add(short)
+    assert turns_until_read(scheduler, short) == 1
+    assert long.unread > 700
+
+
+def test_a_long_prompt_advances_while_short_ones_keep_coming() -> None:
+    engine, scheduler = reading()
+    scheduler.add(task(engine, [1, 2], Sampling(max_new_tokens=900)))
+    long = task(engine, [5] * 900, Sampling(max_new_tokens=2))
+    scheduler.add(long)
+    turns = 0
+    while long not in scheduler.running:
+        for _ in range(2 - len(scheduler.waiting)):  # more than can be read
+            scheduler.add(task(engine, [turns % 37, 7, *[6] * 30], Sampling(max_new_tokens=1)))
+        scheduler.turn()
+        turns += 1
+    assert 15 < turns < 230, "at least a quarter of the chunks"
+
+
+def test_few_prompts_are_partly_read_at_any_time() -> None:
+    engine, scheduler = reading(quota=4)
+    scheduler.add(task(engine, [1, 2], Sampling(max_new_tokens=2000)))
+    scheduler.turn()
+    lengths = (900, 800, 700, 440, 400, 219, 200, 108, 100, 90)
+    tasks = [task(engine, [i] * count, Sampling(max_new_tokens=1)) for i, count in enumerate(lengths)]
+    for one in tasks:
+        scheduler.add(one)
+    most = 0
+    while scheduler.waiting or scheduler.reading:
+        scheduler.turn()
+        most = max(most, len(scheduler.reading))
+    assert 2 <= most <= 5
+    assert all(one.done and not one.error for one in tasks)
+
+
+def test_a_prompt_whose_prefix_is_cached_counts_as_short() -> None:
+    engine, scheduler = reading()
+    known = [i % 37 for i in range(600)]
+    scheduler.add(task(engine, known, Sampling(max_new_tokens=2)))
+    finish(scheduler)
+    scheduler.add(task(engine, [1, 2], Sampling(max_new_tokens=400)))
+    scheduler.turn()
+    long, again = (task(engine, prompt, Sampling(max_new_tokens=2)) for prompt in ([5] * 500, [*known, 1, 2]))
+    scheduler.add(long)
+    scheduler.turn()
+    scheduler.add(again)
+    assert again.unread < 5
+    assert turns_until_read(scheduler, again) <= 2
+    assert again.request
+    assert again.request.stats.cached >= 599
+
+
+@pytest.mark.parametrize("ending", ["cancelled", "late"])
+def test_what_was_read_of_a_prompt_is_kept_when_its_client_gives_up(ending: str) -> None:
+    now = [0.0]
+    engine, _ = reading()
+    scheduler = Scheduler(engine, 8, 16, clock=lambda: now[0])
+    prompt, how = [i * i % 37 for i in range(700)], Sampling(max_new_tokens=6)
+    first = task(engine, prompt, how, deadline=10.0)
+    scheduler.add(first)
+    while first.unread > 300:
+        scheduler.turn()
+    first.cancelled = ending == "cancelled"
+    now[0] = 20.0
+    scheduler.turn()
+    assert first.done
+    second = task(engine, prompt, how)
+    scheduler.add(second)
+    assert second.unread <= 301
+    assert finish(scheduler)[second] == run(TOY, prompt, how)[0]
+    assert second.request
+    assert second.request.stats.cached >= 399
+
+
+def test_a_prompt_that_was_cut_off_resumes_in_whole_chunks_if_cuts_change_bits() -> None:
+    engine, _ = reading()
+    engine.__dict__["seamless"] = False
+    engine.remember(1 << 24)
+    scheduler = Scheduler(engine, 8, 16, clock=lambda: 0.0)
+    prompt, how = [i * i % 37 for i in range(700)], Sampling(max_new_tokens=6)
+    first, second = task(engine, prompt, how), task(engine, prompt, how)
+    scheduler.add(first)
+    scheduler.turn()
+    first.cancelled = True
+    scheduler.turn()
+    scheduler.add(second)
+    assert finish(scheduler)[second] == run(TOY, prompt, how)[0]
+    assert second.request
+    assert second.request.stats.cached == PREFILL_ROWS
+
+
+def test_a_preempted_prompt_continues_where_it_was() -> None:
+    engine, _ = reading()
+    room = [10_000]
+    scheduler = Scheduler(engine, 8, 16, lambda lengths: sum(lengths) <= room[0], lambda: 0.0)
+    talk = task(engine, [1, 2], Sampling(max_new_tokens=30))
+    long = task(engine, [5] * 400, Sampling(max_new_tokens=3))
+    for one in (talk, long):
+        scheduler.add(one)
+    for _ in range(8):
+        scheduler.turn()
+    read = 399 - long.unread
+    room[0] = 200
+    scheduler.turn()
+    assert long in scheduler.waiting
+    room[0] = 10_000
+    assert finish(scheduler)[long] == run(TOY, [5] * 400, Sampling(max_new_tokens=3))[0]
+    assert read > 50

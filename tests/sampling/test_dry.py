@@ -141,7 +141,7 @@ def test_breakers_look_only_at_tokens_of_the_text() -> None:
         token_id, spell = staticmethod(lambda text: None), staticmethod(words.spell)
 
     breakers = Breakers.of(["e" * 40, "\n"], Tokenizer())  # type: ignore[arg-type]
-    assert breakers.last([5, 6, 5, 6], 4) is None
+    assert breakers.last([5, 6, 5, 6]) is None
     assert sorted(spelled) == [5, 6]
 
 
@@ -161,9 +161,8 @@ def test_a_breaker_is_found_however_the_tokenizer_splits_it(words) -> None:  # t
         begun = [i for i, spelling in words.token_bytes.items() if spelling.endswith(b"the"[:size])]
         for head in (token for token in begun if not breakers.alone(token)):
             tail = words.spell("the"[size:])
-            assert breakers.last([1, head, *tail, *after], 100) == (1, 2 + len(tail))
-            assert breakers.last([1, head, *after], 100) is None
-            assert breakers.last([1, head, *tail, *after], len(tail) + len(after)) is None
+            assert breakers.last([1, head, *tail, *after]) == (1, 2 + len(tail))
+            assert breakers.last([1, head, *after]) is None
 
 
 def test_a_special_token_can_be_a_breaker() -> None:

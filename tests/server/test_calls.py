@@ -247,6 +247,21 @@ def test_a_forced_tagged_call_cut_anywhere_shows_whole_parameters() -> None:
         assert whole.startswith("".join(said))
 
 
+def test_a_tagged_value_follows_a_reference_with_escaped_names() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"count": {"$ref": "#/$defs/a~1b%20c~0d"}},
+        "$defs": {"a/b c~d": {"type": "integer"}},
+    }
+    reader = ForcedCallParser(QWEN, {"add": schema})
+    pieces = [
+        *reader.push(f"{QWEN.head('add')}<parameter=count>\n7\n</parameter>\n{QWEN.call[2]}")[1],
+        *reader.flush()[1],
+    ]
+    assert json.loads("".join(piece for piece in pieces if isinstance(piece, str))) == {"count": 7}
+    assert not accepted(QWEN.grammar([("add", schema)], {}), written(QWEN, {"count": "seven"}))
+
+
 @pytest.mark.parametrize(
     "schema",
     [

@@ -94,6 +94,20 @@ def test_chats(slow: Serving) -> None:
     assert silent[-3] > next(i for i, delta in enumerate(deltas) if delta.get("content")), "while the call is written"
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_streams_tell_the_progress_of_a_prompt_if_asked(slow: Serving, path: str) -> None:
+    lines = slow.post(path, {**BODIES[path], "stream": True, "return_progress": True}).text.splitlines()
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line and not line.endswith("[DONE]")]
+    told = [chunk["prompt_progress"] for chunk in chunks if "prompt_progress" in chunk]
+    first = next(i for i, chunk in enumerate(chunks) if not silent(chunk) and "role" not in str(chunk["choices"]))
+    assert len(told) > 4
+    assert all("prompt_progress" not in chunk for chunk in chunks[first:])
+    total = slow.post(path, BODIES[path]).json()["usage"]["prompt_tokens"]
+    assert all(one["total"] == total and 0 <= one["cache"] <= one["processed"] <= total for one in told)
+    assert told[0]["time_ms"] < told[-1]["time_ms"]
+    assert "prompt_progress" not in slow.post(path, {**BODIES[path], "stream": True}).text
+
+
 def test_several_choices_and_usage(slow: Serving) -> None:
     options: Any = {"n": 2, "stream_options": {"include_usage": True}}
     made = slow.openai.chat.completions.create(model="toy", messages=[user("go")], stream=True, **options)

@@ -5,9 +5,21 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from playwright.sync_api import Locator, Page, expect
+from tests.support.lazy import playwright
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator, Page
+
+
+def expect(part: Locator | Page) -> Any:
+    """Return playwright's assertions about a part of the page.
+
+    They wait long enough for a busy machine of two cores; nothing waits that long unless it fails.
+    """
+    playwright.expect.set_options(timeout=30_000)
+    return playwright.expect(part)
 
 
 @dataclass

@@ -66,6 +66,8 @@ class Fake:
     """The reply, instead of the recorded ones."""
     reasoning: str = ""
     """Sent before the reply."""
+    read: tuple[int, int] | None = None
+    """Tokens of the prompt that were read, and all, told before the reply to clients that ask for it."""
     size: int = 40
     """Characters of `text` in each event."""
     cut_after: int | None = None
@@ -135,6 +137,9 @@ class Fake:
         events = events[: body["max_tokens"]] if cut else events
         try:
             yield ": a comment, as servers send them to keep a connection\n\n"
+            if self.read and body["return_progress"]:
+                progress = {"prompt_progress": {"processed": self.read[0], "total": self.read[1], "cache": 0}}
+                yield line({"choices": [{"index": 0, "delta": {}}], **progress})
             if self.reasoning:
                 yield line({"choices": [{"index": 0, "delta": {"reasoning_content": self.reasoning}}]})
             for number, event in enumerate(events):

@@ -14,9 +14,12 @@ class Lazy:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_"):  # pytest asks each name of a module for `__bases__` and `_mock_name`
+            raise AttributeError(attribute)
         return getattr(pytest.importorskip(self._name), attribute)
 
 
 transformers: Any = Lazy("transformers")
 peft: Any = Lazy("peft")
 anthropic: Any = Lazy("anthropic")
+playwright: Any = Lazy("playwright.sync_api")

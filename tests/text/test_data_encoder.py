@@ -101,9 +101,20 @@ def tools(text: str) -> list[dict[str, Any]]:
     return [{"name": text, "description": text, "parameters": {"enum": [text]}}]
 
 
+_PROMPTS: dict[str, TemplateText] = {}
+
+
+def prompt(words: Tokenizer, messages: list[dict[str, Any]], **extra: Any) -> TemplateText:
+    """Render a chat. Tokenizers of one template and equal special tokens share the text, as each takes a process."""
+    key = json.dumps([words.chat_template, words.special_tokens, words.special_tokens_in_messages, messages, extra])
+    if key not in _PROMPTS:
+        _PROMPTS[key] = words.apply_chat_template(messages, **extra)
+    return _PROMPTS[key]
+
+
 def counted(words: Tokenizer, messages: list[dict[str, Any]], **extra: Any) -> Counter[str]:
     """The control tokens of a chat's prompt."""
-    ids = words.encode(words.apply_chat_template(messages, **extra), special=False)
+    ids = words.encode(prompt(words, messages, **extra), special=False)
     names = {i: name for name, i in words.vocabulary.items()}
     control = {*MARKERS, NAMED, *ROLES.values()}
     return Counter(names[i] for i in ids if names[i] in control)
@@ -119,7 +130,7 @@ def test_tokens_are_those_of_transformers(kind: str, template: str) -> None:
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **how)
     for text in PLAIN:
         messages, offered = chat(text, text[::-1]), tools(text)
-        rendered = words.apply_chat_template(messages, tools=offered)
+        rendered = prompt(words, messages, tools=offered)
         expected = theirs.apply_chat_template(messages, tools=offered, tokenize=False, add_generation_prompt=True)
         assert rendered == expected
         assert words.encode(rendered, special=False) == theirs.encode(expected, add_special_tokens=False), text

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 from paceline.errors import InvalidPrompt
-from paceline.text import sandbox
+from paceline.text import chat_template, sandbox
 from paceline.text.chat_template import render
 from paceline.text.sandbox import ABANDONED, SANDBOX, JobFailed, OverLimit, Sandbox, Unfinished, can_fork
 
 pytestmark = pytest.mark.skipif(not can_fork(), reason="processes cannot fork here")
 MESSAGES = [{"role": "user", "content": "Hi"}]
-LIMITS = (1.0, 256 * 2**20)
+LIMITS = (0.5, 256 * 2**20)
 
 
 def test_results_and_errors_come_back() -> None:
@@ -180,7 +180,8 @@ def _soon(holds: Callable[[], Any]) -> bool:
         "{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{{ f(1) }}",
     ],
 )
-def test_a_template_without_end_is_refused(template: str) -> None:
+def test_a_template_without_end_is_refused(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "_SECONDS", 0.5)
     with pytest.raises(InvalidPrompt, match="chat template"):
         render(template, MESSAGES, {})
 

@@ -13,7 +13,7 @@ from math import isfinite
 from typing import Any, NoReturn
 
 from paceline.sampling.lark import json_of, literal, quoted
-from paceline.sampling.schema_document import listed, named_values
+from paceline.sampling.schema_document import SchemaDocument, listed, named_values
 from paceline.text import loose_json
 from paceline.text.growing import GrowingText, Malformed, Reading
 
@@ -143,7 +143,7 @@ class Tags:
         tag. If the format marks strings with an attribute (`kind`) and the schema allows strings and other types, there
         are two forms.
         """
-        schema, known = _resolved(schema, root), kinds(schema, root)
+        schema, known = SchemaDocument(root).resolved(schema), kinds(schema, root)
         is_text, is_json = (f"{self.kind}true", f"{self.kind}false") if self.kind else ("", "")
         maybe_text = not known or "string" in known
         text = self._text(f"{name}_text", schema, root, special) if maybe_text else None
@@ -273,29 +273,18 @@ def _finite(number: str) -> float:
 def _members(schema: Any, root: Schema) -> list[Schema]:
     """Return the members of a union, recursively, or the schema if it is not a union. Schemas may be recursive, so each
     is visited once."""
+    document = SchemaDocument(root)
     found: list[Schema] = []
     seen: dict[int, Schema] = {}
     waiting = [schema]
     while waiting:
-        one = _resolved(waiting.pop(), root)
+        one = document.resolved(waiting.pop())
         if id(one) not in seen:
             seen[id(one)] = one
             members = [*listed(one.get("anyOf")), *listed(one.get("oneOf"))]
             waiting += members
             found += [] if members else [one]
     return found
-
-
-def _resolved(schema: Any, root: Schema) -> Schema:
-    """Follow the references of a schema. Return an empty schema if a reference is broken or `schema` is not one."""
-    for _ in range(16):
-        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
-        if not isinstance(reference, str):
-            return schema if isinstance(schema, Mapping) else {}
-        schema = root
-        for step in reference.removeprefix("#").split("/")[1:]:
-            schema = schema.get(step) if isinstance(schema, Mapping) else None
-    return {}
 
 
 def _divisible(schema: Schema) -> bool:

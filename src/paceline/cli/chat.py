@@ -16,7 +16,7 @@ import typer
 from paceline.cli.commands import option, print_error
 from paceline.cli.options import LoadFlags, ModelArgument, Quiet, SamplingOptions, progress_wanted
 from paceline.cli.prompts import piped_prompt
-from paceline.cli.show import Display, has_colour, loaded_line, sampling_line, summary
+from paceline.cli.show import has_colour, loaded_line, sampling_line, show_stream, summary
 from paceline.cli.wrapping import say
 from paceline.errors import InvalidData, InvalidOption, PacelineError, UnsupportedModel
 
@@ -224,15 +224,11 @@ class _Chat:
         return bool(text)
 
     def _reply(self, messages: list[dict[str, str]]) -> str:
-        display = Display(sys.stdout)
         with self._llm.stream(messages, self._sampling) as stream:
             try:
-                for chunk in stream:
-                    display.write(chunk)
+                show_stream(stream, sys.stdout, progress_wanted(self._quiet))
             except KeyboardInterrupt:
                 stream.close()
-            finally:
-                display.end()
         self._last = stream.completion
         if not self._quiet:
             say(summary(self._last, self._sampling, self._more))

@@ -99,7 +99,9 @@ def generate(
             # Pipes and terminals can be written to, but not truncated.
             with contextlib.suppress(OSError):
                 file.truncate(0)
-        writer = ReplyWriter(llm, sampling.resolve(llm, logprobs=out.logprobs), out.raw, out.as_json, file)
+        writer = ReplyWriter(
+            llm, sampling.resolve(llm, logprobs=out.logprobs), out.raw, out.as_json, file, progress_wanted(quiet)
+        )
         with recording(llm, out.record):
             failed = _write(writer, rows, out, quiet)
         if failed:

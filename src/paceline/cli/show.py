@@ -9,13 +9,14 @@ from itertools import groupby
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, TextIO
 
+from paceline.cli.prompt_progress import with_progress
 from paceline.cli.wrapping import Piece, WordWrap, say
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from paceline.engine.detokenizer import Chunk
-    from paceline.engine.results import Completion
+    from paceline.engine.results import Completion, Stream
     from paceline.engine.stats import Stats
     from paceline.llm import LLM
     from paceline.sampling.parameters import Sampling
@@ -73,11 +74,21 @@ class Display:
         self._file.flush()
 
 
-def stream_reply(llm: LLM, prompt: Prompt, sampling: Sampling, file: TextIO, raw: bool = False) -> Completion:
-    """Generate a reply and show it as it is written."""
+def stream_reply(
+    llm: LLM, prompt: Prompt, sampling: Sampling, file: TextIO, raw: bool = False, progress: bool = False
+) -> Completion:
+    """Generate a reply and show it as it is written. `progress`: Show the progress of a long prompt on stderr."""
+    with llm.stream(prompt, sampling, raw=raw) as stream:
+        show_stream(stream, file, progress)
+    return stream.completion
+
+
+def show_stream(stream: Stream, file: TextIO, progress: bool) -> None:
+    """Show a reply as it is written."""
     display = Display(file)
     try:
-        return llm.generate(prompt, sampling, raw=raw, on_chunk=display.write)
+        for chunk in with_progress(stream, progress):
+            display.write(chunk)
     finally:
         display.end()
 

@@ -24,13 +24,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReplyWriter:
-    """Generates replies and writes them to a file, as text or as lines of JSON."""
+    """Generates replies and writes them to a file, as text or as lines of JSON.
+
+    `progress`: Show the progress of long prompts on stderr.
+    """
 
     llm: LLM
     sampling: Sampling
     raw: bool
     as_json: bool
     file: TextIO
+    progress: bool = False
 
     def write(self, row: PromptRow) -> Completion:
         """Generate and write a reply: text while it is generated, JSON when it is complete."""
@@ -40,7 +44,7 @@ class ReplyWriter:
             return completion
         if row.id is not None:
             self.file.write(f"==> {row.id} <==\n")
-        return stream_reply(self.llm, row.prompt, self.sampling, self.file, self.raw)
+        return stream_reply(self.llm, row.prompt, self.sampling, self.file, self.raw, self.progress)
 
     def write_completion(self, row: PromptRow, completion: Completion, sample: int | None = None) -> None:
         """Write a complete reply with the id of its prompt and, if there are several replies, its number."""

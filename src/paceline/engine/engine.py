@@ -238,8 +238,10 @@ class Engine:
         try:
             with suppress(OutOfMemory), memory_named("no memory to keep a text", "Keep fewer"):
                 saved = {policy.name: policy.drafter.save(request.slot)} if policy else {}
-                prompt, state = request.num_prompt_tokens, self.cache.save(request.slot)
-                self.prefixes.store(request.token_ids, prompt, state, saved, request.adapter)
+                state = self.cache.save(request.slot)
+                tokens = request.token_ids[: state.length + 1]
+                prompt = min(request.num_prompt_tokens, len(tokens))
+                self.prefixes.store(tokens, prompt, state, saved, request.adapter)
         except Exception:
             _log.exception("failed to save a text in the prefix cache")
 
@@ -300,8 +302,9 @@ class Engine:
         if not request.active:
             return
         try:
-            # Skip requests that were interrupted between the cache commit and the token update.
-            if self.cache.lengths[request.slot] - request.position in (0, 1):
+            # Also keep a prompt that is only partly read: its client may ask again. Skip requests that were interrupted
+            # between the cache commit and the token update.
+            if 0 < self.cache.lengths[request.slot] <= request.position + 1:
                 self._save_prefix(request)
         finally:
             self._give_back(request)

@@ -105,6 +105,14 @@ class PrefixCache:
         self._entries[found] = self._entries.pop(found)
         return Hit(length, found.target, found.drafters)
 
+    def known(self, tokens: Sequence[int]) -> int:
+        """Estimate how many tokens of a prompt `find` would return, without counting as a use."""
+        text, length = np.asarray(tokens, np.int64), 0
+        for entry in self._entries:
+            if self._usable(entry, len(text), len(text), None) > length:
+                length = max(length, self._usable(entry, _common(entry.tokens, text), len(text), None))
+        return length
+
     def store(
         self,
         tokens: Sequence[int],

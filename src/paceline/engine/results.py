@@ -138,7 +138,8 @@ class Stream(Closable, Iterator[Chunk]):
     """
 
     def __init__(self, engine: Engine, request: Request) -> None:
-        self._batch = Batch(engine, [Task(request=request)], 1)
+        self._task = Task(request=request, unread=len(request.token_ids) - 1)
+        self._batch = Batch(engine, [self._task], 1)
 
     def __next__(self) -> Chunk:
         try:
@@ -151,6 +152,13 @@ class Stream(Closable, Iterator[Chunk]):
         """Stop the reply and free its slot. A second call does nothing."""
         if batch := vars(self).get("_batch"):  # an interrupt may have ended the constructor
             batch.close()
+
+    @property
+    def prompt_progress(self) -> tuple[int, int]:
+        """Number of prompt tokens that have been read, and of all prompt tokens. Any thread may read this."""
+        request = self._task.request
+        total = request.num_prompt_tokens if request else 0
+        return total - self._task.unread, total
 
     @property
     def completion(self) -> Completion:

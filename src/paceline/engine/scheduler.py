@@ -1,4 +1,9 @@
-"""Continuous batching: admission, prefill between rounds, preemption. Every reply is driven from here."""
+"""Continuous batching: admission, prefill between rounds, preemption. Every reply is driven from here.
+
+Between two rounds, some prompt tokens are fed (`reading_pace.py` says how many). Several prompts may be partly read:
+three chunks of four go to the prompt with the fewest unread tokens, so that a short prompt does not wait for a long
+one, and the fourth goes to the oldest, so that a long prompt always advances.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,7 @@ from math import inf
 
 from paceline.engine.detokenizer import Chunk
 from paceline.engine.engine import Engine
+from paceline.engine.reading_pace import ReadingPace
 from paceline.engine.request import Request
 from paceline.errors import OutOfMemory, TimedOut
 from paceline.verify.tree import PREFILL_ROWS
@@ -26,17 +32,19 @@ Fits = Callable[[Sequence[int]], bool]
 _HEADROOM = 256
 """Number of further tokens that must fit in memory before a text is admitted."""
 _MAX_CATCH_UP = 4
-"""Maximum multiple of `quota` that is fed between two rounds while requests are waiting. A higher one would shorten the
-wait for first tokens, but stall running replies."""
+"""Maximum multiple of the usual number of prompt tokens that is fed between two rounds while requests are waiting. A
+higher one would shorten the wait for first tokens, but stall running replies."""
+_OLDEST = 4
+"""Every chunk of this number goes to the oldest prompt."""
 
 
 @dataclass(eq=False, slots=True)
 class Task:
-    """One reply, which is first waiting, then prefilling, running and done.
+    """One reply, which is first waiting, then reading its prompt, running and done.
 
     Attributes:
         begin: Starts the request. None if `request` has already been started.
-        num_prompt_tokens: Length of the prompt. It is used until the request exists.
+        prompt: Token ids of the prompt. They are used until the request exists.
         group: Tasks of a group have the same prompt, and share its prefill if they run at the same time.
         client: The client of the reply.
         deadline: Time at which the reply ends, by the scheduler's clock.
@@ -46,10 +54,11 @@ class Task:
         request: The request, once it exists.
         error: The error that ended the reply.
         done: True if the reply has ended.
+        unread: Number of prompt tokens that must still be fed. An estimate until the reply has a slot.
     """
 
     begin: Begin | None = None
-    num_prompt_tokens: int = 0
+    prompt: Sequence[int] = ()
     group: Hashable | None = None
     client: Hashable | None = None
     deadline: float = inf
@@ -59,11 +68,12 @@ class Task:
     request: Request | None = None
     error: Exception | None = None
     done: bool = False
+    unread: int = 0
 
     @property
     def length(self) -> int:
         """Number of tokens of prompt and reply so far."""
-        return len(self.request.token_ids) if self.request else self.num_prompt_tokens
+        return len(self.request.token_ids if self.request else self.prompt)
 
 
 Event = tuple[Task, list[Chunk]]
@@ -74,10 +84,12 @@ class Scheduler:
     """Runs replies in rounds, up to `width` at once. The next task to start is the oldest one of the client with the
     fewest running replies.
 
-    Between two rounds, `quota` prompt tokens are fed, so that a long prompt does not stall running replies. If several
-    tasks could start, the quota is multiplied by their number, up to `_MAX_CATCH_UP`, until the first prompt is
-    complete. Its first token then does not wait for the other prompts. If memory runs out, the latest reply releases
-    its slot and continues later, with the same text. A reply that fails does not affect the others.
+    Between two rounds, at most `quota` prompt tokens are fed, so that a long prompt does not stall running replies. If
+    several tasks could start, this is multiplied by their number, up to `_MAX_CATCH_UP`, until the first prompt is
+    complete. Its first token then does not wait for the other prompts. A waiting task may overtake the prompts that are
+    being read if it has less than half as many unread tokens, so only few prompts are partly read at any time. If
+    memory runs out, the latest reply releases its slot and continues later, with the same text. A reply that fails does
+    not affect the others.
     """
 
     def __init__(
@@ -88,9 +100,12 @@ class Scheduler:
         fits: Fits = lambda lengths: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._engine, self._width, self._quota, self._fits, self._clock = engine, width, quota, fits, clock
+        self._engine, self._width, self._fits, self._clock = engine, width, fits, clock
+        self._pace = ReadingPace(quota)
         self.waiting: deque[Task] = deque()
-        self.prefilling: Task | None = None
+        self.reading: list[Task] = []
+        """Tasks whose prompts are partly read, in the order in which they got their slots."""
+        self._num_chunks = 0
         # The order matches the slots. When a reply leaves, a shared cache moves the last slot to its place, so the last
         # task moves as well.
         self.running: list[Task] = []
@@ -103,24 +118,29 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        return bool(self.waiting or self.prefilling or self.running)
+        return bool(self.waiting or self.reading or self.running)
 
     @property
     def active(self) -> list[Task]:
         """The tasks that hold a slot. Any thread may read this."""
-        prefilling = self.prefilling  # read it only once, since another thread may change it
-        return [*self.running, *([prefilling] if prefilling else [])]
+        return [*self.running, *self.reading]
 
     def add(self, task: Task) -> None:
         """Queue a task."""
         self._open[task] = None
+        if task.prompt:
+            known = self._engine.prefixes.known(task.prompt) if self._engine.prefixes else 0
+            task.unread = len(task.prompt) - known
         self.waiting.append(task)
 
     def turn(self) -> list[Event]:
         """End cancelled and late tasks, feed prompts and run one round. Return new chunks and ended tasks."""
         ended = [*self._expire(), *self._prefill()]
         self._make_room()
-        return [*((task, []) for task in ended), *self._round([*self.running])]
+        began = self._clock()
+        events = self._round([*self.running])
+        self._pace.round_seconds = self._clock() - began
+        return [*((task, []) for task in ended), *events]
 
     def close(self) -> list[Event]:
         """End all tasks."""
@@ -157,8 +177,8 @@ class Scheduler:
 
     def _leave_batch(self, task: Task) -> None:
         self._limit = self._width
-        if task is self.prefilling:
-            self.prefilling = None
+        if task in self.reading:
+            self.reading.remove(task)
         elif task in self.running:
             last = self.running.pop()
             if last is not task:
@@ -169,15 +189,17 @@ class Scheduler:
     # Beginning
 
     def _prefill(self) -> list[Task]:
-        """Feed prompts up to this turn's quota. Return the tasks that have ended without a token."""
-        startable = min(len(self.waiting), self._limit - len(self.running))
-        limit, fed, ended = self._quota * max(1, min(startable, _MAX_CATCH_UP)), 0.0, []
-        while fed < limit and (task := self.prefilling or self._next()):
+        """Feed prompts up to this turn's limit. Return the tasks that have ended without a token."""
+        startable = min(len(self.waiting), self._limit - len(self.active))
+        limit, fed, ended = self._pace.limit(bool(self.running)), 0.0, list[Task]()
+        if self.running:
+            limit *= max(1, min(startable, _MAX_CATCH_UP))
+        while fed < limit and (task := self._next()):
             fed += self._feed(task, limit - fed)
             if task.done:
                 ended.append(task)
-            if not self.prefilling and not self._is_shared(task):
-                limit = self._quota
+            if task not in self.reading and not self._is_shared(task):
+                limit = self._pace.limit(running=True)
         return ended
 
     def _is_shared(self, task: Task) -> bool:
@@ -185,15 +207,18 @@ class Scheduler:
         return task.group is not None and any(one.group == task.group for one in self.waiting)
 
     def _feed(self, task: Task, limit: float) -> float:
-        """Feed a chunk of the prompt, and return its number of tokens. After the last chunk, the task is running.
+        """Feed a chunk of the prompt and return its number of tokens. After the last chunk, the task is running.
 
         If there is no memory for the prompt, the task waits again, and the quota is used up.
         """
         try:
             request = self._start(task)
+            began = self._clock()
             fed = self._engine.feed(request, int(min(limit, PREFILL_ROWS)))
-            if not task.done and self._engine.cache.lengths[request.slot] == request.position:
-                self.prefilling = None
+            self._pace.observe(fed, self._clock() - began)
+            task.unread = request.position - self._engine.cache.lengths[request.slot]
+            if not task.done and not task.unread:
+                self.reading.remove(task)
                 self.running.append(task)
                 if not request.stream.left:  # an empty reply was requested
                     request.finish = "length"
@@ -220,17 +245,27 @@ class Scheduler:
         return request
 
     def _next(self) -> Task | None:
-        """Take the next waiting task, if there is room for it."""
-        count = len(self.running) + 1
-        if not self.waiting or count > self._limit:
+        """Return the task whose prompt is to be fed next. It holds a slot."""
+        if (task := self._startable()) is not None:
+            self.waiting.remove(task)
+            self.reading.append(task)
+        if not self.reading:
             return None
-        running = Counter(one.client for one in self.running)
+        self._num_chunks += 1
+        return self.reading[0] if self._num_chunks % _OLDEST == 0 else min(self.reading, key=lambda one: one.unread)
+
+    def _startable(self) -> Task | None:
+        """Return the waiting task that gets the next slot now, if there is one and there is room for it."""
+        least = min((one.unread for one in self.reading), default=inf)
+        oldest = min((one.arrived for one in self.reading), default=inf)
+        may = [one for one in self.waiting if one.arrived <= oldest or (one.prompt and 2 * one.unread < least)]
+        if not may or len(self.active) >= self._limit:
+            return None
+        active = Counter(one.client for one in self.active)
         # Preempted tasks come first.
-        task = min(self.waiting, key=lambda one: (one.request is None, running[one.client]))
-        if self.running and not self._fits([_HEADROOM + one.length for one in (task, *self.running)]):
+        task = min(may, key=lambda one: (one.request is None, active[one.client]))
+        if self.active and not self._fits([_HEADROOM + one.length for one in (task, *self.active)]):
             return None
-        self.prefilling = task
-        self.waiting.remove(task)
         return task
 
     def _fail(self, task: Task, error: Exception) -> Event:

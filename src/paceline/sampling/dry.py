@@ -50,13 +50,13 @@ class Breakers:
         """Return True if the token is a whole breaker."""
         return () in self._tails(token)
 
-    def last(self, tokens: Sequence[int], within: int) -> tuple[int, int] | None:
-        """Find the last breaker that begins in the last `within` tokens.
+    def last(self, tokens: Sequence[int]) -> tuple[int, int] | None:
+        """Find the last breaker.
 
         Returns:
             The place of its first token, and the place after its last one. None if there is no breaker.
         """
-        for at in range(len(tokens) - 1, max(len(tokens) - within, 0) - 1, -1):
+        for at in reversed(range(len(tokens))):
             if tails := self._tails(tokens[at]):
                 following = tuple(tokens[at + 1 : at + 1 + _MOST_TAIL])
                 if fitting := [len(tail) for tail in tails if following[: len(tail)] == tail]:
@@ -107,7 +107,7 @@ class _Spelled:
         return self._spelled[text]
 
 
-class _Text:
+class _PenalizedText:
     """The committed tokens, with room for a drafted path after them."""
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
@@ -162,9 +162,9 @@ class _Repetitions:
                 left, right = i, i + size
         common = np.array(found[:0:-1], np.int32)
         at = np.flatnonzero(common).astype(np.int32)
-        return _Repetitions(len(tokens), (), at, common[at], breakers.last(tokens, len(tokens)))
+        return _Repetitions(len(tokens), (), at, common[at], breakers.last(tokens))
 
-    def then(self, token: int, text: _Text, breakers: Breakers) -> _Repetitions:
+    def then(self, token: int, text: _PenalizedText, breakers: Breakers) -> _Repetitions:
         """Return the repetitions after appending a token."""
         size, path = self.size + 1, (*self.path, token) if self.size >= text.committed else ()
         tokens = text.up_to(size, path)
@@ -175,7 +175,7 @@ class _Repetitions:
         common[longer] += self.common[tokens[self.at + 1] == token]
         # A breaker that begins earlier has been completed before, if at all.
         start = max(size - _MOST_TAIL - 1, 0)
-        found = breakers.last(tokens[start:].tolist(), _MOST_TAIL + 1)
+        found = breakers.last(tokens[start:].tolist())
         breaker = (start + found[0], start + found[1]) if found else self.breaker
         return _Repetitions(size, path, at, common, breaker)
 
@@ -206,7 +206,7 @@ class Dry:
         self._multiplier, self._base, self._allowed, self._last = multiplier, base, allowed_length, last_n
         self._breakers = breakers or Breakers()
         self._most_exponent = int(_FLOAT32_LOG / math.log(base)) if base > 1.000001 else 2**31 - 1
-        self._text = _Text()
+        self._text = _PenalizedText()
         self._states = PrefixStates(self._begin, lambda state, token: state.then(token, self._text, self._breakers))
 
     def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
@@ -225,7 +225,7 @@ class Dry:
 
     def _begin(self, prefix: Prefix) -> tuple[_Repetitions, int]:
         if self._text.committed != len(prefix.token_ids):
-            self._text = _Text(prefix.token_ids)
+            self._text = _PenalizedText(prefix.token_ids)
         return _Repetitions.of(prefix.token_ids, self._breakers), len(prefix.token_ids)
 
     def _repeated(self, state: _Repetitions, width: int) -> dict[int, int]:

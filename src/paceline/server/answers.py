@@ -22,6 +22,9 @@ from paceline.server.tracing import Tracer
 from paceline.server.usage import Usage
 from paceline.server.worker import ReplyHandle, ReplyJob, ReplyRound, ServerStopping
 
+_PROGRESS = 0.5
+"""Minimum number of seconds between two events that tell how much of a prompt has been read."""
+
 
 @dataclass(slots=True)
 class RunningRequest:
@@ -128,16 +131,18 @@ class RunningRequest:
         """Yield the answer as it grows. An error is an event too, because the status has been sent by then.
 
         A stream that has been silent for `heartbeat` seconds, or at most twice that, gets an event without content:
-        clients and proxies give up a stream without events, and some do not count comments.
+        clients and proxies give up a stream without events, and some do not count comments. Clients that ask for the
+        progress of a prompt get it more often.
         """
         encode = encoder.encode
+        heartbeat = min(heartbeat, _PROGRESS) if encoder.shows_progress else heartbeat
         try:
             for event in encoder.begin(self.usage()):
                 yield encode(event)
             spoken = time.monotonic()
             async for events in self._growth(encoder, heartbeat):
                 if not events and time.monotonic() - spoken >= heartbeat:
-                    events = [encoder.heartbeat()]
+                    events = [self._sign(encoder)]
                 for event in events:
                     yield encode(event)
                     spoken = time.monotonic()
@@ -149,6 +154,11 @@ class RunningRequest:
             yield encode(encoder.failed(api_error(error)))
         finally:
             self.close()
+
+    def _sign(self, encoder: Encoder) -> Event:
+        """Return an event for a stream that is silent."""
+        begun = any(reply.first is not None for reply in self.replies)
+        return encoder.heartbeat() if begun or not encoder.shows_progress else encoder.progress(self.usage())
 
     async def _growth(self, encoder: Encoder, pause: float = math.inf) -> AsyncIterator[Sequence[Event]]:
         """Add the rounds as they come, and yield the events of each; none after `pause` seconds without a round."""
@@ -182,6 +192,7 @@ class RunningRequest:
             queued=min((reply.queued for reply in self.replies), default=0.0),
             first=min((reply.first or 0.0 for reply in self.replies), default=0.0),
             total=max((reply.seconds for reply in self.replies), default=0.0),
+            read=sum(reply.read for reply in first_samples),
         )
 
 

@@ -31,11 +31,13 @@ class Encoder(ABC):
     """Writes the replies to one request as an answer of one API, whole or as a stream of events.
 
     `last`: the end of a stream that was not cut short. `over`: the rest would not be shown, so the replies end.
+    `shows_progress`: the client asked for the progress of its prompt.
     """
 
     media_type: ClassVar[str] = "text/event-stream"
     last: ClassVar[bytes] = b""
     over: bool = False
+    shows_progress: bool = False
 
     def begin(self, usage: Usage) -> Sequence[Event]:
         """Return the events before the first round: none, unless the API has such."""
@@ -48,6 +50,10 @@ class Encoder(ABC):
     @abstractmethod
     def heartbeat(self) -> Event:
         """Return an event that adds nothing, for a stream that is silent."""
+
+    def progress(self, usage: Usage) -> Event:
+        """Return an event that tells how much of the prompt has been read. An empty one unless the API has such."""
+        return self.heartbeat()
 
     @abstractmethod
     def end(self, usage: Usage) -> Sequence[Event]:

@@ -202,7 +202,7 @@ RAW = ignored(BUDGETS, "a prompt without a chat has no reasoning to limit")
         "drafters change no text; `speculation` names one",
     ),
     ignored(
-        "timings_per_token return_progress sse_ping_interval stream_interval stream_reasoning verbose",
+        "timings_per_token sse_ping_interval stream_interval stream_reasoning verbose",
         "streams have steps of their own, and every answer has its statistics",
     ),
     ignored("request_id rid custom_labels", "the header X-Request-Id names a request"),

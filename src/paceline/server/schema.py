@@ -200,6 +200,9 @@ class RequestBody(Samplers, OtherServers):
     structured_outputs: Annotated[StructuredOutputs | None, Field(description="vLLM's constraints.")] = None
     n_predict: Length | None = None
     repeat_penalty: Penalty | None = None
+    return_progress: Annotated[
+        bool | None, Field(description="Streams tell how much of a long prompt has been read.")
+    ] = None
     repeat_last_n: (
         Annotated[int, Field(ge=-1, description="-1: the whole text, the only value allowed with a penalty.")] | None
     ) = None

@@ -23,6 +23,7 @@ class Usage:
         queued: Seconds from submission until a reply had a slot.
         first: Seconds from submission until a reply had its first token.
         total: Seconds from submission until all replies had ended.
+        read: Tokens of the prompts read so far.
     """
 
     prompt: int
@@ -33,6 +34,7 @@ class Usage:
     queued: float = 0.0
     first: float = 0.0
     total: float = 0.0
+    read: int = 0
 
     def openai(self, reasoning: int = 0) -> dict[str, Any]:
         """Return OpenAI's token counts, and the statistics of speculation. `reasoning`: tokens of the reasoning."""
@@ -72,6 +74,11 @@ class Usage:
             "drafter": self.drafter,
             "tokens_per_round": round(self.written / self.rounds, 4) if self.rounds else 0.0,
         }
+
+    def prompt_progress(self) -> dict[str, int]:
+        """Return how much of the prompts has been read, as llama.cpp's server does for `return_progress`."""
+        milliseconds = round(1000 * self.total)
+        return {"total": self.prompt, "cache": self.cached, "processed": self.read, "time_ms": milliseconds}
 
     def vllm(self) -> dict[str, Any]:
         """Return the same statistics as vLLM's `metrics` has them (`--per-request-spec-decode-metrics`).

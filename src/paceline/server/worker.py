@@ -185,6 +185,11 @@ class ReplyHandle:
         return (self._task.started or time.monotonic()) - self._task.arrived
 
     @property
+    def read(self) -> int:
+        """Tokens of the prompt read so far, including those from the prefix cache."""
+        return max(0, self.job.prompt_tokens - self._task.unread)
+
+    @property
     def drafter(self) -> str | None:
         """Name of the drafter, None for plain decoding."""
         policy = self._task.request.policy if self._task.request else None
@@ -280,7 +285,7 @@ class Worker:
         def begin(like: Request | None) -> Request:
             return self.llm.start(job.tokens, job.sampling, job.sample, like, speculation, job.scores, job.adapter)
 
-        task = Task(begin, len(job.tokens), job.group, job.client)
+        task = Task(begin, job.tokens, job.group, job.client)
         if job.timeout is not None:
             task.deadline = time.monotonic() + job.timeout
         reply = ReplyHandle(job, task, outputs, index)

@@ -6,20 +6,18 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-pytest.importorskip("playwright", reason="the page is tested with playwright: pip install -e '.[dev]'")
-
-from playwright.sync_api import Browser, expect, sync_playwright
-
-from tests.support.browser_tab import Open, Tab
+from tests.support.browser_tab import Open, Tab, expect
 from tests.support.fake_server import MODEL, Fake, serving
+from tests.support.lazy import playwright
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
-# Long enough for a busy machine of two cores; nothing waits that long unless it fails.
-expect.set_options(timeout=30_000)
 
 
 @pytest.fixture(scope="package")
@@ -29,8 +27,8 @@ def browser() -> Iterator[Browser]:
         if os.environ.get("CI"):
             pytest.fail("chromium is missing: apt-get install chromium")
         pytest.skip("chromium is missing: apt-get install chromium, or name one in CHROMIUM")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
         yield browser
         browser.close()
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from playwright.sync_api import Locator, expect
 
-from tests.support.browser_tab import Open, Tab
+from tests.support.browser_tab import Open, Tab, expect
 from tests.support.fake_server import MARKUP, SKY, Fake, serving
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator
 
 pytestmark = pytest.mark.slow
 
@@ -82,6 +84,17 @@ def test_tokens_arrive_one_round_at_a_time_with_live_numbers(tab: Tab, fake: Fak
     unit = heights["drafted"][0] / 4  # the first round drafted four tokens, of which two were accepted
     assert heights["drafted"] == pytest.approx([unit * drafted for drafted, _ in SKY], abs=0.01)
     assert heights["accepted"] == pytest.approx([unit * (len(texts) - 1) for _, texts in SKY], abs=0.01)
+
+
+def test_the_progress_of_a_long_prompt_is_shown_until_the_reply_begins(tab: Tab, fake: Fake) -> None:
+    fake.read, fake.hold_at = (3200, 12_034), 0
+    tab.page.fill("#prompt", "a long prompt")
+    tab.page.press("#prompt", "Enter")
+    line = tab.page.get_by_text("Reading the prompt: 3,200 of 12,034 tokens")
+    expect(line).to_be_visible()
+    fake.hold_at = None
+    expect(tab.page.locator("#send")).to_be_visible()
+    expect(line).to_have_count(0)
 
 
 def test_pointing_at_a_token_tells_its_probability_and_drafter(tab: Tab) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from playwright.sync_api import Page, expect
 
 from paceline.cli.chat import read_conversation
-from tests.support.browser_tab import Open, Tab
+from tests.support.browser_tab import Open, Tab, expect
 from tests.support.fake_server import MODEL, SKY, Fake, serving
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
 
 pytestmark = pytest.mark.slow
 

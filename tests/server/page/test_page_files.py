@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import expect
 
-from tests.support.browser_tab import Open, Tab
+from tests.support.browser_tab import Open, Tab, expect
 from tests.support.fake_server import SKY, Fake
 
 pytestmark = pytest.mark.slow

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from playwright.sync_api import expect
 
-from tests.support.browser_tab import Open, Tab
+from tests.support.browser_tab import Open, Tab, expect
 from tests.support.fake_server import SKY, Fake
 
 pytestmark = pytest.mark.slow

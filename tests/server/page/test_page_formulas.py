@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from playwright.sync_api import expect
 
-from tests.support.browser_tab import DRAW, VIEW, Tab
+from tests.support.browser_tab import DRAW, VIEW, Tab, expect
 from tests.support.fake_server import Fake
 
 pytestmark = pytest.mark.slow

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from playwright.sync_api import expect
 
-from tests.support.browser_tab import DRAW, Tab
+from tests.support.browser_tab import DRAW, Tab, expect
 from tests.support.fake_server import Fake
 
 pytestmark = pytest.mark.slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 import pytest
-from playwright.sync_api import expect
 
 import paceline
 from paceline.drafters.model import DraftModel
@@ -16,7 +15,7 @@ from paceline.sampling.parameters import Sampling
 from paceline.server.models import ModelSource
 from paceline.server.worker import Worker
 from paceline.testing import tiny_target
-from tests.support.browser_tab import Open
+from tests.support.browser_tab import Open, expect
 from tests.support.running import Serving, serving, serving_models
 from tests.support.toys import toy_model
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
-from playwright.sync_api import Locator, expect
+from typing import TYPE_CHECKING
 
-from tests.support.browser_tab import Tab
+import pytest
+
+from tests.support.browser_tab import Tab, expect
 from tests.support.fake_server import Fake
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator
 
 pytestmark = pytest.mark.slow
 

@@ -331,4 +331,5 @@ class ChatCompletions(Api[ChatRequest]):
         ]
         head = {"id": prepared.id, "model": prepared.model.name}
         usage = bool(body.stream_options and body.stream_options.include_usage)
-        return ChoicesEncoder(head, ("chat.completion", "chat.completion.chunk"), choices, usage)
+        kinds = "chat.completion", "chat.completion.chunk"
+        return ChoicesEncoder(head, kinds, choices, usage, bool(body.return_progress))

@@ -87,15 +87,23 @@ class Choice(ABC):
 
 class ChoicesEncoder(Encoder):
     """The choices of a chat completion or a completion. `document`, `event`: object types of the answer, whole or in
-    pieces. `usage`: True if a stream ends with the usage.
+    pieces. `usage`: True if a stream ends with the usage. `progress`: True if a stream tells how much of the prompt has
+    been read.
     """
 
     last = b"data: [DONE]\n\n"
 
-    def __init__(self, head: Mapping[str, Any], kinds: tuple[str, str], choices: Sequence[Choice], usage: bool) -> None:
+    def __init__(
+        self,
+        head: Mapping[str, Any],
+        kinds: tuple[str, str],
+        choices: Sequence[Choice],
+        usage: bool,
+        progress: bool = False,
+    ) -> None:
         self._head = {**head, "created": int(time.time())}
         self._document, self._event = kinds
-        self._choices, self._usage = choices, usage
+        self._choices, self._usage, self.shows_progress = choices, usage, progress
 
     def _object(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         return {**self._head, "object": kind, "choices": choices, **more}
@@ -116,6 +124,10 @@ class ChoicesEncoder(Encoder):
         """Return an event without content, of the first choice that may still grow."""
         growing = [choice for choice in self._choices if choice.finish_reason is None] or self._choices
         return self._chunks([growing[0].empty_event()])[0]
+
+    def progress(self, usage: Usage) -> Event:
+        """Return llama.cpp's event."""
+        return {**self.heartbeat(), "prompt_progress": usage.prompt_progress()}
 
     def end(self, usage: Usage) -> list[Event]:
         """Return the usage, if it was requested."""

@@ -195,7 +195,7 @@ class Completions(Api[CompletionRequest]):
         if body.ranked:
             return BestOfEncoder(head, kinds, choices, n, body.n or 1)
         usage = bool(body.stream_options and body.stream_options.include_usage)
-        return ChoicesEncoder(head, kinds, choices, usage)
+        return ChoicesEncoder(head, kinds, choices, usage, bool(body.return_progress))
 
 
 def _echoes(body: CompletionRequest, prepared: Prepared) -> list[tuple[str, ScoredPrompt | None]]:

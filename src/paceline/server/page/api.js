@@ -42,9 +42,9 @@ export async function models() {
   return data;
 }
 
-/** Yields {tokens, round, content, reasoning, finish} for each event of the reply. */
+/** Yields {tokens, round, content, reasoning, finish, progress} for each event of the reply. */
 export async function* chat(body, signal) {
-  const streamed = { ...body, stream: true, stream_options: { include_usage: true }, trace: true };
+  const streamed = { ...body, stream: true, stream_options: { include_usage: true }, trace: true, return_progress: true };
   const response = await request("v1/chat/completions", { method: "POST", body: JSON.stringify(streamed), signal });
   for await (const event of events(response.body)) {
     if (event.error) throw new ServerError(event.error.message);
@@ -52,7 +52,8 @@ export async function* chat(body, signal) {
     if (!choice) continue;
     const { content, reasoning_content: reasoning } = choice.delta ?? {};
     const tokens = choice.trace ?? untraced((reasoning ?? "") + (content ?? ""));
-    yield { tokens, round: choice.round, content: content ?? "", reasoning: reasoning ?? "", finish: choice.finish_reason };
+    const texts = { content: content ?? "", reasoning: reasoning ?? "" };
+    yield { tokens, round: choice.round, ...texts, finish: choice.finish_reason, progress: event.prompt_progress };
   }
 }
 

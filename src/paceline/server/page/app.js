@@ -174,6 +174,7 @@ async function stream(reply, body, turn, { model, more, signal, announcer }) {
   try {
     for await (const event of chat(body, signal)) {
       waiting(true);
+      reply.read(event.progress);
       reply.update(event);
       announcer?.add(event.content);
     }
@@ -187,6 +188,7 @@ async function stream(reply, body, turn, { model, more, signal, announcer }) {
     return error.name === "AbortError";
   } finally {
     waiting(false);
+    reply.read(null);
     reply.done = true;
     await reply.paint();
     reply.element.classList.remove("running");

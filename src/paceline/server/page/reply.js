@@ -69,6 +69,21 @@ export class Reply {
     this.paint();
   }
 
+  /** Tells how much of a long prompt has been read, until the reply goes on. */
+  read(progress) {
+    if (!progress) {
+      this.reading?.remove();
+      this.reading = null;
+      return;
+    }
+    if (!this.reading) {
+      this.reading = this.say("");
+      this.reading.setAttribute("role", "status");
+    }
+    const [read, total] = [progress.processed, progress.total].map((count) => count.toLocaleString("en"));
+    this.reading.textContent = `Reading the prompt: ${read} of ${total} tokens`;
+  }
+
   #add(tokens, round) {
     this.rounds.push({ ...round, tokens });
     this.tokens += tokens.length;
