@@ -255,7 +255,7 @@ const Model MODELS[] = {
     {"gpt-oss", CLAMPED, 64, 24, 1, 0, false, 0},  // with sinks
 };
 
-constexpr int HIDDEN = 256, FFN = 256, QUERY = 4, KV = 2, CAPACITY = 256;
+constexpr int HIDDEN = 256, FFN = 256, QUERY = 4, KV = 2, CAPACITY = 2048, LONG = 1500;
 
 template <class Element>
 class Text {
@@ -286,6 +286,21 @@ class Text {
     std::vector<float> run(int threads) {
         std::vector<float> y;
         for (int rows : {70, 1, 1, 2, 5, 9, 40, 3}) pass(rows, rows > 4 && rows < 10, threads, y);
+        return y;
+    }
+
+    // The same after a text of several blocks, up to the end of the cache's ring and over it.
+    std::vector<float> run_long(int threads) {
+        std::vector<float> y;
+        const auto keys = numbers(keys_.size(), 25), values = numbers(keys_.size(), 26);
+        for (size_t i = 0; i < keys.size(); i += LANES) {
+            Element::narrow(&keys_[i], load<Floats>(&keys[i]));
+            Element::narrow(&values_[i], load<Floats>(&values[i]));
+        }
+        for (int length : {LONG, view_.window ? 3 * CAPACITY - 4 : CAPACITY - 17}) {
+            length_ = length;
+            for (int rows : {1, 5, 9}) pass(rows, rows == 5, threads, y);
+        }
         return y;
     }
 
@@ -333,12 +348,48 @@ void layers_in(const std::string& dtype, const Source& own) {
         const std::string name = std::string(model.name) + " " + dtype;
         report("layer " + name, Text<Element>(model, own, 0, own).run(1));
         if (model.experts > 1) continue;  // experts are all of one kind
+        for (int threads : {1, 3}) report("long text, threads: " + std::to_string(threads) + " " + name, Text<Element>(model, own, 0, own).run_long(threads));
         report("layer in codes " + name, Text<Element>(model, Q4_K_SOURCE, 0, Q6_K_SOURCE).run(2));
         report("layer in codes of 8 bits " + name, Text<Element>(model, F32_SOURCE, EIGHT, F32_SOURCE).run(1));
     }
 }
 
+// Attention by itself, with both kinds of products of bfloat16.
+template <class Element>
+void attention(const char* name) {
+    constexpr int SIZE = 80, ROWS = 11, GROUP_SIZE = 3;
+    auto narrow = [](size_t count, uint64_t seed) { return rounded_numbers(numbers(count, seed)); };
+    const auto keys = narrow(CAPACITY * SIZE, 60), values = narrow(CAPACITY * SIZE, 61), q = narrow(ROWS * GROUP_SIZE * SIZE, 62);
+    const std::vector<uint8_t> visible(ROWS * ROWS, 1);
+    const std::vector<int32_t> depth(ROWS);
+    Slot slot{};
+    slot.keys = const_cast<bf16*>(keys.data()), slot.values = const_cast<bf16*>(values.data());
+    slot.capacity = CAPACITY, slot.length = LONG, slot.rows = slot.columns = ROWS;
+    slot.visible = visible.data(), slot.depth = slot.below = depth.data();
+    const View view{0, &slot};
+    const Heads heads{GROUP_SIZE, 1, SIZE, 0.5f, 0, nullptr};
+    const AttentionPieces pieces(view, 1, heads, 1);
+    Attention<Element> attention;
+    attention.reserve(view, heads, 1);
+    std::vector<float> y(q.size());
+    for (int i = 0; i < pieces.count(); i++) {
+        const Positions seen = view.seen(slot);
+        attention.begin(view, 0, heads, pieces[i], seen, q.data(), GROUP_SIZE * SIZE);
+        for (int query = 0; query < pieces[i].count; query++) {
+            Softmax joined;
+            for (int block = 0; block < seen.blocks(); block++) {
+                attention.run(block);
+                join<Element>(joined, &y[query * SIZE], attention.found(query), attention.sum(query), SIZE);
+            }
+            divide(&y[query * SIZE], joined.total, SIZE);
+        }
+    }
+    report(std::string("attention ") + name, y);
+}
+
 void layers() {
+    attention<BFloat16>("of floats");
+    attention<PairedBFloat16>("of pairs");
     layers_in<BFloat16>("bfloat16", SOURCES[2]);
     layers_in<Float16>("float16", SOURCES[1]);
     layers_in<Float32>("float32", F32_SOURCE);

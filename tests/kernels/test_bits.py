@@ -40,6 +40,9 @@ def bits(one: InstructionSet, folder: Path, *emulator: str) -> dict[str, str]:
     found = dict(line.split("\t") for line in done.stdout.splitlines())
     assert len(found) > 100
     assert not {"NaN", "failed"} & {*found.values()}
+    assert found["attention of floats"] == found["attention of pairs"]
+    for name in (name for name in found if "threads: 3" in name):
+        assert found[name] == found[name.replace("threads: 3", "threads: 1")], name
     return found
 
 

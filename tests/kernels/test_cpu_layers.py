@@ -176,6 +176,34 @@ def test_every_row_of_any_tree_is_its_path_fed_plainly(name: str) -> None:
             assert torch.equal(out[row], plain(target, prefix, tokens)[-1].logits[0, 0]), row
 
 
+LONG = [("llama", torch.bfloat16), ("gemma2", torch.bfloat16), (GPT_OSS, torch.float16), ("heads of 80", torch.float32)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), LONG)
+def test_threads_and_rows_share_a_long_text_without_changing_bits(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of 512 columns: in the third, and over the end of the second."""
+    c = replace(BASE, **MODELS[name])
+    target, tokens = native(c, dtype=dtype), text(1300)
+    for before in (1250, 1013):
+        prefix, path = tokens[:before], tokens[before : before + 4]
+        alone = torch.cat([out.logits[:, 0] for out in plain(target, prefix, path)])
+        right = torch.cat([out.logits[:, 0] for out in plain(by_torch(c, torch.float32), prefix, path)])
+        assert relative(alone, right) < 0.02
+        tree, lines = with_siblings(path[1:3], 66)
+        for threads in (1, 3, 8):
+            monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+            cache, slot = filled(target, prefix, 300)
+            for draft, rows in (
+                (Draft(), [0]),
+                (tree, [0, *lines]),
+                (Draft.chain([*path[1:], *tokens[:9]]), [0, 1, 2, 3]),
+            ):
+                out = target.forward(rows_of(cache, slot, path[0], draft), cache, Want()).logits[0]
+                assert torch.equal(out[rows], alone[: len(rows)]), (before, threads, rows)
+
+
 def test_windows_whose_rings_have_wrapped() -> None:
     c = replace(BASE, **plan(20, None), heads=2, kv_heads=1)
     tokens, target = text(1100), native(c)

@@ -1,14 +1,21 @@
-// Attention of a pass's rows over the slots of a cache (cache/slab.py). A row's sums run over its visible columns in the
-// order of their positions. Hidden columns have weight 0, which does not change a bit.
+// Attention of a pass's rows over the slots of a cache (cache/slab.py).
+//
+// The columns of a text form blocks of 512 positions. Each block has a softmax of its own, and a row joins the results of its
+// blocks in order (`join`). Within a block, sums run over the columns in the order of their positions. Hidden columns have
+// weight 0, which does not change a bit. So threads may share queries and blocks in any way.
 #pragma once
 
 #include <algorithm>
-#include <type_traits>
+#include <limits>
 #include <vector>
 
 #include "elements.h"
+#include "pool.h"
 
 namespace paceline {
+
+// Positions of a block. The rows of a draft never cross the end of a block (`BLOCK` in cache/attention.py).
+constexpr int BLOCK = 512;
 
 // A column of a slot, counted from its `length`, and the row or column that is written to it.
 struct Write {
@@ -28,15 +35,33 @@ struct Slot {
     const int32_t *depth, *below;  // positions beyond `length`, of each row and of each column's row
 };
 
+// Positions `begin` to `end` - 1 of a text.
+struct Positions {
+    int64_t begin, end;
+
+    int64_t first_block() const { return begin / BLOCK; }
+    int blocks() const { return int((end + BLOCK - 1) / BLOCK - first_block()); }
+};
+
 // The slots of a pass, in layers with one kind of attention.
 struct View {
     int32_t window;  // 0: none
     const Slot* slots;
 
-    // Upper bound of the number of columns that a row of the slot sees.
-    int64_t max_columns(const Slot& slot) const {
-        return (window ? std::min<int64_t>(slot.length, window + 1) : slot.length) + slot.columns;
+    // The first position that a row sees.
+    int64_t lowest(const Slot& slot, int depth) const { return window ? std::max<int64_t>(0, slot.length + depth - window + 1) : 0; }
+
+    // All positions that rows `from` to `to` - 1 of the slot see.
+    Positions seen(const Slot& slot, int from, int to) const {
+        const int depth = *std::min_element(slot.depth + from, slot.depth + to);
+        int last = 0;
+        for (int row = from; row < to; row++)
+            for (int c = slot.columns - 1; c >= last; c--)
+                if (slot.visible[int64_t(row) * slot.columns + c]) last = c + 1;
+        return {std::min(lowest(slot, depth), slot.length), slot.length + last};
     }
+
+    Positions seen(const Slot& slot) const { return seen(slot, 0, slot.rows); }
 };
 
 struct Heads {
@@ -77,8 +102,84 @@ void write_head(const Slot& slot, void* to, int layer, const Heads& h, int head,
     }
 }
 
-// Up to 16 queries of one slot that share a key head; query i belongs to row (first + i) / group. Scores are computed for
-// 16 columns at a time, one in each lane. Values are mixed in pairs of neighbouring columns. Both begin at an even position.
+// Some queries of a slot that share a key head, and part `span` of the blocks that they see.
+struct AttentionPiece {
+    const Slot* slot;
+    int head, first, count, span;
+};
+
+// How the threads share the attention of a pass. Few queries are shared by blocks of columns too.
+class AttentionPieces {
+   public:
+    static constexpr int QUERIES = 64;  // most queries of a piece
+
+    AttentionPieces(const View& view, int slots, const Heads& h, int threads) : view_(view), slots_(slots), h_(h) {
+        int blocks = 0;
+        for (int i = 0; i < slots; i++) {
+            const int own = view.seen(view.slots[i]).blocks();
+            most_blocks_ = std::max(most_blocks_, own), blocks += own * h.kv;
+        }
+        least_ = (threads + blocks - 1) / blocks;
+        for (int i = 0; i < slots; i++) units_ += h.kv * parts(view.slots[i]);
+        if (threads > 1 && units_ < 2 * threads) spans_ = std::min(most_blocks_, (4 * threads + units_ - 1) / units_);
+    }
+
+    int count() const { return units_ * spans_; }
+
+    // Number of parts of the blocks. If it is above 1, the results of all blocks are kept until they are joined.
+    int spans() const { return spans_; }
+    int most_blocks() const { return most_blocks_; }
+
+    AttentionPiece operator[](int index) const {
+        const int span = index % spans_;
+        int unit = index / spans_;
+        const Slot* slot = view_.slots;
+        for (; unit >= h_.kv * parts(*slot); slot++) unit -= h_.kv * parts(*slot);
+        const int count = parts(*slot);
+        const Span own = share(unit % count, count, slot->rows * h_.group());
+        return {slot, unit / count, own.from, own.to - own.from, span};
+    }
+
+   private:
+    int parts(const Slot& slot) const {
+        const int all = slot.rows * h_.group();
+        return std::min(all, std::max(least_, (all + QUERIES - 1) / QUERIES));
+    }
+
+    const View& view_;
+    const int slots_;
+    const Heads& h_;
+    int least_ = 1, units_ = 0, spans_ = 1, most_blocks_ = 1;
+};
+
+// The softmax of some scores: the largest, times log2(e), and the sum of the weights. Without scores, `top` is the least float.
+struct Softmax {
+    static constexpr float LOG2_E = 1.44269504f, LEAST = -std::numeric_limits<float>::max();
+    float top = LEAST, total = 0;
+
+    // The softmax of a query head before it has seen a column.
+    static Softmax begin(const Heads& h, int head) { return h.sinks ? Softmax{h.sinks[head] * LOG2_E, 1} : Softmax{}; }
+};
+
+// Joins the softmax of a block and its weighted sum [size] with the blocks before it.
+template <class Element>
+[[gnu::flatten]] void join(Softmax& all_before, float* mixed, const Softmax& block, const float* sum, int size) {
+    const float top = std::max(all_before.top, block.top);
+    const Floats before = Element::power(all(all_before.top - top)), own = Element::power(all(block.top - top));
+    all_before = {top, all_before.total * before[0] + block.total * own[0]};
+    for (int i = 0; i < size; i += LANES) store(mixed + i, fma(load<Floats>(sum + i), own, load<Floats>(mixed + i) * before));
+}
+
+// Floats of the result of a block that is kept: the sum, and the softmax.
+inline int part_size(const Heads& h) { return h.size + LANES; }
+
+inline void divide(float* mixed, float total, int size) {
+    const float scale = 1 / total;
+    for (int i = 0; i < size; i += LANES) store(mixed + i, load<Floats>(mixed + i) * scale);
+}
+
+// The attention of a piece's queries. Query i belongs to row (first + i) / group. A step takes 16 or 32 columns: the keys are
+// transposed, or the values paired, once for all queries. Products are computed in tiles of a few queries and a few registers.
 template <class Element>
 class Attention {
    public:
@@ -86,273 +187,230 @@ class Attention {
     using Operand = typename Element::Operand;
     using Pairs = typename Element::Pairs;
 
-    static constexpr int TILE = 16;
-
     // Allocates all memory for one pass, so that no thread allocates while others wait for it.
     void reserve(const View& view, const Heads& h, int slots) {
-        int64_t columns = 0;
-        for (const Slot* s = view.slots; s < view.slots + slots; s++) columns = std::max(columns, view.max_columns(*s));
-        const size_t size = (columns / 1024 + 1) * 1024 * TILE + LANES * TILE;  // rounded up, since a text grows token by token
-        seen_.reserve(size), gathered_.reserve(LANES * h.size), queries_.reserve(h.size * TILE), turned_.reserve(h.size / 2), sums_.reserve(h.size / LANES * TILE);
-        if (scores_.size() < size) scores_.resize(size), weights_.resize(size);
+        int columns = 0;
+        for (const Slot* s = view.slots; s < view.slots + slots; s++) columns = std::max(columns, s->columns);
+        tail_.reserve(QUERIES * (columns + 2 * STEP)), gathered_.reserve(STEP * h.size), queries_.reserve(QUERIES * h.size);
+        const int lines = (h.size / LANES + WIDE - 1) / WIDE * WIDE;
+        turned_.reserve(lines * STEP / 2), sums_.reserve(QUERIES * lines * LANES);
+        scores_.resize(QUERIES * STRIDE), weights_.resize(QUERIES * STRIDE);
     }
 
-    // q [rows of the slot, `stride`]: each row begins with the query heads. mixed [rows of the slot, query heads * D].
-    void run(const View& view, int layer, const Heads& h, const Slot& slot, int kv_head, int first, int count,
-             const Number* q, int64_t stride, float* mixed) {
-        count_ = count;
-        plan(view, h, slot, first);
-        queries_.resize(h.size * count);
-        for (int i = 0; i < count; i++) {
-            const int query = first + i, row = query / h.group(), head = kv_head * h.group() + query % h.group();
-            const int from = i / SCORED * SCORED, width = std::min(SCORED, count - from);
-            for (int d = 0; d < h.size; d++)
-                queries_[from * h.size + (d / 2 * width + i - from) * 2 + d % 2] = Element::operand(q[row * stride + head * h.size + d]);
-            seen_by_[i] = seen_.data() + (row - first / h.group()) * (blocks_ - masked_) * LANES;
-            mixed_[i] = mixed + (int64_t(row) * h.query + head) * h.size;
+    // Prepares a piece whose queries see these positions. q [rows of the slot, `stride`]: each row begins with the query heads.
+    void begin(const View& view, int layer, const Heads& h, const AttentionPiece& piece, const Positions& seen, const Number* q, int64_t stride) {
+        const Slot& slot = *piece.slot;
+        h_ = &h, seen_ = seen, capacity_ = slot.capacity, count_ = piece.count, tiles_ = (count_ + TILE - 1) / TILE;
+        lines_ = (h.size / LANES + WIDE - 1) / WIDE * WIDE;
+        const int64_t base = layer * slot.layer_stride + piece.head * slot.capacity * h.size;
+        keys_ = static_cast<const Number*>(slot.keys) + base, values_ = static_cast<const Number*>(slot.values) + base;
+        queries_.resize(count_ * h.size), turned_.assign(lines_ * STEP / 2, Pairs()), sums_.resize(count_ * lines_ * LANES);
+        for (int tile = 0; tile < tiles_; tile++) {
+            const Span own = queries_of(tile);
+            for (int i = own.from; i < own.to; i++) {
+                const int query = piece.first + i, head = piece.head * h.group() + query % h.group();
+                Operand* to = &queries_[own.from * h.size + (i - own.from) * 2];
+                const Number* from = q + query / h.group() * stride + head * h.size;
+                for (int d = 0; d < h.size; d++) to[d / 2 * (own.to - own.from) * 2 + d % 2] = Element::operand(from[d]);
+            }
         }
-        const int64_t base = layer * slot.layer_stride + kv_head * slot.capacity * h.size;
-        score_all(static_cast<const Number*>(slot.keys) + base, h);
-        for (int i = 0; i < count; i++) {
-            const float sink = h.sinks ? h.sinks[kv_head * h.group() + (first + i) % h.group()] : -INFINITY;
-            softmax_weights(i, (h.softcap > 0 ? 1.0f : h.scale) * LOG2_E, sink * LOG2_E);
-        }
-        const Number* values = static_cast<const Number*>(slot.values) + base;
-        PARTS > 1 ? mix_blocks(values, h.size) : mix(values, h.size);
+        plan(view, slot, piece);
     }
+
+    // Computes the softmax and the weighted sum of all queries over one block.
+    void run(int64_t block) {
+        base_ = block * BLOCK;
+        const int64_t begin = std::max(base_, seen_.begin / STEP * STEP), end = std::min(base_ + BLOCK, seen_.end);
+        std::fill_n(top_, count_, all(Softmax::LEAST));
+        for (int64_t at = begin; at < end; at += STEP) {
+            turn_keys(at);
+            for (int tile = 0; tile < tiles_; tile++) score<TILE>(queries_of(tile), at);
+        }
+        const int from = int(begin - base_), to = int((end - base_ + STEP - 1) / STEP * STEP);
+        for (int i = 0; i < count_; i++) found_[i] = softmax(i, from, to);
+        std::fill(sums_.begin(), sums_.end(), 0.0f);
+        for (int64_t at = begin; at < end; at += STEP) {
+            pair_values(at);
+            if (masked(at) && !finite()) {
+                // A weight of 0 is not enough to hide a column: 0 times a non-finite value is NaN.
+                for (int i = 0; i < count_; i++) mix<1, true>({i, i + 1}, int(at - base_));
+                continue;
+            }
+            for (int tile = 0; tile < tiles_; tile++) mix<TILE, false>(queries_of(tile), int(at - base_));
+        }
+    }
+
+    const Softmax& found(int query) const { return found_[query]; }
+    const float* sum(int query) const { return &sums_[query * lines_ * LANES]; }
 
    private:
-    static constexpr float LOG2_E = 1.44269504f;
-    static constexpr int COLUMNS_AHEAD = 32;  // distance of prefetches, which may go past the last column
-    // Queries scored at a time, and queries and vectors of values mixed at a time. The registers hold this many sums.
-    static constexpr int SCORED = PARTS == 1 ? TILE : PARTS == 2 ? 4 : 2, MIXED = PARTS == 1 ? 6 : 4, MIXED_WIDTH = PARTS == 1 ? 4 : 1;
+    static constexpr int QUERIES = AttentionPieces::QUERIES, COLUMNS_AHEAD = 64;  // distance of prefetches
+    // Queries and vectors of 16 lanes of a tile. Their sums fit into the registers with one operand of each vector.
+    static constexpr int TILE = PARTS == 1 ? 8 : PARTS == 2 ? 6 : 2, WIDE = PARTS == 1 ? 2 : 1;
+    static constexpr int STEP = WIDE * LANES, STRIDE = BLOCK + LANES;  // columns; of scores and weights
 
-    int count_ = 0;
-    // `columns_` columns begin at line `line_`. They form blocks of 16. Rows of scores and weights are `width_` apart.
-    int64_t line_, capacity_, columns_, blocks_, width_;
-    int64_t masked_;             // the first block with a column that is hidden from some row
-    std::vector<uint8_t> seen_;  // [rows, columns of block `masked_` and later]
-    std::vector<float> scores_;  // [queries, width]
-    std::vector<Operand> weights_;  // [queries, width]
-    std::vector<Number> gathered_; // [16, D]
-    std::vector<Operand> queries_; // [D / 2, queries, 2] for each SCORED queries: pairs of dimensions
-    std::vector<Pairs> turned_;    // a block's keys [D / 2], one in each lane; or its values [D / 16, 8] in pairs of columns
-    std::vector<Floats> sums_;     // [queries, D / 16]
-    const uint8_t* seen_by_[TILE];
-    float* mixed_[TILE];
-    Floats top_[TILE];
-    float scale_[TILE];  // 1 / sum of the weights
+    const Heads* h_;
+    const Number *keys_, *values_;
+    Positions seen_;
+    int count_, tiles_, lines_;     // queries and their tiles; vectors of a value, padded to whole tiles
+    int64_t capacity_, base_;       // of the slot; the first position of the block
+    int64_t full_from_, full_to_;   // all queries see these positions
+    int64_t lowest_[QUERIES];       // the first position that each query sees, or the length
+    const uint8_t* tail_of_[QUERIES];  // for each query, 1 for each position from `full_to_` on that it sees
+    Floats top_[QUERIES];           // of each lane
+    Softmax found_[QUERIES];
+    std::vector<uint8_t> tail_;     // [rows, positions]
+    std::vector<float> scores_;     // [queries, STRIDE]
+    std::vector<Operand> weights_;  // [queries, STRIDE]
+    std::vector<Number> gathered_;  // [STEP, D]
+    std::vector<Operand> queries_;  // [D / 2, queries of the tile, 2] for each tile: pairs of dimensions
+    std::vector<Pairs> turned_;     // of a step: keys [D / 2, WIDE], or values [lines / WIDE, STEP / 2, WIDE] in pairs of columns
+    std::vector<float> sums_;       // [queries, lines * LANES]
 
-    void plan(const View& view, const Heads& h, const Slot& slot, int first) {
-        const int from = first / h.group(), to = (first + count_ - 1) / h.group() + 1;
-        const auto depths = std::minmax_element(slot.depth + from, slot.depth + to);
-        const int64_t edge = slot.length - view.window + 1;  // plus its depth: the first position that a row sees
-        // Even, and at most `length`: a long pass may push its own first rows out of the window, but they are masked instead.
-        const int64_t begin = view.window ? std::clamp<int64_t>(edge + *depths.first, 0, slot.length) & ~int64_t(1) : 0;
-        int last = 0;
-        for (int row = from; row < to; row++)
-            for (int c = slot.columns - 1; c >= last; c--)
-                if (slot.visible[int64_t(row) * slot.columns + c]) last = c + 1;
-        const int64_t before = slot.length - begin;
-        line_ = begin % slot.capacity, capacity_ = slot.capacity, columns_ = before + last;
-        blocks_ = (columns_ + LANES - 1) / LANES, width_ = (blocks_ | 1) * LANES;
-        masked_ = view.window && edge + *depths.second > begin ? 0 : before / LANES;
-        const int64_t skipped = masked_ * LANES, size = (blocks_ - masked_) * LANES;
-        seen_.assign((to - from) * size, 0);
+    Span queries_of(int tile) const { return share(tile, tiles_, count_); }
+
+    void plan(const View& view, const Slot& slot, const AttentionPiece& piece) {
+        const int group = h_->group(), from = piece.first / group, to = (piece.first + count_ - 1) / group + 1;
+        full_from_ = 0, full_to_ = slot.length / STEP * STEP;
+        const int64_t size = (seen_.end - full_to_ + STEP - 1) / STEP * STEP, before = slot.length - full_to_, tail = seen_.end - slot.length;
+        tail_.assign((to - from) * size, 0);
         for (int row = from; row < to; row++) {
-            uint8_t* seen = seen_.data() + (row - from) * size;
+            uint8_t* sees = &tail_[(row - from) * size];
+            std::memset(sees, 1, before), sees += before;
+            std::memcpy(sees, slot.visible + int64_t(row) * slot.columns, tail);
             const int32_t passed = slot.depth[row] - view.window;  // the last position out of the window, beyond `length`
-            int64_t at = skipped;
-            if (view.window) at = std::min(before, std::max(at, before + passed + 1));
-            std::memset(seen + at - skipped, 1, before - at);
-            std::memcpy(seen + before - skipped, slot.visible + int64_t(row) * slot.columns, last);
-            for (int c = 0; view.window && c < last; c++) seen[before - skipped + c] &= slot.below[c] > passed;
+            for (int c = 0; view.window && c < tail; c++) sees[c] &= slot.below[c] > passed;
+        }
+        for (int i = 0; i < count_; i++) {
+            const int row = (piece.first + i) / group;
+            lowest_[i] = std::min(view.lowest(slot, slot.depth[row]), slot.length), tail_of_[i] = &tail_[(row - from) * size];
+            full_from_ = std::max(full_from_, lowest_[i]);
         }
     }
 
-    // Index of a column's line in the slot's memory. Columns past the end read the last one.
-    int64_t line(int64_t column) const {
-        const int64_t at = line_ + std::min(column, columns_ - 1);
-        return at < capacity_ ? at : at - capacity_;
+    // True if a query may not see all columns of the step at this position.
+    bool masked(int64_t at) const { return at < full_from_ || at >= full_to_; }
+
+    Ints sees(int query, int64_t at) const {
+        static constexpr int32_t NUMBERS[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        const int32_t hidden = int32_t(std::clamp<int64_t>(lowest_[query] - at, 0, LANES));
+        const Ints sees = load<Ints>(NUMBERS) >= hidden;
+        return at < full_to_ ? sees : sees & (convert<Ints>(load<Lanes<uint8_t>>(tail_of_[query] + (at - full_to_))) != 0);
     }
 
-    // Prefetches into the second cache. The hardware prefetcher cannot follow as many texts as a batch has.
-    static void prefetch(const Number* from, int size) {
-        for (int i = 0; i < size; i += 64 / sizeof(Number)) __builtin_prefetch(from + i, 0, 1);
+    // Prefetches `count` numbers into the second cache. The hardware prefetcher cannot follow as many texts as a batch has, and a
+    // processor stalls if it prefetches a whole step at once.
+    void prefetch(const Number* here, int count) const {
+        here += COLUMNS_AHEAD * h_->size;
+        for (int i = 0; i < count; i += 64 / int(sizeof(Number))) __builtin_prefetch(here + i, 0, 1);
     }
 
-    // The rows of a block, contiguous. They are read in place, or copied at the end and where a ring wraps around.
-    const Number* together(const Number* rows, int64_t block, int size) {
-        const int64_t at = block * LANES, first = line(at);
-        if (line(at + LANES - 1) == first + LANES - 1) return rows + first * size;
-        gathered_.resize(LANES * size);
-        for (int i = 0; i < LANES; i++) std::copy_n(rows + line(at + i) * size, size, &gathered_[i * size]);
+    // The lines of a step, contiguous. They are read in place, or copied at the end of the slot's memory.
+    const Number* together(const Number* rows, int64_t at) {
+        const int size = h_->size;
+        const Number* first = rows + at % capacity_ * size;
+        if (at % capacity_ + STEP <= capacity_) return first;
+        gathered_.resize(STEP * size);
+        for (int i = 0; i < STEP; i++) std::copy_n(rows + std::min(at + i, seen_.end - 1) % capacity_ * size, size, &gathered_[i * size]);
         return gathered_.data();
     }
 
-    // Computes all scores block by block. A block that several groups of queries need is transposed once for all of them.
-    void score_all(const Number* keys, const Heads& h) {
-        std::fill_n(top_, count_, all(-INFINITY));
-        for (int64_t block = 0; block < blocks_; block++) {
-            const Number* k = together(keys, block, h.size);
-            prefetch(k + COLUMNS_AHEAD * h.size, LANES * h.size);
-            if (count_ <= SCORED) {
-                score<SCORED, false>(k, h, 0, count_, block);
-                continue;
+    [[gnu::noinline, gnu::flatten]] void turn_keys(int64_t at) {
+        const int size = h_->size;
+        const Number* rows = together(keys_, at);
+        for (int v = 0; v < WIDE; v++, rows += LANES * size)
+            for (int d = 0; d < size; d += 8) {
+                Pairs own[4];
+                Element::transpose(own, rows + d, size), prefetch(rows + d * LANES, 8 * LANES);
+                for (int i = 0; i < 4; i++) turned_[(d / 2 + i) * WIDE + v] = own[i];
             }
-            turned_.resize(h.size / 2);
-            for (int d = 0; d < h.size; d += 8) Element::transpose(&turned_[d / 2], k + d, h.size);
-            for (int from = 0; from < count_; from += SCORED) score<SCORED, true>(k, h, from, std::min(SCORED, count_ - from), block);
+    }
+
+    [[gnu::noinline, gnu::flatten]] void pair_values(int64_t at) {
+        const int size = h_->size, whole = size / LANES / WIDE * WIDE * LANES;
+        const Number* row = together(values_, at);
+        for (int pair = 0; pair < STEP / 2; pair++, row += 2 * size) {
+            Pairs* to = &turned_[pair * WIDE];
+            prefetch(row, 2 * size);
+            for (int d = 0; d < whole; d += WIDE * LANES, to += STEP / 2 * WIDE) Element::template interleave<WIDE>(to, row + d, row + size + d);
+            if (whole < size) Element::template interleave<1>(to, row + whole, row + size + whole);
         }
     }
 
-    // Scores one block for N queries, starting with query `from`.
-    template <int N, bool TURNED>
-    [[gnu::noinline, gnu::flatten]] void score(const Number* k, const Heads& h, int from, int count, int64_t block) {
-        if constexpr (N > 1)
-            if (count < N) return score<N - 1, TURNED>(k, h, from, count, block);
-        Floats dots[N];
-#pragma GCC unroll 16  // so that the sums stay in registers
-        for (int i = 0; i < N; i++) dots[i] = all(0.0f);
-        const Operand* query = &queries_[from * h.size];
-        for (int d = 0; d < h.size; d += 8) {
-            Pairs own[4];
-            if constexpr (!TURNED) Element::transpose(own, k + d, h.size);
-            const Pairs* pairs = TURNED ? &turned_[d / 2] : own;
-#pragma GCC unroll 4
-            for (int j = 0; j < 4; j++, query += 2 * N)
-#pragma GCC unroll 16
-                for (int i = 0; i < N; i++) dots[i] = dot2(dots[i], pairs[j], query + 2 * i);
-        }
-        float* scores = &scores_[from * width_ + block * LANES];
-#pragma GCC unroll 16
-        for (int i = 0; i < N; i++) store(scores + i * width_, dots[i]);
-        for (int i = from; i < from + N; i++, scores += width_) {
-            Floats s = load<Floats>(scores);
-            if (h.softcap > 0) s = hyperbolic_tangent(s * (h.scale / h.softcap)) * h.softcap;
-            if (block >= masked_) s = select(sees(i, block), s, all(-INFINITY));
-            top_[i] = select(s > top_[i], s, top_[i]);
-            store(scores, s);
+    bool finite() const {
+        bool finite = true;
+        for (const Pairs& pairs : turned_) finite &= paceline::finite(pairs);
+        return finite;
+    }
+
+    // Adds the products of `count` pairs of each vector and pairs of Q queries, which are `NEXT_QUERY` and `NEXT` elements apart.
+    template <int Q, int NEXT_QUERY, int NEXT, bool HIDDEN>
+    [[gnu::always_inline]] static void multiply(Floats (&sums)[Q][WIDE], const Pairs* own, int count, const Operand* pair) {
+        for (int i = 0; i < count; i++, own += WIDE, pair += NEXT) {
+            Pairs here[WIDE];
+            for (int v = 0; v < WIDE; v++) here[v] = HIDDEN ? kept(own[v], pair) : own[v];
+            add_products(sums, here, pair, NEXT_QUERY);
         }
     }
 
-    Ints sees(int query, int64_t block) const {
-        return convert<Ints>(load<Lanes<uint8_t>>(seen_by_[query] + (block - masked_) * LANES)) != 0;
-    }
-
-    // Computes softmax weights. Their sum adds multiples of 2^-23, which is exact, so hidden columns do not change it.
-    [[gnu::noinline, gnu::flatten]] void softmax_weights(int query, float factor, float sink) {
-        constexpr int64_t EXACT = 64;  // sums of this many blocks fit 32 bits
-        const float top = std::max(largest(top_[query]) * factor, sink);
-        const float* scores = &scores_[query * width_];
-        Operand* weights = &weights_[query * width_];
-        int64_t total = as<Ints>(Element::power(all(sink - top)) + 1.0f)[0] - 0x3f800000;
-        for (int64_t block = 0; block < blocks_;) {
-            Ints part{};
-            for (const int64_t end = std::min(blocks_, block + EXACT); block < end; block++) {
-                Floats w = Element::power(fma(load<Floats>(scores + block * LANES), all(factor), all(-top)));
-                part += as<Ints>(w + 1.0f) - 0x3f800000;
-                Element::operands(weights + block * LANES, w);
+    template <int Q>
+    [[gnu::noinline, gnu::flatten]] void score(Span queries, int64_t at) {
+        if constexpr (Q > 1)
+            if (queries.to - queries.from < Q) return score<Q - 1>(queries, at);
+        Floats dots[Q][WIDE] = {};
+        multiply<Q, 2, 2 * Q, false>(dots, turned_.data(), h_->size / 2, &queries_[queries.from * h_->size]);
+        float* scores = &scores_[queries.from * STRIDE + (at - base_)];
+#pragma GCC unroll 8
+        for (int i = 0; i < Q; i++)
+#pragma GCC unroll 2
+            for (int v = 0; v < WIDE; v++) store(scores + i * STRIDE + v * LANES, dots[i][v]);
+        const bool hides = masked(at);
+        for (int i = queries.from; i < queries.to; i++, scores += STRIDE)
+            for (int v = 0; v < WIDE; v++) {
+                Floats s = load<Floats>(scores + v * LANES);
+                if (h_->softcap > 0) s = hyperbolic_tangent(s * (h_->scale / h_->softcap)) * h_->softcap;
+                if (hides) s = select(sees(i, at + v * LANES), s, all(-INFINITY));
+                top_[i] = select(s > top_[i], s, top_[i]);
+                store(scores + v * LANES, s);
             }
-            total += (int64_t(sum(part >> 16)) << 16) + sum(part & 0xffff);
-        }
-        scale_[query] = 0x1p23f / float(total);
     }
 
-    void mix(const Number* values, int size) const {
-        const int parts = (count_ + MIXED - 1) / MIXED;
-        for (int part = 0; part < parts; part++) {
-            const int from = count_ * part / parts, to = count_ * (part + 1) / parts;
-            int d = 0;
-            for (; d + MIXED_WIDTH * LANES <= size; d += MIXED_WIDTH * LANES)
-                gather<MIXED, MIXED_WIDTH>(values + d, size, from, to, d);
-            for (; d < size; d += LANES) gather<MIXED, 1>(values + d, size, from, to, d);
+    // Turns a query's scores of columns `from` to `to` - 1 of the block into weights. Their sum adds multiples of 2^-23, which is
+    // exact, so hidden columns do not change it.
+    [[gnu::noinline, gnu::flatten]] Softmax softmax(int query, int from, int to) {
+        const float factor = (h_->softcap > 0 ? 1.0f : h_->scale) * Softmax::LOG2_E;
+        const float most = largest(top_[query]), top = most > Softmax::LEAST ? most * factor : most;
+        const float* scores = &scores_[query * STRIDE];
+        Operand* weights = &weights_[query * STRIDE];
+        Ints total{};
+        for (int i = from; i < to; i += LANES) {
+            const Floats w = Element::power(fma(load<Floats>(scores + i), all(factor), all(-top)));
+            total += as<Ints>(w + 1.0f) - 0x3f800000;
+            Element::operands(weights + i, w);
         }
-    }
-
-    // Like `mix` with fewer registers, block by block. A block's pairs are built once for all groups of queries, and the
-    // sums stay in memory between blocks.
-    [[gnu::flatten]] void mix_blocks(const Number* values, int size) {
-        const int lines = size / LANES, parts = (count_ + MIXED - 1) / MIXED;
-        sums_.assign(count_ * lines, Floats{}), turned_.resize(size / 2);
-        for (int64_t block = 0; block < blocks_; block++) {
-            const int pairs = int(std::min<int64_t>(columns_ - block * LANES, LANES) + 1) / 2;
-            bool hidden = false;
-            for (int p = 0; p < pairs; p++)
-                for (int d = 0; d < lines; d++) {
-                    Pairs* made = &turned_[d * LANES / 2 + p];
-                    pairs_of<1>(made, values + d * LANES, size, block * LANES + 2 * p);
-                    if (block >= masked_) hidden |= !finite<1>(made);
-                }
-            for (int part = 0, from = 0; part < parts; part++) {
-                const int to = count_ * (part + 1) / parts;
-                hidden ? add_block<MIXED, true>(from, to - from, lines, block, pairs) : add_block<MIXED, false>(from, to - from, lines, block, pairs);
-                from = to;
-            }
-        }
-        for (int i = 0; i < count_; i++)
-            for (int d = 0; d < lines; d++) store(mixed_[i] + d * LANES, sums_[i * lines + d] * scale_[i]);
+        return {top, float((int64_t(paceline::sum(total >> 16)) << 16) + paceline::sum(total & 0xffff)) * 0x1p-23f};
     }
 
     template <int Q, bool HIDDEN>
-    [[gnu::noinline, gnu::flatten]] void add_block(int from, int count, int lines, int64_t block, int pairs) {
+    [[gnu::noinline, gnu::flatten]] void mix(Span queries, int offset) {
         if constexpr (Q > 1)
-            if (count < Q) return add_block<Q - 1, HIDDEN>(from, count, lines, block, pairs);
+            if (queries.to - queries.from < Q) return mix<Q - 1, HIDDEN>(queries, offset);
+        const Operand* weights = &weights_[queries.from * STRIDE + offset];
         const Pairs* own = turned_.data();
-        for (int d = 0; d < lines; d++, own += LANES / 2) {
-            const Operand* weights = &weights_[from * width_ + block * LANES];
-            Floats sums[Q];
-#pragma GCC unroll 8  // early enough for registers
-            for (int i = 0; i < Q; i++) sums[i] = sums_[(from + i) * lines + d];
-            for (int p = 0; p < pairs; p++, weights += 2)
+        const int width = lines_ * LANES;
+        float* to = &sums_[queries.from * width];
+        for (int line = 0; line < lines_; line += WIDE, own += STEP / 2 * WIDE, to += WIDE * LANES) {
+            Floats sums[Q][WIDE];
 #pragma GCC unroll 8
-                for (int i = 0; i < Q; i++) {
-                    const Operand* pair = weights + i * width_;
-                    sums[i] = dot2(sums[i], HIDDEN ? kept(own[p], pair) : own[p], pair);
-                }
+            for (int i = 0; i < Q; i++)
+#pragma GCC unroll 2
+                for (int v = 0; v < WIDE; v++) sums[i][v] = load<Floats>(to + i * width + v * LANES);
+            multiply<Q, STRIDE, 2, HIDDEN>(sums, own, STEP / 2, weights);
 #pragma GCC unroll 8
-            for (int i = 0; i < Q; i++) sums_[(from + i) * lines + d] = sums[i];
+            for (int i = 0; i < Q; i++)
+#pragma GCC unroll 2
+                for (int v = 0; v < WIDE; v++) store(to + i * width + v * LANES, sums[i][v]);
         }
-    }
-
-    // Interleaves 16 N values of two columns.
-    template <int N>
-    [[gnu::always_inline]] void pairs_of(Pairs* pairs, const Number* values, int size, int64_t column) const {
-        const Number *even = values + line(column) * size, *odd = values + line(column + 1) * size;
-        prefetch(even + COLUMNS_AHEAD * size, N * LANES), prefetch(odd + COLUMNS_AHEAD * size, N * LANES);
-        Element::template interleave<N>(pairs, even, odd);
-    }
-
-    template <int Q, int N>
-    [[gnu::noinline, gnu::flatten]] void gather(const Number* values, int size, int from, int to, int d) const {
-        if constexpr (Q > 1)
-            if (to - from < Q) return gather<Q - 1, N>(values, size, from, to, d);
-        Floats sums[Q][N] = {};
-        auto add = [&](auto some_hidden, int64_t c, int64_t end) __attribute__((always_inline)) {
-            const Operand* weights = &weights_[from * width_ + c];
-            for (; c < end; c += 2, weights += 2) {
-                Pairs pairs[N];
-                pairs_of<N>(pairs, values, size, c);
-#pragma GCC unroll 8  // early enough for registers
-                for (int i = 0; i < Q; i++) {
-                    const Operand* pair = weights + i * width_;
-#pragma GCC unroll 4
-                    for (int j = 0; j < N; j++)
-                        sums[i][j] = dot2(sums[i][j], some_hidden.value ? kept(pairs[j], pair) : pairs[j], pair);
-                }
-            }
-        };
-        // A weight of 0 is not enough to hide a column: 0 times a non-finite value is NaN.
-        int64_t certain = columns_;
-        for (int64_t c = std::min(columns_, masked_ * LANES); c < certain; c += 2) {
-            Pairs pairs[N];
-            pairs_of<N>(pairs, values, size, c);
-            if (!finite<N>(pairs)) certain = c;
-        }
-        add(std::false_type(), 0, certain);
-        add(std::true_type(), certain, columns_);
-        for (int i = 0; i < Q; i++)
-            for (int j = 0; j < N; j++) store(mixed_[from + i] + d + j * LANES, sums[i][j] * scale_[from + i]);
     }
 };
 

@@ -1,22 +1,33 @@
 // Number types of the residual stream and of keys and values: how to read, write and multiply them.
 #pragma once
 
+#include <type_traits>
+
 #include "functions.h"
 
 namespace paceline {
 
 // `Number` is the stored type. `Operand` and `Pairs` are operands of products (see `dot2`). Attention weights are rounded
 // like attention values.
-struct BFloat16 {
+template <class OwnOperand, class OwnPairs>
+struct BFloat16With {
     using Number = bf16;
-    using Operand = paceline::Operand;
-    using Pairs = paceline::Pairs;
+    using Operand = OwnOperand;
+    using Pairs = OwnPairs;
 
     static Floats widen(const Number* from) { return paceline::widen(from); }
     static void narrow(Number* to, const Floats& v) { paceline::narrow(to, v); }
-    static Operand operand(Number x) { return paceline::operand(x); }
-    static void operands(Operand* to, const Floats& v) { paceline::narrow(to, v); }
     static Floats power(const Floats& x) { return power_of_two(x); }
+
+    static Operand operand(Number x) {
+        if constexpr (std::is_same<Operand, float>()) return widened(x);
+        else return x;
+    }
+
+    static void operands(Operand* to, const Floats& v) {
+        if constexpr (std::is_same<Operand, float>()) store(to, rounded_to_bf16(v));
+        else paceline::narrow(to, v);
+    }
 
     // Transposes 8 numbers of each of 16 rows, `stride` apart, into 4 pairs with one lane per row.
     [[gnu::always_inline]] static void transpose(Pairs* pairs, const Number* rows, int64_t stride) {
@@ -31,6 +42,25 @@ struct BFloat16 {
         paceline::interleave<N>(pairs, even, odd);
     }
 };
+
+using BFloat16 = BFloat16With<float, WidePairs>;
+#if defined(__AVX512BF16__)
+// With AVX-512's instruction for products of pairs, see `multiplies_pairs`.
+using PairedBFloat16 = BFloat16With<paceline::Operand, paceline::Pairs>;
+#else
+using PairedBFloat16 = BFloat16;
+#endif
+
+// True if products of bfloat16 pairs are faster than products of floats. Intel's processors (Sapphire Rapids) start one product
+// of pairs every two cycles, but four products of floats.
+inline bool multiplies_pairs() {
+#if defined(__AVX512BF16__)
+    static const bool intel = __builtin_cpu_is("intel");
+    return !intel;
+#else
+    return false;
+#endif
+}
 
 // Common code of number types that are widened to float for products.
 template <class Own>

@@ -105,13 +105,22 @@ void grow(std::vector<T>& v, int rows, int width) {
 struct ThreadScratch {
     std::vector<float> row;
     std::tuple<Attention<BFloat16>, Attention<Float16>, Attention<Float32>> attentions;
+    Attention<PairedBFloat16> paired_attention;
     Inputs gathered;  // the rows of one expert
 
     template <class Element>
     void reserve(const Layer& l, const Pass& pass) {
         grow(row, 1, std::max(whole(l.hidden), l.queries()));
-        std::get<Attention<Element>>(attentions).reserve(pass.views[l.view], l.heads, pass.slots);
+        attend<Element>([&](auto& attention) { attention.reserve(pass.views[l.view], l.heads, pass.slots); });
         if (l.mixture()) gathered.reserve(pass.rows, l.experts->gate_up);
+    }
+
+    // Calls work(attention) with the attention that is fastest on this processor.
+    template <class Element, class Work>
+    void attend(Work work) {
+        if constexpr (std::is_same<Element, BFloat16>())
+            if (multiplies_pairs()) return work(paired_attention);
+        work(std::get<Attention<Element>>(attentions));
     }
 };
 
@@ -119,6 +128,7 @@ struct ThreadScratch {
 // because a piece of work has no way to report a failure.
 struct Scratch {
     std::vector<float> stream, entry, qkv, mixed, added, scores, parts;  // [rows, *]
+    std::vector<float> attended;                                         // results of blocks [rows, query heads, blocks, *]
     std::vector<float> shrunk;                                           // A x of the current product [rows, rank]
     std::vector<int32_t> chosen;                                         // chosen experts [rows, used]
     std::vector<float> inner;                                            // [rows * used, ffn]
@@ -132,6 +142,8 @@ struct Scratch {
         grow(stream, rows, whole(l.hidden)), grow(entry, rows, whole(width)), grow(added, rows, whole(l.hidden));
         grow(qkv, rows, l.all_heads()), grow(heads, rows, l.all_heads() * int(sizeof(typename Element::Number))), grow(mixed, rows, l.queries());
         grow(inner, rows * l.routing.each(), whole(l.ffn));
+        const AttentionPieces pieces(pass.views[l.view], pass.slots, l.heads, pass.threads);
+        if (pieces.spans() > 1) grow(attended, rows * l.heads.query * pieces.most_blocks(), part_size(l.heads));
         if (pass.adapters) grow(shrunk, rows, pass.rank);
         to_mix.reserve(rows, l.qkv), to_out.reserve(rows, l.out);
         to_mlp.reserve(rows, l.experts->gate_up), to_down.reserve(rows * l.routing.each(), l.experts->down);
@@ -272,44 +284,78 @@ class LayerTask {
             write_head(*slot, value ? slot->values : slot->keys, l.index, l.heads, kv_head, &heads[at], all_heads);
     }
 
-    // Runs attention for all queries of all key heads, in pieces of equal cost, since later rows see more columns.
+    // Runs attention for all queries of all key heads.
     void attend() {
-        const int64_t all = int64_t(rows) * l.heads.query;
-        const int pieces = int(std::min<int64_t>(((all - 1) / (MANY * team.count()) + 1) * team.count(), Pool::PIECES));
-        team.run(pieces, [&](int piece, int thread) {
-            attend(begin(piece, pieces), begin(piece + 1, pieces), std::get<Attention<Element>>(locals[thread].attentions));
+        const View& view = pass.views[l.view];
+        const AttentionPieces pieces(view, pass.slots, l.heads, team.count());
+        const int count = std::min(pieces.count(), Pool::PIECES);
+        team.run(count, [&](int index, int thread) {
+            const Span own = share(index, count, pieces.count());
+            locals[thread].template attend<Element>([&](auto& attention) {
+                for (int i = own.from; i < own.to; i++) attend(attention, view, pieces[i], pieces);
+            });
         });
+        if (pieces.spans() > 1) team.split(rows * l.heads.query, 1, [&](Span own, int) { join_parts(view, pieces, own); });
     }
 
-    static constexpr int MANY = 256;
-
-    // The first query of a piece. A query costs as much as its slot has columns.
-    int begin(int64_t piece, int pieces) const {
-        const View& view = pass.views[l.view];
-        int64_t all = 0;
-        for (int i = 0; i < pass.slots; i++) all += view.slots[i].rows * view.max_columns(view.slots[i]);
-        // In rows times columns. A query is a fraction of a row.
-        int64_t cost = all * l.heads.query * piece / pieces;
-        const Slot* slot = view.slots;
-        for (; slot < view.slots + pass.slots - 1; slot++) {
-            const int64_t of_slot = slot->rows * view.max_columns(*slot) * l.heads.query;
-            if (cost < of_slot) break;
-            cost -= of_slot;
+    // Computes one piece. Joins the blocks at once, or keeps their results for `join_parts`.
+    template <class Attending>
+    void attend(Attending& attention, const View& view, const AttentionPiece& piece, const AttentionPieces& pieces) {
+        const Slot& slot = *piece.slot;
+        const int size = l.heads.size, group = l.heads.group();
+        const bool whole = pieces.spans() == 1;
+        const Positions seen = whole ? view.seen(slot, piece.first / group, (piece.first + piece.count - 1) / group + 1) : view.seen(slot);
+        attention.begin(view, l.index, l.heads, piece, seen, &heads[int64_t(slot.first) * all_heads], all_heads);
+        Softmax joined[AttentionPieces::QUERIES];
+        auto query = [&](int i) {
+            const int at = piece.first + i;
+            return (slot.first + at / group) * l.heads.query + piece.head * group + at % group;
+        };
+        for (int i = 0; i < piece.count && whole; i++) joined[i] = begin_query(query(i));
+        const Span blocks = share(piece.span, pieces.spans(), seen.blocks());
+        for (int block = blocks.from; block < blocks.to; block++) {
+            attention.run(seen.first_block() + block);
+            for (int i = 0; i < piece.count; i++) {
+                if (whole) {
+                    join<Element>(joined[i], mixed(query(i)), attention.found(i), attention.sum(i), size);
+                } else {
+                    float* to = part(query(i), block, pieces);
+                    std::copy_n(attention.sum(i), size, to);
+                    to[size] = attention.found(i).top, to[size + 1] = attention.found(i).total;
+                }
+            }
         }
-        return slot->first * l.heads.query + int(cost / view.max_columns(*slot));
+        for (int i = 0; i < piece.count && whole; i++) divide(mixed(query(i)), joined[i].total, size);
     }
 
-    void attend(int at, int end, Attention<Element>& attention) {
-        const View& view = pass.views[l.view];
+    // Joins the blocks of these queries of the pass.
+    void join_parts(const View& view, const AttentionPieces& pieces, Span own) {
         const Slot* slot = view.slots;
-        for (int count; at < end; at += count) {
-            while (at >= (slot->first + slot->rows) * l.heads.query) slot++;
-            const int of_head = slot->rows * l.heads.group(), of_slot = at - slot->first * l.heads.query;
-            const int head = of_slot / of_head;
-            count = std::min({Attention<Element>::TILE, end - at, (head + 1) * of_head - of_slot});
-            attention.run(view, l.index, l.heads, *slot, head, of_slot - head * of_head, count,
-                          &heads[int64_t(slot->first) * all_heads], all_heads, &s.mixed[int64_t(slot->first) * queries]);
+        const int size = l.heads.size;
+        int blocks = 0;
+        for (int query = own.from; query < own.to; query++) {
+            while (query >= (slot->first + slot->rows) * l.heads.query) slot++, blocks = 0;
+            if (!blocks) blocks = view.seen(*slot).blocks();
+            Softmax joined = begin_query(query);
+            for (int block = 0; block < blocks; block++) {
+                const float* from = part(query, block, pieces);
+                join<Element>(joined, mixed(query), {from[size], from[size + 1]}, from, size);
+            }
+            divide(mixed(query), joined.total, size);
         }
+    }
+
+    Softmax begin_query(int query) {
+        std::fill_n(mixed(query), l.heads.size, 0.0f);
+        return Softmax::begin(l.heads, query % l.heads.query);
+    }
+
+    // The output of a query of the pass: rows times query heads.
+    float* mixed(int query) { return &s.mixed[int64_t(query) * l.heads.size]; }
+
+    // Room for the result of a query in one block.
+    float* part(int query, int block, const AttentionPieces& pieces) {
+        return &s.attended[(int64_t(query) * pieces.most_blocks() + block) * part_size(l.heads)];
     }
 
     // Chooses the experts of each row.

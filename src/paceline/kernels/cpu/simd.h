@@ -380,12 +380,24 @@ inline Floats dot2(const Floats& total, const WidePairs& own, const float* pair)
     return fma(own.even, all(pair[0]), fma(own.odd, all(pair[1]), total));
 }
 
-template <int N>
-inline bool finite(const WidePairs* x) {
-    Floats nothing{};
-    for (int i = 0; i < N; i++) nothing += x[i].even * 0.0f + x[i].odd * 0.0f;
-    return !any(nothing != 0.0f);
+// Adds `dot2` of V vectors and the pairs of Q rows, which are `stride` elements apart.
+template <int Q, int V>
+[[gnu::always_inline]] inline void add_products(Floats (&sums)[Q][V], const WidePairs (&own)[V], const float* pairs, int stride) {
+#pragma GCC unroll 16  // early enough for registers
+    for (int i = 0; i < Q; i++) {
+        const Floats x = all(pairs[i * stride + 1]);
+#pragma GCC unroll 2
+        for (int v = 0; v < V; v++) sums[i][v] = fma(own[v].odd, x, sums[i][v]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < Q; i++) {
+        const Floats x = all(pairs[i * stride]);
+#pragma GCC unroll 2
+        for (int v = 0; v < V; v++) sums[i][v] = fma(own[v].even, x, sums[i][v]);
+    }
 }
+
+inline bool finite(const WidePairs& x) { return !any(x.even * 0.0f + x.odd * 0.0f != 0.0f); }
 
 // Sets numbers to 0 where the other operand is 0.
 inline WidePairs kept(const WidePairs& x, const float* pair) {
@@ -409,12 +421,16 @@ inline Floats dot2(Floats total, const Pairs& own, const Operand* pair) {
     return total;
 }
 
-template <int N>
-inline bool finite(const Pairs* x) {
-    Ints endless{};
-    for (int i = 0; i < N; i++)
-        endless |= ((x[i].both & 0x7f80) == 0x7f80) | ((x[i].both & 0x7f800000) == 0x7f800000);
-    return !any(endless);
+template <int Q, int V>
+[[gnu::always_inline]] inline void add_products(Floats (&sums)[Q][V], const Pairs (&own)[V], const Operand* pairs, int stride) {
+#pragma GCC unroll 16  // early enough for registers
+    for (int i = 0; i < Q; i++)
+#pragma GCC unroll 2
+        for (int v = 0; v < V; v++) sums[i][v] = dot2(sums[i][v], own[v], pairs + i * stride);
+}
+
+inline bool finite(const Pairs& x) {
+    return !any(((x.both & 0x7f80) == 0x7f80) | ((x.both & 0x7f800000) == 0x7f800000));
 }
 
 inline Pairs kept(const Pairs& x, const Operand* pair) {
@@ -428,6 +444,17 @@ inline Operand operand(bf16 x) { return widened(x); }
 
 inline void narrow(Operand* to, const Floats& v) { store(to, rounded(v)); }
 #endif
+
+// Rounds to bfloat16 and widens again.
+inline Floats rounded_to_bf16(const Floats& v) {
+#if defined(__AVX512BF16__)
+    bf16 y[LANES];
+    narrow(y, v);
+    return widen(y);
+#else
+    return as<Floats>(rounded(v));
+#endif
+}
 
 // Transposes 4 x 4 numbers in 4 registers, or in each quarter of 4 registers.
 [[gnu::always_inline]] inline void transpose(IntPart (&x)[4]) {
@@ -481,8 +508,13 @@ inline void narrow(Operand* to, const Floats& v) { store(to, rounded(v)); }
 
 // Interleaves 16 N numbers of two rows.
 template <int N>
-[[gnu::always_inline]] inline void interleave(Pairs* pairs, const bf16* even, const bf16* odd) {
+[[gnu::always_inline]] inline void interleave(WidePairs* pairs, const bf16* even, const bf16* odd) {
+    for (int i = 0; i < N; i++) pairs[i] = {widen(even + i * LANES), widen(odd + i * LANES)};
+}
+
 #if defined(__AVX512BF16__)
+template <int N>
+[[gnu::always_inline]] inline void interleave(Pairs* pairs, const bf16* even, const bf16* odd) {
     int i = 0;
     const __m512i first = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
                                            5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
@@ -494,9 +526,7 @@ template <int N>
     }
     for (; i < N; i++)
         pairs[i].both = convert<Ints>(load<Shorts>(even + i * LANES)) | convert<Ints>(load<Shorts>(odd + i * LANES)) << 16;
-#else
-    for (int i = 0; i < N; i++) pairs[i] = {widen(even + i * LANES), widen(odd + i * LANES)};
-#endif
 }
+#endif
 
 }  // namespace paceline

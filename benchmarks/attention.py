@@ -1,0 +1,109 @@
+"""Time of whole passes after long texts: rows to verify, and chunks of prompts, with random weights of known shapes.
+
+Few layers are enough, because all layers cost the same: Qwen2.5-1.5B has 28. The cache is filled with random keys and
+values. Depths and rows alternate within each repetition, so that they share the machine's ups and downs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import torch
+from common import RESULTS, Grid, median, progress, provenance, report, write
+
+from paceline.cache.slab import SlabCache
+from paceline.kernels.cpu.build import instruction_set
+from paceline.models.config import ModelConfig
+from paceline.models.decoder import Decoder
+from paceline.models.lazy import Quantised
+from paceline.testing import random_tensors
+from paceline.types import Draft, Want
+from paceline.verify.tree import pack, pack_prefix
+
+QWEN = ModelConfig("llama", 256, 1536, 4, 12, 2, 128, 8960, 1 << 17, tied=True)
+SHAPES = {
+    "Qwen2.5-1.5B": QWEN,
+    "Llama-3.2-3B": replace(QWEN, hidden=3072, heads=24, kv_heads=8, ffn=8192),
+    "Gemma-3-1B": replace(QWEN, hidden=1152, heads=4, kv_heads=1, head_dim=256, ffn=6912),
+}
+CHUNK, CPU = 512, torch.device("cpu")
+
+
+@torch.inference_mode()
+def filled(target: Decoder, depth: int) -> SlabCache:
+    """Return a cache whose slot 0 holds `depth` tokens with random keys and values."""
+    cache = target.new_cache()
+    assert isinstance(cache, SlabCache)
+    slot = cache.acquire(depth + CHUNK)
+    for start in range(0, depth, CHUNK):
+        rows = pack_prefix([0] * min(CHUNK, depth - start), slot, start, CPU)
+        cache.begin(rows)
+        cache.commit(rows, [range(1, rows.counts[0])])
+    for slab in cache.slabs:
+        for tensor in slab.tensors:
+            tensor[..., :depth, :].normal_()
+    return cache
+
+
+def passes(target: Decoder, depth: int, rows: Sequence[int]) -> dict[tuple[int, int], Callable[[], object]]:
+    """Return functions that run a pass of each number of rows after `depth` tokens. None of them commits."""
+    cache, made = filled(target, depth), {}
+    for count in rows:
+        if count == CHUNK:
+            packed = pack_prefix([1] * CHUNK, 0, depth, CPU)
+        else:
+            packed = pack([1], [Draft.chain([1] * (count - 1))], [0], [depth], CPU)
+        made[depth, count] = partial(target.forward, packed, cache, Want("none"))
+    return made
+
+
+def measure(target: Decoder, depths: Sequence[int], rows: Sequence[int], repeats: int) -> dict[tuple[int, int], float]:
+    """Return the median time of each pass in milliseconds, by (depth, rows)."""
+    made = {key: call for depth in depths for key, call in passes(target, depth, rows).items()}
+    times: dict[tuple[int, int], list[float]] = {key: [] for key in made}
+    for _ in progress(range(repeats), "passes"):
+        for key, call in made.items():
+            call()  # brings the caches into the state that decoding finds
+            began = time.perf_counter()
+            call()
+            times[key].append(time.perf_counter() - began)
+    return {key: 1e3 * median(each) for key, each in times.items()}
+
+
+def grid(shape: str, depths: Sequence[int], rows: Sequence[int], found: dict[tuple[int, int], float]) -> Grid:
+    """Return a table with a line per depth."""
+    lines = [[f"{depth:,}", *(f"{found[depth, count]:.2f}" for count in rows)] for depth in depths]
+    return Grid(f"{shape}, ms of a pass of {QWEN.layers} layers", ["tokens", *map(str, rows)], lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["Qwen2.5-1.5B"])
+    parser.add_argument("--depths", nargs="+", type=int, default=[256, 2000, 6000, 16000])
+    parser.add_argument(
+        "--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, CHUNK], help=f"{CHUNK} is a prompt's chunk"
+    )
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    grids, results = [], []
+    for shape in args.shapes:
+        config = SHAPES[shape]
+        target = Decoder(config, Quantised(random_tensors(config, scale=0.02), "int4"), torch.bfloat16, CPU)
+        found = measure(target, args.depths, args.rows, args.repeats)
+        grids.append(grid(shape, args.depths, args.rows, found))
+        each = product(args.depths, args.rows)
+        results += [{"shape": shape, "depth": d, "rows": n, "milliseconds": found[d, n]} for d, n in each]
+    report(grids)
+    result = {"provenance": provenance(), "kernels": instruction_set().name, "layers": QWEN.layers, "passes": results}
+    write("attention", result, grids, folder=args.out)
+
+
+if __name__ == "__main__":
+    main()
