@@ -150,7 +150,8 @@ class Service:
             self.limit.release()
             raise
         trace = self.tracer.for_request(request.headers, model.name)
-        running = RunningRequest(id_prefix + uuid.uuid4().hex, model, self.limit, trace)
+        name = id_prefix + uuid.uuid4().hex
+        running = RunningRequest(name, model, self.limit, trace, logs_texts=self.settings.log_prompts)
         try:
             prepared, made = await self.preprocess(request, pool, partial(prepare, model, running.id), left(deadline))
             more: dict[str, Any] = {"client": client_of(request), "timeout": left(deadline), "adapter": model.adapter}
