@@ -1,4 +1,4 @@
-"""A session's logits are those of its history, whatever was done before, and it feeds nothing twice."""
+"""A session's logits depend only on its history, and it feeds no token twice."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from paceline.session import Session
 from paceline.testing import TINY, random_tensors, tiny_target
 from paceline.types import Draft, Forward, Rows, Want
 from paceline.verify.tree import MIN_ROWS, pack_prefix
+from tests.support.cover import cover
 from tests.support.toys import toy_llm, toy_tokenizer
 from tests.support.trees import drafts, path_to
 
@@ -318,8 +319,7 @@ steps = st.lists(
 )
 
 
-@pytest.mark.parametrize("kind", TOYS)
-@pytest.mark.parametrize("start", [1, 507])
+@cover(kind=[*TOYS], start=[1, 507], together=[("kind",), ("start",)])
 @settings(max_examples=settings().max_examples // 3)
 @given(steps)
 def test_any_order_of_operations_gives_the_logits_of_a_fresh_session(kind: str, start: int, ops: list[Any]) -> None:

@@ -108,21 +108,27 @@ class LLM:
         encode, size = partial(self.tokenizer.encode, special=False), self.model.target.vocab_size
         return Vocabulary(size, self.model.eos, encode, self.tokenizer)
 
-    def sampling(self, **changes: Any) -> Sampling:
-        """Return the sampling parameters that the model's `generation_config` recommends, with `changes`.
+    def sampling(self, given: Sampling | None = None, /, **changes: Any) -> Sampling:
+        """Return sampling parameters with `changes`.
 
-        A model without recommendations is sampled greedily.
+        Args:
+            given: The parameters to change. By default the recommendations of the model's `generation_config`; a model
+                without them is sampled greedily.
+            **changes: Single sampling parameters.
 
         Raises:
             InvalidOption: If a change or the model's `generation_config` is invalid.
         """
-        try:
-            own = Sampling(**recommended(self.model.generation))
-        except InvalidOption as error:
-            raise InvalidOption(
-                f"generation_config.json of {self.model.path} is invalid: {error.cause}", "Correct that file"
-            ) from error
-        return changed(own, changes)
+        if given is None:
+            try:
+                given = Sampling(**recommended(self.model.generation))
+            except InvalidOption as error:
+                raise InvalidOption(
+                    f"generation_config.json of {self.model.path} is invalid: {error.cause}", "Correct that file"
+                ) from error
+        if not isinstance(given, Sampling):
+            raise InvalidOption(f"sampling is a {type(given).__name__}", "Pass a paceline.Sampling, or one per prompt")
+        return changed(given, changes)
 
     @overload
     def generate(
@@ -233,7 +239,7 @@ class LLM:
         Raises:
             PacelineError: If the prompt or an option is invalid.
         """
-        sampling = self._sampling(sampling, changes)
+        sampling = self.sampling(sampling, **changes)
         return Stream(self.engine, self.start(self.prompt_ids(prompt, raw=raw), sampling, adapter=adapter))
 
     def batch(
@@ -280,7 +286,7 @@ class LLM:
         tasks = []
         for index, (prompt, how, name) in enumerate(zip(prompts, each, names, strict=True)):
             self.model.adapter_number(name)  # checked here, as the sampler below, before any reply starts
-            seeded = self._sampling(how, changes).seeded()
+            seeded = self.sampling(how, **changes).seeded()
             try:
                 tokens = self.prompt_ids(prompt, raw=raw)
             except InvalidPrompt as error:
@@ -290,16 +296,6 @@ class LLM:
             begin = partial(self.start, tokens, seeded, adapter=name)
             tasks += [Task(partial(begin, sample), tokens, group=index) for sample in range(n)]
         return Batch(self.engine, tasks, width)
-
-    def _sampling(self, sampling: Any, changes: Mapping[str, Any]) -> Sampling:
-        """Return the sampling parameters for one prompt: the model's if `sampling` is None, with `changes`."""
-        if sampling is None:
-            return self.sampling(**changes)
-        if not isinstance(sampling, Sampling):
-            raise InvalidOption(
-                f"sampling is a {type(sampling).__name__}", "Pass a paceline.Sampling, or one per prompt"
-            )
-        return changed(sampling, changes)
 
     def start(
         self,

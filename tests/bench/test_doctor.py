@@ -159,7 +159,7 @@ def test_a_size_that_is_not_stored_is_not_made_up() -> None:
 
 
 def slow(clock: FakeTimer, **changes: int) -> Decoder:
-    """A target whose pass takes 10 seconds, one more for each row, and one for each 100 tokens before it."""
+    """Return a target whose pass takes 10 s, plus 1 s per row, plus 1 s per 100 tokens before it."""
 
     class Slow(Decoder):
         def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
@@ -183,7 +183,7 @@ def test_a_prompts_chunks_get_dearer_with_the_text_before_them() -> None:
     machine = replace(MACHINE, prefill_growth=1e-6)
     assert machine.feed(PREFIX, 0) == pytest.approx(0.001 * PREFIX)
     assert machine.feed(100, 450) == pytest.approx(100 * (0.001 + 1e-6 * 400))
-    assert MACHINE.feed(4, 0) == pytest.approx(0.010), "no cheaper than a pass of so many rows"
+    assert MACHINE.feed(4, 0) == pytest.approx(0.010), "not cheaper than a pass of 4 rows"
 
 
 def test_going_on_with_a_prompt_tells_its_speed_and_how_passes_grow() -> None:

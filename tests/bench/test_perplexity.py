@@ -1,4 +1,4 @@
-"""How well a model predicts a text, window by window."""
+"""Perplexity of a text, window by window."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_memory_follows_the_length_reached() -> None:
 
 @torch.inference_mode()
 def extend(cache: SlabCache, slot: int, count: int) -> None:
-    """Feed a slot of a cache of `in_memory` so many more tokens."""
+    """Feed `count` tokens to a slot of a cache of `in_memory`."""
     for done in range(0, count, 256):
         n = min(256, count - done)
         rows = pack_prefix([0] * n, slot, cache.lengths[slot], CPU)
@@ -270,7 +270,7 @@ def test_what_is_loaded_is_seen_as_it_was_written(length: int, back: int) -> Non
 
 
 def grow(witness: Witness, slot: int, count: int) -> None:
-    """A slot's text, prefilled by so many more tokens."""
+    """Prefill `count` more tokens of a slot."""
     for done in range(0, count, 200):
         chunk = [0] * min(200, count - done)
         rows = pack_prefix(chunk, slot, witness.cache.lengths[slot], CPU)

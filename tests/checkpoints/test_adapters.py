@@ -1,4 +1,4 @@
-"""Adapters written by PEFT and held beside the weights: logits equal PEFT's, sums are sums, the rest is refused."""
+"""Adapters written by PEFT, kept apart from the weights: logits equal PEFT's, sums are correct, the rest is refused."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def gpt2(seed: int = 0) -> Any:
 
 
 def peft_model(**options: Any) -> Any:
-    """With two adapters, of which the first is active."""
+    """The model has two adapters, and the first is active."""
     plain: dict[str, Any] = {"target_modules": ["c_attn", "c_fc"], "r": 4, "lora_alpha": 30}
     model = peft.get_peft_model(gpt2(), peft.LoraConfig(**plain | options), adapter_name="one")
     model.add_adapter("two", peft.LoraConfig(**plain | options | {"target_modules": ["c_proj"]}))

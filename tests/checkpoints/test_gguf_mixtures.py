@@ -1,4 +1,4 @@
-"""Mixtures that score experts by themselves, from GGUF files laid out as llama.cpp's converter does it."""
+"""Mixtures that score experts independently, from GGUF files with the layout of llama.cpp's converter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learned drafters by name: on the command line, for a target, and those that come with Paceline."""
+"""Learned drafters by name: on the command line, for a target, and as shipped with Paceline."""
 
 from __future__ import annotations
 

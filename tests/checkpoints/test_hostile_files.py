@@ -74,7 +74,7 @@ def refused(act: Callable[[], object]) -> PacelineError:
 
 
 def judged(path: Path) -> object:
-    """What `paceline info` does with a model reference."""
+    """Do the same as `paceline info` with a model reference."""
     checkpoint = open_checkpoint(resolve(path))
     config = native(checkpoint)
     eos_token_ids(checkpoint.config, checkpoint.generation, checkpoint.tokenizer)

@@ -54,7 +54,7 @@ def stored(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) ->
 
 
 def as_head(tensors: dict[str, torch.Tensor]) -> None:
-    """The shared matrix under the head's name alone, as some versions of transformers choose."""
+    """The shared matrix is saved only under the head's name, as some versions of transformers do."""
     tensors[HEAD] = tensors.pop(EMBEDDING)
 
 

@@ -186,7 +186,7 @@ def test_an_adapter_is_a_reference_like_any_other(pair: tuple[Path, Path]) -> No
     base, lora = pair
     explicit, named = read_all(open_model(base, lora)), read_all(open_model(str(lora)))
     assert all(torch.equal(explicit[name], named[name]) for name in explicit)
-    (lora / "f16.gguf").write_bytes(b"GGUF")  # llama.cpp's copy of an adapter lies beside it and is no model
+    (lora / "f16.gguf").write_bytes(b"GGUF")  # llama.cpp's copy of an adapter in the same folder is not a model
     assert set(read_all(open_model(str(lora)))) == set(explicit)
 
 

@@ -51,7 +51,7 @@ def block(config: BlockConfig = TINY_BLOCK, target: Decoder = TOY, seed: int = 0
 
 
 def expected(dense: Dense, text: Sequence[int], depth: int) -> Tensor:
-    """What the drafter should guess after a text: logits [depth, V]."""
+    """Return the logits [depth, V] that the drafter should compute after a text."""
     features = taps_of(dense.target, text, dense.config.taps)  # type: ignore[arg-type]
     first = 0 if dense.config.from_anchor else 1
     return dense(text, [len(text) - 1], features)[0, first : first + depth]

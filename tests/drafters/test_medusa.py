@@ -192,7 +192,7 @@ def drawn(order: tuple[tuple[int, ...], ...], rule: str = "rejection") -> Draft:
 
 
 def test_drawn_siblings_leave_no_draw_out_and_carry_their_q() -> None:
-    """The third draw is none without the second: its q is that of what the first two have left."""
+    """The third draw depends on the second: its q is the distribution without the first two tokens."""
     every, gaps = drawn(((0,), (1,), (0, 0), (0, 1))), drawn(((0,), (2,), (0, 0), (0, 3)))
     assert (gaps.tokens, gaps.parents) == (every.tokens, every.parents)
     assert gaps.q.keys() == {0, 1}
@@ -211,7 +211,7 @@ def test_only_the_heads_that_are_wanted_run(monkeypatch: pytest.MonkeyPatch) -> 
     assert set(asked) == {1, 2}, "as deep as the draft, and less at the end of the reply"
 
 
-# What checkpoints hold.
+# Contents of checkpoints.
 
 
 def logits(config: MedusaConfig, tensors: Mapping[str, Tensor]) -> Tensor:

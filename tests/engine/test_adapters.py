@@ -1,4 +1,4 @@
-"""Requests with adapters: the text of each is its own, whoever drafts, whatever is cached, and whoever is beside it."""
+"""Requests with adapters: no drafter, cached text or other request in the batch changes the text of a request."""
 
 from __future__ import annotations
 

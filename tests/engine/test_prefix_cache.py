@@ -96,7 +96,7 @@ def plain(prompt: Sequence[int], sampling: Sampling) -> list[int]:
 @settings(max_examples=settings().max_examples * 2 // 5)
 @given(st.lists(wishes, min_size=2, max_size=8), st.sampled_from([PLENTY, 200_000, 40_000]))
 def test_texts_are_those_without_a_cache(sequence: list[Wish], limit: int) -> None:
-    """Whoever drafts, whatever was said before, replies and chats included, and however little there is room for."""
+    """For every drafter, any earlier texts including replies and chats, and however small the cache is."""
     prefixes = PrefixCache(limit, seamless=True)
     engines = {name: CachedEngine(TOY, DRAFTERS[name](), None, prefixes, name) for *_, name in sequence}
     texts: list[list[int]] = [[1, 5, 9, 5, 9, 5, 2, 1, 5, 9]]
@@ -186,7 +186,7 @@ def test_what_was_used_last_stays() -> None:
     prefixes.store([3, 5, 6, 7], 4, saved(3, 100))
     assert [bool(prefixes.find([first, 5, 6, 7, 8])) for first in range(4)] == [True, False, True, True]
     prefixes.store([4, 5, 6, 7], 4, saved(3, 10_000))
-    assert (len(prefixes), prefixes.nbytes) == (3, 396), "what does not fit alone drives nothing out"
+    assert (len(prefixes), prefixes.nbytes) == (3, 396), "a text larger than the cache evicts no other text"
 
 
 def test_drafters_share_an_entry() -> None:

@@ -59,3 +59,11 @@ def test_one_slow_chunk_does_not_lower_the_limit() -> None:
 def test_the_first_chunk_is_small_and_no_quota_means_no_limit() -> None:
     assert ReadingPace(128).limit(running=False) == 32
     assert ReadingPace(inf).limit(running=True) == inf
+
+
+def test_limits_are_whole_numbers_so_that_no_part_of_a_token_remains() -> None:
+    pace = ReadingPace(128)
+    pace.observe(30, 0.7)
+    assert pace.limit(running=False) == 32
+    pace.observe(300, 3.1)
+    assert pace.limit(running=False) == 48

@@ -1,4 +1,4 @@
-"""Whatever comes when, beside whom and drafted for how: each reply is the one its prompt gets alone."""
+"""The order of requests, their neighbours and their drafts do not change a reply."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def task(engine: Engine, prompt: Sequence[int], sampling: Sampling, how: Specula
 
 
 def finish(scheduler: Scheduler) -> dict[Task, list[int]]:
-    """All that each task shows from here on."""
+    """Return all further chunks of each task."""
     shown: dict[Task, list[int]] = {}
     while scheduler.busy:
         for one, chunks in scheduler.turn():

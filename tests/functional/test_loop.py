@@ -1,5 +1,5 @@
 """A whole engine of somebody else's: attention over its own cache, ragged prompts, and nothing of Paceline's but
-the functions. Its text must be that of plain decoding."""
+the functions. Its text must equal plain decoding."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def body(text: str, tokens: int = 40, **more: Any) -> dict[str, Any]:
 
 
 def sessions_of(names: list[str], each: int) -> list[dict[str, str]]:
-    """Headers of sessions, as many for each replica, one replica after the other in turn."""
+    """Return headers of sessions: the same number for each replica, with the replicas in turn."""
     found: dict[str, list[dict[str, str]]] = {name: [] for name in names}
     for i in range(1000):
         headers = {SESSION: str(i)}

@@ -110,7 +110,7 @@ def test_floats_beside_codes_of_the_kind_that_they_become() -> None:
 def test_the_first_outputs_are_those_of_the_whole() -> None:
     parts = [stored("Q4_K", 48, 256, 1)[0], stored("Q6_K", 16, 256, 2)[0]]
     whole, x = NativeLinear(Stored.stack(parts), torch.randn(64)), torch.randn(5, 256)
-    for count, expected in ((32, 32), (64, 48)):  # those of another type have kernels of their own
+    for count, expected in ((32, 32), (64, 48)):  # rows of another type have their own kernels
         part = whole.first(count).precise(x)
         assert torch.equal(part, whole.precise(x)[:, :expected])
 

@@ -1,4 +1,4 @@
-"""Slots with different numbers of rows share a native pass: each gives what it gives alone, and fillers are free."""
+"""Slots with different numbers of rows share a native pass: no slot changes another, and padding rows cost nothing."""
 
 from __future__ import annotations
 

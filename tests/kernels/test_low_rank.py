@@ -1,4 +1,4 @@
-"""Adapters beside the weights: rows of several in one pass are what each is alone, and what merging gives."""
+"""Adapters kept apart from the weights: rows with several adapters in one pass equal single and merged adapters."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def merged(tensors: dict[str, Tensor], adapter: Factors | None) -> dict[str, Ten
 
 
 def logits(model: Decoder, numbers: Sequence[int], rows: int = 5, before: int = 9) -> list[Tensor]:
-    """Logits of so many rows of a request for each adapter, all in one pass, after a prompt of each by itself."""
+    """Return the logits of `rows` rows for each adapter, all in one pass, after a separate pass for each prompt."""
     cache, slots = model.new_cache(), []
     for number in numbers:
         slot = cache.acquire(before, number)

@@ -79,7 +79,7 @@ def test_four_bits_are_better_than_even_steps_from_least_to_largest(
         assert bool(((ours - group).abs() <= 1.5 * step + 1e-3 * group.abs()).all())
         even = ((group - low) / step).round() * step + low
         allowed = (even - group).square().sum() * 1.05 + (1e-3 * group).square().sum()
-        # What fills up the last group has a say in its line.
+        # The padding of the last group affects the fit of its line.
         assert group.shape[1] < GROUP or float((ours - group).square().sum()) <= float(allowed)
 
 

@@ -80,7 +80,7 @@ def test_an_error_at_one_process_ends_both(shared_memory: bool) -> None:
 @SHARED
 @pytest.mark.parametrize("rank", [0, 1])
 def test_no_process_waits_for_one_that_has_run_out_of_memory(rank: int, shared_memory: bool, tmp_path: Path) -> None:
-    """Whether that one lives on, as a server does, or not."""
+    """With and without the other process living on, as a server does."""
     first, second = run_ranks("run out", "pass", str(rank), str(tmp_path / "ended"), shared_memory=shared_memory)
     found = json.loads(first.stdout)
     assert found["ended"], "the other process waits for rank 0, which has left"

@@ -57,7 +57,7 @@ FAST = {*zip(CASES, itertools.cycle(DRAFTERS), strict=False)}
 
 @cache
 def alone(case: str) -> list[list[int]]:
-    """What `WAYS` write of `PROMPTS`, each without the others and without drafts."""
+    """Replies of `WAYS` to `PROMPTS`, each without the others and without drafts."""
     target = decoder(case, torch.bfloat16)
     return [run(target, prompt, how)[0] for prompt, how in zip(PROMPTS, WAYS, strict=True)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import tracemalloc
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ def penalties(
     last_n: int,
     breakers: dict[int, list[tuple[int, ...]]],
 ) -> list[float]:
-    """The formula of llama.cpp, from the text alone."""
+    """Compute llama.cpp's formula directly from the text."""
     text = list(text[-last_n:] if last_n > 0 else text)
     found = [0.0] * WIDTH
     limit = since_breaker(text, breakers)
@@ -113,6 +114,18 @@ def test_the_cost_of_a_row_does_not_grow_with_the_distance_of_a_breaker() -> Non
     for path in ((1,), (1, 2), (1, 2, 3)):
         dry(text.after(path), torch.zeros(12))
     assert len(asked) < 100
+
+
+def test_drafted_rows_take_no_memory_of_the_texts_length() -> None:
+    text = Prefix(random.Random(0).sample(range(100_000), 50_000))
+    dry, row = Dry(1.0), torch.zeros(12)
+    dry(text, row)
+    tracemalloc.start()
+    for length in range(1, 65):
+        dry(text.after(range(length)), row)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 1_000_000  # two arrays of the text's length for each row would take 26 MB
 
 
 def test_breakers_look_only_at_tokens_of_the_text() -> None:

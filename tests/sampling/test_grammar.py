@@ -218,7 +218,7 @@ def test_rows_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Wrapped:
-    """A matcher of llguidance, of which one can change what one likes."""
+    """A matcher of llguidance whose methods a test can replace."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -331,7 +331,7 @@ def test_a_grammar_too_complex_to_follow_is_an_error_and_no_end() -> None:
         allowed(rows, [WORDS.vocabulary["("]] * 30)
     sampler = Sampler(processors=(rows,))
     prefix = Prefix([WORDS.vocabulary["("]] * 30)
-    assert sampler.forced(prefix, 9) == [], "the target says so, and its request ends alone"
+    assert sampler.forced(prefix, 9) == [], "the target raises the error, and only its request ends"
     assert sampler.rank(prefix, torch.zeros(1, SIZE), [()], 3)[0].tokens == []
     with pytest.raises(InvalidOption, match="became too complex"):
         sampler.choose(prefix, torch.zeros(SIZE))
@@ -370,7 +370,7 @@ def test_a_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_compiled_grammars_are_kept_up_to_a_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is thrown out is counted as long as a reply is written by it."""
+    """An evicted grammar still counts while a reply uses it."""
     monkeypatch.setattr(module, "_compiled", module.Cache(30 * 2**20))
     before = module.live_bytes()
     rows = [Grammar("regex", f"kept{n}", size=2**20).matcher(WORDS, SIZE, [END]) for n in range(5)]

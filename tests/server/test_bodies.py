@@ -35,7 +35,7 @@ UNKNOWN = {f"x{i}": 1 for i in range(50_000)}
     ids=lambda body: ",".join(list(body)[:3]),
 )
 def test_a_completion_wrong_in_many_places_is_told_of_few(body: dict[str, Any]) -> None:
-    """Reporting each place takes time in which no other request is served."""
+    """Reporting every place takes time and blocks other requests."""
     few(CompletionRequest, body)
 
 

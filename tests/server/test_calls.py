@@ -1,4 +1,4 @@
-"""Function calls through OpenAI's own client: forced ones, their streams, cuts, and what may stand beside them."""
+"""Function calls through OpenAI's own client: forced calls, streams, cut calls, and text around calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What /metrics counts, and what traces tell."""
+"""Counts of /metrics, and contents of traces."""
 
 from __future__ import annotations
 

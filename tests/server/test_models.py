@@ -231,7 +231,7 @@ def test_a_model_that_can_never_fit_is_refused() -> None:
 
 
 def heavy() -> Worker:
-    """With a drafter of 1 GiB, none of which is touched."""
+    """With a drafter of 1 GiB that is allocated but never touched."""
     drafter = Suffix()
     vars(drafter)["weights"] = torch.empty(1 << 30, dtype=torch.uint8)
     return Worker(LLM(toy_model(), {"heavy": drafter}))
@@ -244,7 +244,7 @@ def test_draft_models_are_counted_once_they_are_loaded() -> None:
     async def work() -> None:
         (await use(models, "b")).release()
         (await use(models, "a")).release()
-        assert loaded(models) == ["a"], "both fit by the sizes of their files alone"
+        assert loaded(models) == ["a"], "both fit, judged only by the sizes of their files"
         (await use(models, "b")).release()
         assert loaded(models) == ["b"]
 

@@ -210,7 +210,7 @@ def test_a_body_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_body_that_keeps_arriving_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "_ARRIVAL", 1.0)
     with serving(toy_llm()) as it, sent(it, "/tokenize", {"prompt": "a" * 400_000}, 300_000) as slow:
-        time.sleep(1.2)  # the bytes that have come are good for three seconds more
+        time.sleep(1.2)  # the bytes that have arrived extend the limit by three seconds
         slow.sendall(b"a" * (400_000 - 300_000 + len('{"prompt": ""}') - 2) + b'"}')
         assert slow.recv(4096).startswith(b"HTTP/1.1 200")
 

@@ -1,4 +1,4 @@
-"""What `paceline serve` makes of its options."""
+"""Options of `paceline serve`."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_model_of_a_folder_is_not_served_beside_itself(started: list[Models], 
     done = CliRunner().invoke(app, ["serve", str(link), *more, "--adapter", "sql=./sql-lora"])
     assert done.exit_code == 0, done.output
     assert started[1].names == ["link.gguf", "sql", "link", "one"]
-    assert len(started[1].sources) == 1, "an adapter beside the weights leaves them as they are"
+    assert len(started[1].sources) == 1, "an adapter that is not merged does not change the weights"
 
 
 def test_what_is_pulled_over_the_network_is_served(

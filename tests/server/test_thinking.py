@@ -110,7 +110,7 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def after_reasoning(name: str, begun: str = "", special: tuple[str, ...] = ()) -> None:
-    """The reply obeys what was asked, from the end of its reasoning on."""
+    """After the end of its reasoning, the reply follows the constraint."""
     pytest.importorskip("llguidance")
     thought, (answer, asked) = '<think>\nNot {"b": 1} yet.\n</think>\n\n'.removeprefix(begun), ASKED[name]
     with serving(scripted(thought + answer, TEMPLATE + begun, special)) as it:

@@ -1,4 +1,4 @@
-"""The engine's thread: many replies at once, each the one its prompt gets alone; and how they end."""
+"""The engine's thread: concurrent replies that do not change one another, and the ends of replies."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_a_client_that_leaves_gives_its_slot_back() -> None:
 
 @pytest.mark.parametrize("grace", [0.0, 30.0])
 def test_the_end_of_the_server_is_the_end_of_its_replies(grace: float) -> None:
-    """With time to spare they are written to their end; without, they are told that there is no more."""
+    """With enough time the replies are completed. Otherwise they end with an error."""
     llm = toy()
     worker = Worker(llm, WorkerLimits(slots=2))
 
@@ -234,7 +234,7 @@ def test_one_reply_fails_and_the_rest_is_as_it_would_be() -> None:
 
 def test_each_round_has_its_own_count_of_drafted_tokens() -> None:
     """However far the engine is ahead of the reader: here the reply is complete before its first round is read."""
-    twin = DraftModel(tiny_target(), tiny_target().vocab_size)
+    twin = DraftModel(tiny_target(layers=1), tiny_target(layers=1).vocab_size)
     llm = LLM(toy_model(), {"twin": twin}, DraftBudget.chain(2))
     worker = Worker(llm)
     metrics = Metrics(lambda _: worker.load)
@@ -347,7 +347,7 @@ def test_gaps_between_what_is_in_use_are_given_back() -> None:
     blocks = [libc.malloc(1 << 16) for _ in range(2048)]
     for block in blocks:
         ctypes.memset(block, 1, 1 << 16)
-    last = blocks.pop()  # above it nothing is free, so nothing below it is given back by itself
+    last = blocks.pop()  # it stays in use above the freed blocks, so `free` returns none of them to the system
     for block in blocks:
         libc.free(block)
     before = resident().rss

@@ -57,7 +57,7 @@ class Hang(BaseException):
 
 @contextmanager
 def limits(seconds: float, memory: int) -> Iterator[None]:
-    """Raises `Hang` after so many CPU seconds, and has allocations fail beyond so many more bytes than now."""
+    """Raise `Hang` after `seconds` of CPU time, and let allocations fail beyond `memory` further bytes."""
 
     def stop(*_: object) -> None:
         raise Hang
@@ -236,7 +236,7 @@ def use(path: Path) -> None:
 
 
 def _write_model(folder: Path) -> None:
-    """A Llama of two shards with every file that is read beside them."""
+    """A Llama of two shards, with all other files that the loader reads."""
     folder.mkdir()
     config = replace(TINY, tied=False)
     raw = {

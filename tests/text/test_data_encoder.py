@@ -1,4 +1,4 @@
-"""Text of messages is data: it forms no control tokens, and all other tokens are those of transformers."""
+"""Text of messages is data: it forms no control tokens, and all other tokens equal transformers' tokens."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_each_operation_is_that_of_strings_and_keeps_flags(name: str) -> None:
         a, b = mixed(rng, size), mixed(rng, rng.randrange(1, 6))
         ours, plain = OPERATIONS[name](a, b), OPERATIONS[name](a.plain(), b.plain())
         assert not plain or ours == plain
-        # What was plain before is data.
+        # Text that was plain before is data.
         expected = [[letter in OWN for letter in text] for text in ours]
         if name == "add":
             expected[2][len(a) :], expected[3][: len(a)] = [False] * len(b), [False] * len(a)

@@ -72,7 +72,7 @@ def adds_bos(tokenizer: dict[str, Any], config: dict[str, Any]) -> bool:
 
 
 def texts(count: int) -> list[str]:
-    """The awkward ones, and as many mixtures of them."""
+    """The awkward texts, and the same number of mixtures of them."""
     chance = random.Random(0)
     words = [word for text in AWKWARD for word in (text, *text.split()) if word]
     characters = sorted({character for text in AWKWARD for character in text})

@@ -216,7 +216,7 @@ def test_a_verdict_is_a_path_of_the_draft() -> None:
             assert tuple(draft.tokens[row - 1] for row in verdict.path) == verdict.tokens[:-1]
 
 
-# How much each rule keeps.
+# Acceptance of each rule.
 
 
 def test_the_example_of_the_block_verification_paper() -> None:

@@ -17,7 +17,7 @@ from tests.support.trees import drafts, path_to
 
 
 def trees(nodes: int, vocab: int) -> Iterator[Draft]:
-    """Every valid draft of so many nodes."""
+    """Yield every valid draft with this number of nodes."""
     for parents in itertools.product(*(range(n + 1) for n in range(nodes))):
         for tokens in itertools.product(range(vocab), repeat=nodes):
             if len({*zip(parents, tokens, strict=True)}) == nodes:

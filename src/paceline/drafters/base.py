@@ -172,6 +172,14 @@ class Drafter(ABC):
         """
         return bool(self.taps)
 
+    def unread(self, slot: int) -> int | None:
+        """Return the number of tokens of a slot's text that the next draft must read first.
+
+        None lets the engine count the tokens since the last draft. A drafter overrides it if it also reads tokens at
+        other times, in `feed` or `load`.
+        """
+        return None
+
     def save(self, slot: int) -> Saved | None:
         """Return a copy of the drafter's state after the slot's text, for the prefix cache. None if it has no state."""
         return None

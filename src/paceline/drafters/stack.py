@@ -82,6 +82,11 @@ class DrafterStack(Drafter):
     def needs_past(self) -> bool:
         return any(drafter.needs_past for drafter in self._drafters)
 
+    def unread(self, slot: int) -> int | None:
+        counts = [drafter.unread(slot) for drafter in self._drafters if drafter.reads_prompt and not drafter.free]
+        known = [count for count in counts if count is not None]
+        return max(known) if known and len(known) == len(counts) else None
+
     def save(self, slot: int) -> SavedStack | None:
         parts = tuple(drafter.save(slot) for drafter in self._drafters)
         kept, needed = tuple(part for part in parts if part), self._needed(parts)

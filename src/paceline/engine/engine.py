@@ -297,7 +297,8 @@ class Engine:
         plan = plan_round(requests, self.cache)
         drafted = propose(plan, self.target.vocab_size, self._timer)
         clock.lap("draft")
-        rows = self._rows(requests, drafted.drafts)
+        pending, slots = [one.token_ids[-1] for one in requests], [one.slot for one in requests]
+        rows = pack(pending, drafted.drafts, slots, [one.position for one in requests], self.target.device)
         out = self._forward(rows, Want("all", taps=taps(requests)))
         verdicts = [accept(*one) for one in zip(requests, drafted.drafts, out.logits, strict=True)]
         clock.lap("verify")
@@ -370,10 +371,6 @@ class Engine:
         except BaseException:
             self._give_back(request)
             raise
-
-    def _rows(self, requests: Sequence[Request], drafts: Sequence[Draft]) -> Rows:
-        last, slots = [r.token_ids[-1] for r in requests], [r.slot for r in requests]
-        return pack(last, drafts, slots, [r.position for r in requests], self.target.device)
 
     @staticmethod
     def _commit(request: Request, draft: Draft, verdict: Trimmed, states: Mapping[Tap, Tensor]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from math import inf
+from math import floor, inf
 
 _STALL, _TURN = 0.1, 0.5
 """Seconds of reading between two rounds, and seconds of reading before new requests are considered if no reply is
@@ -36,10 +36,13 @@ class ReadingPace:
             self._costs.append(seconds / tokens)
 
     def limit(self, running: bool) -> float:
-        """Return the number of tokens to feed now. `running`: True if replies wait for their next round."""
+        """Return the number of tokens to feed now, a whole number or `inf`.
+
+        `running`: True if replies wait for their next round.
+        """
         if self._quota == inf:
             return inf
         cost = min(self._costs, default=inf)
         seconds = max(_STALL, self.round_seconds) if running else _TURN
-        tokens = max(_MIN_SHARED if running else _MIN_ALONE, seconds / cost if cost else inf)
+        tokens = max(_MIN_SHARED if running else _MIN_ALONE, floor(seconds / cost) if cost else inf)
         return min(tokens, self._quota) if running else tokens

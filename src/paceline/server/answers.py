@@ -127,7 +127,7 @@ class RunningRequest:
 
     async def document(self, encoder: Encoder) -> dict[str, Any]:
         """Return the finished answer. Raises the error that ended a reply early."""
-        async for _ in self._growth(encoder):
+        async for _ in self._events_of_rounds(encoder):
             pass
         encoder.end(self.usage())
         return encoder.document(self.usage())
@@ -145,7 +145,7 @@ class RunningRequest:
             for event in encoder.begin(self.usage()):
                 yield encode(event)
             spoken = time.monotonic()
-            async for events in self._growth(encoder, heartbeat):
+            async for events in self._events_of_rounds(encoder, heartbeat):
                 if not events and time.monotonic() - spoken >= heartbeat:
                     events = [self._sign(encoder)]
                 for event in events:
@@ -165,7 +165,7 @@ class RunningRequest:
         begun = any(reply.first is not None for reply in self.replies)
         return encoder.heartbeat() if begun or not encoder.shows_progress else encoder.progress(self.usage())
 
-    async def _growth(self, encoder: Encoder, pause: float = math.inf) -> AsyncIterator[Sequence[Event]]:
+    async def _events_of_rounds(self, encoder: Encoder, pause: float = math.inf) -> AsyncIterator[Sequence[Event]]:
         """Add the rounds as they come, and yield the events of each; none after `pause` seconds without a round."""
         async with aclosing(self.rounds(pause)) as rounds:
             async for round_ in rounds:

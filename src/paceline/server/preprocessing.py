@@ -88,12 +88,12 @@ def _lower_priority() -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
-def after(began: float, timeout: float | None) -> float | None:
+def deadline_after(began: float, timeout: float | None) -> float | None:
     """Return the time at which `timeout` seconds have passed; None: never."""
     return None if timeout is None else began + timeout
 
 
-def left(deadline: float | None) -> float | None:
+def seconds_left(deadline: float | None) -> float | None:
     """Return the seconds until `deadline`; None: there is none."""
     return None if deadline is None else max(0.0, deadline - time.monotonic())
 

@@ -75,7 +75,7 @@ def test_sinks_weigh_as_on_a_cpu() -> None:
 
 @pytest.mark.parametrize("config", [TINY, SLIDING], ids=["full", "sliding"])
 def test_a_recorded_pass_gives_the_very_logits_of_one_that_is_not(config: ModelConfig) -> None:
-    """Whatever stood in the tables when it was recorded: other tokens, trees, lengths and slots."""
+    """The recording had other tokens, trees, lengths and slots in its tables."""
     targets = [device_target(capture, torch.float32, config) for capture in (tape, None)]
     caches = [target.new_cache() for target in targets]
     slots = [[cache.acquire() for _ in range(3)] for cache in caches]

@@ -10,7 +10,7 @@ from paceline.server.api import Api, Encoder, Event
 from paceline.server.apis.response_items import Item, MessageItem, chat_messages_of, listed, packed
 from paceline.server.apis.responses import Responses, ResponsesRequest, usage_of
 from paceline.server.errors import ApiError, bad_request
-from paceline.server.fields import given
+from paceline.server.fields import without_none
 from paceline.server.prepare import Prepared
 from paceline.server.replies import ChatReply
 from paceline.server.request import ChatPrompt, GenerateRequest, reasoning_values
@@ -46,7 +46,7 @@ class Compaction(Api[CompactRequest]):
         messages = chat_messages_of(items, body.instructions)
         return GenerateRequest(
             prompt=ChatPrompt(messages=messages, values=reasoning_values("none"), truncated=True),
-            sampling=given(seed=body.seed),
+            sampling=without_none(seed=body.seed),
             share=_SHARE,
             speculation=body.speculation,
         )

@@ -16,7 +16,17 @@ from paceline.server.api import Api, Encoder, Event, dumps
 from paceline.server.apis.openai_chat import Tools
 from paceline.server.compat import Lenient, Naming, accepts, ignored, left_out, only
 from paceline.server.errors import ApiError, bad_request
-from paceline.server.fields import WITHOUT_EMPTY, Arguments, CalledName, ModelName, Schema, Stop, Stops, Text, given
+from paceline.server.fields import (
+    WITHOUT_EMPTY,
+    Arguments,
+    CalledName,
+    ModelName,
+    Schema,
+    Stop,
+    Stops,
+    Text,
+    without_none,
+)
 from paceline.server.grammars import ANY_OBJECT
 from paceline.server.prepare import Prepared
 from paceline.server.replies import BlockEnded, ChatReply
@@ -139,7 +149,7 @@ class OllamaRequest(Naming, Generating, extra="ignore"):
     def sampling(self) -> dict[str, Any]:
         """Fields of `Sampling` that the request sets."""
         own = self.options or OllamaOptions()
-        found = given(
+        found = without_none(
             temperature=own.temperature,
             top_k=None if own.top_k is None else max(0, own.top_k),
             top_p=own.top_p,
@@ -150,7 +160,7 @@ class OllamaRequest(Naming, Generating, extra="ignore"):
         )
         if own.repeat_last_n == 0:  # penalties of no tokens
             return found
-        penalties = given(
+        penalties = without_none(
             repetition_penalty=own.repeat_penalty,
             presence_penalty=own.presence_penalty,
             frequency_penalty=own.frequency_penalty,
