@@ -50,6 +50,22 @@ def test_a_restarted_server_does_not_read_a_prompt_again(tmp_path: Path) -> None
     assert metrics["paceline:prefix_disk_bytes"] == file.stat().st_size
 
 
+@pytest.mark.parametrize("shown", [False, True])
+def test_the_log_says_why_a_prompt_was_read_again(
+    shown: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "paceline.server")
+    rest = "abc, def. " * 40
+    with serving(restarted(tmp_path), LIMITS, log_prompts=shown) as it:
+        for day in ("monday", "tuesday", "tuesday"):
+            message = {"role": "user", "content": f"it is {day} today. {rest}"}
+            it.post("/v1/chat/completions", {"messages": [message], "max_tokens": 4})
+    lines = [record.getMessage() for record in caplog.records if "diverged" in record.getMessage()]
+    assert len(lines) == 1
+    assert "diverged at token 12 of 4" in lines[0]
+    assert ("'tuesday today. a' instead of 'monday today. ab'" in lines[0]) == shown
+
+
 def test_the_start_says_what_the_folder_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     llm = restarted(tmp_path)
     llm.generate("abc, def. " * 30, max_new_tokens=4)

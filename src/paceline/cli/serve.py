@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from paceline.recording.file import ReplyRecorder
     from paceline.server.limits import Settings
     from paceline.server.models import LoadedModel, Models, ModelSource
+    from paceline.server.warm import WarmPrompt
     from paceline.server.worker import Worker, WorkerLimits
 
 _server = options_of("Server")
@@ -79,6 +80,12 @@ class ServerOptions:
     record: Path | None = _server(
         "Append all prompts and replies to this recording, for replay and tune.\n\nIt contains what users write, as "
         "token ids. Only the owner can read a new file. Tell your users.",
+        metavar="FILE",
+    )
+    warm: list[Path] | None = _server(
+        "Read this prompt before the server starts. Repeatable.\n\nA text file is a system prompt. A file that ends "
+        "with .json is a chat request, with tools and messages, or a list of messages. Requests that begin like it "
+        "then start at once.",
         metavar="FILE",
     )
     special_tokens_in_messages: bool = _messages(
@@ -250,14 +257,16 @@ def application(
         model.load(progress=False)  # never returns in such a process
     addresses = check_address(server.host, server.port)
     limits.folder()  # raises before a model is read
+    warm = _warm_prompts(server, limits, has_first)
     if processes() > 1 and several.models:
         raise InvalidOption("several processes can share only one model", "Leave out --models")
     if server.record and several.models:
         raise InvalidOption("--record works only with one model", "Leave out --models")
     recorders: list[ReplyRecorder] = []
-    opened = partial(_open_worker, also=also or [], limits=limits, server=server, recorders=recorders)
-    models = _models(model, has_first, server, several, opened, progress_wanted(quiet))
     settings = _settings(server, limits, addresses)
+    opened = partial(_open_worker, also=also or [], limits=limits, server=server, recorders=recorders)
+    warmed = partial(_warmed, opened, warm, settings)
+    models = _models(model, has_first, server, several, opened, warmed, progress_wanted(quiet))
 
     def close() -> None:
         for recorder in recorders:
@@ -296,6 +305,7 @@ def _models(
     server: ServerOptions,
     several: ModelsOptions,
     opened: Callable[..., Worker],
+    warmed: Callable[..., Worker],
     progress: bool,
 ) -> Models:
     """Return the models to serve: the one on the command line, if any, and those of --models.
@@ -305,7 +315,8 @@ def _models(
         has_first: True if there is a model on the command line.
         server: Options of the server.
         several: Options for additional models.
-        opened: Loads a model and starts its worker.
+        opened: Loads a model and makes its worker.
+        warmed: The same for the model on the command line, which also reads prompts.
         progress: Show bars while the first model is loaded.
 
     Raises:
@@ -324,7 +335,7 @@ def _models(
     sources = [on_request(found.name, found.path, found.size) for found in several.found()]
     if has_first:
         path = model.located() if sources and not parse_adapters(model.adapter or ())[0] else None
-        sources.insert(0, _first(model, server, partial(opened, model, progress=progress), path))
+        sources.insert(0, _first(model, server, partial(warmed, model, progress=progress), path))
     if not sources:
         raise InvalidOption(f"there is no model in {', '.join(several.models or ())}", "Use a MODEL, or another folder")
     most = None if several.max_memory is None else int(several.max_memory * 2**30)
@@ -415,6 +426,36 @@ def _open_worker(
     if server.record:
         recorders.append(llm.record(server.record))
     return Worker(llm, limits.worker_limits(llm), OFF if off else None)
+
+
+def _warm_prompts(server: ServerOptions, limits: LimitOptions, has_first: bool) -> list[WarmPrompt]:
+    """Read the files of --warm. Raise `InvalidOption` if that is not possible, or nothing could be kept."""
+    if not server.warm:
+        return []
+    if not limits.prefix_memory or not has_first:
+        raise InvalidOption("--warm needs a MODEL and a prefix cache", "Name a model, and set --prefix-memory above 0")
+    from paceline.server.warm import warm_prompt
+
+    return [warm_prompt(path) for path in server.warm]
+
+
+def _warmed(
+    opened: Callable[..., Worker],
+    prompts: Sequence[WarmPrompt],
+    settings: Settings,
+    model: LoadFlags,
+    *,
+    progress: bool,
+) -> Worker:
+    """Load a model, and read prompts into its prefix cache."""
+    worker = opened(model, progress=progress)
+    for warm in prompts:
+        from paceline.server.warm import read_prompt
+
+        began = time.perf_counter()
+        count, known = read_prompt(worker, settings, warm)
+        note(f"read {warm.path}: {count:,} tokens, {known:,} of them known, in {time.perf_counter() - began:.1f} s")
+    return worker
 
 
 def _announce(models: Models, has_keys: bool, quiet: bool, address: str) -> None:

@@ -247,6 +247,9 @@ class Engine:
         policy = request.policy
         needs = policy.name if policy and policy.drafter.needs_past else None
         hit = self.prefixes.find(request.token_ids, needs, request.adapter)
+        if not request.stats.rounds:
+            known = hit.length if hit else 0
+            request.stats.diverged = self.prefixes.divergence(request.token_ids, request.adapter, known)
         if hit is None:
             return 0
         known = self.cache.load(request.slot, hit.target, hit.length)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from paceline.engine.prefix_file import CachedText
 from paceline.engine.prefix_store import PrefixStore
+from paceline.engine.stats import Divergence
 from paceline.protocols import Saved, common_most
 from paceline.verify.tree import PREFILL_ROWS
 
@@ -24,6 +25,10 @@ _BEHIND, _LEAVING, _ENDING = (1024, 4), (256, 16), (16, 1024)
 while they are in memory, so that a killed process loses little; when they leave it; and when the process ends. Each
 file holds a whole text, so writing a growing text at every turn would wear out disks. With a quarter, all files of a
 text have at most five times its size."""
+_NOTABLE = 256
+"""Tokens of a cached text and of a prompt after their first difference that make it worth a line in the log."""
+_SHOWN = 16
+"""Tokens of a `Divergence` that are kept of each text."""
 _PREFER_MEMORY = 32
 """Tokens that a text on disk must save beyond a text in memory. Mapping and checking takes as long as reading some."""
 
@@ -121,6 +126,29 @@ class PrefixCache:
                 return None
             if kept := self.disk.read(found):  # or the file was damaged, and is no longer listed
                 return Hit(most, kept.target, kept.drafters, True)
+
+    def divergence(self, tokens: Sequence[int], adapter: int = 0, known: int = 0) -> Divergence | None:
+        """Return where a prompt first differs from the text that agrees with it for longest.
+
+        Args:
+            tokens: Token ids of the prompt.
+            adapter: The request's adapter.
+            known: Number of tokens that `find` returned.
+
+        Returns:
+            The difference. None if it costs fewer than `_NOTABLE` tokens.
+        """
+        if len(tokens) - known < _NOTABLE:
+            return None
+        text, at, nearest = np.asarray(tokens, np.int64), -1, None
+        for entry in (*self._entries, *(self.disk.texts if self.disk else ())):
+            longer = len(entry.tokens) >= max(at, 0) + _NOTABLE
+            if longer and entry.adapter == adapter and (common := _common(entry.tokens, text)) > at:
+                at, nearest = common, entry.tokens
+        if nearest is None or min(len(nearest), len(text)) - at < _NOTABLE:
+            return None
+        ours, theirs = (tuple(one[at : at + _SHOWN].tolist()) for one in (text, nearest))
+        return Divergence(at, len(nearest), ours, theirs)
 
     def known(self, tokens: Sequence[int]) -> int:
         """Estimate how many tokens of a prompt `find` would return, without counting as a use."""

@@ -48,7 +48,8 @@ def target_key(target: Target) -> str:
     """Return the key of a target's states, in hex."""
     if target not in _known:
         adapters = tuple(target.adapters) if isinstance(target, Adaptable) else ()
-        about = type(target).__qualname__, getattr(target, "config", None), adapters, sys.byteorder
+        config = getattr(getattr(target, "model", target), "config", None)  # transformers' models have their own
+        about = type(target).__qualname__, config, adapters, sys.byteorder
         weights = _digest(tensors_of(target))
         _known[target] = _hash(_versions(target), about, weights, _digest(_probe(target)))
     return _known[target]

@@ -173,8 +173,10 @@ class PrefixStore:
             self._queue = deque(job for job in self._queue if job.text not in replaces)
             self._queue.append(_Job(text, replaces, time.time_ns()))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._write_all, name="paceline-prefixes", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._write_all, name="paceline-prefixes", daemon=True)
+                with suppress(RuntimeError):  # the process is ending; `flush` writes the queue
+                    thread.start()
+                    self._thread = thread
 
     def withdraw(self, text: CachedText) -> None:
         """Do not write a text that is waiting."""
@@ -223,6 +225,11 @@ class PrefixStore:
             with self._unfinished(name) as file:
                 write(file, prepared, until)
             os.utime(self.folder / name, ns=(job.used, job.used))
+            self._add(name)
+            for other in job.replaces:
+                if (old := self._files.get(other)) and old != name:
+                    self._remove(old)
+                self._forget(other)
         except Unsupported as error:
             self._warn(str(error), "prefixes are not kept in %s: %s cannot be written", self.folder, error)
         except TimeoutError:
@@ -231,12 +238,6 @@ class PrefixStore:
             self._warn(error.errno, "cannot write a prefix to %s: %s. Replies are not affected", self.folder, error)
         except Exception:
             _LOG.exception("failed to write a prefix")
-        else:
-            self._add(name)
-            for other in job.replaces:
-                if (old := self._files.get(other)) and old != name:
-                    self._remove(old)
-                self._forget(other)
 
     @contextmanager
     def _unfinished(self, name: str) -> Iterator[BinaryIO]:

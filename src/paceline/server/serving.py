@@ -178,7 +178,8 @@ class Service:
             self.limit.release()
             raise
         trace = self.tracer.for_request(request.headers, model.name)
-        running = RunningRequest(id_prefix + uuid.uuid4().hex, model, self.limit, trace)
+        name = id_prefix + uuid.uuid4().hex
+        running = RunningRequest(name, model, self.limit, trace, logs_texts=self.settings.log_prompts)
         try:
             work = partial(prepare, model, running.id)
             prepared, made = await self.preprocess(request, pool, work, seconds_left(deadline))
