@@ -122,7 +122,7 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
 
 
-def test_logits_are_those_of_the_history_and_nothing_advances_it() -> None:
+def test_logits_depend_on_the_history_and_reading_does_not_advance_it() -> None:
     s, _ = session()
     s.observe(text(9))
     close(s.next_logits(), fresh(text(9)))
@@ -480,7 +480,7 @@ def test_a_failed_pass_leaves_the_session_as_it_was(monkeypatch: pytest.MonkeyPa
     close(s.logits_after([1, 2])[2], fresh([*text(510), 1, 2]))
 
 
-def test_greedy_text_by_drafts_is_that_of_generate_bit_for_bit_in_bfloat16() -> None:
+def test_greedy_text_with_drafts_equals_generate_in_bfloat16() -> None:
     target = tiny_target(dtype=torch.bfloat16)
     llm = LLM(Loaded(target, toy_tokenizer(), (36,), {}, Path("toy")))
     if llm.guarantee != "bits":

@@ -89,7 +89,7 @@ class LLM:
 
     @property
     def guarantee(self) -> Guarantee:
-        """How far drafts leave the text as it is on this machine: bit for bit, or up to rounding."""
+        """Guarantee for text with drafts on this machine: the same bit for bit, or up to rounding."""
         return self.engine.guarantee
 
     @property

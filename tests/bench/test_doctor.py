@@ -121,7 +121,7 @@ def demo() -> Any:
     return type(model)(model.target, model.tokenizer, model.eos, {}, Path("SmolLM2-135M-Instruct.Q4_1.gguf"))
 
 
-def test_stored_acceptance_is_of_the_demo_model_alone() -> None:
+def test_stored_acceptance_applies_only_to_the_demo_model() -> None:
     assert {"eagle3", "suffix", "ngram", "medusa"} <= set(stored_drafters(demo()))
     assert stored_drafters(toy_model()) == []
     assert stored(toy_model(), "suffix", [DraftBudget(15, 15, 3)]) is None
@@ -138,7 +138,7 @@ def test_stored_acceptance_is_of_the_demo_model_alone() -> None:
         ("medusa", [DraftBudget(1, 1, 10), DraftBudget(3, 3, 10), DraftBudget(7, 4, 10)]),
     ],
 )
-def test_what_is_stored_is_possible(drafter: str, sizes: list[DraftBudget]) -> None:
+def test_stored_values_are_possible(drafter: str, sizes: list[DraftBudget]) -> None:
     found = stored(demo(), drafter, sizes)
     assert found is not None
     assert len(found.kinds) == 13
@@ -179,7 +179,7 @@ def test_passes_are_timed_by_their_rows_after_the_same_text() -> None:
     assert probe.length == PREFIX, "what was verified is not kept"
 
 
-def test_a_prompts_chunks_get_dearer_with_the_text_before_them() -> None:
+def test_a_prompts_chunks_cost_more_after_a_longer_text() -> None:
     machine = replace(MACHINE, prefill_growth=1e-6)
     assert machine.feed(PREFIX, 0) == pytest.approx(0.001 * PREFIX)
     assert machine.feed(100, 450) == pytest.approx(100 * (0.001 + 1e-6 * 400))
@@ -218,7 +218,7 @@ def test_a_pass_reads_every_weight_but_the_table_of_embeddings(tied: bool) -> No
     assert 8 * matrices <= found < 8 * matrices * 1.05
 
 
-def test_a_table_of_codes_beside_a_head_of_its_own_is_not_read(tmp_path: Path) -> None:
+def test_a_table_of_codes_is_not_read_if_the_head_is_separate(tmp_path: Path) -> None:
     found = []
     for tied in (True, False):
         write_gguf(tmp_path / f"{tied}.gguf", "qwen2", tied=tied, kind=GGMLQuantizationType.Q8_0)
@@ -268,7 +268,7 @@ def test_a_draft_that_does_not_pay_is_not_made() -> None:
     assert overall(both) == pytest.approx(plain / (plain / 2 + 0.096 + 96 * 0.025 / 5))
 
 
-def test_a_longer_text_makes_every_pass_dearer() -> None:
+def test_a_longer_text_makes_every_pass_cost_more() -> None:
     machine = Machine(MACHINE.passes, 1e-5, 0.001, 1e-6, 0.0, 20e9, None, {})
     assert machine.verify(4, PREFIX + 1000) == pytest.approx(0.020)
     assert machine.verify(4, 10) == pytest.approx(0.010 - 190e-5)
@@ -328,7 +328,7 @@ def test_threads_that_were_disturbed_are_told_and_do_not_decide_the_weights() ->
 
 @pytest.mark.slow
 @pytest.mark.model
-def test_bytes_of_quantised_weights_are_those_of_the_quantised_model() -> None:
+def test_bytes_of_quantised_weights_equal_the_quantised_model() -> None:
     said = quantised_bytes(load_model("demo", dtype="bfloat16"))
     for mode in ("int8", "int4"):
         coded = load_model("demo", dtype="bfloat16", quantize=mode)

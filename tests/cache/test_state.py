@@ -84,7 +84,7 @@ def test_a_round_can_be_repeated_after_its_commit() -> None:
     torch.testing.assert_close(logits(cache, slot), logits(again, other))
 
 
-def test_the_state_after_a_draft_has_the_bits_of_its_tokens_fed_alone() -> None:
+def test_the_state_after_a_draft_has_the_bits_of_its_tokens_fed_without_the_draft() -> None:
     cache, slot = fed(text(CHECKPOINT - 2))
     alone = cache.fork(slot)
     for token in (3, 6, 8, 9):

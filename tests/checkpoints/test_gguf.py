@@ -31,7 +31,7 @@ from tests.support.gguf_writing import FFN, HEADS, HIDDEN, KV_HEADS, VOCAB, Q, f
 
 
 @pytest.mark.parametrize("kind", [Q.F32, Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q8_0])
-def test_values_equal_those_of_the_gguf_library(tmp_path: Path, kind: Q) -> None:
+def test_values_equal_the_gguf_library(tmp_path: Path, kind: Q) -> None:
     expected = write_gguf(tmp_path / "m.gguf", "qwen2", kind=kind)
     tensors = open_gguf(tmp_path / "m.gguf")[1]
     assert len(tensors) == len(expected)

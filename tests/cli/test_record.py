@@ -64,7 +64,7 @@ def test_record_writes_the_replies_that_generate_writes(recorded: Path, tmp_path
     assert len(Recording(recorded)) == 3
 
 
-def test_record_stores_hidden_states_beside_the_same_replies(recorded: Path, tmp_path: Path) -> None:
+def test_record_stores_hidden_states_with_the_same_replies(recorded: Path, tmp_path: Path) -> None:
     prompts, path = tmp_path / "prompts.jsonl", tmp_path / "own.jsonl"
     done = run(
         *("record", str(path), "--prompts", str(prompts), "-n", "24", "--ignore-eos", "-t", "0", "--batch", "2"),

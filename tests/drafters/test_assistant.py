@@ -107,7 +107,7 @@ def reference(case: str, tokens: list[int], steps: int) -> tuple[list[torch.Tens
 
 @pytest.mark.parametrize("case", ["gemma4, small", "gemma4, all at once"])
 @pytest.mark.parametrize("length", [9, 17, 45])
-def test_a_chain_is_that_of_transformers(case: str, length: int, tmp_path: Path) -> None:
+def test_a_chain_equals_the_chain_of_transformers(case: str, length: int, tmp_path: Path) -> None:
     head, target = saved(case, tmp_path), decoder(case)
     assert isinstance(head.config, AssistantConfig)
     net = AssistantNetwork(head.config, head.tensors, target)

@@ -197,7 +197,7 @@ def test_requests_of_one_round_share_its_passes(monkeypatch: pytest.MonkeyPatch)
     assert len(passes) <= 2 * max(stats.rounds for _, _, stats in replies)
 
 
-def test_what_was_drafted_leaves_nothing_behind() -> None:
+def test_drafts_leave_no_state_behind() -> None:
     """Asked again, with another budget in between, it says the same; and so does a fork that came before."""
     drafter = block()
     engine = Engine(TOY, drafter, DraftBudget.chain(4))

@@ -110,7 +110,7 @@ def test_text_drafted_by_the_model_itself_is_nearly_always_right(shape: DraftBud
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_draft_in_the_middle_of_a_text_is_that_of_a_new_start(way: str) -> None:
+def test_a_draft_in_the_middle_of_a_text_equals_the_draft_after_a_new_start(way: str) -> None:
     """Later text has repeatedly changed the last tokens of the draft model, and therefore its cache."""
     ours = model("byte-level, small")
     words = VocabMap(ours, model("byte-level", 1))

@@ -174,7 +174,7 @@ IN_TURN = {(case, number % 2 == 0) for number, case in enumerate(KINDS)}
         for bits in (False, True)
     ],
 )
-def test_rows_that_stop_early_and_go_on_are_those_of_plain_decoding(case: str, bits: bool) -> None:
+def test_rows_that_stop_early_and_continue_equal_plain_decoding(case: str, bits: bool) -> None:
     if bits and not packs_bfloat16():
         pytest.skip("no products that keep bits")
     check_resumed(decoder(case, torch.bfloat16 if bits else torch.float64), (47, 46, 30))
@@ -285,7 +285,7 @@ def test_no_row_passes_a_layer_twice(layers: int, shape: DraftBudget, rows_of_la
     assert rows_of_layers == dict.fromkeys(range(LAYERS), fed)
 
 
-def test_drafting_runs_the_first_layers_alone(rows_of_layers: dict[int, int]) -> None:
+def test_drafting_runs_only_the_first_layers(rows_of_layers: dict[int, int]) -> None:
     engine = Engine(TOY, early(2), CHAIN)
     slots = [engine.cache.acquire(1) for _ in range(MIN_ROWS)]
     (policy,) = engine.policies

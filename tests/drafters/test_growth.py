@@ -81,7 +81,7 @@ def same(ours: Draft, theirs: Draft) -> None:
 
 
 @pytest.mark.parametrize("turn", range(5))
-def test_a_batch_is_drafted_for_as_each_request_alone(turn: int) -> None:
+def test_a_batch_is_drafted_as_single_requests(turn: int) -> None:
     """Ragged in all things: texts, budgets, rules, and levels that bans cut short; over several rounds."""
     texts = [list(prompt) for prompt in PROMPTS]
     budgets, samplings = BUDGETS[turn:] + BUDGETS[:turn], SAMPLINGS
@@ -112,7 +112,7 @@ def test_a_level_is_one_pass_whatever_the_batch() -> None:
         assert all(len(rows.slots) == count and rows.tokens.numel() >= MIN_ROWS for rows in model.passes)
 
 
-def test_a_long_text_is_fed_alone_before_the_others_join() -> None:
+def test_a_long_text_is_fed_first_before_the_others_join() -> None:
     model = Counted()
     drafter = DraftModel(model, 37)
     texts = [[1, 2, 3], [5] * 200]

@@ -148,7 +148,7 @@ def test_processors_see_the_likeliest_path() -> None:
     )
 
 
-def test_requests_in_one_pass_draft_as_they_would_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_in_one_pass_draft_as_single_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, seeds = [PROMPT, PROMPT[4:], [3, 3, 7]], (6, 7, 8)
     samplings = [replace(WARM, max_new_tokens=6, seed=seed) for seed in seeds]
     texts = [p + run(TOY, p, s)[0] for p, s in zip(prompts, samplings, strict=True)]

@@ -117,7 +117,7 @@ def uncached(name: str, rule: str) -> tuple[list[Draft], list[int]]:
     drafted={"a text that ended": True, "a prompt that nobody has drafted for": False},
     together=[("name",), ("how", "drafted")],
 )
-def test_drafts_after_load_are_those_after_all_of_the_prompt(name: str, how: tuple[int, str], drafted: bool) -> None:
+def test_drafts_after_load_equal_drafts_after_the_whole_prompt(name: str, how: tuple[int, str], drafted: bool) -> None:
     """For every length of the saved text that was read."""
     (common, rule), target, make = how, target_of(name), (DRAFTERS | FOREIGNERS)[name]
     plain, text = uncached(name, rule)
@@ -194,7 +194,7 @@ def test_one_token_too_many_is_noticed(more: int) -> None:
     assert torch.allclose(ours.q[0], theirs.q[0], rtol=0, atol=1e-9) == (more == 0)
 
 
-def test_what_a_heads_window_has_left_behind_is_no_hit() -> None:
+def test_text_before_a_heads_window_is_no_hit() -> None:
     target = tiny_target(layers=8, vocab_size=64, context_length=2048)
     drafter = Block(heads.WINDOWED, heads.head_of(heads.WINDOWED).tensors, target)
     engine = CachedEngine(target, drafter, DraftBudget.chain(3), PrefixCache(1 << 30, seamless=True))
@@ -226,7 +226,7 @@ def test_nothing_is_saved_of_a_text_that_was_not_heard() -> None:
         assert drafter.save(0) is None
 
 
-def test_what_is_saved_is_a_copy() -> None:
+def test_saved_state_is_a_copy() -> None:
     drafter = DRAFTERS["stack"]()
     engine = CachedEngine(TARGET, drafter, TREE, PrefixCache(0))
     request = begun(engine, PROMPT[:50], Sampling())

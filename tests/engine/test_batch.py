@@ -56,7 +56,7 @@ def alone_of(*samplings: Sampling) -> list[Completion]:
     width=[1, 3, 32],
     together=[("name", "temperature"), ("width", "temperature")],
 )
-def test_a_batch_writes_what_each_would_alone(name: str, temperature: float, width: int) -> None:
+def test_a_batch_writes_the_same_as_single_requests(name: str, temperature: float, width: int) -> None:
     samplings = [
         Sampling(max_new_tokens=5 + 9 * (i % 4), temperature=temperature, seed=i, stop_token_ids=[i])
         for i in range(len(PROMPTS))
@@ -141,7 +141,7 @@ def test_replies_leave_in_any_order_and_pass_over_views(monkeypatch: pytest.Monk
     ]
 
 
-def test_a_request_that_fails_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_request_ends_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = toy_llm()
     alone = [toy_llm().generate(p, Sampling(max_new_tokens=9)).token_ids for p in ("hello", "abc", "x")]
     honest = llm.model.target.forward
@@ -219,7 +219,7 @@ def test_a_stream_dropped_in_the_middle_of_a_pass_keeps_its_slot_until_the_end()
     assert llm.engine.cache.nbytes == 0, "and is given back then"  # type: ignore[attr-defined]
 
 
-def test_a_processor_or_criterion_that_fails_ends_its_own_reply_alone() -> None:
+def test_a_failed_processor_or_criterion_ends_only_its_own_reply() -> None:
     def fails(prefix, logits):  # type: ignore[no-untyped-def]
         if len(prefix.reply) == 3:
             raise ZeroDivisionError
@@ -269,7 +269,7 @@ def test_samples_that_wait_begin_like_one_that_runs(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("prompt", [None, 5, b"hi", {"role": "user"}, {1, 2}])
-def test_what_is_no_prompt_is_named(prompt: Any) -> None:
+def test_invalid_prompts_are_named(prompt: Any) -> None:
     with pytest.raises(InvalidPrompt, match=r"a prompt must be .*, got (None|int|bytes|dict|set)\."):
         toy_llm().generate(prompt)
     with pytest.raises(InvalidPrompt, match="prompt 1 of the batch"):

@@ -101,7 +101,7 @@ def test_lookups_go_on_where_a_learned_drafter_does_not_pay() -> None:
     assert resting._own.value > 0.2 * resting._all.value, "its rounds count while it rests"
 
 
-def test_a_drafter_that_is_off_is_left_alone_in_most_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disabled_drafter_is_not_asked_in_most_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, chosen, honest = Clock(), list[int](), Controller._seconds
     monkeypatch.setattr(Controller, "_seconds", lambda *given, **named: chosen.append(1) or honest(*given, **named))
     engine = Engine(charged(clock), Slow(Oracle([1], 0.0, 37), clock, 5.0), timer=clock)

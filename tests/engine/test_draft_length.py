@@ -376,7 +376,7 @@ def test_catching_up_costs_the_same_whoever_shares_the_round(asked: int, togethe
 
 
 @pytest.mark.parametrize("together", [1, 4])
-def test_the_pace_is_that_of_all_requests_at_the_best_size(together: int) -> None:
+def test_the_pace_counts_all_requests_at_the_best_size(together: int) -> None:
     world = World(DraftBudget.chain(4), 0.02, 0.1, 0.9, together)
     assert world.controller.last.pace == 0.0
     world.speed(100)

@@ -270,7 +270,7 @@ def test_where_the_text_follows_the_draft_nothing_measured_decides_how_much_is_d
     assert set(again.budgets) - {DraftBudget(10, depth, 3) for depth in (1, 2, 3)} == {DraftBudget(10, 4, 3)}
 
 
-def test_the_end_of_a_request_releases_its_own_slot_alone() -> None:
+def test_the_end_of_a_request_releases_only_its_own_slot() -> None:
     released = list[int]()
 
     class Noting(DrafterWrapper):

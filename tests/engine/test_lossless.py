@@ -342,7 +342,7 @@ BATCHED: dict[str, Callable[[Decoder], Drafter]] = {
     shape=SHAPES,
     together=[("sampling",), ("drafter",), ("shape",)],
 )
-def test_a_ragged_batch_writes_what_each_would_alone(
+def test_a_ragged_batch_writes_the_same_as_single_requests(
     sampling: str, drafter: str, shape: DraftBudget, toy: Decoder
 ) -> None:
     how = SAMPLINGS[sampling]

@@ -140,7 +140,7 @@ def test_a_malformed_thinking_budget_is_refused(wrong: tuple[Any, ...]) -> None:
         Sampling(thinking_budget=ThinkingBudget(*wrong))
 
 
-def test_reasoning_that_ends_within_its_budget_is_left_alone() -> None:
+def test_reasoning_that_ends_within_its_budget_is_not_changed() -> None:
     how = Sampling(max_new_tokens=30, temperature=3.0, seed=1, ignore_eos=True, reasoning=("", "q"))
     plain, end = reply("it is", how), ALPHABET.index("q")
     within = plain.index(end)

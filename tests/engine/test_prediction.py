@@ -102,7 +102,7 @@ def test_without_speculation_nothing_is_drafted() -> None:
     assert request.stats.drafted == 0
 
 
-def test_what_was_accepted_is_counted() -> None:
+def test_accepted_tokens_are_counted() -> None:
     llm, sampling = toy_llm(), SAMPLINGS["greedy"]
     plain = llm.generate("hello", sampling).token_ids
     out = llm.generate("hello", sampling, prediction=[*plain[:50], (plain[50] + 1) % 37])
@@ -184,7 +184,7 @@ def test_of_a_long_text_only_what_a_reply_can_hold_is_encoded() -> None:
 
 
 @pytest.mark.parametrize("wrong", [[37], [-1], [True], 5, {"a": 1}])
-def test_what_is_no_prediction_is_refused(wrong: Any) -> None:
+def test_invalid_predictions_are_refused(wrong: Any) -> None:
     with pytest.raises(InvalidOption, match="prediction"):
         toy_llm().generate("hello", Sampling(max_new_tokens=4), prediction=wrong)
 

@@ -315,7 +315,7 @@ def test_the_reply_goes_on_without_a_damaged_file(tmp_path: Path, logged: Callab
     assert not file.exists()
 
 
-def test_foreign_files_and_links_are_left_alone(tmp_path: Path, logged: Callable[[], list[str]]) -> None:
+def test_foreign_files_and_links_are_not_touched(tmp_path: Path, logged: Callable[[], list[str]]) -> None:
     folder, secret = tmp_path / "prefixes", tmp_path / "elsewhere"
     file = written(folder)
     secret.write_bytes(file.read_bytes())

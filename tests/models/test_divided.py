@@ -132,7 +132,7 @@ def test_a_rank_that_ends_before_its_first_sum_is_noticed() -> None:
     assert kernel("paceline_sum", c_void_p, c_void_p, c_int64)(addressof(ranks[0]), x.data_ptr(), 4) == 1
 
 
-def test_adapters_are_cut_as_the_weights_beside_them() -> None:
+def test_adapters_are_cut_like_their_weights() -> None:
     tensors = random_tensors(TINY)
     held = factors(tensors, "all", 3, ("_proj",))
     own = [RankTensors(tensors, divide(TINY, tensors, 2), rank) for rank in range(2)]

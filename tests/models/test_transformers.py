@@ -197,7 +197,7 @@ def test_a_draft_model_that_takes_no_trees_says_so() -> None:
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "Bloom"])
-def test_a_ragged_batch_writes_what_each_would_alone(name: str) -> None:
+def test_a_ragged_batch_writes_the_same_as_single_requests(name: str) -> None:
     target = adapter(name)
     sampling = Sampling(max_new_tokens=24)
     prompts = [PROMPT, [3], [7, 7, 7, 7, 8], list(range(30))]
@@ -443,7 +443,7 @@ def test_a_folder_of_an_unknown_family_goes_through_transformers(folder: Path) -
     assert llm.model.eos == (36,)
 
 
-def test_what_goes_through_transformers_is_not_quantised(folder: Path) -> None:
+def test_models_through_transformers_are_not_quantised(folder: Path) -> None:
     with pytest.raises(UnsupportedModel, match=r"not quantised here. Leave quantize out"):
         paceline.load(folder, quantize="int8", drafter=None)
     model = model_of("GPT2", OLD)

@@ -66,7 +66,7 @@ def common(left: Sequence[int], right: Sequence[int], limit: int) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_penalties_are_those_of_the_formula_at_every_row_of_every_draft(seed: int) -> None:
+def test_penalties_equal_the_formula_at_every_row_of_every_draft(seed: int) -> None:
     draw = random.Random(seed)
     letters = draw.choice([2, 3, 10])
     settings = (
@@ -172,7 +172,7 @@ def test_a_special_token_can_be_a_breaker() -> None:
     assert Breakers.of(("</s>",), words).alone(end)
 
 
-def test_dry_needs_a_tokenizer_for_its_breakers_alone() -> None:
+def test_dry_needs_a_tokenizer_only_for_its_breakers() -> None:
     with pytest.raises(InvalidOption, match="dry_sequence_breakers needs a tokenizer"):
         Sampling(dry_multiplier=1.0).sampler(vocabulary=Vocabulary(9))
     sampler = Sampling(dry_multiplier=1.0, dry_sequence_breakers=()).sampler(vocabulary=Vocabulary(9))

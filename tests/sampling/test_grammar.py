@@ -80,7 +80,7 @@ def follow(rows: Matcher, count: int, told: random.Random) -> list[int]:
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
-def test_a_row_depends_on_its_prefix_alone(name: str) -> None:
+def test_a_row_depends_only_on_its_prefix(name: str) -> None:
     """Rows in any order, with forbidden tokens and ends in their paths, against a fresh matcher for each."""
     grammar, _ = GRAMMARS[name]
     told = random.Random(7)
@@ -100,7 +100,7 @@ def test_a_row_depends_on_its_prefix_alone(name: str) -> None:
             done += told.randrange(1, 5)
 
 
-def test_forced_tokens_are_those_that_rows_leave() -> None:
+def test_forced_tokens_equal_the_tokens_that_rows_leave() -> None:
     rows = matcher(GRAMMARS["schema"][0])
     forced = rows.forced(Prefix([], (), 0), 99)
     assert WORDS.decode(forced).startswith('{"full_name_of_the_person"')

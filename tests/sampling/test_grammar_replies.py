@@ -162,7 +162,7 @@ RANKS = {"chain": (0.0, DraftBudget.chain(4)), "tree": (0.8, DraftBudget(10, 4, 
         *("letters-tree-itself", "nested-chain-eagle", "nested-chain-itself", "nested-tree-other"),
     ],
 )
-def test_what_is_ranked_for_a_draft_is_allowed_there(
+def test_tokens_ranked_for_a_draft_are_allowed_there(
     plain: LLM, case: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, how, which = case
@@ -328,7 +328,7 @@ def test_a_special_stop_token_ends_a_grammar(plain: LLM) -> None:
     assert re.fullmatch("[ab]{2}", out.text)
 
 
-def test_a_ban_of_all_that_is_allowed_ends_that_request_alone(plain: LLM) -> None:
+def test_a_ban_of_all_allowed_tokens_ends_only_that_request(plain: LLM) -> None:
     grammar = Grammar.regex("[xy]z{3}")
     banned = {token: -float("inf") for token, said in WORDS.token_bytes.items() if said.startswith(b"z")}
     sampling = how(grammar, 0.0, logit_bias=banned)

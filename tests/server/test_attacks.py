@@ -163,7 +163,7 @@ def test_grammars_that_are_slow_to_follow(server: Server, form: dict[str, str]) 
         assert status(connection) in (200, 400)
 
 
-def test_many_ends_beside_a_grammar(server: Server) -> None:
+def test_many_end_tokens_with_a_grammar(server: Server) -> None:
     before = server.resident
     for token in range(3, 17):
         connections = [
@@ -196,7 +196,7 @@ def test_a_body_of_unknown_keys(server: Server) -> None:
             connection.close()
 
 
-def test_stalled_bodies_beside_honest_ones(server: Server) -> None:
+def test_stalled_bodies_do_not_delay_complete_bodies(server: Server) -> None:
     """Each of them lacks its last bytes; honest large requests are read all the same."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     stalled = []

@@ -125,7 +125,7 @@ def test_values_are_counted() -> None:
     assert memory < 64 * 2**20
 
 
-def test_what_is_ignored_is_not_kept() -> None:
+def test_ignored_parameters_are_not_kept() -> None:
     large = [{"": 0}] * 1000
     calls = [{"index": large, "function": {"name": "f", "arguments": "{}", **UNKNOWN}}]
     content = [{"type": "text", "text": "x", **UNKNOWN}]

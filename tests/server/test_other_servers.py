@@ -142,7 +142,7 @@ def test_reasoning_under_other_names(body: dict[str, Any], values: dict[str, Any
     ],
     ids=str,
 )
-def test_what_means_the_same_does_the_same(served: Serving, more: dict[str, Any]) -> None:
+def test_parameters_with_the_same_meaning_have_the_same_effect(served: Serving, more: dict[str, Any]) -> None:
     bare, other = (
         served.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 8, "seed": 7, **extra}).json()["choices"]
         for extra in ({}, more)

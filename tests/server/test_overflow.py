@@ -103,7 +103,7 @@ def test_ollama_leaves_out_the_oldest_turns(small: Serving, caplog: pytest.LogCa
     assert kept(small, [system, *old, last], num_predict=-1) == shown(system, *old[2:], last)
 
 
-def test_what_fits_is_left_alone(small: Serving, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_chat_that_fits_is_not_shortened(small: Serving, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "paceline")
     chat = [turn("user", "a" * 100), turn("assistant", "b" * 100), turn("user", "c")]
     assert kept(small, chat, num_predict=-1) == shown(*chat)

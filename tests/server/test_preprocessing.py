@@ -70,7 +70,7 @@ def test_timeouts_count_from_the_arrival(spoken: Serving) -> None:
         assert b" 504 " in slow.recv(64)
 
 
-def test_clients_that_leave_grammars_behind_delay_nobody(spoken: Serving) -> None:
+def test_abandoned_grammars_do_not_delay_other_clients(spoken: Serving) -> None:
     for n in range(12):
         body = {"prompt": "a", "max_tokens": 4, "guided_json": {**SLOW, "multipleOf": 10000321 + 2 * n}}
         with sent(spoken, "/v1/completions", body):
@@ -278,7 +278,7 @@ def test_a_stop_during_a_body_is_no_traceback(caplog: pytest.LogCaptureFixture) 
     assert not [record for record in caplog.records if record.exc_info]
 
 
-def test_the_description_is_for_those_who_may_ask() -> None:
+def test_the_description_requires_authorisation() -> None:
     with serving(toy_llm(), api_keys=("k",)) as it:
         assert it.get("/openapi.json").status_code == 401
         assert it.get("/openapi.json", headers={"Authorization": "Bearer k"}).json()["info"]["title"] == "Paceline"

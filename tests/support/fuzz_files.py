@@ -23,7 +23,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from paceline.checkpoints.checkpoint import eos_token_ids, open_checkpoint
 from paceline.checkpoints.head_files import open_head
 from paceline.checkpoints.head_write import write_head
-from paceline.checkpoints.loader import native
+from paceline.checkpoints.loader import native_config
 from paceline.checkpoints.lora import open_model
 from paceline.errors import PacelineError
 from paceline.files.locate import resolve
@@ -222,7 +222,7 @@ _GGUF_KEYS = [
 def use(path: Path) -> None:
     """Open a model, and where the native decoder runs it, write a few tokens with it."""
     checkpoint = open_checkpoint(resolve(path))
-    config = native(checkpoint)
+    config = native_config(checkpoint)
     eos_token_ids(checkpoint.config, checkpoint.generation, checkpoint.tokenizer)
     checkpoint.tokenizer.encode("abc")
     if config is None:

@@ -122,7 +122,7 @@ def counted(words: Tokenizer, messages: list[dict[str, Any]], **extra: Any) -> C
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_tokens_are_those_of_transformers(kind: str, template: str) -> None:
+def test_tokens_equal_the_tokens_of_transformers(kind: str, template: str) -> None:
     transformers = pytest.importorskip("transformers")
     words = chatty(kind, TEMPLATES[template])
     backend = tokenizers.Tokenizer.from_str(words._backend.to_str())
@@ -233,7 +233,7 @@ OPERATIONS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_each_operation_is_that_of_strings_and_keeps_flags(name: str) -> None:
+def test_each_operation_equals_the_operation_of_strings_and_keeps_flags(name: str) -> None:
     rng = random.Random(5)
     for size in (3, 4, 9, 30) * 8:
         a, b = mixed(rng, size), mixed(rng, rng.randrange(1, 6))

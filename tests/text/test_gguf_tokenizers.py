@@ -85,7 +85,7 @@ def texts(count: int) -> list[str]:
 
 
 @some("package", ORIGINALS.keys(), fast=["gpt2", "llama2"])
-def test_ids_and_text_are_those_of_the_original(package: str) -> None:
+def test_ids_and_text_equal_the_original_tokenizer(package: str) -> None:
     pre, sha256 = ORIGINALS[package]
     folder = original(package, sha256)
     config = json.loads((folder / "tokenizer_config.json").read_text())

@@ -139,7 +139,7 @@ def test_what_onednn_keeps_of_shapes_is_bounded_unless_the_user_says_otherwise(
     assert os.environ["LRU_CACHE_CAPACITY"] == "9"
 
 
-def test_damaged_settings_beside_the_answers_are_one_line(prompts: Path) -> None:
+def test_damaged_settings_next_to_the_answers_are_one_line(prompts: Path) -> None:
     work = prompts.parent / "head.work"
     work.mkdir()
     (work / "answers.jsonl").write_text("{}\n")

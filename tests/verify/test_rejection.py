@@ -405,7 +405,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG.keys())
-def test_what_is_no_distribution_is_an_error(wrong: Tensor) -> None:
+def test_an_invalid_distribution_is_an_error(wrong: Tensor) -> None:
     for p, q in ((wrong, Q), (P, wrong)):
         with pytest.raises(InvalidOption):
             residual(p, q)

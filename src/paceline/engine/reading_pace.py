@@ -1,4 +1,4 @@
-"""How many prompt tokens to feed between two rounds."""
+"""Number of prompt tokens to feed between two rounds."""
 
 from __future__ import annotations
 

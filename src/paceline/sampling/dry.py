@@ -70,7 +70,7 @@ class Breakers:
 
 
 class _Spelled:
-    """The tokens with which texts may begin. Each token is looked at when needed, since vocabularies are large."""
+    """Tokens that may begin the texts. Each token is examined when needed, since vocabularies are large."""
 
     def __init__(self, texts: Sequence[str], tokenizer: Tokenizer) -> None:
         self._bytes, self._spell = tokenizer.token_bytes, tokenizer.spell

@@ -196,7 +196,7 @@ def _add_prompts(router: APIRouter, service: Service) -> None:
 
 
 def _add_get(router: APIRouter, path: str, handler: Callable[..., Awaitable[Any]], answer: str = "") -> None:
-    """Add a route for GET, and for HEAD, with which clients probe. `answer`: the model of the answer."""
+    """Add a route for GET, and for HEAD, which clients use to probe. `answer`: the model of the answer."""
     described: dict[int | str, dict[str, Any]] = {200: {"content": content(answer)}} if answer else {}
     router.add_api_route(path, handler, response_model=None, responses={**errors_of(path), **described})
     router.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)

@@ -141,8 +141,8 @@ class Lenient(Strict):
         return {key: body[key] for key in known if key in body} if isinstance(body, dict) else body
 
 
-class Naming(Lenient):
-    """Model that ignores unknown keys as Ollama does, which names them in its log too."""
+class OllamaObject(Lenient):
+    """Model of an object in Ollama's API. As in Ollama, unknown keys are ignored, and the log names them."""
 
     @model_validator(mode="before")
     @classmethod

@@ -43,7 +43,7 @@ class Metrics:
         self.queue = self._histogram("vllm:request_queue_time_seconds", "From submission to admission.")
         self.first = self._histogram("vllm:time_to_first_token_seconds", "From submission to the first token.")
         self.later = self._histogram(
-            "vllm:inter_token_latency_seconds", "Between tokens; those of one round share its time.", _TOKEN_SECONDS
+            "vllm:inter_token_latency_seconds", "Between tokens. The tokens of a round share its time.", _TOKEN_SECONDS
         )
         self.latency = self._histogram("vllm:e2e_request_latency_seconds", "From submission to the end.")
         self.draft_failures = self._counter(

@@ -130,7 +130,7 @@ class Models:
         self._keep_alive, self._max_memory, self._free_memory = keep_alive, max_memory, free_memory
         self._loaded: dict[ModelSource, LoadedModel] = {}
         self._sizes: dict[ModelSource, int] = {}
-        """What each needs: as expected until it has been loaded, then with its drafters."""
+        """Bytes that each model needs: an estimate until it has been loaded, then the size with its drafters."""
         self._loading: dict[ModelSource, asyncio.Task[None]] = {}
         self._unloading: set[asyncio.Task[None]] = set()
         self._timers: dict[ModelSource, asyncio.TimerHandle] = {}
@@ -248,7 +248,7 @@ class Models:
         return next((one for one in (name, name.removesuffix(":latest")) if one in adapters), None)
 
     async def ready(self, name: str | None) -> None:
-        """Load a model unless it is loaded. Whoever stops waiting does not stop the others.
+        """Load a model unless it is loaded. A caller that stops waiting does not stop the others.
 
         Raises `ApiError` 404, `Busy` where others use the memory, `OutOfMemory`, and what loading raises.
         """
@@ -313,7 +313,7 @@ class Models:
                 break
             if not self._loaded[one].users:  # it may have been taken while another was unloaded
                 await self._unload(one)
-        # What is free is an estimate: with nothing more to unload, try it.
+        # The free memory is an estimate. If no other model can be unloaded, try to load it anyway.
         return self._fits(source) or not any(model.users for one, model in self._loaded.items() if not one.stays)
 
     async def _keep_within(self, source: ModelSource) -> bool:

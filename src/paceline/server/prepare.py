@@ -57,7 +57,7 @@ class Prepared:
 
 def reading_job(tokens: Sequence[int], sampling: Sampling, reader: PromptReader) -> ReplyJob:
     """Return the job that feeds a prompt to a reader and generates nothing."""
-    # A prompt's last token is left to the first round, and there is none: so one more.
+    # The first round reads a prompt's last token. This job has no round, so the token is repeated.
     return ReplyJob([*tokens, tokens[-1]], sampling, speculation=OFF, scores=reader, prompt_only=True, padding=1)
 
 
@@ -260,7 +260,7 @@ def chat_tokens(llm: LLM, settings: Settings, prompt: ChatPrompt) -> list[int]:
 
 
 def _size(llm: LLM, settings: Settings, prompt: ChatPrompt) -> int:
-    """Return the tokens of a chat's prompt; at least as many for a text that is too long whatever its tokens are."""
+    """Return the number of tokens of a chat's prompt, or a lower bound if its text is certainly too long."""
     try:
         return len(chat_tokens(llm, settings, prompt))
     except ContextExceeded as error:

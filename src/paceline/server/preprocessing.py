@@ -26,7 +26,7 @@ PoolName = Literal["parse", "short", "long", "grammar", "tokens", "documents"]
 generating; write what the server knows already, such as its models."""
 
 LONG = 1 << 16
-"""Bytes from which a body is long: it takes milliseconds to parse and more to tokenise."""
+"""Bytes of the shortest long body. It takes milliseconds to parse, and longer to tokenise."""
 
 _THREADS: dict[PoolName, int] = {"parse": 1, "short": 2, "long": 1, "grammar": 2, "tokens": 1, "documents": 1}
 

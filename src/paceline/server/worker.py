@@ -368,7 +368,7 @@ class Worker:
             self._failures += 1
 
     def _start_over(self, error: Exception | None) -> list[Event]:
-        """End all replies, including those that a failed turn had ended without delivering it."""
+        """End all replies, including replies that a failed turn has ended without delivering their end."""
         try:
             self._scheduler.close()
         except Exception:

@@ -170,7 +170,7 @@ def test_a_rule_that_follows_the_prompt_has_no_graphs() -> None:
         pytest.param(DraftBudget(9, 4, 3), 0.9, marks=pytest.mark.slow),
     ],
 )
-def test_the_text_is_that_of_plain_decoding_on_the_cpu(shape: DraftBudget, temperature: float) -> None:
+def test_the_text_equals_plain_decoding_on_the_cpu(shape: DraftBudget, temperature: float) -> None:
     sampling = Sampling(max_new_tokens=60, temperature=temperature, seed=3)
     plain = run(tiny_target(), PROMPT, sampling)[0]
     target = device_target()

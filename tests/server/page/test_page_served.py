@@ -22,7 +22,7 @@ from tests.support.toys import toy_model
 SHOWN = "all => all.map(token => token.textContent).join('')"
 
 
-def test_chat_shows_what_the_model_writes_alone(plain: LLM, open_tab: Open) -> None:
+def test_chat_shows_the_text_of_the_library(plain: LLM, open_tab: Open) -> None:
     prompt = "hello hello hello"
     alone = plain.generate([{"role": "user", "content": prompt}], Sampling(max_new_tokens=24, temperature=0.8, seed=5))
     # A drafter that is always right, so that a few tokens already show accepted drafts.

@@ -1,4 +1,4 @@
-"""/v1/responses/compact: a conversation as one item, with which it goes on. Codex asks for it of OpenAI's provider."""
+"""/v1/responses/compact: a summary item that replaces a conversation. Codex sends it to OpenAI's provider."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Compaction(Api[CompactRequest]):
     path = "/v1/responses/compact"
     body = CompactRequest
     id_prefix = "resp_"
-    about = "Summarise a conversation in an item with which it goes on."
+    about = "Summarise a conversation in an item that replaces it."
     media_type = ""
 
     def __init__(self, responses: Responses) -> None:

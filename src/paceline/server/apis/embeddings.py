@@ -17,7 +17,7 @@ from pydantic import Field
 from paceline.engine.prompt_logprobs import PooledStates
 from paceline.llm import LLM
 from paceline.models.decoder import Decoder
-from paceline.server.compat import Ignored, Naming, PlainAnswer, accepts, ignored
+from paceline.server.compat import Ignored, OllamaObject, PlainAnswer, accepts, ignored
 from paceline.server.errors import bad_request
 from paceline.server.fields import Text, TokenIds
 from paceline.server.limits import Settings
@@ -43,7 +43,7 @@ class EmbeddingsRequest(NamedBody):
 
 
 @accepts(ignored("options keep_alive", "the model is loaded already"))
-class OllamaEmbedRequest(Naming, NamedBody, extra="ignore"):
+class OllamaEmbedRequest(OllamaObject, NamedBody, extra="ignore"):
     """Body of /api/embed."""
 
     input: Text | Texts
@@ -54,7 +54,7 @@ class OllamaEmbedRequest(Naming, NamedBody, extra="ignore"):
 
 
 @accepts(ignored("options keep_alive", "the model is loaded already"))
-class OllamaPromptEmbedRequest(Naming, NamedBody, extra="ignore"):
+class OllamaPromptEmbedRequest(OllamaObject, NamedBody, extra="ignore"):
     """Body of /api/embeddings, the older form of /api/embed, for one text."""
 
     prompt: Text

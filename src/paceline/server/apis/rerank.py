@@ -1,7 +1,7 @@
 """/v1/rerank: ranks documents by their relevance to a query, with a model that was trained for it.
 
 Qwen3-Reranker answers "yes" or "no" to each document; the score is the probability of "yes" among the two. The prompt
-is that of its model card (huggingface.co/Qwen/Qwen3-Reranker-0.6B).
+follows its model card (huggingface.co/Qwen/Qwen3-Reranker-0.6B).
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _answers(model: LoadedModel) -> tuple[int, int]:
 
 
 def _check_size(settings: Settings, body: RerankRequest) -> None:
-    """Raise `ApiError` 400 if the prompts, each with the query, are larger than a body may be."""
+    """Raise `ApiError` 400 if the prompts, each with the query, are larger than the limit of a body."""
     count = len(body.texts)
     size = sum(map(len, body.texts)) + count * len(body.query + (body.instruction or ""))
     if size > settings.max_body:
@@ -179,7 +179,7 @@ def _check_size(settings: Settings, body: RerankRequest) -> None:
 
 
 def _prompt(llm: LLM, settings: Settings, body: RerankRequest, document: str, param: str) -> list[int]:
-    """Return a prompt, in which the request's texts form no control tokens."""
+    """Return a prompt. The request's texts form no control tokens in it."""
     asked = f"{body.instruction or _TASK}\n<Query>: {body.query}\n<Document>: {document}"
     text = TemplateText.written(_BEFORE) + asked + TemplateText.written(_AFTER)
     check_length(llm, settings, text, param)

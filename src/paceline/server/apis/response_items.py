@@ -149,7 +149,7 @@ class FunctionTool(Lenient):
 
 
 class Namespace(Lenient):
-    """Functions of one source, such as Codex sends those of an MCP server."""
+    """Functions of one source. Codex sends the functions of an MCP server in this form."""
 
     type: Literal["namespace"]
     name: Name
