@@ -174,6 +174,28 @@ def test_the_controller_knows_what_a_head_has_read_during_prefill() -> None:
     assert unread(begun(engine, prompt, Sampling())) <= MAX_PENDING + 1
 
 
+@pytest.mark.parametrize("name", ["model", *FOREIGNERS])
+def test_one_sample_of_a_prompt_reads_it_for_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = (DRAFTERS | FOREIGNERS)[name]()
+    assert isinstance(drafter, DraftModel)
+    engine = CachedEngine(target_of(name), drafter, TREE, PrefixCache(0))
+    requests = [begun(engine, prompt, Sampling()) for prompt in (PROMPT, PROMPT, [*PROMPT[1:], 5])]
+    alone = drafter.propose([Ask(requests[0].slot, requests[0].prefix, TREE, requests[0].sampler)])
+    read: list[int] = []
+    honest = drafter._model.forward
+
+    def forward(rows: Rows, cache: KVCache, want: Want) -> Forward:
+        read.append(sum(rows.counts))
+        return honest(rows, cache, want)
+
+    monkeypatch.setattr(drafter._model, "forward", forward)
+    second, other = ([Ask(r.slot, r.prefix, TREE, r.sampler)] for r in requests[1:])
+    assert drafter.propose(second) == alone
+    assert sum(read) < 50
+    drafter.propose(other)
+    assert sum(read) > 300, "another prompt must be read"
+
+
 @pytest.mark.parametrize("more", [0, 1])
 def test_one_token_too_many_is_noticed(more: int) -> None:
     """EAGLE has read the token after each state: where that one differs, the row does too."""
