@@ -19,6 +19,7 @@ from paceline.errors import ModelNotFound
 from paceline.kernels.quantize import Precision
 from paceline.models.decoder import Decoder
 from paceline.testing import tiny_target
+from paceline.text import sandbox
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
@@ -49,6 +50,14 @@ def _own_logging() -> Iterator[None]:
     handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
     yield
     logger.handlers[:], logger.level, logger.propagate = handlers, level, propagate
+
+
+@pytest.fixture(scope="module")
+def no_forks() -> Iterator[None]:
+    """Render chat templates in this process, for tests that render hundreds and are not about the sandbox."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sandbox, "can_fork", lambda: False)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,7 @@ TREE = Draft((5, 6, 7, 8, 9), (0, 0, 1, 2, 4))
 HYBRIDS: dict[str, Callable[..., Decoder]] = {"delta": tiny_hybrid, "mamba": tiny_mamba}
 
 
-@clauses(delta="traces commits truncation forks saves", mamba="wanted drafts caches growing")
+@clauses(delta="traces commits truncation", mamba="drafts forks growing")
 def test_a_hybrid_keeps_the_contract_of_a_target(kind: str, clause: str) -> None:
     check_clause(clause, HYBRIDS[kind], tolerance=1e-9, taps=(1, "final"))
 

@@ -102,7 +102,7 @@ def test_a_drafter_that_looks_down_other_branches_leaves_no_trace() -> None:
 def test_without_a_drafter_greedy_text_in_bfloat16_is_generates_own(inputs: dict[str, Any]) -> None:
     wide = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
     how, listeners = speculate(None), (Listener(), Listener())
-    for seed in range(4):
+    for seed in range(2):
         model = model_of("Llama", BASE | IDS | wide, seed, torch.bfloat16)
         agree(model, inputs, how, max_new_tokens=60, repetition_penalty=1.4)
     assert [(stats.rounds, stats.tokens) for stats in how.stats] == [(60, 60)] * len(how.stats)
@@ -133,7 +133,7 @@ class StopsAt:
         return torch.tensor([input_ids.shape[1] >= length for length in self._lengths])
 
 
-@pytest.mark.parametrize("at", range(0, 24, 4))
+@some("at", range(24), fast=["0", "7", "20"])
 def test_every_end_is_found_inside_a_draft(at: int) -> None:
     text = generate(llama(), ONE, max_new_tokens=24)[0, 10:].tolist()
     how = drafting_itself(llama())

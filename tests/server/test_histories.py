@@ -14,6 +14,8 @@ from tests.support.cover import some
 from tests.support.running import Serving, serving
 from tests.support.scripted import scripted
 
+pytestmark = pytest.mark.usefixtures("no_forks")
+
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": SCHEMA}}]
 USER = {"role": "user", "content": "hi"}

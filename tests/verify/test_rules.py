@@ -105,7 +105,7 @@ def test_noise_shared_with_the_target_is_noticed(monkeypatch: pytest.MonkeyPatch
 
 # Properties of every text.
 
-TOY, TWIN = tiny_target(), tiny_target(seed=9)
+TOY, TWIN = tiny_target(layers=1), tiny_target(seed=9, layers=1)
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
 SHAPES = {"chain": DraftBudget.chain(4), "tree": DraftBudget(9, 4, 3)}
 
