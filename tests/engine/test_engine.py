@@ -195,7 +195,6 @@ def test_stats_for_json() -> None:
     assert " _" not in repr(stats), "no private field"
 
 
-
 @pytest.mark.parametrize(
     "draft", [Draft((99,), (0,)), Draft((1, 2), (0,)), Draft((1,), (1,)), Draft.chain([1] * 9), Draft((1, 1), (0, 0))]
 )
