@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from paceline.cli.adapters import parse_adapters
-from paceline.cli.cache_room import cache_positions, position_bytes, state_positions
+from paceline.cli.cache_room import cache_positions, position_bytes, prefix_room, state_positions
 from paceline.cli.commands import LOG_FORMAT, option, options_of
 from paceline.cli.options import (
     DEMO,
@@ -121,7 +121,9 @@ class LimitOptions:
     cache_memory: float | None = _limit(
         "GiB for keys and values.", min=0.001, show_default="a quarter of the free memory"
     )
-    prefix_memory: float = _limit("GiB for the prefix cache. 0: off.", min=0, default=1.0)
+    prefix_memory: float | None = _limit(
+        "GiB for the prefix cache. 0: off.", min=0, show_default="an eighth of the free memory, at least 1"
+    )
     prefix_dir: Path | None = _limit(
         "Folder for prefixes that memory has no room for, and for those in memory when the server stops.\n\nAfter a "
         "restart, prompts that begin like earlier ones are not read again. The files contain what users write, as "
@@ -144,7 +146,7 @@ class LimitOptions:
         valid."""
         if self.prefix_dir is None:
             return {}
-        if not self.prefix_memory:
+        if self.prefix_memory == 0:
             raise InvalidOption("--prefix-dir needs a prefix cache in memory", "Set --prefix-memory above 0")
         if processes() > 1:
             raise InvalidOption("--prefix-dir works only with one process", "Leave it out")
@@ -155,7 +157,8 @@ class LimitOptions:
         from paceline.server.worker import WorkerLimits
 
         positions, state = cache_positions(llm, self.cache_memory), state_positions(llm)
-        return WorkerLimits(self.slots, self.queue, positions, self.prefill, int(self.prefix_memory * 2**30), state)
+        prefix_bytes = prefix_room(self.prefix_memory)
+        return WorkerLimits(self.slots, self.queue, positions, self.prefill, prefix_bytes, state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,7 +435,7 @@ def _warm_prompts(server: ServerOptions, limits: LimitOptions, has_first: bool) 
     """Read the files of --warm. Raise `InvalidOption` if that is not possible, or nothing could be kept."""
     if not server.warm:
         return []
-    if not limits.prefix_memory or not has_first:
+    if limits.prefix_memory == 0 or not has_first:
         raise InvalidOption("--warm needs a MODEL and a prefix cache", "Name a model, and set --prefix-memory above 0")
     from paceline.server.warm import warm_prompt
 
