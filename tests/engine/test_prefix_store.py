@@ -136,9 +136,11 @@ def written(folder: Path, prompt: Sequence[int] = PROMPT) -> Path:
 
 
 def settled(store: PrefixStore) -> None:
-    """Wait until nothing is left to write."""
-    while store.waiting:
+    """Wait until nothing is left to write, at most a minute."""
+    until = time.monotonic() + 60
+    while store.waiting and time.monotonic() < until:
         time.sleep(0.001)
+    assert not store.waiting
 
 
 @some("kind", [*TARGETS], fast=["keys and values", "a window", "recurrent states", "latent attention"])
