@@ -347,9 +347,9 @@ class Attention {
     template <int Q, int NEXT_QUERY, int NEXT, bool HIDDEN>
     [[gnu::always_inline]] static void multiply(Floats (&sums)[Q][WIDE], const Pairs* own, int count, const Operand* pair) {
         for (int i = 0; i < count; i++, own += WIDE, pair += NEXT) {
-            Pairs here[WIDE];
-            for (int v = 0; v < WIDE; v++) here[v] = HIDDEN ? kept(own[v], pair) : own[v];
-            add_products(sums, here, pair, NEXT_QUERY);
+            Pairs shown[WIDE];
+            for (int v = 0; v < WIDE && HIDDEN; v++) shown[v] = kept(own[v], pair);
+            add_products(sums, HIDDEN ? shown : own, pair, NEXT_QUERY);
         }
     }
 

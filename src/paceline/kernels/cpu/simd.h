@@ -125,8 +125,8 @@ inline void keep([[maybe_unused]] IntPart& x) {
 #endif
 }
 
-// Makes compilers read the codes of many rows only when they are needed. Otherwise they read the codes of a whole group first,
-// and run out of registers.
+// Makes compilers read the operands of many rows only when they are needed. Otherwise they read all of a group first, and run out
+// of registers.
 template <int ROWS>
 inline void read_here() {
 #if defined(__AVX512F__)
@@ -382,13 +382,14 @@ inline Floats dot2(const Floats& total, const WidePairs& own, const float* pair)
 
 // Adds `dot2` of V vectors and the pairs of Q rows, which are `stride` elements apart.
 template <int Q, int V>
-[[gnu::always_inline]] inline void add_products(Floats (&sums)[Q][V], const WidePairs (&own)[V], const float* pairs, int stride) {
+[[gnu::always_inline]] inline void add_products(Floats (&sums)[Q][V], const WidePairs* own, const float* pairs, int stride) {
 #pragma GCC unroll 16  // early enough for registers
     for (int i = 0; i < Q; i++) {
         const Floats x = all(pairs[i * stride + 1]);
 #pragma GCC unroll 2
         for (int v = 0; v < V; v++) sums[i][v] = fma(own[v].odd, x, sums[i][v]);
     }
+    read_here<Q>();
 #pragma GCC unroll 16
     for (int i = 0; i < Q; i++) {
         const Floats x = all(pairs[i * stride]);
@@ -422,7 +423,7 @@ inline Floats dot2(Floats total, const Pairs& own, const Operand* pair) {
 }
 
 template <int Q, int V>
-[[gnu::always_inline]] inline void add_products(Floats (&sums)[Q][V], const Pairs (&own)[V], const Operand* pairs, int stride) {
+[[gnu::always_inline]] inline void add_products(Floats (&sums)[Q][V], const Pairs* own, const Operand* pairs, int stride) {
 #pragma GCC unroll 16  // early enough for registers
     for (int i = 0; i < Q; i++)
 #pragma GCC unroll 2
