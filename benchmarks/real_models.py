@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS, Grid, fail, median, progress, provenance, report, write
-from fetch_models import fetched
+from fetch_models import MODELS, fetched
 
 from paceline.files.wheels import packaged
 
@@ -79,7 +79,7 @@ def run(system: str, path: str, prompts: Sequence[list[int]], tokens: int) -> di
     """Measure one system in this process. `prompts`: a short one to reply to, then long ones to read."""
     start = start_llama_cpp if system == "llama.cpp" else start_paceline
     load, write_tokens = start(path, max(map(len, prompts)) + tokens + 16)
-    loaded = _peak_megabytes()
+    loaded = peak_megabytes()
     list(write_tokens(prompts[0], 4))
     times = [time.perf_counter() for _ in write_tokens(prompts[0], tokens)]
     prefill = []
@@ -92,11 +92,11 @@ def run(system: str, path: str, prompts: Sequence[list[int]], tokens: int) -> di
         "loaded_mb": loaded,
         "decode": (len(times) - 1) / (times[-1] - times[0]),
         "prefill": prefill,
-        "peak_mb": _peak_megabytes(),
+        "peak_mb": peak_megabytes(),
     }
 
 
-def _peak_megabytes() -> float:
+def peak_megabytes() -> float:
     """Peak resident set of this process, in units of 10^6 bytes."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024 / 1e6
@@ -108,6 +108,13 @@ def prompt_ids(path: str, lengths: Sequence[int]) -> list[list[int]]:
     tokenizer = open_checkpoint(Path(path)).tokenizer
     long = tokenizer.encode("".join(TEXT.format(i) for i in range(max(lengths, default=0) // 8 + 1)))
     return [list(tokenizer.encode(PROMPT)), *(list(long[:length]) for length in lengths)]
+
+
+def model_path(model: str) -> Path:
+    """Return the path of demo, 1.5b, 0.5b, or a GGUF file or folder."""
+    if model == "demo":
+        return Path(packaged(model))
+    return fetched(model) if model in MODELS else Path(model)
 
 
 def _files(path: Path) -> list[Path]:
@@ -149,11 +156,10 @@ def main() -> None:
         task = json.loads(args.run)
         print(json.dumps(run(**task)))
         return
-    known = {"demo": lambda: packaged("demo"), "1.5b": lambda: fetched("1.5b"), "0.5b": lambda: fetched("0.5b")}
     grids, results = [], {}
     source = provenance(**vars(args))
     for model in args.models:
-        path = str(known[model]() if model in known else Path(model))
+        path = str(model_path(model))
         sizes = [len(file.read_bytes()) for file in _files(Path(path))]  # reads them into the page cache
         task = {"path": path, "prompts": prompt_ids(path, args.prompts), "tokens": args.tokens}
         runs: dict[str, list[dict[str, Any]]] = {system: [] for system in args.systems}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from paceline.errors import ModelNotFound
 from paceline.kernels.quantize import Precision
 from paceline.models.decoder import Decoder
 from paceline.testing import tiny_target
+from paceline.text import sandbox
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
@@ -31,6 +33,14 @@ def pytest_configure() -> None:
     hypothesis.settings.register_profile("paceline", derandomize=True, deadline=None, max_examples=examples)
     hypothesis.settings.load_profile("paceline")
     torch.set_num_threads(1)
+    # With Python's threshold of 700, a twentieth of the suite's time goes into looking for cycles.
+    gc.set_threshold(20_000, 10, 10)
+
+
+def pytest_collection_finish() -> None:
+    # Modules stay to the end, so nobody has to look through them for garbage, least of all a test that collects it.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +50,14 @@ def _own_logging() -> Iterator[None]:
     handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
     yield
     logger.handlers[:], logger.level, logger.propagate = handlers, level, propagate
+
+
+@pytest.fixture(scope="module")
+def no_forks() -> Iterator[None]:
+    """Render chat templates in this process, for tests that render hundreds and are not about the sandbox."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sandbox, "can_fork", lambda: False)
+        yield
 
 
 @pytest.fixture(scope="session")

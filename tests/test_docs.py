@@ -224,7 +224,7 @@ def speculation(source: str, **names: Any) -> Callable[..., list[int]]:
 
 
 def farthest(source: str, count: int, length: int) -> float:
-    """How far the example's distribution of `count` tokens is from the target's own, over every outcome."""
+    """Return the distance between the example's and the target's distribution of `count` tokens, over all outcomes."""
     dice, target, drafter, vocab, prompt = Dice(), small_session(0, 3), small_session(5, 3), 3, [1, 2, 0]
     speculate = speculation(source, dice=dice)
 

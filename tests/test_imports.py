@@ -44,7 +44,7 @@ def read(source: Path) -> dict[str, ast.Module]:
 
 
 def imported(tree: ast.Module, modules: Mapping[str, object], package: str = "paceline") -> Iterator[str]:
-    """Every module of the package that this one imports: at the top, for types alone or inside functions."""
+    """Return all modules of the package that a module imports: at the top, for types only, or inside functions."""
     names = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""Every drafter and target keeps its contract, and the contract's check notices those that do not."""
+"""Every drafter and target keeps its contract, and the contract's check notices violations."""
 
 from __future__ import annotations
 

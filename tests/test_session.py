@@ -1,4 +1,4 @@
-"""A session's logits are those of its history, whatever was done before, and it feeds nothing twice."""
+"""A session's logits depend only on its history, and it feeds no token twice."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from paceline.session import Session
 from paceline.testing import TINY, random_tensors, tiny_target
 from paceline.types import Draft, Forward, Rows, Want
 from paceline.verify.tree import MIN_ROWS, pack_prefix
+from tests.support.cover import cover
 from tests.support.toys import toy_llm, toy_tokenizer
 from tests.support.trees import drafts, path_to
 
@@ -121,7 +122,7 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
 
 
-def test_logits_are_those_of_the_history_and_nothing_advances_it() -> None:
+def test_logits_depend_on_the_history_and_reading_does_not_advance_it() -> None:
     s, _ = session()
     s.observe(text(9))
     close(s.next_logits(), fresh(text(9)))
@@ -318,8 +319,7 @@ steps = st.lists(
 )
 
 
-@pytest.mark.parametrize("kind", TOYS)
-@pytest.mark.parametrize("start", [1, 507])
+@cover(kind=[*TOYS], start=[1, 507], together=[("kind",), ("start",)])
 @settings(max_examples=settings().max_examples // 3)
 @given(steps)
 def test_any_order_of_operations_gives_the_logits_of_a_fresh_session(kind: str, start: int, ops: list[Any]) -> None:
@@ -480,7 +480,7 @@ def test_a_failed_pass_leaves_the_session_as_it_was(monkeypatch: pytest.MonkeyPa
     close(s.logits_after([1, 2])[2], fresh([*text(510), 1, 2]))
 
 
-def test_greedy_text_by_drafts_is_that_of_generate_bit_for_bit_in_bfloat16() -> None:
+def test_greedy_text_with_drafts_equals_generate_in_bfloat16() -> None:
     target = tiny_target(dtype=torch.bfloat16)
     llm = LLM(Loaded(target, toy_tokenizer(), (36,), {}, Path("toy")))
     if llm.guarantee != "bits":

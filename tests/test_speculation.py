@@ -1,4 +1,4 @@
-"""Speculation over two sessions writes what the target writes alone."""
+"""Speculation over two sessions writes the same text as the target without a drafter."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def written(target: LLM, drafter: LLM, sampling: Sampling, length: int = 4) -> l
     drafter=[0, 5],
     together=[("sampling",), ("drafter",)],
 )
-def test_the_reply_is_that_of_the_target_alone(sampling: Sampling, drafter: int) -> None:
+def test_the_reply_equals_plain_decoding_of_the_target(sampling: Sampling, drafter: int) -> None:
     alone = toy_llm().generate(PROMPT, sampling)
     rounds = written(toy_llm(), LLM(toy_model(seed=drafter)), sampling)
     chunks = [chunk for chunks in rounds for chunk in chunks]
@@ -64,7 +64,7 @@ def test_no_tokens_no_rounds() -> None:
     assert written(toy_llm(), toy_llm(), Sampling(max_new_tokens=0)) == []
 
 
-def test_what_two_sessions_cannot_do_is_refused() -> None:
+def test_unsupported_options_of_two_sessions_are_refused() -> None:
     for bad in (
         {"length": 0},
         {"length": True},

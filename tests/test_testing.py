@@ -68,7 +68,7 @@ class ForksRows(ListCache):
 
 
 class SavesFromNowOn(ListCache):
-    """What is saved goes on with the slot."""
+    """Saved state changes with the slot."""
 
     def save(self, slot: int) -> SavedList:
         return replace(super().save(slot), entries=self._kept[slot])  # type: ignore[arg-type]
@@ -234,7 +234,7 @@ class Deaf(Altered):
 
 
 class Eager(Altered):
-    """Commits by itself."""
+    """Commits without being asked."""
 
     def out_of(self, out: Forward, rows: Rows, cache: KVCache, want: Want) -> Forward:
         cache.commit(rows, [()] * len(rows.slots))
@@ -300,7 +300,7 @@ BROKEN: dict[type[ListCache] | type[ToyTarget], tuple[str, str]] = {
     CommitsAnyPass: ("_passes", "the older of two passes was committed"),
     KeepsPasses: ("_passes", "the same pass for the second time was committed"),
 }
-"""What is broken -> the clause that notices it, and what it says."""
+"""Broken part -> the clause that notices it, and its message."""
 
 
 def check(broken: Any, said: str) -> None:

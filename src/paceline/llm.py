@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -44,6 +45,10 @@ if TYPE_CHECKING:
     from paceline.text.tokenizer import Tokenizer
 
 
+_PREFIX_MEMORY = 1 << 30
+"""Memory for texts of `load(prefix_dir=...)`, in bytes."""
+
+
 class LLM:
     """A target model with its tokenizer and its drafters. `load` makes one.
 
@@ -84,7 +89,7 @@ class LLM:
 
     @property
     def guarantee(self) -> Guarantee:
-        """How far drafts leave the text as it is on this machine: bit for bit, or up to rounding."""
+        """Guarantee for text with drafts on this machine: the same bit for bit, or up to rounding."""
         return self.engine.guarantee
 
     @property
@@ -103,21 +108,27 @@ class LLM:
         encode, size = partial(self.tokenizer.encode, special=False), self.model.target.vocab_size
         return Vocabulary(size, self.model.eos, encode, self.tokenizer)
 
-    def sampling(self, **changes: Any) -> Sampling:
-        """Return the sampling parameters that the model's `generation_config` recommends, with `changes`.
+    def sampling(self, given: Sampling | None = None, /, **changes: Any) -> Sampling:
+        """Return sampling parameters with `changes`.
 
-        A model without recommendations is sampled greedily.
+        Args:
+            given: The parameters to change. By default the recommendations of the model's `generation_config`; a model
+                without them is sampled greedily.
+            **changes: Single sampling parameters.
 
         Raises:
             InvalidOption: If a change or the model's `generation_config` is invalid.
         """
-        try:
-            own = Sampling(**recommended(self.model.generation))
-        except InvalidOption as error:
-            raise InvalidOption(
-                f"generation_config.json of {self.model.path} is invalid: {error.cause}", "Correct that file"
-            ) from error
-        return changed(own, changes)
+        if given is None:
+            try:
+                given = Sampling(**recommended(self.model.generation))
+            except InvalidOption as error:
+                raise InvalidOption(
+                    f"generation_config.json of {self.model.path} is invalid: {error.cause}", "Correct that file"
+                ) from error
+        if not isinstance(given, Sampling):
+            raise InvalidOption(f"sampling is a {type(given).__name__}", "Pass a paceline.Sampling, or one per prompt")
+        return changed(given, changes)
 
     @overload
     def generate(
@@ -228,7 +239,7 @@ class LLM:
         Raises:
             PacelineError: If the prompt or an option is invalid.
         """
-        sampling = self._sampling(sampling, changes)
+        sampling = self.sampling(sampling, **changes)
         return Stream(self.engine, self.start(self.prompt_ids(prompt, raw=raw), sampling, adapter=adapter))
 
     def batch(
@@ -275,7 +286,7 @@ class LLM:
         tasks = []
         for index, (prompt, how, name) in enumerate(zip(prompts, each, names, strict=True)):
             self.model.adapter_number(name)  # checked here, as the sampler below, before any reply starts
-            seeded = self._sampling(how, changes).seeded()
+            seeded = self.sampling(how, **changes).seeded()
             try:
                 tokens = self.prompt_ids(prompt, raw=raw)
             except InvalidPrompt as error:
@@ -285,16 +296,6 @@ class LLM:
             begin = partial(self.start, tokens, seeded, adapter=name)
             tasks += [Task(partial(begin, sample), tokens, group=index) for sample in range(n)]
         return Batch(self.engine, tasks, width)
-
-    def _sampling(self, sampling: Any, changes: Mapping[str, Any]) -> Sampling:
-        """Return the sampling parameters for one prompt: the model's if `sampling` is None, with `changes`."""
-        if sampling is None:
-            return self.sampling(**changes)
-        if not isinstance(sampling, Sampling):
-            raise InvalidOption(
-                f"sampling is a {type(sampling).__name__}", "Pass a paceline.Sampling, or one per prompt"
-            )
-        return changed(sampling, changes)
 
     def start(
         self,
@@ -436,6 +437,8 @@ def load(
     device_map: DeviceMap | None = None,
     draft_device_map: DeviceMap | None = None,
     chat_template: str | Path | None = None,
+    prefix_dir: str | Path | None = None,
+    prefix_disk: float = 8.0,
 ) -> LLM:
     """Load a target model and its drafter.
 
@@ -481,6 +484,10 @@ def load(
         draft_device_map: The same for a draft model.
         chat_template: A Jinja file, the name of one of the model's templates ("tool_use"), or a template. It replaces
             the model's default.
+        prefix_dir: A folder for the states of earlier prompts and replies. A prompt that begins like one of them is not
+            read again, even after a restart. Files contain the prompts' tokens; only their owner can read them. The
+            latest texts stay in memory, up to 1 GiB. By default, no text is kept.
+        prefix_disk: Maximum size of this folder, in GiB. The least recently used files are removed first.
 
     Raises:
         PacelineError: With the cause and what to do about it.
@@ -507,6 +514,8 @@ def load(
         device_map=device_map,
         draft_device_map=draft_device_map,
         chat_template=chat_template,
+        prefix_dir=prefix_dir,
+        prefix_disk=prefix_disk,
     )
     return _load(arguments if preset is None else arguments.with_preset(preset))
 
@@ -528,6 +537,21 @@ def _load(arguments: LoadArguments) -> LLM:
     if drafter in (None, "none"):
         llm.engine.policies.default = Speculation(None)
     llm._arguments = arguments if isinstance(arguments.model, (str, Path)) and not arguments.tensor_parallel else None
+    if arguments.prefix_dir is not None:
+        _keep_prefixes(llm, arguments)
     if arguments.exact:
         check_exact(llm.guarantee, loaded.target.device)
     return llm
+
+
+def _keep_prefixes(llm: LLM, arguments: LoadArguments) -> None:
+    """Give an LLM a prefix cache with a folder. Raise `InvalidOption` if that is not possible."""
+    if arguments.tensor_parallel:
+        raise InvalidOption(
+            "prefix_dir does not support tensor parallelism", "Leave out prefix_dir, or use one process"
+        )
+    size = arguments.prefix_disk
+    if isinstance(size, bool) or not isinstance(size, (int, float)) or not 0 < size < math.inf:
+        raise InvalidOption(f"prefix_disk must be a positive number of GiB, got {size!r}", "Use 8, for example")
+    assert arguments.prefix_dir is not None
+    llm.engine.remember(_PREFIX_MEMORY, Path(arguments.prefix_dir).expanduser(), int(size * 2**30))

@@ -98,6 +98,19 @@ def common_most(parts: Sequence[Saved], length: int, prompt: int) -> int:
     return length
 
 
+@runtime_checkable
+class Restorer(Protocol):
+    """A cache whose saved copies refer to functions of the model, which a file cannot hold."""
+
+    def restored(self, saved: Any) -> Saved:
+        """Return a copy that was read from a file, with this cache's functions."""
+
+
+def restored(cache: object, saved: Saved) -> Saved:
+    """Return a copy that was read from a file, ready for a cache of the same model."""
+    return cache.restored(saved) if isinstance(cache, Restorer) else saved
+
+
 PassT = TypeVar("PassT", covariant=True, default=Pass)
 
 

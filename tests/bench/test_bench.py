@@ -277,7 +277,7 @@ def test_a_peer_that_cannot_begin_says_why() -> None:
 
 
 class Page(HTMLParser):
-    """What a page is made of, and whatever in it reaches for another host."""
+    """Collects the elements of a page, and its references to other hosts."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What other programs are told, with stand-ins for those that are not installed; transformers is real, and tiny."""
+"""The arguments given to other programs. Stand-ins replace programs that are not installed; transformers is real."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from paceline.bench.doctor.machine import Machine, bandwidth, by_threads
 from paceline.bench.doctor.predict import Drafting, forecast, overall
 from paceline.bench.doctor.weights import quantised_bytes, weight_bytes
 from paceline.bench.replay.predict import size_name
+from paceline.bench.replay.prices import MeasuredPrices
 from paceline.checkpoints.loader import load_model
 from paceline.cli import app
 from paceline.drafters.early_exit import EarlyExit
@@ -121,7 +123,7 @@ def demo() -> Any:
     return type(model)(model.target, model.tokenizer, model.eos, {}, Path("SmolLM2-135M-Instruct.Q4_1.gguf"))
 
 
-def test_stored_acceptance_is_of_the_demo_model_alone() -> None:
+def test_stored_acceptance_applies_only_to_the_demo_model() -> None:
     assert {"eagle3", "suffix", "ngram", "medusa"} <= set(stored_drafters(demo()))
     assert stored_drafters(toy_model()) == []
     assert stored(toy_model(), "suffix", [DraftBudget(15, 15, 3)]) is None
@@ -138,7 +140,7 @@ def test_stored_acceptance_is_of_the_demo_model_alone() -> None:
         ("medusa", [DraftBudget(1, 1, 10), DraftBudget(3, 3, 10), DraftBudget(7, 4, 10)]),
     ],
 )
-def test_what_is_stored_is_possible(drafter: str, sizes: list[DraftBudget]) -> None:
+def test_stored_values_are_possible(drafter: str, sizes: list[DraftBudget]) -> None:
     found = stored(demo(), drafter, sizes)
     assert found is not None
     assert len(found.kinds) == 13
@@ -159,7 +161,7 @@ def test_a_size_that_is_not_stored_is_not_made_up() -> None:
 
 
 def slow(clock: FakeTimer, **changes: int) -> Decoder:
-    """A target whose pass takes 10 seconds, one more for each row, and one for each 100 tokens before it."""
+    """Return a target whose pass takes 10 s, plus 1 s per row, plus 1 s per 100 tokens before it."""
 
     class Slow(Decoder):
         def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
@@ -179,11 +181,11 @@ def test_passes_are_timed_by_their_rows_after_the_same_text() -> None:
     assert probe.length == PREFIX, "what was verified is not kept"
 
 
-def test_a_prompts_chunks_get_dearer_with_the_text_before_them() -> None:
+def test_a_prompts_chunks_cost_more_after_a_longer_text() -> None:
     machine = replace(MACHINE, prefill_growth=1e-6)
     assert machine.feed(PREFIX, 0) == pytest.approx(0.001 * PREFIX)
     assert machine.feed(100, 450) == pytest.approx(100 * (0.001 + 1e-6 * 400))
-    assert MACHINE.feed(4, 0) == pytest.approx(0.010), "no cheaper than a pass of so many rows"
+    assert MACHINE.feed(4, 0) == pytest.approx(0.010), "not cheaper than a pass of 4 rows"
 
 
 def test_going_on_with_a_prompt_tells_its_speed_and_how_passes_grow() -> None:
@@ -218,7 +220,7 @@ def test_a_pass_reads_every_weight_but_the_table_of_embeddings(tied: bool) -> No
     assert 8 * matrices <= found < 8 * matrices * 1.05
 
 
-def test_a_table_of_codes_beside_a_head_of_its_own_is_not_read(tmp_path: Path) -> None:
+def test_a_table_of_codes_is_not_read_if_the_head_is_separate(tmp_path: Path) -> None:
     found = []
     for tied in (True, False):
         write_gguf(tmp_path / f"{tied}.gguf", "qwen2", tied=tied, kind=GGMLQuantizationType.Q8_0)
@@ -268,7 +270,7 @@ def test_a_draft_that_does_not_pay_is_not_made() -> None:
     assert overall(both) == pytest.approx(plain / (plain / 2 + 0.096 + 96 * 0.025 / 5))
 
 
-def test_a_longer_text_makes_every_pass_dearer() -> None:
+def test_a_longer_text_makes_every_pass_cost_more() -> None:
     machine = Machine(MACHINE.passes, 1e-5, 0.001, 1e-6, 0.0, 20e9, None, {})
     assert machine.verify(4, PREFIX + 1000) == pytest.approx(0.020)
     assert machine.verify(4, 10) == pytest.approx(0.010 - 190e-5)
@@ -328,7 +330,7 @@ def test_threads_that_were_disturbed_are_told_and_do_not_decide_the_weights() ->
 
 @pytest.mark.slow
 @pytest.mark.model
-def test_bytes_of_quantised_weights_are_those_of_the_quantised_model() -> None:
+def test_bytes_of_quantised_weights_equal_the_quantised_model() -> None:
     said = quantised_bytes(load_model("demo", dtype="bfloat16"))
     for mode in ("int8", "int4"):
         coded = load_model("demo", dtype="bfloat16", quantize=mode)
@@ -341,6 +343,13 @@ def test_it_says_what_a_pass_spends_its_time_on() -> None:
     assert first == "cost of a pass, relative to one row: 8 rows 1.60, 16 rows 3.20"
     assert "takes 10.0 ms" in second
     assert "100 MB of weights at 20.0 GB/s takes 5.0 ms of this (50%)" in second
+
+
+def test_a_round_costs_its_pass_and_the_host_once_per_request() -> None:
+    costs: Any = SimpleNamespace(verify=lambda rows, before: 10.0 * rows + before, host=0.5)
+    model: Any = SimpleNamespace(target=None)
+    prices = MeasuredPrices(model, costs, reread=model)
+    assert prices.round(3, [7, 8]) == 30 + 15 + 2 * 0.5
 
 
 # --- the command --------------------------------------------------------------------------------------------------

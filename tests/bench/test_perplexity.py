@@ -1,4 +1,4 @@
-"""How well a model predicts a text, window by window."""
+"""Perplexity of a text, window by window."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_windows_that_are_none() -> None:
 
 @pytest.mark.parametrize("front", [(), (5,)])
 @pytest.mark.parametrize("rows", [128, 7])
-def test_scores_are_those_of_each_window_fed_at_once(
+def test_scores_equal_the_scores_of_each_window_fed_at_once(
     monkeypatch: pytest.MonkeyPatch, front: tuple[int, ...], rows: int
 ) -> None:
     monkeypatch.setattr("paceline.bench.perplexity._ROWS", rows)

@@ -40,7 +40,7 @@ def logits_after(tokens: list[int]) -> torch.Tensor:
 
 
 @given(drafts(most=9), st.integers(1, 20), st.data())
-def test_a_nodes_logits_are_those_of_its_path_fed_plainly(draft: Draft, length: int, data: st.DataObject) -> None:
+def test_a_nodes_logits_equal_its_path_fed_plainly(draft: Draft, length: int, data: st.DataObject) -> None:
     prefix = [(3 * i + 1) % 37 for i in range(length)]
     cache, slot = fed(prefix)
     rows = pack([5], [draft], [slot], [length], CPU)
@@ -91,7 +91,7 @@ def test_memory_follows_the_length_reached() -> None:
 
 @torch.inference_mode()
 def extend(cache: SlabCache, slot: int, count: int) -> None:
-    """Feed a slot of a cache of `in_memory` so many more tokens."""
+    """Feed `count` tokens to a slot of a cache of `in_memory`."""
     for done in range(0, count, 256):
         n = min(256, count - done)
         rows = pack_prefix([0] * n, slot, cache.lengths[slot], CPU)
@@ -238,7 +238,7 @@ FAST = {(3, 1), (1700, 150), (1700, 1100)}
         for length in (3, 700, 1030, 1700)
     ],
 )
-def test_what_is_loaded_is_seen_as_it_was_written(length: int, back: int) -> None:
+def test_loaded_rows_are_seen_as_they_were_written(length: int, back: int) -> None:
     """By layers that see all, 20 and 700 positions, whose rings (1024 and 1536) have wrapped or not, and wrap later."""
     witness = Witness()
     cache, slot = witness.cache, witness.acquire()
@@ -270,14 +270,14 @@ def test_what_is_loaded_is_seen_as_it_was_written(length: int, back: int) -> Non
 
 
 def grow(witness: Witness, slot: int, count: int) -> None:
-    """A slot's text, prefilled by so many more tokens."""
+    """Prefill `count` more tokens of a slot."""
     for done in range(0, count, 200):
         chunk = [0] * min(200, count - done)
         rows = pack_prefix(chunk, slot, witness.cache.lengths[slot], CPU)
         witness.feed(rows, [[*range(1, len(chunk))]])
 
 
-def test_what_is_saved_is_a_copy_that_holds_no_more_than_it_needs() -> None:
+def test_saved_rows_are_a_copy_without_spare_memory() -> None:
     cache, slot = fed([1, 2, 3, 4, 5])
     saved = cache.save(slot)
     before = [x.clone() for x in saved.tensors]

@@ -29,7 +29,7 @@ TREE = Draft((5, 6, 7, 8, 9), (0, 0, 1, 2, 4))
 HYBRIDS: dict[str, Callable[..., Decoder]] = {"delta": tiny_hybrid, "mamba": tiny_mamba}
 
 
-@clauses(delta="traces commits truncation forks saves", mamba="wanted drafts caches growing")
+@clauses(delta="traces commits truncation", mamba="drafts forks growing")
 def test_a_hybrid_keeps_the_contract_of_a_target(kind: str, clause: str) -> None:
     check_clause(clause, HYBRIDS[kind], tolerance=1e-9, taps=(1, "final"))
 
@@ -84,7 +84,7 @@ def test_a_round_can_be_repeated_after_its_commit() -> None:
     torch.testing.assert_close(logits(cache, slot), logits(again, other))
 
 
-def test_the_state_after_a_draft_has_the_bits_of_its_tokens_fed_alone() -> None:
+def test_the_state_after_a_draft_has_the_bits_of_its_tokens_fed_without_the_draft() -> None:
     cache, slot = fed(text(CHECKPOINT - 2))
     alone = cache.fork(slot)
     for token in (3, 6, 8, 9):

@@ -1,4 +1,4 @@
-"""Adapters written by PEFT and held beside the weights: logits equal PEFT's, sums are sums, the rest is refused."""
+"""Adapters written by PEFT, kept apart from the weights: logits equal PEFT's, sums are correct, the rest is refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def logits(tensors: Any, config: dict[str, Any], adapters: list[Factors], number
 
 
 @pytest.mark.parametrize("variant", BESIDE)
-def test_logits_are_those_of_the_merged_model(tmp_path: Path, variant: str) -> None:
+def test_logits_equal_the_merged_model(tmp_path: Path, variant: str) -> None:
     adapted = train(base_model(tmp_path / "base"), tmp_path / "lora", **VARIANTS[variant])
     base = open_checkpoint(tmp_path / "base")
     ours = logits(base.tensors, base.config, [read_factors("lora", Adapter(tmp_path / "lora"), base.config)], 1)
@@ -112,7 +112,7 @@ def test_several_are_added_up_by_their_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in BESIDE])
-def test_what_can_only_be_merged_is_refused(tmp_path: Path, variant: str) -> None:
+def test_adapters_that_can_only_be_merged_are_refused(tmp_path: Path, variant: str) -> None:
     train(base_model(tmp_path / "base"), tmp_path / "lora", **VARIANTS[variant])
     with pytest.raises(UnsupportedModel, match="must be the same for all rows of a pass") as caught:
         paceline.load(tmp_path / "base", adapters={"x": tmp_path / "lora"}, dtype="float32")
@@ -191,7 +191,7 @@ def gpt2(seed: int = 0) -> Any:
 
 
 def peft_model(**options: Any) -> Any:
-    """With two adapters, of which the first is active."""
+    """The model has two adapters, and the first is active."""
     plain: dict[str, Any] = {"target_modules": ["c_attn", "c_fc"], "r": 4, "lora_alpha": 30}
     model = peft.get_peft_model(gpt2(), peft.LoraConfig(**plain | options), adapter_name="one")
     model.add_adapter("two", peft.LoraConfig(**plain | options | {"target_modules": ["c_proj"]}))

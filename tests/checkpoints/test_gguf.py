@@ -31,7 +31,7 @@ from tests.support.gguf_writing import FFN, HEADS, HIDDEN, KV_HEADS, VOCAB, Q, f
 
 
 @pytest.mark.parametrize("kind", [Q.F32, Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q8_0])
-def test_values_equal_those_of_the_gguf_library(tmp_path: Path, kind: Q) -> None:
+def test_values_equal_the_gguf_library(tmp_path: Path, kind: Q) -> None:
     expected = write_gguf(tmp_path / "m.gguf", "qwen2", kind=kind)
     tensors = open_gguf(tmp_path / "m.gguf")[1]
     assert len(tensors) == len(expected)
@@ -202,7 +202,7 @@ def test_codes_lie_as_their_tensors_do(tmp_path: Path, kind: Q) -> None:
 @pytest.mark.parametrize("mode", ["int8", "int4"])
 @pytest.mark.parametrize(("kind", "bits"), [(Q.Q4_0, 4), (Q.Q4_1, 4), (Q.Q5_0, 8), (Q.Q8_0, 8), (Q.F16, None)])
 def test_a_quantised_file_keeps_its_codes_of(tmp_path: Path, kind: Q, bits: int | None, mode: Mode) -> None:
-    """Whatever the mode: codes of codes would lose twice."""
+    """In every mode, because quantising codes again would round twice."""
     write_gguf(tmp_path / "m.gguf", "qwen2", kind=kind, tied=False)
     opened = open_checkpoint(tmp_path / "m.gguf")
     weights = Weights(Quantised(opened.tensors, mode), torch.float32, torch.device("cpu"))
@@ -331,7 +331,7 @@ def test_other_files(tmp_path: Path, content: bytes, error: type[Exception]) -> 
 @pytest.mark.slow
 @pytest.mark.model
 def test_the_demo_model_equals_the_gguf_library() -> None:
-    """The library's reader is slow because of the vocabulary; its tensors alone are compared here, bit for bit."""
+    """Compare only the tensors with the library's reader, bit for bit, because it reads vocabularies slowly."""
     try:
         path = resolve("demo", quiet=True)
     except PacelineError as error:

@@ -179,7 +179,7 @@ Store = Callable[[str], tuple[Any, Path]]
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    """Case -> its model and its folder, in which the GGUF lies as model.gguf."""
+    """Case -> its model, and the folder that contains its model.gguf."""
 
     @cache
     def stored(case: str) -> tuple[Any, Path]:

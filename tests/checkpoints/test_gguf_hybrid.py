@@ -152,7 +152,7 @@ def test_logits_equal_transformers(arch: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_the_layer_that_predicts_later_tokens_is_that_of_the_safetensors(arch: str, tmp_path: Path) -> None:
+def test_the_mtp_layer_equals_the_layer_of_the_safetensors(arch: str, tmp_path: Path) -> None:
     truth = Reference(ARCHITECTURES[arch])
     truth.save(tmp_path / "folder")
     write(tmp_path / "m.gguf", arch, truth.model, truth.tensors(stacked=True))

@@ -107,7 +107,7 @@ def test_queries_scaled_by_position_are_refused(tmp_path: Path) -> None:
         open_gguf(tmp_path / "m.gguf")
 
 
-def test_the_layer_that_predicts_later_tokens_is_that_of_the_safetensors(tmp_path: Path) -> None:
+def test_the_mtp_layer_equals_the_layer_of_the_safetensors(tmp_path: Path) -> None:
     truth = Reference("deepseek v3")
     truth.save(tmp_path / "folder")
     write(tmp_path / "m.gguf", truth.model, False, truth.tensors(stacked=True))

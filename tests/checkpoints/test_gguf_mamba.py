@@ -194,7 +194,7 @@ def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
         ("nemotron_h", {"layers_block_type": ["mlp"], "mlp_hidden_act": "silu"}, "relu2"),
     ],
 )
-def test_what_computes_otherwise_is_refused(kind: str, changes: Config, said: str) -> None:
+def test_variants_that_compute_otherwise_are_refused(kind: str, changes: Config, said: str) -> None:
     raw = {"model_type": kind, "hidden_size": 8, "vocab_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     with pytest.raises(UnsupportedModel, match=said):
         read_config(raw | {"intermediate_size": 8} | changes)

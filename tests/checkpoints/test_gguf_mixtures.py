@@ -1,4 +1,4 @@
-"""Mixtures that score experts by themselves, from GGUF files laid out as llama.cpp's converter does it."""
+"""Mixtures that score experts independently, from GGUF files with the layout of llama.cpp's converter."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
     assert_close(feed(ours, cache, cache.acquire(), tokens), expected(theirs, tokens))
 
 
-def test_the_layer_that_predicts_later_tokens_is_that_of_the_safetensors(tmp_path: Path) -> None:
+def test_the_mtp_layer_equals_the_layer_of_the_safetensors(tmp_path: Path) -> None:
     truth = Reference("glm4.5")
     truth.save(tmp_path / "folder")
     write(tmp_path / "m.gguf", "glm4moe", truth.model, truth.tensors(stacked=True))

@@ -156,7 +156,7 @@ def test_codes_stand_for_the_values_of_the_gguf_library(tmp_path: Path, kind: Q)
         assert torch.equal(codes.dequantised(), values)
 
 
-def test_types_are_those_of_the_gguf_library() -> None:
+def test_types_equal_the_gguf_library() -> None:
     for kind in gguf_file._TYPES.values():
         theirs = Q(kind.number)
         assert (kind.name, (kind.elements, kind.size)) == (theirs.name, gguf.GGML_QUANT_SIZES[theirs])
@@ -191,7 +191,7 @@ def test_plain_types_keep_their_bits(tmp_path: Path, kind: Q) -> None:
     assert torch.equal(read, raw)
 
 
-def test_a_part_of_a_stack_is_read_alone(tmp_path: Path) -> None:
+def test_only_a_part_of_a_stack_is_read(tmp_path: Path) -> None:
     raw = random_blocks(Q.Q4_K).reshape(3, 2, -1)
     store(tmp_path / "t.gguf", raw, Q.Q4_K)
     whole = read_gguf(tmp_path / "t.gguf").tensors["t"]

@@ -46,7 +46,7 @@ def made(folder: Path, config: HeadConfig = EAGLE, bits: int = 4) -> dict[str, t
 
 
 @pytest.mark.parametrize("config", KINDS, ids=["eagle3", "medusa", "exit"])
-def test_codes_are_those_that_loading_would_make(config: HeadConfig, tmp_path: Path) -> None:
+def test_codes_equal_the_codes_that_loading_would_make(config: HeadConfig, tmp_path: Path) -> None:
     tensors = made(tmp_path / "head", config)
     read = open_head(tmp_path / "head")
     assert read.config == config
@@ -77,7 +77,7 @@ def test_a_coded_head_drafts_what_its_floats_draft_at_four_bits(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("target", "asked", "few"), [("int8", "auto", True), ("int8", "none", False), (None, "auto", False)]
 )
-def test_an_eagle_head_of_floats_has_4_bits_beside_a_quantised_target(
+def test_an_eagle_head_of_floats_has_4_bits_with_a_quantised_target(
     target: str | None, asked: Any, few: bool, tmp_path: Path
 ) -> None:
     made(tmp_path / "head", bits=16)

@@ -147,7 +147,7 @@ def test_variants_of_dflash_in_speculators_are_refused_by_name(key: str, value: 
 
 
 def test_dspark_as_its_authors_spell_it(tmp_path: Path) -> None:
-    """Its fields beside those of the layers or within an object; copies of the target's tensors are left out."""
+    """The block's fields stand next to the layers' fields or in an object. Copies of target tensors are skipped."""
     copies = {name: torch.ones(64, 32) for name in ("embed_tokens.weight", "lm_head.weight")}
     tensors = {**head_of(DSPARK).tensors, **copies}
     own = {"mask_token_id": 63, "target_layer_ids": [1, 4], "markov_rank": 8, "markov_head_type": "vanilla"}
@@ -189,7 +189,7 @@ def dflash2(own: dict[str, Any], **keys: Any) -> dict[str, Any]:
 
 
 def test_dflash_2_as_its_authors_spell_it(tmp_path: Path) -> None:
-    """z-lab's config.json has the block's size within `dflash_config`, too; others list all of it beside the layers."""
+    """z-lab's config.json also has the block size in `dflash_config`. Others list all fields next to the layers."""
     tensors = dict(head_of(DFLASH2).tensors)
     for i, config in enumerate([dflash2(CONVOLVED), dflash2({}, **CONVOLVED)]):
         read = open_head(folder_of(tmp_path / str(i), config, tensors))

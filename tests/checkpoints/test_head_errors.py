@@ -184,7 +184,7 @@ def test_what_is_missing_or_cut_off(tmp_path: Path) -> None:
 
 
 class Code:
-    """What pickle would run."""
+    """A function that pickle would run."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return os.mkdir, ("/tmp/paceline-was-run",)

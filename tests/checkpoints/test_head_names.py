@@ -1,4 +1,4 @@
-"""Learned drafters by name: on the command line, for a target, and those that come with Paceline."""
+"""Learned drafters by name: on the command line, for a target, and as shipped with Paceline."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_name_with_a_folder_makes_its_drafter(name: str, config: HeadConfig, t
     assert [type(drafter).__name__ for drafter in stack._drafters] == ["NGram", "Fake"]
 
 
-def test_default_taps_are_those_of_the_target(tmp_path: Path) -> None:
+def test_default_taps_come_from_the_target(tmp_path: Path) -> None:
     folder = write_head(tmp_path / "head", head_of(replace(EAGLE3, taps=())))
     assert made(f"eagle3:{folder}", loaded()).made[0] == EAGLE3
 

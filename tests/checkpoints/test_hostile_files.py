@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from paceline.checkpoints.checkpoint import eos_token_ids, open_checkpoint
 from paceline.checkpoints.head_files import open_head
 from paceline.checkpoints.head_write import write_head
-from paceline.checkpoints.loader import native
+from paceline.checkpoints.loader import native_config
 from paceline.checkpoints.lora import MergeRules, open_model
 from paceline.cli import app
 from paceline.errors import CorruptModel, PacelineError, UnsupportedModel, one_line
@@ -74,9 +74,9 @@ def refused(act: Callable[[], object]) -> PacelineError:
 
 
 def judged(path: Path) -> object:
-    """What `paceline info` does with a model reference."""
+    """Do the same as `paceline info` with a model reference."""
     checkpoint = open_checkpoint(resolve(path))
-    config = native(checkpoint)
+    config = native_config(checkpoint)
     eos_token_ids(checkpoint.config, checkpoint.generation, checkpoint.tokenizer)
     return config
 
@@ -335,7 +335,7 @@ ARCHITECTURES = ["llama", "smollm3", "qwen2", "qwen3", "qwen3moe", "phi3", "gemm
 
 def gguf_judged(path: Path) -> object:
     checkpoint = open_checkpoint(path)
-    return native(checkpoint), dict(checkpoint.tensors)
+    return native_config(checkpoint), dict(checkpoint.tensors)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import paceline
 from paceline.checkpoints.checkpoint import open_checkpoint
-from paceline.checkpoints.loader import load_model, native
+from paceline.checkpoints.loader import load_model, native_config
 from paceline.checkpoints.lora import open_model
 from paceline.cli import app
 from paceline.errors import CorruptModel, PacelineError, UnsupportedModel
@@ -54,7 +54,7 @@ def stored(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) ->
 
 
 def as_head(tensors: dict[str, torch.Tensor]) -> None:
-    """The shared matrix under the head's name alone, as some versions of transformers choose."""
+    """The shared matrix is saved only under the head's name, as some versions of transformers do."""
     tensors[HEAD] = tensors.pop(EMBEDDING)
 
 
@@ -90,7 +90,7 @@ def test_an_adapter_on_a_tied_matrix_stored_as_the_head(tmp_path: Path) -> None:
     before = dict(open_model(tmp_path / "base", tmp_path / "lora").tensors)
     stored(tmp_path / "base", as_head)
     after = open_model(tmp_path / "base", tmp_path / "lora")
-    assert native(after) is not None
+    assert native_config(after) is not None
     assert set(after.tensors) == set(before)
     assert all(torch.equal(after.tensors[name], before[name]) for name in before)
 
@@ -210,4 +210,4 @@ def test_info_reads_no_tensor_to_judge(tmp_path: Path, monkeypatch: pytest.Monke
         raise AssertionError(f"{name} was dequantised")
 
     monkeypatch.setattr(GGUFTensors, "__getitem__", read)
-    assert native(checkpoint) is not None
+    assert native_config(checkpoint) is not None

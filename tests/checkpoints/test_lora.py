@@ -186,7 +186,7 @@ def test_an_adapter_is_a_reference_like_any_other(pair: tuple[Path, Path]) -> No
     base, lora = pair
     explicit, named = read_all(open_model(base, lora)), read_all(open_model(str(lora)))
     assert all(torch.equal(explicit[name], named[name]) for name in explicit)
-    (lora / "f16.gguf").write_bytes(b"GGUF")  # llama.cpp's copy of an adapter lies beside it and is no model
+    (lora / "f16.gguf").write_bytes(b"GGUF")  # llama.cpp's copy of an adapter in the same folder is not a model
     assert set(read_all(open_model(str(lora)))) == set(explicit)
 
 
@@ -268,7 +268,7 @@ def test_a_merged_folder_of_floats_has_no_codes(pair: tuple[Path, Path]) -> None
 
 @pytest.mark.parametrize("changed", ["q_proj", "v_proj", "up_proj"])
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
-def test_merged_projections_run_beside_the_codes_of_the_base(tmp_path: Path, kind: str, changed: str) -> None:
+def test_merged_projections_run_next_to_the_codes_of_the_base(tmp_path: Path, kind: str, changed: str) -> None:
     write_gguf(tmp_path / "m.gguf", kind=gguf.GGMLQuantizationType[kind])
     config = open_checkpoint(tmp_path / "m.gguf").config
     sizes = {key: config[key] for key in SIZES if key in config}

@@ -1,4 +1,4 @@
-"""--adapter: merged without a name, beside the model with one."""
+"""--adapter: an adapter without a name is merged; a named adapter is kept apart from the model."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def test_perplexity_of_what_cannot_be_measured(folder: Path, tmp_path: Path) -> 
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Runner]]:
-    """What multiplies a model's matrices under these environment variables."""
+    """Return a function that returns the matrix kernels under given environment variables."""
 
     def under(dtype: Any = torch.bfloat16, **env: str) -> Runner:
         build._found.cache_clear()

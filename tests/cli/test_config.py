@@ -11,7 +11,7 @@ from tests.support.toy_cli import Shop, failure, run
 
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where the file is expected."""
+    """Return the expected path of the file."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     path = tmp_path / "paceline/config.toml"
     path.parent.mkdir()

@@ -29,7 +29,7 @@ from tests.support.toys import toy_model
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What was asked of `load`, which returns a toy of other sizes for the model "other"."""
+    """Collect the arguments of `load`, which returns a toy of another size for the model "other"."""
     asked: dict[str, Any] = {}
 
     def load(model: str, *, drafter: Any = None, draft: Any = "auto", **options: Any) -> LLM:
@@ -64,7 +64,7 @@ def test_record_writes_the_replies_that_generate_writes(recorded: Path, tmp_path
     assert len(Recording(recorded)) == 3
 
 
-def test_record_stores_hidden_states_beside_the_same_replies(recorded: Path, tmp_path: Path) -> None:
+def test_record_stores_hidden_states_with_the_same_replies(recorded: Path, tmp_path: Path) -> None:
     prompts, path = tmp_path / "prompts.jsonl", tmp_path / "own.jsonl"
     done = run(
         *("record", str(path), "--prompts", str(prompts), "-n", "24", "--ignore-eos", "-t", "0", "--batch", "2"),
@@ -120,7 +120,7 @@ def test_replay_predicts_named_drafters(recorded: Path, toy: dict[str, Any]) -> 
     ]
     assert (found["replies"], found["tokens"]) == (3, 72)
     # The exact one is what generating with that drafter counts.
-    loaded = toy_model(context_length=700)
+    loaded = toy_model(context_length=700, layers=2)
     llm = LLM(loaded, make_drafter("suffix", loaded, lambda _: loaded), DraftBudget.chain(4))
     how = Sampling(max_new_tokens=24, ignore_eos=True)
     stats = [llm.generate(text, how).stats for text in ("ab ab ab", "cd cd cd", "hello")]

@@ -15,7 +15,7 @@ def replies(*args: str, stdin: str | None = None) -> str:
 
 
 def answer(prompt: str, *more: str) -> str:
-    """What the command writes for a prompt, by another command that takes messages."""
+    """Return the expected output for a prompt, from another command that takes messages."""
     return run("chat", "-n", "8", "--quiet", *more, stdin=prompt + "\n").stdout.removesuffix("\n")
 
 

@@ -33,10 +33,10 @@ from paceline.verify.tree import pack_prefix
 from tests.support.cover import cover
 from tests.support.golden import decoder
 from tests.support.golden import reference as transformers_model
+from tests.support.lazy import transformers
 from tests.support.logits import assert_close, feed, text
 from tests.support.tiny_families import CASES
 
-transformers = pytest.importorskip("transformers")
 SIZES = {key: value for key, value in CASES["gemma4, large"].items() if key != "model_type"}
 
 
@@ -56,7 +56,7 @@ def tiny(case: str) -> Any:
     }
     own = transformers.Gemma4TextConfig(**config)
     whole = transformers.Gemma4AssistantConfig(text_config=own, backbone_hidden_size=SIZES["hidden_size"])
-    # transformers 5.23 refuses a model all of whose layers share, its own assistants included.
+    # transformers 5.23 refuses a model in which all layers share, even its own assistants.
     with patch.object(transformers.Gemma4TextConfig, "kv_sharing_modes", ["reuse", "reuse"]):
         made = transformers.Gemma4AssistantForCausalLM(whole)
     for tensor in made.state_dict().values():
@@ -81,7 +81,7 @@ def drafter(case: str, folder: Path) -> Assistant:
 
 @torch.inference_mode()
 def reference(case: str, tokens: list[int], steps: int) -> tuple[list[torch.Tensor], list[int]]:
-    """Logits of a greedy chain after `tokens`, of which the target has read all but the last."""
+    """Return the logits of a greedy chain after `tokens`. The target has read all of them but the last."""
     target, assistant = transformers_model(case), tiny(case)
     out = target(torch.tensor([tokens[:-1]]), output_hidden_states=True, return_shared_kv_states=True, use_cache=True)
     window = SIZES["sliding_window"]
@@ -107,7 +107,7 @@ def reference(case: str, tokens: list[int], steps: int) -> tuple[list[torch.Tens
 
 @pytest.mark.parametrize("case", ["gemma4, small", "gemma4, all at once"])
 @pytest.mark.parametrize("length", [9, 17, 45])
-def test_a_chain_is_that_of_transformers(case: str, length: int, tmp_path: Path) -> None:
+def test_a_chain_equals_the_chain_of_transformers(case: str, length: int, tmp_path: Path) -> None:
     head, target = saved(case, tmp_path), decoder(case)
     assert isinstance(head.config, AssistantConfig)
     net = AssistantNetwork(head.config, head.tensors, target)
@@ -164,7 +164,7 @@ def test_a_config_without_layers_is_refused(tmp_path: Path) -> None:
 
 
 class Checked(Assistant):
-    """Compares each draft with the reference's chain, and proposes what is right for so many tokens instead."""
+    """Compares each draft with the reference's chain. Proposes the correct tokens instead, up to a given number."""
 
     case, checked = "", 0
     whole: tuple[int, ...] = ()
@@ -180,7 +180,7 @@ class Checked(Assistant):
 
 
 def check_rounds(case: str, folder: Path) -> int:
-    """Compare the drafts of a whole reply, of which rounds accept nothing, some and all. Returns the tokens."""
+    """Compare the drafts of a whole reply whose rounds accept none, some and all tokens. Return the reply's tokens."""
     target, prompt, how = decoder(case), text(11), Sampling(max_new_tokens=24)
     reply = run(target, prompt, how)[0]
     drafting = Checked(saved(case, folder).config, tiny(case).state_dict(), target)  # type: ignore[arg-type]

@@ -51,7 +51,7 @@ def block(config: BlockConfig = TINY_BLOCK, target: Decoder = TOY, seed: int = 0
 
 
 def expected(dense: Dense, text: Sequence[int], depth: int) -> Tensor:
-    """What the drafter should guess after a text: logits [depth, V]."""
+    """Return the logits [depth, V] that the drafter should compute after a text."""
     features = taps_of(dense.target, text, dense.config.taps)  # type: ignore[arg-type]
     first = 0 if dense.config.from_anchor else 1
     return dense(text, [len(text) - 1], features)[0, first : first + depth]
@@ -197,7 +197,7 @@ def test_requests_of_one_round_share_its_passes(monkeypatch: pytest.MonkeyPatch)
     assert len(passes) <= 2 * max(stats.rounds for _, _, stats in replies)
 
 
-def test_what_was_drafted_leaves_nothing_behind() -> None:
+def test_drafts_leave_no_state_behind() -> None:
     """Asked again, with another budget in between, it says the same; and so does a fork that came before."""
     drafter = block()
     engine = Engine(TOY, drafter, DraftBudget.chain(4))

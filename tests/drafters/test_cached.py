@@ -13,7 +13,7 @@ TAPS = (2, 5, 9)
 
 @torch.inference_mode()
 def test_states_come_out_in_order_whatever_rounds_kept() -> None:
-    """Rounds that kept row 0 alone are joined later than the others, and must not be overtaken."""
+    """Rounds that kept only row 0 are merged later than the others, but must stay in order."""
     dice, pending, expected = random.Random(0), PendingStates(), list[torch.Tensor]()
     for _ in range(300):
         count = dice.choice((2, 2, 2, 4, 20))

@@ -110,8 +110,8 @@ def test_text_drafted_by_the_model_itself_is_nearly_always_right(shape: DraftBud
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_draft_in_the_middle_of_a_text_is_that_of_a_new_start(way: str) -> None:
-    """What follows has changed the draft's last tokens again and again, and its cache with them."""
+def test_a_draft_in_the_middle_of_a_text_equals_the_draft_after_a_new_start(way: str) -> None:
+    """Later text has repeatedly changed the last tokens of the draft model, and therefore its cache."""
     ours = model("byte-level, small")
     words = VocabMap(ours, model("byte-level", 1))
     text = ours.tokenizer.encode(SAMPLE[:160])
@@ -161,7 +161,7 @@ def test_a_token_that_the_draft_lacks_may_be_forced_into_its_draft() -> None:
     forced = next(token for token in words.target_bytes if token not in words.shared)
 
     def force(prefix: Prefix, logits: torch.Tensor) -> torch.Tensor:
-        """Whatever the model says: a draft model gives it no chance at all."""
+        """For any logits, a draft model gives the token probability 0."""
         return torch.full_like(logits, -torch.inf).index_fill(0, torch.tensor([forced]), 0.0)
 
     sampling = Sampling(max_new_tokens=8, processors=[force])

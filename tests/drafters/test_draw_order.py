@@ -1,6 +1,6 @@
-"""Under `rejection` and `block` siblings are judged in the order in which they were drawn: every outcome of every draw.
+"""The rules `rejection` and `block` verify siblings in the order of their draws. Checks every outcome of every draw.
 
-A list of siblings in another order than that of their draws has another distribution, and so has the reply.
+In any other order, the siblings have another distribution, and so has the reply.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def test_every_row_is_what_a_plain_head_gives_for_its_path(name: str, draft: Dra
 
 
 @pytest.mark.parametrize("rule", ["match", "block"])
-def test_rows_of_a_ragged_batch_are_those_of_plain_heads(rule: str) -> None:
+def test_rows_of_a_ragged_batch_equal_plain_heads(rule: str) -> None:
     config = CONFIGS["eagle-3"]
     tensors = eagle_tensors(config)
     spy = Spy(config, tensors, LONG)
@@ -169,7 +169,7 @@ def test_of_a_long_prompt_few_taps_are_kept(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(drafter._slots[0].pending) == 0
 
 
-def test_a_prompt_that_nobody_drafts_for_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_without_drafting_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = make(CONFIGS["eagle-3"], LONG)
     monkeypatch.setattr(drafter, "_read", None)
     monkeypatch.setattr(Controller, "plan", lambda self, each, together: fixed_plan(self, each, self.sizes[0]))

@@ -105,12 +105,11 @@ def exits(target: Decoder) -> list[int]:
 
 
 LEVELS = ((3, 2, 1), (4, 4, 0), (1, 0, 2))
-"""How many levels of each of three drafts drafting has taken to a layer."""
+"""For each of three drafts, the number of levels whose rows drafting has already run up to a layer."""
 
 
 def check_resumed(target: Decoder, lengths: Sequence[int]) -> None:
-    """A batch whose drafts were taken to a layer to different depths, then one of them committed: every row is that of
-    plain decoding."""
+    """Run drafts up to a layer to different depths, then commit one. Check that every row equals plain decoding."""
     cache = target.new_cache()
     drafts = [BUSHY, Draft.chain([1, 2, 3]), Draft(BUSHY.tokens[:4], BUSHY.parents[:4])]
     slots = [filled(target, cache, length) for length in lengths]
@@ -164,10 +163,22 @@ KINDS = [
 BITS = pytest.param(torch.bfloat16, marks=pytest.mark.skipif(not packs_bfloat16(), reason="no products that keep bits"))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, BITS], ids=["float64", "bfloat16"])
-@some("case", FAMILIES, fast=KINDS)
-def test_rows_that_stop_early_and_go_on_are_those_of_plain_decoding(case: str, dtype: torch.dtype) -> None:
-    check_resumed(decoder(case, dtype), (47, 46, 30))
+IN_TURN = {(case, number % 2 == 0) for number, case in enumerate(KINDS)}
+"""Every kind once, in bfloat16 and float64 by turns: the fast tier."""
+
+
+@pytest.mark.parametrize(
+    ("case", "bits"),
+    [
+        pytest.param(case, bits, marks=() if (case, bits) in IN_TURN else pytest.mark.slow)
+        for case in FAMILIES
+        for bits in (False, True)
+    ],
+)
+def test_rows_that_stop_early_and_continue_equal_plain_decoding(case: str, bits: bool) -> None:
+    if bits and not packs_bfloat16():
+        pytest.skip("no products that keep bits")
+    check_resumed(decoder(case, torch.bfloat16 if bits else torch.float64), (47, 46, 30))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, BITS], ids=["float64", "bfloat16"])
@@ -275,7 +286,7 @@ def test_no_row_passes_a_layer_twice(layers: int, shape: DraftBudget, rows_of_la
     assert rows_of_layers == dict.fromkeys(range(LAYERS), fed)
 
 
-def test_drafting_runs_the_first_layers_alone(rows_of_layers: dict[int, int]) -> None:
+def test_drafting_runs_only_the_first_layers(rows_of_layers: dict[int, int]) -> None:
     engine = Engine(TOY, early(2), CHAIN)
     slots = [engine.cache.acquire(1) for _ in range(MIN_ROWS)]
     (policy,) = engine.policies
@@ -328,7 +339,7 @@ def test_hidden_states_come_from_below_the_exit_too(layers: int) -> None:
         torch.testing.assert_close(states[:count], plain[:count], rtol=0, atol=1e-9)
 
 
-# What an exit may have of its own, and what is refused.
+# An exit's own parts, and refused exits.
 
 
 def test_a_norm_and_a_projection_stand_before_the_head() -> None:

@@ -22,7 +22,7 @@ from tests.support.gguf_writing import Q, write_gguf
 
 @pytest.fixture
 def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loaded:
-    """A GGUF in float32, alone in its folder: beside it, one in float16 has more than half its size."""
+    """A float32 GGUF must be the only file in its folder, because a float16 file has more than half its size."""
     monkeypatch.setattr(found, "stored_models", lambda everything: [])
     folder = tmp_path / "models"
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""Trees of a batch grow together, and each as it would alone."""
+"""Trees of a batch grow together, and each tree is the same as without the others."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def same(ours: Draft, theirs: Draft) -> None:
 
 
 @pytest.mark.parametrize("turn", range(5))
-def test_a_batch_is_drafted_for_as_each_request_alone(turn: int) -> None:
+def test_a_batch_is_drafted_as_single_requests(turn: int) -> None:
     """Ragged in all things: texts, budgets, rules, and levels that bans cut short; over several rounds."""
     texts = [list(prompt) for prompt in PROMPTS]
     budgets, samplings = BUDGETS[turn:] + BUDGETS[:turn], SAMPLINGS
@@ -112,7 +112,7 @@ def test_a_level_is_one_pass_whatever_the_batch() -> None:
         assert all(len(rows.slots) == count and rows.tokens.numel() >= MIN_ROWS for rows in model.passes)
 
 
-def test_a_long_text_is_fed_alone_before_the_others_join() -> None:
+def test_a_long_text_is_fed_first_before_the_others_join() -> None:
     model = Counted()
     drafter = DraftModel(model, 37)
     texts = [[1, 2, 3], [5] * 200]
@@ -163,7 +163,7 @@ def test_rows_of_a_level_follow_those_of_the_level_before() -> None:
 
 
 def drafted(pace: float, seconds: float, sampling: Sampling = _SAMPLING, draft: DraftBudget = _CHAIN) -> int:
-    """Tokens of a draft where a level takes so many seconds."""
+    """Return the number of drafted tokens if a level takes this many seconds."""
     drafter = DraftModel(Counted(), 37)
     drafter.admit(0, [1, 2, 3])
     drafter._level_seconds = seconds
@@ -173,7 +173,7 @@ def drafted(pace: float, seconds: float, sampling: Sampling = _SAMPLING, draft: 
 
 @pytest.mark.parametrize("draft", [_CHAIN, DraftBudget(20, 6, 3)], ids=["chain", "tree"])
 def test_a_draft_ends_where_the_next_level_does_not_pay(draft: DraftBudget) -> None:
-    """The dearer a level, the shorter; one that costs more than a token is never drafted, a free one always."""
+    """The more a level costs, the shorter the draft. A level that costs more than a token is never drafted."""
     lengths = [drafted(10.0, seconds, draft=draft) for seconds in (0.0, 0.02, 0.05, 1.0)]
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] == draft.nodes
@@ -212,8 +212,8 @@ def test_an_early_stop_changes_no_text(
             self.stops += 1
             return self.stops % 3 != 0
 
-    target, sampling = tiny_target(), Sampling(max_new_tokens=60, temperature=temperature, seed=2)
-    whim = Whim(tiny_target(seed=9), 37)
+    target, sampling = tiny_target(layers=1), Sampling(max_new_tokens=60, temperature=temperature, seed=2)
+    whim = Whim(tiny_target(seed=9, layers=1), 37)
     assert run(target, [1, 5, 9], sampling, whim, draft)[0] == run(target, [1, 5, 9], sampling)[0]
     assert whim.stops > 0
 
@@ -230,5 +230,5 @@ def test_drafters_learn_the_pace_but_not_under_rules_that_draw(rule: RuleName, m
     most = lambda self, each, together: fixed_plan(self, each, self.sizes[-1], pace=5.0)  # noqa: E731
     monkeypatch.setattr(Controller, "plan", most)
     sampling = Sampling(max_new_tokens=12, temperature=1.0, seed=2, rule=rule)
-    run(tiny_target(), [1, 5, 9], sampling, Noting(tiny_target(), 37), None)
+    run(tiny_target(layers=1), [1, 5, 9], sampling, Noting(tiny_target(layers=1), 37), None)
     assert paces == ({5.0} if rule == "match" else {0.0})

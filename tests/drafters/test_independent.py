@@ -45,7 +45,7 @@ def ask(sampling: Sampling) -> Ask:
     [DraftBudget(9, 4, 3), DraftBudget(30, 3, 2), DraftBudget(5, 2, 4), DraftBudget.chain(4), DraftBudget(2, 4, 3)],
 )
 def test_the_likeliest_nodes_of_all_are_drafted(budget: DraftBudget, seed: int) -> None:
-    """Against every node that could be, the probability of a path being that of its tokens together."""
+    """Compares with all possible nodes. The probability of a path is the product over its tokens."""
     rows = logits(seed=seed)
     draft = independent(ask(Sampling()), budget, rows)
     check(draft)
@@ -94,7 +94,7 @@ def test_rows_that_are_not_finite_end_the_draft() -> None:
 
 
 class Guess(Drafter):
-    """Guesses each depth from a table, as `tests.support.bigram` knows it, going by the pending token alone."""
+    """Guesses each depth from the table of `tests.support.bigram`, given only the pending token."""
 
     def __init__(self, model: Bigram, vocab_size: int) -> None:
         chances = [model.table.softmax(-1)]

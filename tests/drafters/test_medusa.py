@@ -148,7 +148,7 @@ def test_processors_see_the_likeliest_path() -> None:
     )
 
 
-def test_requests_in_one_pass_draft_as_they_would_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_in_one_pass_draft_as_single_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, seeds = [PROMPT, PROMPT[4:], [3, 3, 7]], (6, 7, 8)
     samplings = [replace(WARM, max_new_tokens=6, seed=seed) for seed in seeds]
     texts = [p + run(TOY, p, s)[0] for p, s in zip(prompts, samplings, strict=True)]
@@ -192,7 +192,7 @@ def drawn(order: tuple[tuple[int, ...], ...], rule: str = "rejection") -> Draft:
 
 
 def test_drawn_siblings_leave_no_draw_out_and_carry_their_q() -> None:
-    """The third draw is none without the second: its q is that of what the first two have left."""
+    """The third draw depends on the second: its q is the distribution without the first two tokens."""
     every, gaps = drawn(((0,), (1,), (0, 0), (0, 1))), drawn(((0,), (2,), (0, 0), (0, 3)))
     assert (gaps.tokens, gaps.parents) == (every.tokens, every.parents)
     assert gaps.q.keys() == {0, 1}
@@ -211,7 +211,7 @@ def test_only_the_heads_that_are_wanted_run(monkeypatch: pytest.MonkeyPatch) -> 
     assert set(asked) == {1, 2}, "as deep as the draft, and less at the end of the reply"
 
 
-# What checkpoints hold.
+# Contents of checkpoints.
 
 
 def logits(config: MedusaConfig, tensors: Mapping[str, Tensor]) -> Tensor:

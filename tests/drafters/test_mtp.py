@@ -62,7 +62,7 @@ class Spy(Eagle):
 
 @some("case", CASES, fast=["qwen3.5", "deepseek v3", "mimo"])
 def test_every_row_is_what_transformers_layer_gives_for_its_path(case: str, tmp_path: Path) -> None:
-    """In trees of a ragged batch, over rounds in which true states take the place of drafted ones."""
+    """In trees of a ragged batch, over rounds that replace drafted states with true states."""
     truth = reference(case)
     spy = Spy(*opened(case, tmp_path), truth.target)
     samplings = [Sampling(max_new_tokens=9, temperature=t, seed=3) for t in (0.0, 3.0, 1.0)]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.drafters.ngram import NGram
+from paceline.drafters.ngram import NGram, _Index
 from paceline.errors import InvalidOption
 from paceline.sampling.parameters import Sampling
 from paceline.types import Draft, DraftBudget, Verdict
@@ -110,6 +110,22 @@ def test_large_token_ids_are_not_confused() -> None:
     assert drafted([high, 7, 7, 7, 0, 8, 8, 8, high]) == (7, 7, 7)
     assert drafted([0, 0, 5, 5, 5, 0, 6, 6, 6, 0, 0]) == (5, 5, 5)
     assert drafted([0, 5, 2**30 - 1, 2, 7, 7, 7, high, 0]) == (5, 2**30 - 1, 2)
+
+
+def test_memory_is_bounded_in_a_long_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.drafters.ngram._KEPT", 100)
+    index = _Index([], 1, 5)
+    for token in range(1000):
+        index.text.append(token)
+        index.catch_up()
+        assert len(index.follows) + len(index.older) <= 2 * 100 * 5
+    recent, forgotten = [*range(920, 924)], [*range(700, 704)]
+    index.text += recent
+    index.catch_up()
+    assert index.lookup() == (4, 924)
+    index.text += forgotten
+    index.catch_up()
+    assert index.lookup() == (0, 0)
 
 
 def test_a_round_costs_the_same_in_a_long_text() -> None:

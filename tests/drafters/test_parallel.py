@@ -56,7 +56,7 @@ class Spy(ParallelEagle):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_guess_is_the_plain_heads(name: str) -> None:
-    """In a ragged batch, over rounds in which true states take the place of guesses."""
+    """In a ragged batch, over rounds that replace guessed states with true states."""
     config = CONFIGS[name]
     tensors = tensors_of(config)
     spy, plain = Spy(config, tensors, TOY), Reference(config, tensors, TOY)

@@ -1,4 +1,4 @@
-"""What a drafter saved of another text is what it would have computed of this one."""
+"""State that a drafter saved for another text equals the state it would compute for this text."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from paceline.drafters.base import Ask, Drafter
 from paceline.drafters.block import Block
+from paceline.drafters.cached import MAX_PENDING
 from paceline.drafters.cross import SharedTokens, TextDrafter
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.early_exit import EarlyExit
@@ -19,6 +20,7 @@ from paceline.drafters.ngram import NGram
 from paceline.drafters.stack import DrafterStack, DrafterWrapper
 from paceline.drafters.suffix import Suffix
 from paceline.drafters.vocab_map import VocabMap
+from paceline.engine.drafting import unread
 from paceline.engine.prefix_cache import PrefixCache
 from paceline.models.decoder import Decoder
 from paceline.models.heads import HeadConfig
@@ -43,7 +45,7 @@ BEGINNINGS = [
     (31, "match"),
     (2 * PREFILL_ROWS + 60, "block"),
 ]
-"""How many tokens an earlier text has in common with the prompt, and the rule that accepts drafts."""
+"""Number of tokens that an earlier text shares with the prompt, and the acceptance rule."""
 
 
 def head(kind: type[Drafter], config: HeadConfig) -> Callable[[], Drafter]:
@@ -115,8 +117,8 @@ def uncached(name: str, rule: str) -> tuple[list[Draft], list[int]]:
     drafted={"a text that ended": True, "a prompt that nobody has drafted for": False},
     together=[("name",), ("how", "drafted")],
 )
-def test_drafts_after_load_are_those_after_all_of_the_prompt(name: str, how: tuple[int, str], drafted: bool) -> None:
-    """Whatever had been read of what was saved."""
+def test_drafts_after_load_equal_drafts_after_the_whole_prompt(name: str, how: tuple[int, str], drafted: bool) -> None:
+    """For every length of the saved text that was read."""
     (common, rule), target, make = how, target_of(name), (DRAFTERS | FOREIGNERS)[name]
     plain, text = uncached(name, rule)
     assert any(draft.tokens for draft in plain) or name in ("ngram", "suffix")
@@ -154,6 +156,46 @@ def test_a_draft_model_does_not_read_again_what_it_has_read(name: str, monkeypat
     assert first > len(PROMPT) > 10 * sum(read)
 
 
+@pytest.mark.parametrize("name", ["model", "eagle-3", "block", "stack", "around", *FOREIGNERS])
+def test_the_controller_knows_what_a_drafter_has_read_of_a_cached_prefix(name: str) -> None:
+    engine = CachedEngine(target_of(name), (DRAFTERS | FOREIGNERS)[name](), TREE, PrefixCache(1 << 30, seamless=True))
+    rounds(engine, PROMPT, "match", TREE)
+    first, second = (begun(engine, prompt, Sampling()) for prompt in (PROMPT[::-1], [*PROMPT, 1, 2, 3]))
+    assert unread(first) >= len(PROMPT) // 2  # a foreigner counts its own tokens
+    assert unread(second) < 10
+
+
+def test_the_controller_knows_what_a_head_has_read_during_prefill() -> None:
+    target = tiny_target(layers=8, vocab_size=64, context_length=4096)
+    config = heads.EAGLE3
+    drafter = Eagle(config, heads.head_of(config).tensors, target)
+    engine = CachedEngine(target, drafter, TREE, PrefixCache(0))
+    prompt = [i * i % 37 for i in range(MAX_PENDING + 3 * PREFILL_ROWS)]
+    assert unread(begun(engine, prompt, Sampling())) <= MAX_PENDING + 1
+
+
+@pytest.mark.parametrize("name", ["model", *FOREIGNERS])
+def test_one_sample_of_a_prompt_reads_it_for_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = (DRAFTERS | FOREIGNERS)[name]()
+    assert isinstance(drafter, DraftModel)
+    engine = CachedEngine(target_of(name), drafter, TREE, PrefixCache(0))
+    requests = [begun(engine, prompt, Sampling()) for prompt in (PROMPT, PROMPT, [*PROMPT[1:], 5])]
+    alone = drafter.propose([Ask(requests[0].slot, requests[0].prefix, TREE, requests[0].sampler)])
+    read: list[int] = []
+    honest = drafter._model.forward
+
+    def forward(rows: Rows, cache: KVCache, want: Want) -> Forward:
+        read.append(sum(rows.counts))
+        return honest(rows, cache, want)
+
+    monkeypatch.setattr(drafter._model, "forward", forward)
+    second, other = ([Ask(r.slot, r.prefix, TREE, r.sampler)] for r in requests[1:])
+    assert drafter.propose(second) == alone
+    assert sum(read) < 50
+    drafter.propose(other)
+    assert sum(read) > 300, "another prompt must be read"
+
+
 @pytest.mark.parametrize("more", [0, 1])
 def test_one_token_too_many_is_noticed(more: int) -> None:
     """EAGLE has read the token after each state: where that one differs, the row does too."""
@@ -174,7 +216,7 @@ def test_one_token_too_many_is_noticed(more: int) -> None:
     assert torch.allclose(ours.q[0], theirs.q[0], rtol=0, atol=1e-9) == (more == 0)
 
 
-def test_what_a_heads_window_has_left_behind_is_no_hit() -> None:
+def test_text_before_a_heads_window_is_no_hit() -> None:
     target = tiny_target(layers=8, vocab_size=64, context_length=2048)
     drafter = Block(heads.WINDOWED, heads.head_of(heads.WINDOWED).tensors, target)
     engine = CachedEngine(target, drafter, DraftBudget.chain(3), PrefixCache(1 << 30, seamless=True))
@@ -206,7 +248,7 @@ def test_nothing_is_saved_of_a_text_that_was_not_heard() -> None:
         assert drafter.save(0) is None
 
 
-def test_what_is_saved_is_a_copy() -> None:
+def test_saved_state_is_a_copy() -> None:
     drafter = DRAFTERS["stack"]()
     engine = CachedEngine(TARGET, drafter, TREE, PrefixCache(0))
     request = begun(engine, PROMPT[:50], Sampling())

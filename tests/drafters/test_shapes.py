@@ -18,14 +18,14 @@ EVERY: list[Place] = [p for d in range(1, DEPTH + 1) for p in itertools.product(
 
 
 def trees(nodes: int) -> Iterator[tuple[Place, ...]]:
-    """Every tree of so many places."""
+    """Yield every tree with this number of places."""
     for chosen in itertools.combinations(EVERY, nodes):
         if all(place[:-1] in ((), *chosen) for place in chosen):
             yield chosen
 
 
 def kept(places: tuple[Place, ...], chances: Mapping[Place, float]) -> float:
-    """Tokens per round, by playing it: from the root down while a child stands, at most one of which does."""
+    """Return the tokens per round: walk down from the root while a child is right. At most one child is right."""
 
     def below(place: Place) -> float:
         return sum(chances[p] * (1 + below(p)) for p in places if p[:-1] == place)
@@ -34,11 +34,11 @@ def kept(places: tuple[Place, ...], chances: Mapping[Place, float]) -> float:
 
 
 def any_chances(seed: int) -> dict[Place, float]:
-    """Of each place given the one above it; no order among siblings, some of which never stand."""
+    """Return the chance of each place given its parent. Siblings are in no order, and some have no chance."""
     draw = random.Random(seed)
     chances = {place: max(0.0, draw.uniform(-0.1, 0.5)) for place in EVERY}
     if seed % 3 == 0:
-        chances |= {place: (0.7, 0.2)[place[-1]] / len(place) for place in EVERY}  # by depth and rank alone
+        chances |= {place: (0.7, 0.2)[place[-1]] / len(place) for place in EVERY}  # depends only on depth and rank
     if seed % 3 == 1:
         chances |= {(0,): 1.0, (1,): 0.0, (0, 0): 1.0, (0, 1): 0.0}  # certain: equal all the way down
     return chances

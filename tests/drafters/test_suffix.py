@@ -24,7 +24,7 @@ BUDGETS = st.builds(DraftBudget, st.integers(0, 12), st.integers(0, 8), st.integ
 
 
 def ends(text: Sequence[int], part: Sequence[int]) -> list[int]:
-    """Where `part` ends in `text`."""
+    """Return the positions at which `part` ends in `text`."""
     n = len(part)
     return [i for i in range(n, len(text) + 1) if list(text[i - n : i]) == list(part)]
 
@@ -133,6 +133,24 @@ def test_memory_stays_bounded_over_200_000_tokens() -> None:
         assert source.states <= 2 * limit
         assert len(source.text) <= limit
     assert source.generation == 198
+
+
+def test_starting_over_takes_no_long_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, grown, steps = SuffixAutomaton(4096), 0, list[int]()
+    honest = SuffixAutomaton._grow
+
+    def grow(self: SuffixAutomaton, token: int) -> None:
+        nonlocal grown
+        grown += 1
+        honest(self, token)
+
+    monkeypatch.setattr(SuffixAutomaton, "_grow", grow)
+    for token in range(10_000):
+        before = grown
+        source.push(token % 7)
+        steps.append(grown - before)
+    assert source.generation == 3
+    assert max(steps) <= 6  # half of the limit would be 2,048
 
 
 def test_a_very_long_request_is_bounded_too() -> None:

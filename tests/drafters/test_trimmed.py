@@ -51,7 +51,7 @@ def test_a_trimmed_head_gives_the_full_heads_logits(tied: bool, mode: str | None
     sampling={"greedy": Sampling(), "warm": Sampling(temperature=1.0, top_p=0.9, seed=3)},
     together=[("draft",), ("sampling",)],
 )
-def test_what_is_kept_is_drafted_as_by_the_full_model(draft: DraftBudget, sampling: Sampling) -> None:
+def test_kept_tokens_are_drafted_as_by_the_full_model(draft: DraftBudget, sampling: Sampling) -> None:
     """A head cut to the tokens of a text drafts that text as well as one that is whole; one without them, nothing."""
     target, sampling = tiny_target(), replace(sampling, max_new_tokens=40)
     plain, _, _ = run(target, PROMPT, sampling)

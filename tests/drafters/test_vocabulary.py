@@ -16,7 +16,7 @@ def test_tokens_are_counted_over_all_texts_however_many() -> None:
     assert count([], 4).tolist() == [0] * 4
 
 
-def test_the_most_frequent_are_chosen_with_those_that_must_be() -> None:
+def test_the_most_frequent_and_the_required_tokens_are_chosen() -> None:
     assert choose(COUNTS, 3).tolist() == [1, 3, 5]
     assert choose(COUNTS, 3, always=[7]).tolist() == [1, 3, 7]
     assert choose(COUNTS, 2, always=[7, 6, 7]).tolist() == [6, 7]

@@ -1,4 +1,4 @@
-"""Requests with adapters: the text of each is its own, whoever drafts, whatever is cached, and whoever is beside it."""
+"""Requests with adapters: no drafter, cached text or other request in the batch changes the text of a request."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_texts_are_the_merged_models(name: str, draft: DraftBudget | None, tempe
 
 
 @pytest.mark.parametrize("name", ["none", "eagle", "model"])
-def test_a_prefix_is_found_under_its_own_adapter_alone(name: str) -> None:
+def test_a_prefix_is_found_only_under_its_own_adapter(name: str) -> None:
     engine, sampling = Engine(TARGET, DRAFTERS[name]()), Sampling(max_new_tokens=30, temperature=0.0, seed=4)
     prefixes = engine.prefixes = PrefixCache(1 << 30, seamless=True)  # float64 rounds too little to matter
     for found in (False, True):

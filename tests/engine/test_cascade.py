@@ -63,7 +63,7 @@ class Lookup(Slow):
 
 def charged(clock: Clock) -> Decoder:
     """A target that charges a second for a pass."""
-    target = tiny_target()
+    target = tiny_target(layers=1)
     honest = target.forward
 
     def forward(*args: object) -> object:
@@ -79,7 +79,7 @@ def written(seconds: float) -> tuple[float, Slow, Lookup, Controller]:
     controller of the learned one."""
     clock = Clock()
     target, sampling = charged(clock), Sampling(max_new_tokens=200)
-    plain = run(tiny_target(), PROMPT, sampling)[0]
+    plain = run(tiny_target(layers=1), PROMPT, sampling)[0]
     text = [*PROMPT, *plain]
     lookup, slow = Lookup(Oracle(text, 1.0, 37), clock), Slow(Oracle(text, 1.0, 37), clock, seconds)
     engine = Engine(target, DrafterStack([lookup, slow]), timer=clock)
@@ -101,7 +101,7 @@ def test_lookups_go_on_where_a_learned_drafter_does_not_pay() -> None:
     assert resting._own.value > 0.2 * resting._all.value, "its rounds count while it rests"
 
 
-def test_a_drafter_that_is_off_is_left_alone_in_most_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disabled_drafter_is_not_asked_in_most_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, chosen, honest = Clock(), list[int](), Controller._seconds
     monkeypatch.setattr(Controller, "_seconds", lambda *given, **named: chosen.append(1) or honest(*given, **named))
     engine = Engine(charged(clock), Slow(Oracle([1], 0.0, 37), clock, 5.0), timer=clock)
@@ -114,7 +114,9 @@ def test_a_text_that_lookups_write_does_not_keep_the_learned_drafter_from_anothe
     """Two requests in one batch: lookups know all of the first, so that nobody reads its prompt, and nothing else."""
     clock = Clock()
     target = charged(clock)
-    texts = [[*prompt, *run(tiny_target(), prompt, Sampling(max_new_tokens=150))[0]] for prompt in ([5] * 60, PROMPT)]
+    texts = [
+        [*prompt, *run(tiny_target(layers=1), prompt, Sampling(max_new_tokens=150))[0]] for prompt in ([5] * 60, PROMPT)
+    ]
 
     class First(Slow):
         def __init__(self) -> None:
@@ -182,7 +184,7 @@ class Watched(DrafterWrapper):
 def test_the_first_token_waits_for_no_drafter_that_reads_the_prompt(
     free: bool, reads_prompt: bool, remembers: bool
 ) -> None:
-    target, sampling = tiny_target(), Sampling(max_new_tokens=30)
+    target, sampling = tiny_target(layers=1), Sampling(max_new_tokens=30)
     plain = run(target, PROMPT, sampling)[0]
     drafter = Watched(Oracle([*PROMPT, *plain], 1.0, 37), free, reads_prompt)
     engine = Engine(target, drafter, timer=count().__next__)
@@ -209,8 +211,8 @@ def test_lookups_hold_back_only_for_a_drafter_that_is_asked() -> None:
 
 
 def test_each_part_notes_once_that_a_text_begins() -> None:
-    """Where other tokens are known, or lookups draft, a part begins later."""
-    target, sampling = tiny_target(), Sampling(max_new_tokens=40)
+    """A part begins later if other tokens are known or lookups draft."""
+    target, sampling = tiny_target(layers=1), Sampling(max_new_tokens=40)
     plain = run(target, PROMPT, sampling)[0]
     engine = Engine(target, DrafterStack([Watched(Oracle([0], 1.0, 37), True), Oracle([*PROMPT, *plain], 1.0, 37)]))
     begun: list[Controller] = []

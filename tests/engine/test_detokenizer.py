@@ -163,6 +163,17 @@ def test_a_criterion_sees_every_token_once_in_order_and_none_after_the_end() -> 
     assert seen == [(tokens[:n], "abcdefghij"[:n]) for n in range(1, 6)]
 
 
+def test_token_ids_are_not_copied_in_every_round() -> None:
+    seen: list[Sequence[int]] = []
+    stream = TextStream(Sampling(stop_when=lambda ids, text: bool(seen.append(ids))), (), letters, 1000)
+    for tokens in ([97, 98], [99], [100, 101, 102]):
+        for attempt in ([90], tokens):  # only the second attempt of each round is committed
+            verdict = stream.trim(Verdict(tuple(range(1, len(attempt))), tuple(attempt)), Draft(), torch.zeros(4, 128))
+        stream.emit(verdict)
+    assert len({id(ids) for ids in seen}) == 1
+    assert seen[-1] == [97, 98, 99, 100, 101, 102]
+
+
 def test_logprobs_come_from_the_row_before_the_token() -> None:
     stream = TextStream(Sampling(logprobs=2), (), letters, 1000)
     logits = torch.randn(5, 9, generator=torch.Generator().manual_seed(0)).double()

@@ -1,4 +1,4 @@
-"""How much is drafted, in worlds where costs and acceptance are known."""
+"""The controller's draft lengths, in simulations with known costs and acceptance."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class World:
         return tokens / seconds * self.seconds(DraftBudget.chain(0))[1]
 
     def best(self) -> float:
-        """What the best of all fixed sizes gives."""
+        """Return the speed of the best fixed draft size."""
         found = []
         for size in self.controller.sizes:
             tokens = sum(self.right**depth for depth in range(size.depth + 1))
@@ -147,7 +147,7 @@ def test_a_size_that_was_measured_in_a_bad_moment_is_measured_again() -> None:
 
 
 def test_full_rows_leave_no_room_for_drafts() -> None:
-    """Where every row costs, sixteen requests draft less than one, and each company is judged by itself."""
+    """If every row costs time, sixteen requests draft less than one. Each batch size is estimated separately."""
     world = World(DraftBudget.chain(5), per_row=0.05, per_level=0.01, right=0.5)
     world.speed(100)
     alone = world.sizes[-20:]
@@ -205,7 +205,7 @@ def test_what_a_budget_left_out_was_not_wrong() -> None:
 
 
 def late(ahead: int) -> DraftBudget:
-    """What is chosen for a reply after a prompt of 1000 tokens, where the drafter must read 10 ms of it a token."""
+    """Return the choices for a reply to a prompt of 1,000 tokens that the drafter reads at 10 ms per token."""
     controller = Driven(DraftBudget.chain(4))
     for turn in range(60):
         # At first little, which says what much will cost.
@@ -376,7 +376,7 @@ def test_catching_up_costs_the_same_whoever_shares_the_round(asked: int, togethe
 
 
 @pytest.mark.parametrize("together", [1, 4])
-def test_the_pace_is_that_of_all_requests_at_the_best_size(together: int) -> None:
+def test_the_pace_counts_all_requests_at_the_best_size(together: int) -> None:
     world = World(DraftBudget.chain(4), 0.02, 0.1, 0.9, together)
     assert world.controller.last.pace == 0.0
     world.speed(100)

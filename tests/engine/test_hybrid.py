@@ -55,7 +55,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "early exit": lambda: EarlyExit(ExitConfig(32, 2), {}, TARGET, threshold=0.0),
     "stack": lambda: DrafterStack([NGram(), DraftModel(TARGET, 37)]),
 }
-GREEDY, SAMPLED = Sampling(max_new_tokens=30, temperature=0.0), Sampling(max_new_tokens=30, temperature=0.9, seed=3)
+GREEDY, SAMPLED = Sampling(max_new_tokens=20, temperature=0.0), Sampling(max_new_tokens=20, temperature=0.9, seed=3)
 
 
 @pytest.fixture(scope="module")

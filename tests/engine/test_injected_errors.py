@@ -1,4 +1,4 @@
-"""Nothing that one request causes outlives it: an error at a random moment, and then a fixed question as before."""
+"""An error at a random moment of one request leaves no trace: the next request gets the same reply as before."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.inject import raising
 from tests.support.tiny_heads import eagle_config, eagle_tensors
 from tests.support.toys import toy_model
 
-MODEL = toy_model()
+MODEL = toy_model(layers=2)
 EAGLE = eagle_config()
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
 FIRST, SECOND = (
@@ -62,7 +62,7 @@ def _stack() -> list[Any]:
 DRAFTERS: dict[str, Callable[[], list[Any]]] = {
     "lookups": lambda: [Suffix(remember=True), NGram()],
     "lookups and a head": _stack,
-    "a model": lambda: [NGram(), DraftModel(tiny_target(seed=9), 37)],
+    "a model": lambda: [NGram(), DraftModel(tiny_target(seed=9, layers=1), 37)],
     "early exit": lambda: [EarlyExit(ExitConfig(32, 1), {}, MODEL.target, threshold=0.0)],
 }
 SIZES = {"auto": None, "tree": DraftBudget(8, 3, 2)}

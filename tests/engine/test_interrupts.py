@@ -107,7 +107,7 @@ def test_an_interrupt_at_the_beginning_of_two_samples_leaks_no_slot(lines: bool)
     assert taken(llm.engine.cache, eagle._cache) <= 1, "the drafter takes its slot back with the next request"
 
 
-def test_the_slot_of_a_request_that_nobody_holds_is_free() -> None:
+def test_the_slot_of_a_deleted_request_is_free() -> None:
     engine = toy_llm().engine
     request = start(engine, PROMPT, Sampling(), (), None)
     assert taken(engine.cache) == 1

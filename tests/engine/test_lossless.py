@@ -51,9 +51,10 @@ from tests.support.trees import drafts
 
 TOY = tiny_target()
 SMALL = tiny_target(dtype=torch.float32)
-OTHER = tiny_target(seed=9)
+OTHER = tiny_target(seed=9, layers=1)
 EVEN = torch.arange(0, 37, 2)
-TRIMMED = Decoder(TINY, random_tensors(TINY, 9), torch.float64, torch.device("cpu"), head_tokens=EVEN)
+SMALLEST = replace(TINY, layers=1)
+TRIMMED = Decoder(SMALLEST, random_tensors(SMALLEST, 9), torch.float64, torch.device("cpu"), head_tokens=EVEN)
 EAGLE, EAGLE_1 = eagle_config(), eagle_config(version=1)
 FOREIGN = VocabMap(toy_model(), toy_foreigner(seed=9))
 EXIT = ExitConfig(hidden=32, layers=1)
@@ -93,12 +94,12 @@ def no_echo(prefix: Prefix, logits: torch.Tensor) -> torch.Tensor:
 
 
 SAMPLINGS = {
-    "greedy": Sampling(max_new_tokens=48),
-    "warm": Sampling(max_new_tokens=48, temperature=0.7, seed=1),
-    "top-k": Sampling(max_new_tokens=48, temperature=1.3, top_k=5, seed=2),
-    "top-p": Sampling(max_new_tokens=48, temperature=1.0, top_p=0.8, seed=3),
-    "min-p": Sampling(max_new_tokens=48, temperature=1.0, min_p=0.1, seed=4),
-    "hot": Sampling(max_new_tokens=48, temperature=3.0, seed=5),
+    "greedy": Sampling(max_new_tokens=36),
+    "warm": Sampling(max_new_tokens=36, temperature=0.7, seed=1),
+    "top-k": Sampling(max_new_tokens=36, temperature=1.3, top_k=5, seed=2),
+    "top-p": Sampling(max_new_tokens=36, temperature=1.0, top_p=0.8, seed=3),
+    "min-p": Sampling(max_new_tokens=36, temperature=1.0, min_p=0.1, seed=4),
+    "hot": Sampling(max_new_tokens=36, temperature=3.0, seed=5),
     "penalties": Sampling(max_new_tokens=32, repetition_penalty=1.3, presence_penalty=0.7, frequency_penalty=0.4),
     "bans": Sampling(
         max_new_tokens=32,
@@ -190,13 +191,13 @@ def test_drafts_reach_the_end_of_the_context() -> None:
     assert finish == "length"
     assert len(plain) == 30
     for shape in SHAPES.values():
-        for drafter in (Oracle(PROMPT + plain, 0.8, 37), DraftModel(tiny_target(context_length=40), 37), Suffix()):
+        for drafter in (Oracle(PROMPT + plain, 0.8, 37), DraftModel(tiny_target(layers=1), 37), Suffix()):
             assert run(short, PROMPT, Sampling(max_new_tokens=500), drafter, shape)[0] == plain
 
 
 @given(st.lists(st.integers(0, 36), min_size=1, max_size=30), st.integers(0, 99), st.data())
 def test_any_tree_at_any_moment(prompt: list[int], seed: int, data: st.DataObject) -> None:
-    """Arbitrary trees, some of whose paths are true, at arbitrary rounds."""
+    """Drafts arbitrary trees at arbitrary rounds. Some of their paths are right."""
     sampling = Sampling(max_new_tokens=12, temperature=1.0, seed=seed)
     plain = run(TOY, prompt, sampling)[0]
 
@@ -249,7 +250,7 @@ def test_a_commit_that_forgets_to_move_a_trees_rows_is_noticed(monkeypatch: pyte
 
 def test_an_off_by_one_in_the_drafts_cache_is_noticed() -> None:
     class Late(DraftModel):
-        """One token behind from the first round on."""
+        """Is one token behind, beginning with the first round."""
 
         def observe(self, slot, verdict, out):  # type: ignore[no-untyped-def]
             text = self._slots[slot].token_ids
@@ -341,7 +342,7 @@ BATCHED: dict[str, Callable[[Decoder], Drafter]] = {
     shape=SHAPES,
     together=[("sampling",), ("drafter",), ("shape",)],
 )
-def test_a_ragged_batch_writes_what_each_would_alone(
+def test_a_ragged_batch_writes_the_same_as_single_requests(
     sampling: str, drafter: str, shape: DraftBudget, toy: Decoder
 ) -> None:
     how = SAMPLINGS[sampling]

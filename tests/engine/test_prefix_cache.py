@@ -95,8 +95,8 @@ def plain(prompt: Sequence[int], sampling: Sampling) -> list[int]:
 
 @settings(max_examples=settings().max_examples * 2 // 5)
 @given(st.lists(wishes, min_size=2, max_size=8), st.sampled_from([PLENTY, 200_000, 40_000]))
-def test_texts_are_those_without_a_cache(sequence: list[Wish], limit: int) -> None:
-    """Whoever drafts, whatever was said before, replies and chats included, and however little there is room for."""
+def test_texts_equal_texts_without_a_cache(sequence: list[Wish], limit: int) -> None:
+    """For every drafter, any earlier texts including replies and chats, and however small the cache is."""
     prefixes = PrefixCache(limit, seamless=True)
     engines = {name: CachedEngine(TOY, DRAFTERS[name](), None, prefixes, name) for *_, name in sequence}
     texts: list[list[int]] = [[1, 5, 9, 5, 9, 5, 2, 1, 5, 9]]
@@ -178,7 +178,7 @@ def test_the_longest_usable_beginning_is_found_whoever_stored_it() -> None:
     assert prefixes.queries == 9 + 9 + 8 + 9 + 9 + 6 + 6 + 3 + 1
 
 
-def test_what_was_used_last_stays() -> None:
+def test_the_latest_used_text_stays() -> None:
     prefixes = PrefixCache(3 * (100 + 4 * 8), seamless=True)
     for first in range(3):
         prefixes.store([first, 5, 6, 7], 4, saved(3, 100))
@@ -186,7 +186,7 @@ def test_what_was_used_last_stays() -> None:
     prefixes.store([3, 5, 6, 7], 4, saved(3, 100))
     assert [bool(prefixes.find([first, 5, 6, 7, 8])) for first in range(4)] == [True, False, True, True]
     prefixes.store([4, 5, 6, 7], 4, saved(3, 10_000))
-    assert (len(prefixes), prefixes.nbytes) == (3, 396), "what does not fit alone drives nothing out"
+    assert (len(prefixes), prefixes.nbytes) == (3, 396), "a text larger than the cache evicts no other text"
 
 
 def test_drafters_share_an_entry() -> None:
@@ -223,7 +223,7 @@ def test_where_passes_leave_other_bits_only_whole_chunks_of_a_prompt_are_used() 
     assert len(prefixes) == 1, "what nobody could use takes no room"
 
 
-def test_in_whole_chunks_the_bits_are_those_without_a_cache() -> None:
+def test_in_whole_chunks_the_bits_equal_those_without_a_cache() -> None:
     """On torch's own kernels, whose rows depend on the pass: logits of the first round after a hit."""
     target = tiny_target(context_length=2048, dtype=torch.bfloat16)
     engine = CachedEngine(target, None, None, PrefixCache(PLENTY))
@@ -351,7 +351,7 @@ def real() -> Iterator[Loaded]:
 
 @pytest.mark.slow
 @pytest.mark.model
-def test_the_real_models_logits_after_a_hit_are_those_without(real: Loaded) -> None:
+def test_the_real_models_logits_are_the_same_after_a_hit(real: Loaded) -> None:
     """A chat whose second turn begins anywhere in a chunk, over what decode rounds wrote, across a block's end."""
     target = real.target
     free = seamless(target, guarantee(target))

@@ -9,14 +9,14 @@ from paceline.engine.reading_pace import ReadingPace
 
 def test_a_fast_machine_feeds_the_quota_between_rounds() -> None:
     pace = ReadingPace(128)
-    pace.observe(256, 0.1)
+    pace.observe(256, 0.01)
     assert pace.limit(running=True) == 128
 
 
-def test_a_slow_machine_feeds_a_tenth_of_a_second_between_rounds() -> None:
+def test_a_slow_machine_feeds_for_thirty_milliseconds_between_rounds() -> None:
     pace = ReadingPace(128)
-    pace.observe(32, 0.32)
-    assert pace.limit(running=True) == 10
+    pace.observe(1000, 2.0)
+    assert pace.limit(running=True) == 15
 
 
 def test_reading_may_take_as_long_as_a_round() -> None:
@@ -48,9 +48,9 @@ def test_a_small_quota_is_respected() -> None:
 def test_one_slow_chunk_does_not_lower_the_limit() -> None:
     """The first chunk of a request also loads its cached prefix."""
     pace = ReadingPace(128)
-    pace.observe(100, 1.0)
+    pace.observe(1000, 2.0)
     pace.observe(100, 20.0)
-    assert pace.limit(running=True) == 10
+    assert pace.limit(running=True) == 15
     for _ in range(4):
         pace.observe(100, 2.0)
     assert pace.limit(running=True) == 8

@@ -26,7 +26,7 @@ PROMPTS = ["hello", "abcabc", "x"]
 def test_a_commit_that_fails_half_way_is_repeated(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     how = Sampling(max_new_tokens=24, temperature=0.9, seed=4)
     alone = [LLM(toy_model(), None).generate(prompt, how).token_ids for prompt in PROMPTS]
-    llm = LLM(toy_model(), DraftModel(tiny_target(), tiny_target().vocab_size), draft=DraftBudget(12, 4, 4))
+    llm = LLM(toy_model(), DraftModel(tiny_target(layers=1), 37), draft=DraftBudget(12, 4, 4))
     cache, calls = llm.engine.cache, 0
     move = cache._move  # type: ignore[attr-defined]
 

@@ -1,4 +1,4 @@
-"""Whatever comes when, beside whom and drafted for how: each reply is the one its prompt gets alone."""
+"""The order of requests, their neighbours and their drafts do not change a reply."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def task(engine: Engine, prompt: Sequence[int], sampling: Sampling, how: Specula
 
 
 def finish(scheduler: Scheduler) -> dict[Task, list[int]]:
-    """All that each task shows from here on."""
+    """Return all further chunks of each task."""
     shown: dict[Task, list[int]] = {}
     while scheduler.busy:
         for one, chunks in scheduler.turn():
@@ -98,7 +98,7 @@ COMING = st.tuples(st.integers(0, 12), PROMPTS, SAMPLINGS, SPECULATIONS, st.samp
     quota=st.sampled_from([1, 7, PREFILL_ROWS]),
     room=st.sampled_from([40, 150, 10_000]),
 )
-def test_a_reply_is_the_one_its_prompt_gets_alone(
+def test_a_reply_equals_the_reply_to_its_prompt_without_others(
     coming: list[tuple[int, list[int], Sampling, Speculation, int | None]], width: int, quota: int, room: int
 ) -> None:
     """Arrivals, samplings, drafters, seats, memory and clients that leave: nothing of it is in a text."""
@@ -130,7 +130,7 @@ def test_a_text_depends_on_the_seed_so_the_comparison_above_can_fail() -> None:
     assert len(set(map(tuple, texts))) == 4
 
 
-def test_a_long_prompt_does_not_stall_those_who_run() -> None:
+def test_a_long_prompt_does_not_stall_running_replies() -> None:
     engine = Engine(TOY)
     engine.__dict__["seamless"] = True  # on machines too whose float64 products depend on a pass's size
     scheduler = Scheduler(engine, 4, quota=10)
@@ -233,7 +233,7 @@ def test_who_takes_too_long_is_told_so_and_the_others_go_on() -> None:
     assert len(finish(scheduler)[other]) + 2 == 8
 
 
-def test_a_request_that_fails_ends_alone() -> None:
+def test_a_failed_request_ends_no_other_request() -> None:
     def broken(prefix: Prefix, logits: Tensor) -> Tensor:
         return logits * torch.nan if len(prefix) > 6 else logits
 
@@ -299,7 +299,7 @@ def test_where_memory_runs_out_the_last_one_waits_and_loses_nothing(often: int) 
     assert all(one.error is None for one in tasks)
 
 
-def test_one_text_alone_that_has_no_room_fails_with_the_cause() -> None:
+def test_a_single_text_without_room_fails_with_the_cause() -> None:
     target = tiny_target()
 
     def full(rows: Rows, cache: KVCache, want: Want) -> Forward:
@@ -436,7 +436,7 @@ def test_a_prompt_whose_prefix_is_cached_counts_as_short() -> None:
 
 
 @pytest.mark.parametrize("ending", ["cancelled", "late"])
-def test_what_was_read_of_a_prompt_is_kept_when_its_client_gives_up(ending: str) -> None:
+def test_the_part_of_a_prompt_that_was_read_is_kept_when_its_client_leaves(ending: str) -> None:
     now = [0.0]
     engine, _ = reading()
     scheduler = Scheduler(engine, 8, 16, clock=lambda: now[0])

@@ -32,7 +32,7 @@ PROMPTS = (
     "List five fruits, one per line, then list them again in reverse order.",
     "Write a Python function that reverses a string, then the same function with type hints.",
 )
-GREEDY = Sampling(max_new_tokens=40)
+GREEDY = Sampling(max_new_tokens=28)
 WARM = Sampling(max_new_tokens=56, temperature=0.8, top_p=0.95, seed=11)
 
 

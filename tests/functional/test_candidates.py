@@ -30,7 +30,7 @@ def test_a_batch_of_trees_holds_what_each_draft_says(batch: list[Draft]) -> None
 
 
 @given(batches)
-def test_positions_inputs_and_mask_are_those_of_single_requests(batch: list[Draft]) -> None:
+def test_positions_inputs_and_mask_equal_single_requests(batch: list[Draft]) -> None:
     tree = tree_of(batch)
     rows = tree.tokens.shape[1] + 1
     last, lengths = torch.arange(len(batch)) + 50, 10 * torch.arange(len(batch)) + 3
@@ -89,7 +89,7 @@ def test_the_attention_bias_shows_the_text_and_the_ancestors(batch: list[Draft],
         ([1], [0]),
     ],
 )
-def test_what_is_no_tree_is_refused(tokens: list[Any], parents: list[Any]) -> None:
+def test_invalid_trees_are_refused(tokens: list[Any], parents: list[Any]) -> None:
     with pytest.raises(InvalidOption):
         CandidateTree.of(torch.tensor(tokens), torch.tensor(parents))
 

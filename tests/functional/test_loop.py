@@ -1,5 +1,5 @@
 """A whole engine of somebody else's: attention over its own cache, ragged prompts, and nothing of Paceline's but
-the functions. Its text must be that of plain decoding."""
+the functions. Its text must equal plain decoding."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def greedy(tree: CandidateTree, logits: Tensor, q: Tensor, lengths: Tensor) -> A
         (9.0, TreeConfig(3, 3, 9)),
     ],
 )
-def test_ragged_prompts_decode_to_what_each_gets_alone(noise: float, config: TreeConfig) -> None:
+def test_ragged_prompts_decode_as_single_prompts(noise: float, config: TreeConfig) -> None:
     texts, rounds = decode(noise, config, greedy)
     assert texts == GREEDY
     if noise == 0.0:
@@ -149,7 +149,7 @@ def test_ragged_prompts_decode_to_what_each_gets_alone(noise: float, config: Tre
         assert -(-NEW // 5) < rounds < NEW
 
 
-def test_sampled_text_is_that_of_plain_sampling_with_the_same_noise() -> None:
+def test_sampled_text_equals_plain_sampling_with_the_same_noise() -> None:
     ids = torch.arange(VOCAB)
     noises = [Noise(seed=b) for b in range(len(PROMPTS))]
 

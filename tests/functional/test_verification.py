@@ -35,7 +35,7 @@ def random_logits(tree: CandidateTree, vocab: int, seed: int) -> Tensor:
 
 
 def verdicts(accepted: Accepted) -> list[Verdict]:
-    """What each request got, once the padding is where it should be."""
+    """Return the tokens of each request, after checking the padding."""
     out = []
     for tokens, path, count in zip(accepted.tokens, accepted.path, accepted.counts.tolist(), strict=True):
         assert (tokens[count:] == -1).all()
@@ -193,7 +193,7 @@ def test_without_the_residual_the_distribution_is_another(monkeypatch: pytest.Mo
 
 
 def joint_deviation(batch: int, seed: int = 5) -> float:
-    """Deviation of the first two tokens' joint distribution over so many sampled and verified trees."""
+    """Return the deviation of the first two tokens' joint distribution over `count` sampled and verified trees."""
     vocab = 5
     generator = torch.Generator().manual_seed(seed)
     p, q = (torch.randn(vocab, vocab, generator=generator) * 1.5 for _ in range(2))

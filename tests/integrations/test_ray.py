@@ -80,7 +80,7 @@ def body(text: str, tokens: int = 40, **more: Any) -> dict[str, Any]:
 
 
 def sessions_of(names: list[str], each: int) -> list[dict[str, str]]:
-    """Headers of sessions, as many for each replica, one replica after the other in turn."""
+    """Return headers of sessions: the same number for each replica, with the replicas in turn."""
     found: dict[str, list[dict[str, str]]] = {name: [] for name in names}
     for i in range(1000):
         headers = {SESSION: str(i)}
@@ -111,7 +111,7 @@ def streamed(
     return "".join(parts), None
 
 
-def test_replies_are_those_of_one_server(two: Replicas, one: Serving) -> None:
+def test_replies_equal_the_replies_of_one_server(two: Replicas, one: Serving) -> None:
     for asked in (body("hello"), body("good morning"), body("hello", temperature=0), body("hello", n=2)):
         ours, theirs = two.post(CHAT, asked).json(), one.post(CHAT, asked).json()
         assert ours["choices"] == theirs["choices"]
@@ -123,7 +123,7 @@ def test_replies_are_those_of_one_server(two: Replicas, one: Serving) -> None:
         assert path in ("/health", "/v1/models/none") or ours.content == theirs.content
 
 
-def test_errors_are_those_of_one_server(two: Replicas, one: Serving) -> None:
+def test_errors_equal_the_errors_of_one_server(two: Replicas, one: Serving) -> None:
     faults = (
         "no object",
         {"messages": "x"},

@@ -71,7 +71,7 @@ def test_keys_are_shared_out_evenly() -> None:
     assert max(counts.values()) < 600  # of 500: five standard deviations
 
 
-def test_a_replica_that_comes_or_goes_moves_its_own_keys_alone() -> None:
+def test_a_replica_that_comes_or_goes_moves_only_its_own_keys() -> None:
     routes = [route(prompt=str(i)) for i in range(1000)]
     for gone in NAMES:
         left = [name for name in NAMES if name != gone]

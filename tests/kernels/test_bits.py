@@ -1,4 +1,4 @@
-"""The same bits on every instruction set: those that this processor has, and ARM's under emulation."""
+"""The same bits on every instruction set of this processor, and on ARM's under emulation."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def expected(weight: Tensor | Codes, bias: Tensor | None, x: Tensor) -> tuple[Te
 
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS)
-def test_products_are_those_of_float64(kernels: None, kind: str) -> None:
+def test_products_equal_float64(kernels: None, kind: str) -> None:
     for out, width in SHAPES:
         for bias in (True, False):
             ours, weight, b = make(kind, out, width, bias)
@@ -186,7 +186,7 @@ def test_what_memory_cannot_hold_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 @needs_kernels
 @given(count=st.integers(1, 9), width=st.sampled_from([16, 48, 576]), seed=st.integers(0, 9))
-def test_norms_are_those_of_float64_and_of_one_row_alone(kernels: None, count: int, width: int, seed: int) -> None:
+def test_norms_equal_float64_and_single_rows(kernels: None, count: int, width: int, seed: int) -> None:
     weight, x = random(width, seed=seed + 1), random(count, width, seed=seed).bfloat16() * 3
     ours = NativeNorm(weight, 1e-5)
     y = ours(x)

@@ -37,7 +37,7 @@ def rule(kind: str, seed: int = 0) -> tuple[MatrixState, Tensors, Tensors]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("parents", [CHAIN, TREE], ids=["chain", "tree"])
-def test_values_are_those_of_torch(kind: str, parents: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_equal_torch(kind: str, parents: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     one, state, inputs = rule(kind)
     out, updates, end = one.scan(state, None, Tree(parents), inputs, False)
     after = one.apply(state, updates, [0, 1, 3])

@@ -51,7 +51,7 @@ def test_a_weight_costs_hardly_more_bits_than_in_the_file(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", HALVES)
-def test_products_are_those_of_float64_and_the_same_bits_anywhere(kernels: None, kind: str) -> None:
+def test_products_equal_float64_with_the_same_bits_anywhere(kernels: None, kind: str) -> None:
     matrix, weight = stored(kind, 37, 512)
     ours = NativeLinear(matrix, None)
     for count in (1, 2, 3, 5, 8, 19):
@@ -99,7 +99,7 @@ def test_types_that_meet_within_a_block_become_8_bits() -> None:
     assert (ours.weight() - weight).abs().max() < weight.abs().max() / 120
 
 
-def test_floats_beside_codes_of_the_kind_that_they_become() -> None:
+def test_floats_next_to_codes_of_the_kind_that_they_become() -> None:
     matrix, weight = stored("Q4_1", 32, 256)
     floats = Stored.floats(weight.half(), 4)
     ours = NativeLinear(Stored.stack([matrix, floats]), None).weight()
@@ -107,10 +107,10 @@ def test_floats_beside_codes_of_the_kind_that_they_become() -> None:
     assert (ours[32:] - weight).abs().max() < weight.abs().max() / 15
 
 
-def test_the_first_outputs_are_those_of_the_whole() -> None:
+def test_the_first_outputs_equal_the_outputs_of_the_whole() -> None:
     parts = [stored("Q4_K", 48, 256, 1)[0], stored("Q6_K", 16, 256, 2)[0]]
     whole, x = NativeLinear(Stored.stack(parts), torch.randn(64)), torch.randn(5, 256)
-    for count, expected in ((32, 32), (64, 48)):  # those of another type have kernels of their own
+    for count, expected in ((32, 32), (64, 48)):  # rows of another type have their own kernels
         part = whole.first(count).precise(x)
         assert torch.equal(part, whole.precise(x)[:, :expected])
 
@@ -148,7 +148,7 @@ def resident(path: Path) -> int | None:
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q8_0"])
 @pytest.mark.parametrize("bits", [None, 8])
-def test_floats_beside_codes_become_codes_of_8_bits(kind: str, bits: int | None) -> None:
+def test_floats_next_to_codes_become_codes_of_8_bits(kind: str, bits: int | None) -> None:
     """As an adapter leaves them, which changes one of the projections that are stacked."""
     codes, weight = stored(kind, 48, 256, 1)
     other = torch.randn(32, 256, generator=torch.Generator().manual_seed(1)) / 16

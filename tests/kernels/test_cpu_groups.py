@@ -85,7 +85,7 @@ def test_a_chunk_of_a_prompt_is_cut_into_pieces_that_see_each_other(name: str, l
 
 
 def test_what_a_pass_wrote_is_what_the_next_one_reads() -> None:
-    """Through rings that have wrapped, with copies of parents beside their children."""
+    """With ring buffers that have wrapped, and copies of parents next to their children."""
     target = native(replace(BASE, **plan(20, None), heads=2, kv_heads=1))
     after = []
     for threads in (1, *THREADS):
@@ -111,7 +111,7 @@ def test_rows_that_all_see_each_other_stay_together() -> None:
 
 
 def test_trees_that_grow_level_by_level_keep_copies_of_parents() -> None:
-    """A child that comes in a later pass than its parent finds a copy of it beside it."""
+    """A child in a later pass than its parent finds a copy of the parent next to it."""
     target = native(replace(BASE, **plan(20, None)))
     lengths = (1021, 30, 41, 64, 7, 90)
     bushy = Draft((1, 2, 3, 4, 5, 6, 7, 8, 9), (0, 0, 1, 1, 1, 2, 2, 3, 3))

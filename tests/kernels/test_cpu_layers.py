@@ -61,7 +61,7 @@ def rows_of(cache: KVCache, slot: int, last: int, draft: Draft, start: int = 0) 
 
 
 def plain(target: Decoder, prefix: Sequence[int], path: Sequence[int], taps: tuple[Tap, ...] = ()) -> list[Any]:
-    """What a forward pass gives for each token of `path`, one by one."""
+    """Return the outputs of a forward pass for each token of `path`, one by one."""
     cache, slot = filled(target, prefix)
     out = []
     for token in path:
@@ -135,7 +135,7 @@ def test_however_rows_travel_they_have_the_bits_of_plain_decoding(name: str, dty
             cache, slot = filled(target, prefix, chunk)
             out = target.forward(rows_of(cache, slot, path[0], Draft.chain(path[1:] + other)), cache, Want())
             assert torch.equal(out.logits[0, :12], alone), chunk
-        # A tree, in one pass and in three, and beside other slots.
+        # A tree, in one pass and in three, and together with other slots.
         tree, lines = with_siblings(path[1:], 66)
         out = target.forward(rows_of(cache, slot, path[0], tree), cache, Want())
         assert torch.equal(out.logits[0, [0, *lines]], alone)

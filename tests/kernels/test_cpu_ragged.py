@@ -1,4 +1,4 @@
-"""Slots with different numbers of rows share a native pass: each gives what it gives alone, and fillers are free."""
+"""Slots with different numbers of rows share a native pass: no slot changes another, and padding rows cost nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def same(ours: Forward, line: int, alone: Forward, count: int) -> bool:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "partial rotary", "layers without rope"])
-def test_each_slot_of_a_ragged_pass_gives_what_it_gives_alone(name: str) -> None:
+def test_each_slot_of_a_ragged_pass_equals_a_pass_of_its_own(name: str) -> None:
     target = native(replace(BASE, **MODELS[name]))
     taps: tuple[Tap, ...] = (0, 1, target.layers, "final")
     cache, slots = filled(target, LENGTHS)
@@ -48,7 +48,7 @@ def test_rings_that_have_wrapped() -> None:
         assert same(out, line, verify(target, cache, [slot], [draft], Want()), 1 + len(draft.tokens)), line
 
 
-def test_what_is_kept_of_a_ragged_pass_is_what_was_fed() -> None:
+def test_kept_rows_of_a_ragged_pass_equal_fed_rows() -> None:
     """Rows are written under their own slot's positions: the next pass reads them."""
     target = native(BASE)
     cache, slots = filled(target, LENGTHS)
@@ -120,7 +120,7 @@ def test_only_real_rows_reach_the_kernels() -> None:
     assert (layers.seen, head.seen) == ([real, 1], [real, 1])
 
 
-def test_what_fills_up_a_pass_is_never_read() -> None:
+def test_padding_of_a_pass_is_never_read() -> None:
     """It may be anything, NaN too."""
     target = native(BASE)
     cache, slots = filled(target, LENGTHS)

@@ -26,7 +26,7 @@ HERE, EMULATED = FUSED, []
 if "avx2" in available():
     # SSE 4.1 has no fused multiply-add: with it, its code stands for other processors' of 16 bytes.
     HERE = [InstructionSet("sse4-fma", ("-mfma",)), *FUSED]
-    # What this processor lacks, in plain C++.
+    # Instructions that this processor lacks, in plain C++.
     header = str(Path(__file__).with_name("emulated.h"))
     for level, name in enumerate(("avxvnni", "avx512", "avx512vnni", "avx512bf16")):
         flags = (*SETS["avx2"].flags, f"-DEMULATED={level}", "-include", header, "-O1")

@@ -1,4 +1,4 @@
-"""The C++ compiles for systems that are not at hand, with `ziglang` from PyPI as the compiler."""
+"""The C++ compiles for other systems, with `ziglang` from PyPI as the compiler."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _generic(march: re.Match[str]) -> str:
 
 @pytest.fixture
 def compiled(tmp_path: Path) -> Callable[..., bytes]:
-    """What the compiler writes for a target and an instruction set."""
+    """Return the compiler's output for a target and an instruction set."""
     pytest.importorskip("ziglang", reason="ziglang is not installed (pip install ziglang)")
 
     def compile_for(target: str, one: InstructionSet, *more: str) -> bytes:

@@ -1,4 +1,4 @@
-"""Adapters beside the weights: rows of several in one pass are what each is alone, and what merging gives."""
+"""Adapters kept apart from the weights: rows with several adapters in one pass equal single and merged adapters."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def merged(tensors: dict[str, Tensor], adapter: Factors | None) -> dict[str, Ten
 
 
 def logits(model: Decoder, numbers: Sequence[int], rows: int = 5, before: int = 9) -> list[Tensor]:
-    """Logits of so many rows of a request for each adapter, all in one pass, after a prompt of each by itself."""
+    """Return the logits of `rows` rows for each adapter, all in one pass, after a separate pass for each prompt."""
     cache, slots = model.new_cache(), []
     for number in numbers:
         slot = cache.acquire(before, number)
@@ -104,7 +104,7 @@ def test_a_pass_of_all_adapters_is_each_merged(name: str) -> None:
         for j, mode in enumerate((None, "int8", "int4"))
     ],
 )
-def test_no_row_depends_on_the_adapters_beside_it(name: str, mode: Mode | None) -> None:
+def test_no_row_depends_on_the_adapters_of_other_rows(name: str, mode: Mode | None) -> None:
     config, tensors = tensors_for(name)
     held, weights = adapters(tensors), Quantised(tensors, mode) if mode else tensors
     model = Decoder(config, weights, torch.bfloat16, CPU, adapters=held)
@@ -162,7 +162,7 @@ def test_the_self_check_sees_rows_that_depend_on_others(monkeypatch: pytest.Monk
     assert guarantee(model) == "rounding"
 
 
-def test_what_cannot_differ_from_row_to_row_is_refused() -> None:
+def test_adapters_that_cannot_differ_from_row_to_row_are_refused() -> None:
     config, tensors = tensors_for("a mixture")
     expert = "model.layers.1.mlp.experts.0.up_proj"
     held = Factors("experts", {expert: (torch.ones(2, 64), torch.ones(32, 2))})

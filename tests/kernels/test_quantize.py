@@ -79,7 +79,7 @@ def test_four_bits_are_better_than_even_steps_from_least_to_largest(
         assert bool(((ours - group).abs() <= 1.5 * step + 1e-3 * group.abs()).all())
         even = ((group - low) / step).round() * step + low
         allowed = (even - group).square().sum() * 1.05 + (1e-3 * group).square().sum()
-        # What fills up the last group has a say in its line.
+        # The padding of the last group affects the fit of its line.
         assert group.shape[1] < GROUP or float((ours - group).square().sum()) <= float(allowed)
 
 
@@ -176,7 +176,7 @@ def test_activations_that_are_zero_stay_so_and_halves_go_to_even() -> None:
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_what_is_not_finite_is_not_hidden(bits: int, wrong: float) -> None:
+def test_values_that_are_not_finite_are_not_hidden(bits: int, wrong: float) -> None:
     x = drawn(8, 2, 64)
     x[1, 40] = wrong
     y = linear(quantize(drawn(9, 5, 64), bits))(x)
@@ -187,7 +187,7 @@ def test_what_is_not_finite_is_not_hidden(bits: int, wrong: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("width", [32, 50, 96])
-def test_a_product_of_codes_is_that_of_their_weights(width: int, bits: int, dtype: torch.dtype) -> None:
+def test_a_product_of_codes_equals_the_product_of_their_weights(width: int, bits: int, dtype: torch.dtype) -> None:
     codes, bias = quantize(drawn(10, 24, width), bits), drawn(11, 24).to(dtype)
     x, residual = drawn(12, 2, 5, width).to(dtype), drawn(13, 2, 5, 24).to(dtype)
     product = linear(codes, bias)

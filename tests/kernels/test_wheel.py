@@ -32,7 +32,7 @@ print(json.dumps([str(find()), reply.token_ids]))
 
 
 def run(*command: str | Path, **env: str) -> str:
-    """What a command prints, with no variables of ours but `env`."""
+    """Return a command's output. Of Paceline's environment variables, only `env` are set."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE") and k not in ("CXX", "PYTHONPATH")}
     return subprocess.run(command, env=kept | env, check=True, stdout=subprocess.PIPE, text=True).stdout
 

@@ -80,7 +80,7 @@ def test_an_error_at_one_process_ends_both(shared_memory: bool) -> None:
 @SHARED
 @pytest.mark.parametrize("rank", [0, 1])
 def test_no_process_waits_for_one_that_has_run_out_of_memory(rank: int, shared_memory: bool, tmp_path: Path) -> None:
-    """Whether that one lives on, as a server does, or not."""
+    """With and without the other process living on, as a server does."""
     first, second = run_ranks("run out", "pass", str(rank), str(tmp_path / "ended"), shared_memory=shared_memory)
     found = json.loads(first.stdout)
     assert found["ended"], "the other process waits for rank 0, which has left"
@@ -132,7 +132,7 @@ def test_a_rank_that_ends_before_its_first_sum_is_noticed() -> None:
     assert kernel("paceline_sum", c_void_p, c_void_p, c_int64)(addressof(ranks[0]), x.data_ptr(), 4) == 1
 
 
-def test_adapters_are_cut_as_the_weights_beside_them() -> None:
+def test_adapters_are_cut_like_their_weights() -> None:
     tensors = random_tensors(TINY)
     held = factors(tensors, "all", 3, ("_proj",))
     own = [RankTensors(tensors, divide(TINY, tensors, 2), rank) for rank in range(2)]

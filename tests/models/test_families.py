@@ -61,14 +61,14 @@ def test_logits_equal_transformers_in_chunks_and_token_by_token(case: str) -> No
 
 
 @some("case", FAMILIES, fast=STRUCTURES)
-def test_a_drafted_nodes_logits_are_those_of_its_path_fed_plainly(case: str) -> None:
+def test_a_drafted_nodes_logits_equal_its_path_fed_plainly(case: str) -> None:
     check_path(decoder(case), decoder(case), 47)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", FAMILIES)
 @pytest.mark.parametrize("length", [47, 48])
-def test_a_drafted_nodes_logits_are_those_of_its_path(case: str, length: int) -> None:
+def test_a_drafted_nodes_logits_equal_its_path(case: str, length: int) -> None:
     check_path(*models(case), length)
 
 
@@ -143,7 +143,7 @@ def test_dynamic_scaling_follows_the_prompt() -> None:
 
 
 @pytest.mark.slow
-def test_dynamic_scaling_is_that_of_transformers() -> None:
+def test_dynamic_scaling_equals_transformers() -> None:
     theirs, ours = models("dynamic")
     for length in (70, 90, 39):  # transformers keeps the base of the longest text it has seen, and resets below 40
         tokens = text(length)
@@ -211,7 +211,7 @@ def test_experts_of_equal_score_are_taken_in_order() -> None:
 
 
 @pytest.mark.parametrize(("best", "chosen"), [(2, [4, 5]), (1, [0, 1])])
-def test_experts_of_the_best_groups_alone(best: int, chosen: list[int]) -> None:
+def test_only_experts_of_the_best_groups(best: int, chosen: list[int]) -> None:
     """By the two highest scores of each (DeepSeek-V3) or the highest (V2). Of equal ones the first."""
     logits = torch.tensor([[3.0], [-2.0], [0.0], [0.0], [2.0], [1.9], [2.0], [1.9]])
     one = Mixture(linear(logits), [], 2, False, sigmoid=True, groups=Groups(4, 1, best))

@@ -33,14 +33,14 @@ def test_logits_equal_transformers_in_chunks_and_token_by_token(case: str) -> No
 
 
 @pytest.mark.parametrize("case", GEMMA4)
-def test_a_drafted_nodes_logits_are_those_of_its_path_fed_plainly(case: str) -> None:
+def test_a_drafted_nodes_logits_equal_its_path_fed_plainly(case: str) -> None:
     check_path(decoder(case), decoder(case), 48)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", GEMMA4)
 @pytest.mark.parametrize("length", [47, 48])
-def test_a_drafted_nodes_logits_are_those_of_its_path(case: str, length: int) -> None:
+def test_a_drafted_nodes_logits_equal_its_path(case: str, length: int) -> None:
     check_path(*models(case), length)
 
 
@@ -100,7 +100,7 @@ ADAPTED = (
 
 
 @pytest.mark.parametrize("case", ["gemma4, small", "gemma4, large"])
-def test_an_adapter_beside_the_weights_is_the_merged_one(case: str) -> None:
+def test_an_adapter_that_is_not_merged_equals_the_merged_adapter(case: str) -> None:
     """In the inputs that layers get by the token itself too."""
     ours, tokens, draw = decoder(case), text(20), torch.Generator().manual_seed(1)
     tensors = {name: x.double() for name, x in tensors_of(read(case)).items()}

@@ -59,7 +59,7 @@ WRITTEN: list[tuple[HeadConfig, str]] = [
 
 @pytest.mark.parametrize(("config", "layout"), WRITTEN)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_written_reads_the_same(config: HeadConfig, layout: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_written_heads_read_the_same(config: HeadConfig, layout: str, dtype: torch.dtype, tmp_path: Path) -> None:
     head = head_of(config, dtype)
     read = open_head(write_head(tmp_path / "head", head))
     assert read.config == config
@@ -215,7 +215,7 @@ def test_kinds_have_the_names_that_users_write() -> None:
 # --- Writing
 
 
-def test_a_head_is_replaced_and_anything_else_is_left_alone(tmp_path: Path) -> None:
+def test_a_head_is_replaced_and_other_files_are_not(tmp_path: Path) -> None:
     folder = write_head(tmp_path / "deep" / "head", head_of(EAGLE3))
     (folder / "left-over").write_text("x")
     write_head(folder, head_of(COMPACT))

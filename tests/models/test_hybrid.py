@@ -34,14 +34,14 @@ LONGER = ("mamba-2", "lfm2", "qwen3.5")
 
 
 @pytest.mark.parametrize("case", HYBRIDS)
-def test_a_drafted_nodes_logits_are_those_of_its_path_fed_plainly(case: str) -> None:
+def test_a_drafted_nodes_logits_equal_its_path_fed_plainly(case: str) -> None:
     check_path(decoder(case), decoder(case), 253 if case in LONGER else 47)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", HYBRIDS)
 @pytest.mark.parametrize("length", [47, 253])
-def test_a_drafted_nodes_logits_are_those_of_its_path(case: str, length: int) -> None:
+def test_a_drafted_nodes_logits_equal_its_path(case: str, length: int) -> None:
     check_path(*models(case), length)
 
 

@@ -57,7 +57,7 @@ FAST = {*zip(CASES, itertools.cycle(DRAFTERS), strict=False)}
 
 @cache
 def alone(case: str) -> list[list[int]]:
-    """What `WAYS` write of `PROMPTS`, each without the others and without drafts."""
+    """Replies of `WAYS` to `PROMPTS`, each without the others and without drafts."""
     target = decoder(case, torch.bfloat16)
     return [run(target, prompt, how)[0] for prompt, how in zip(PROMPTS, WAYS, strict=True)]
 
@@ -112,7 +112,7 @@ def test_float32_is_within_a_millionth_of(truth: Callable[[str], Any], case: str
 
 
 @pytest.mark.parametrize("name", ["gelu", "gelu_pytorch_tanh"])
-def test_an_activation_gives_a_row_the_same_bits_beside_others(name: str) -> None:
+def test_an_activation_gives_a_row_the_same_bits_with_other_rows(name: str) -> None:
     x = torch.randn(64, 83, generator=torch.Generator().manual_seed(0)).mul(2)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         whole = UNGATED[name](x.to(dtype))

@@ -60,7 +60,7 @@ def test_a_call_that_breaks_off_ends_the_group(error: BaseException) -> None:
         counter.total()
 
 
-def test_a_refused_call_is_repeated_by_nobody() -> None:
+def test_a_refused_call_is_not_repeated() -> None:
     ranks = Alone()
     counter = Counter(ranks)
     with pytest.raises(InvalidOption):

@@ -172,7 +172,7 @@ def test_the_plan_fills_the_gpus_first() -> None:
         plan([5000] * 3, 0, memory)
 
 
-def test_sizes_are_those_of_the_tensors() -> None:
+def test_sizes_equal_the_sizes_of_the_tensors() -> None:
     tensors = random_tensors(TINY)
     layers, others = sizes(tensors, TINY.layers, 2, 2)
     assert sum(layers) + others == 2 * sum(x.numel() for x in tensors.values())

@@ -45,7 +45,7 @@ def rule(name: str) -> tuple[RopeConfig, Any]:
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("length", [50, 129, 300])
-def test_frequencies_and_temperature_are_those_of_transformers(name: str, length: int) -> None:
+def test_frequencies_and_temperature_equal_transformers(name: str, length: int) -> None:
     ours, config = rule(name)
     make = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[ours.kind]
     inverse, temperature = make(config, CPU, seq_len=length)

@@ -19,6 +19,8 @@ from paceline.drafters.suffix import Suffix
 from paceline.engine.detokenizer import TextStream
 from paceline.engine.engine import Engine
 from paceline.engine.prefix_cache import PrefixCache
+from paceline.engine.prefix_key import target_key
+from paceline.engine.prefix_store import PrefixStore
 from paceline.engine.self_check import guarantee
 from paceline.engine.stats import Stats
 from paceline.errors import InvalidOption, UnsupportedModel
@@ -195,7 +197,7 @@ def test_a_draft_model_that_takes_no_trees_says_so() -> None:
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "Bloom"])
-def test_a_ragged_batch_writes_what_each_would_alone(name: str) -> None:
+def test_a_ragged_batch_writes_the_same_as_single_requests(name: str) -> None:
     target = adapter(name)
     sampling = Sampling(max_new_tokens=24)
     prompts = [PROMPT, [3], [7, 7, 7, 7, 8], list(range(30))]
@@ -441,7 +443,7 @@ def test_a_folder_of_an_unknown_family_goes_through_transformers(folder: Path) -
     assert llm.model.eos == (36,)
 
 
-def test_what_goes_through_transformers_is_not_quantised(folder: Path) -> None:
+def test_models_through_transformers_are_not_quantised(folder: Path) -> None:
     with pytest.raises(UnsupportedModel, match=r"not quantised here. Leave quantize out"):
         paceline.load(folder, quantize="int8", drafter=None)
     model = model_of("GPT2", OLD)
@@ -490,3 +492,16 @@ def test_texts_that_begin_alike_begin_with_what_was_saved(name: str) -> None:
     assert cache.load(slot, saved.target, 20) == 20
     rows = pack([text[20]], [Draft()], [slot], [20], target.device)
     assert same(target.forward(rows, cache, Want()).logits[0, 0], plain(target, text[:21]))
+
+
+@pytest.mark.slow
+def test_a_prefix_outlives_the_process_on_disk(tmp_path: Path) -> None:
+    sampling, text, cached = Sampling(max_new_tokens=12, temperature=0.9, seed=4, ignore_eos=True), PROMPT * 4, []
+    for _ in range(2):
+        target = causal(model_of(*ALL["GPT-J"]))
+        engine = CachedEngine(target, None, None, PrefixCache(0))
+        engine.prefixes = PrefixCache(1 << 30, True, PrefixStore(tmp_path, 1 << 30, target_key(target), None, {}))
+        assert run(target, text, sampling, engine=engine)[0] == run(target, text, sampling)[0]
+        engine.save_prefixes(60)
+        cached += engine.cached
+    assert cached == [0, len(text) - 2]

@@ -1,4 +1,4 @@
-"""Models that also see, of which the language model runs here, against transformers."""
+"""The language models of vision models, compared with transformers."""
 
 from __future__ import annotations
 

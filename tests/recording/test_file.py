@@ -69,7 +69,7 @@ def test_a_seed_that_was_drawn_is_recorded(tmp_path: Path) -> None:
     assert toy_llm().generate("hello", reply.sampling).token_ids == list(reply.reply)
 
 
-def test_a_new_file_is_its_owners_alone(tmp_path: Path) -> None:
+def test_only_the_owner_can_read_a_new_file(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     record(path, "hello")
     assert path.stat().st_mode & 0o777 == 0o600
@@ -99,7 +99,7 @@ def test_what_cannot_be_repeated_is_left_out(tmp_path: Path) -> None:
     assert not reply.sampling.stop_when
 
 
-def test_a_file_is_appended_to_for_the_same_model_alone(tmp_path: Path) -> None:
+def test_a_file_is_appended_to_only_for_the_same_model(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     record(path, "hello")
     record(path, "well")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import tracemalloc
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ def penalties(
     last_n: int,
     breakers: dict[int, list[tuple[int, ...]]],
 ) -> list[float]:
-    """The formula of llama.cpp, from the text alone."""
+    """Compute llama.cpp's formula directly from the text."""
     text = list(text[-last_n:] if last_n > 0 else text)
     found = [0.0] * WIDTH
     limit = since_breaker(text, breakers)
@@ -65,7 +66,7 @@ def common(left: Sequence[int], right: Sequence[int], limit: int) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_penalties_are_those_of_the_formula_at_every_row_of_every_draft(seed: int) -> None:
+def test_penalties_equal_the_formula_at_every_row_of_every_draft(seed: int) -> None:
     draw = random.Random(seed)
     letters = draw.choice([2, 3, 10])
     settings = (
@@ -115,6 +116,18 @@ def test_the_cost_of_a_row_does_not_grow_with_the_distance_of_a_breaker() -> Non
     assert len(asked) < 100
 
 
+def test_drafted_rows_take_no_memory_of_the_texts_length() -> None:
+    text = Prefix(random.Random(0).sample(range(100_000), 50_000))
+    dry, row = Dry(1.0), torch.zeros(12)
+    dry(text, row)
+    tracemalloc.start()
+    for length in range(1, 65):
+        dry(text.after(range(length)), row)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 1_000_000  # two arrays of the text's length for each row would take 26 MB
+
+
 def test_breakers_look_only_at_tokens_of_the_text() -> None:
     words, spelled = byte_level(), []
 
@@ -159,7 +172,7 @@ def test_a_special_token_can_be_a_breaker() -> None:
     assert Breakers.of(("</s>",), words).alone(end)
 
 
-def test_dry_needs_a_tokenizer_for_its_breakers_alone() -> None:
+def test_dry_needs_a_tokenizer_only_for_its_breakers() -> None:
     with pytest.raises(InvalidOption, match="dry_sequence_breakers needs a tokenizer"):
         Sampling(dry_multiplier=1.0).sampler(vocabulary=Vocabulary(9))
     sampler = Sampling(dry_multiplier=1.0, dry_sequence_breakers=()).sampler(vocabulary=Vocabulary(9))

@@ -80,7 +80,7 @@ def follow(rows: Matcher, count: int, told: random.Random) -> list[int]:
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
-def test_a_row_depends_on_its_prefix_alone(name: str) -> None:
+def test_a_row_depends_only_on_its_prefix(name: str) -> None:
     """Rows in any order, with forbidden tokens and ends in their paths, against a fresh matcher for each."""
     grammar, _ = GRAMMARS[name]
     told = random.Random(7)
@@ -100,7 +100,7 @@ def test_a_row_depends_on_its_prefix_alone(name: str) -> None:
             done += told.randrange(1, 5)
 
 
-def test_forced_tokens_are_those_that_rows_leave() -> None:
+def test_forced_tokens_equal_the_tokens_that_rows_leave() -> None:
     rows = matcher(GRAMMARS["schema"][0])
     forced = rows.forced(Prefix([], (), 0), 99)
     assert WORDS.decode(forced).startswith('{"full_name_of_the_person"')
@@ -218,7 +218,7 @@ def test_rows_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Wrapped:
-    """A matcher of llguidance, of which one can change what one likes."""
+    """A matcher of llguidance whose methods a test can replace."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -331,7 +331,7 @@ def test_a_grammar_too_complex_to_follow_is_an_error_and_no_end() -> None:
         allowed(rows, [WORDS.vocabulary["("]] * 30)
     sampler = Sampler(processors=(rows,))
     prefix = Prefix([WORDS.vocabulary["("]] * 30)
-    assert sampler.forced(prefix, 9) == [], "the target says so, and its request ends alone"
+    assert sampler.forced(prefix, 9) == [], "the target raises the error, and only its request ends"
     assert sampler.rank(prefix, torch.zeros(1, SIZE), [()], 3)[0].tokens == []
     with pytest.raises(InvalidOption, match="became too complex"):
         sampler.choose(prefix, torch.zeros(SIZE))
@@ -370,7 +370,7 @@ def test_a_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_compiled_grammars_are_kept_up_to_a_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is thrown out is counted as long as a reply is written by it."""
+    """An evicted grammar still counts while a reply uses it."""
     monkeypatch.setattr(module, "_compiled", module.Cache(30 * 2**20))
     before = module.live_bytes()
     rows = [Grammar("regex", f"kept{n}", size=2**20).matcher(WORDS, SIZE, [END]) for n in range(5)]

@@ -1,4 +1,4 @@
-"""Replies keep to their grammar and are the same whatever drafts, beside any other parameter."""
+"""Replies follow their grammar, and are the same with every drafter and any other parameter."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ pytest.importorskip("llguidance")
 
 @pytest.fixture(scope="module")
 def plain() -> LLM:
-    """A toy that ends no text by itself, and bends towards what it has said."""
+    """A toy that never ends a text on its own and prefers earlier tokens."""
     return LLM(speaker(WORDS, seed=3))
 
 
@@ -162,7 +162,7 @@ RANKS = {"chain": (0.0, DraftBudget.chain(4)), "tree": (0.8, DraftBudget(10, 4, 
         *("letters-tree-itself", "nested-chain-eagle", "nested-chain-itself", "nested-tree-other"),
     ],
 )
-def test_what_is_ranked_for_a_draft_is_allowed_there(
+def test_tokens_ranked_for_a_draft_are_allowed_there(
     plain: LLM, case: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, how, which = case
@@ -178,7 +178,7 @@ def test_what_is_ranked_for_a_draft_is_allowed_there(
 
 @cover(name=LONG, temperature=[0.0, 0.8], draft={"chain": DraftBudget.chain(3), "tree": DraftBudget(12, 3, 3)})
 def test_medusa_heads_draft_along_a_grammar(plain: LLM, name: str, temperature: float, draft: DraftBudget) -> None:
-    """Their rows know of the likeliest path alone, so some of what they draft is forbidden where it stands."""
+    """The rows assume the likeliest path, so the grammar forbids some of the drafted tokens."""
     target = plain.model.target
     assert isinstance(target, Decoder)
     config = MedusaConfig(hidden=target.config.hidden, vocab_size=SIZE, heads=3, layers=1)
@@ -240,7 +240,7 @@ def schemas(draw: st.DrawFn, depth: int = 2) -> dict[str, Any]:
 
 
 def fits(schema: Mapping[str, Any], said: Any) -> bool:
-    """Whether a value is what a schema of `schemas` asks for."""
+    """Return True if a value follows a schema of `schemas`."""
     if "const" in schema or "enum" in schema:
         return said in schema.get("enum", [schema.get("const")])
     match schema["type"]:
@@ -328,7 +328,7 @@ def test_a_special_stop_token_ends_a_grammar(plain: LLM) -> None:
     assert re.fullmatch("[ab]{2}", out.text)
 
 
-def test_a_ban_of_all_that_is_allowed_ends_that_request_alone(plain: LLM) -> None:
+def test_a_ban_of_all_allowed_tokens_ends_only_that_request(plain: LLM) -> None:
     grammar = Grammar.regex("[xy]z{3}")
     banned = {token: -float("inf") for token, said in WORDS.token_bytes.items() if said.startswith(b"z")}
     sampling = how(grammar, 0.0, logit_bias=banned)

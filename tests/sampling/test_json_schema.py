@@ -1,4 +1,4 @@
-"""What becomes of a schema's keywords: which texts are allowed, what is ignored, what is refused."""
+"""Keywords of JSON schemas: allowed texts, ignored keywords, refused schemas."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytest.importorskip("llguidance")
 
 
 def allows(schema: Any, *values: Any) -> list[bool]:
-    """Whether a grammar of the schema allows each of these values."""
+    """Return for each value if a grammar of the schema allows it."""
     return [accepts(Grammar.json_schema(schema), json.dumps(value)) for value in values]
 
 

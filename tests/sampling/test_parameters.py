@@ -83,7 +83,7 @@ def test_logits_that_are_not_finite_are_an_error(bad: float, temperature: float)
 
 
 def test_draws_follow_the_shaped_distribution() -> None:
-    """The noise alone, by statistics: chi-square of 20,000 draws against softmax(logits / T)."""
+    """Tests only the noise: chi-square of 20,000 draws against softmax(logits / T)."""
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
     draws = 20_000
     sampler = Sampler(temperature=0.7, noise=Noise(5))
@@ -126,7 +126,7 @@ def test_equal_tokens_live_or_die_together() -> None:
 def full(
     noise: Noise, position: int, scores: torch.Tensor, tokens: torch.Tensor, count: int
 ) -> list[tuple[int, float]]:
-    """What `Noise.best` promises, with the noise of every column."""
+    """Compute `Noise.best` from the noise of every column."""
     sums = scores + noise.gumbel(position, tokens)
     order = sums.sort(descending=True, stable=True).indices[:count]
     return [(int(tokens[i]), float(sums[i])) for i in order if sums[i] > -torch.inf]
@@ -259,7 +259,7 @@ def test_a_subset_is_ranked_as_rows_that_are_minus_infinity_elsewhere(sampler: S
 def test_tokens_that_are_banned_are_dropped_and_nothing_else(
     how: dict[str, float], temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row of which few tokens are left gives what it gives where all are looked at."""
+    """A row with few remaining tokens gives the same result as a search over all tokens."""
     draw = torch.Generator().manual_seed(3)
     for left in (1, 3, 30, 200):
         open_ = torch.randperm(2000, generator=draw)[:left]

@@ -49,7 +49,7 @@ def row_of(seed: int, width: int = V) -> Tensor:
 
 
 def check(processor: LogitsProcessor, reference: Callable[[list[int], Tensor], Tensor], data: st.DataObject) -> None:
-    """Rounds of a growing text; in each, rows at drafted paths: all must be what the whole prefix alone gives."""
+    """Process rows at drafted paths in rounds of a growing text. Each result must equal a run on the whole prefix."""
     text = data.draw(texts)
     prompt = len(text)
     for _ in range(3):
@@ -100,7 +100,7 @@ def test_min_new_tokens(
 
 @given(st.floats(-2, 2, width=32), st.floats(-2, 2, width=32), st.data())
 def test_frequency_and_presence_penalty_by_openais_formula(a: float, b: float, data: st.DataObject) -> None:
-    """mu[j] - c[j] * alpha_frequency - float(c[j] > 0) * alpha_presence, with counts of the reply alone."""
+    """mu[j] - c[j] * alpha_frequency - float(c[j] > 0) * alpha_presence, with counts of the reply only."""
     prompt, reply, path = (data.draw(texts) for _ in range(3))
     row, processor = row_of(data.draw(seeds)), CountPenalty(a, b)
     assert torch.equal(processor(Prefix(prompt, [], len(prompt)), row.clone()), row)
@@ -174,7 +174,7 @@ def test_whole_greedy_replies_are_transformers_own_with_any_draft(
     assert drafter is None or stats.accepted > len(reply) // 4
 
 
-# What can be wrong.
+# Errors.
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

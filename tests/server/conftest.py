@@ -18,13 +18,13 @@ TOOLS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.tool_calls 
 @pytest.fixture(scope="session")
 def served() -> Iterator[Serving]:
     """A float64 toy with two drafters; characters are its tokens."""
-    with serving(LLM(toy_model(), {"suffix": Suffix(), "ngram": NGram()}), aliases=("other/name",)) as it:
+    with serving(LLM(toy_model(layers=2), {"suffix": Suffix(), "ngram": NGram()}), aliases=("other/name",)) as it:
         yield it
 
 
 @pytest.fixture(scope="session")
 def plain(served: Serving) -> LLM:
-    """The same model by itself, without a drafter."""
+    """The same model without a server and without a drafter."""
     return LLM(served.llm.model)
 
 

@@ -98,7 +98,7 @@ def test_claude_code() -> None:
         assert streamed(it, CLAUDE_PATH, CLAUDE | {"messages": [*CLAUDE["messages"], *turn]}, **CLAUDE_HEADERS)
 
 
-def test_instructions_of_claude_code_leave_its_prefix_alone(talker: Serving) -> None:
+def test_instructions_of_claude_code_do_not_change_its_prefix(talker: Serving) -> None:
     """The billing header changes with every request; the prompt may not."""
     changed = json.loads(json.dumps(CLAUDE["system"]).replace("fa690", "0b1c2"))
     counts = [

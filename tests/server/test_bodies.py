@@ -35,7 +35,7 @@ UNKNOWN = {f"x{i}": 1 for i in range(50_000)}
     ids=lambda body: ",".join(list(body)[:3]),
 )
 def test_a_completion_wrong_in_many_places_is_told_of_few(body: dict[str, Any]) -> None:
-    """Reporting each place takes time in which no other request is served."""
+    """Reporting every place takes time and blocks other requests."""
     few(CompletionRequest, body)
 
 
@@ -125,7 +125,7 @@ def test_values_are_counted() -> None:
     assert memory < 64 * 2**20
 
 
-def test_what_is_ignored_is_not_kept() -> None:
+def test_ignored_parameters_are_not_kept() -> None:
     large = [{"": 0}] * 1000
     calls = [{"index": large, "function": {"name": "f", "arguments": "{}", **UNKNOWN}}]
     content = [{"type": "text", "text": "x", **UNKNOWN}]

@@ -170,7 +170,7 @@ def test_clear_mistakes_are_mended(text: str, calls: Found, step: int) -> None:
         *('{"name": "add", "arguments": {"a": }}', '{"name": "add", "arguments": {"a": 1]}', '{"name": "add" "b": 1}'),
     ],
 )
-def test_what_is_unclear_stays_text(text: str) -> None:
+def test_unclear_text_stays_text(text: str) -> None:
     text = tagged(text) if text != "add" else "<tool_call> add it"
     assert read(HERMES, text) == (text, [])
 

@@ -1,4 +1,4 @@
-"""Function calls through OpenAI's own client: forced ones, their streams, cuts, and what may stand beside them."""
+"""Function calls through OpenAI's own client: forced calls, streams, cut calls, and text around calls."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from tests.support.grammars import allowed, matcher
 from tests.support.running import Serving, serving
 from tests.support.scripted import scripted
 from tests.support.vocabularies import byte_level
+
+pytestmark = pytest.mark.usefixtures("no_forks")
 
 pytest.importorskip("llguidance")
 
@@ -88,7 +90,7 @@ def named(name: str) -> Any:
 
 
 @pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL], ids=lambda form: form.name)
-def test_definitions_of_one_function_are_not_those_of_another(form: CallFormat) -> None:
+def test_functions_do_not_share_definitions(form: CallFormat) -> None:
     other = {"type": "object", "properties": {"at": {"$ref": "#/$defs/Point"}}, "$defs": {"Point": {"type": "null"}}}
     grammar = form.grammar(
         [("Shape", SHAPE["function"]["parameters"]), ("Node", NODE["function"]["parameters"]), ("other", other)], {}
@@ -272,7 +274,7 @@ def test_a_tagged_value_follows_a_reference_with_escaped_names() -> None:
         {"anyOf": [{"type": "object"}]},
     ],
 )
-def test_what_tags_cannot_hold_to_is_forced_as_json(schema: Any) -> None:
+def test_schemas_that_tags_cannot_enforce_are_forced_as_json(schema: Any) -> None:
     form = QWEN.forced(schema)
     assert (form.start, form.tags) == ("<tool_call>", None)
     assert form.head("add") == HERMES.head("add")
@@ -342,7 +344,7 @@ def bias(text: str) -> dict[str, int]:
     return {str(token): 100}
 
 
-def test_tools_beside_a_response_format_give_a_call_or_the_form(talker: Serving) -> None:
+def test_tools_with_a_response_format_give_a_call_or_the_format(talker: Serving) -> None:
     how: Any = {"tools": [SHAPE, CLOSED], "response_format": FORM}
     content = ask(talker, **how, logit_bias=bias("{")).choices[0]
     assert (content.message.content, content.message.tool_calls) == ('{"answer": 1}', None)
@@ -357,12 +359,12 @@ def test_tools_beside_a_response_format_give_a_call_or_the_form(talker: Serving)
     assert none.message.content == '{"answer": 1}'
 
 
-def test_a_form_beside_tools_may_be_any_json(talker: Serving) -> None:
+def test_a_format_with_tools_may_be_any_json(talker: Serving) -> None:
     made = ask(talker, tools=[CLOSED], extra_body={"guided_json": {}}, logit_bias=bias("n"))
     assert made.choices[0].message.content == "null"
 
 
-def test_a_regular_expression_cannot_stand_beside_tools(talker: Serving) -> None:
+def test_a_regular_expression_cannot_be_combined_with_tools(talker: Serving) -> None:
     body = {"messages": ASK, "tools": [CLOSED], "guided_regex": "a"}
     answer = talker.post("/v1/chat/completions", body)
     assert answer.status_code == 400
@@ -402,7 +404,7 @@ def test_former_functions_are_called_in_the_former_shape(talker: Serving) -> Non
     assert ask(talker, messages=again, max_tokens=2).choices[0].finish_reason == "length"
 
 
-def test_what_the_clients_helpers_return_can_be_sent_back(talker: Serving) -> None:
+def test_results_of_the_clients_helpers_can_be_sent_back(talker: Serving) -> None:
     tools: Any = {"tools": [own_tool(Shape)], "tool_choice": "required"}
     parsed = talker.openai.chat.completions.parse(model="talker", messages=ASK, max_tokens=200, **tools)
     with talker.openai.chat.completions.stream(model="talker", messages=ASK, max_tokens=200, **tools) as stream:

@@ -23,7 +23,7 @@ def alone(plain: LLM, **changes: Any) -> Any:
     return plain.generate(CHAT, Sampling(**{"max_new_tokens": 24, **changes}))
 
 
-def test_a_chat_is_what_the_model_writes_alone(served: Serving, plain: LLM) -> None:
+def test_a_chat_equals_the_text_of_the_library(served: Serving, plain: LLM) -> None:
     made = served.openai.chat.completions.create(model="toy", messages=CHAT, max_tokens=24)
     whole = alone(plain)
     assert made.object == "chat.completion"
@@ -88,7 +88,7 @@ def test_a_stream_ends_with_done(served: Serving) -> None:
     assert text.startswith("data: {")
 
 
-def test_several_samples_are_those_of_the_library(served: Serving, plain: LLM) -> None:
+def test_several_samples_equal_the_samples_of_the_library(served: Serving, plain: LLM) -> None:
     how: Any = {"temperature": 1.0, "seed": 5}
     made = served.openai.chat.completions.create(model="toy", messages=CHAT, max_tokens=24, n=3, **how)
     replies = plain.generate(CHAT, Sampling(max_new_tokens=24, **how), n=3)
@@ -105,7 +105,7 @@ def test_several_samples_are_those_of_the_library(served: Serving, plain: LLM) -
     assert texts == [reply.text for reply in replies]
 
 
-def test_many_at_once_each_as_if_alone(served: Serving, plain: LLM) -> None:
+def test_concurrent_chats_do_not_change_one_another(served: Serving, plain: LLM) -> None:
     async def ask(seed: int) -> str | None:
         made = await served.openai_async.chat.completions.create(
             model="toy", messages=CHAT, max_tokens=16, temperature=1.0, seed=seed
@@ -125,7 +125,7 @@ def test_many_at_once_each_as_if_alone(served: Serving, plain: LLM) -> None:
     assert asyncio.run(all_of_them()) == expected * 2
 
 
-def test_logprobs_are_those_before_sampling(served: Serving, plain: LLM) -> None:
+def test_logprobs_are_taken_before_sampling(served: Serving, plain: LLM) -> None:
     how: Any = {"temperature": 1.0, "seed": 5}
     made = served.openai.chat.completions.create(
         model="toy", messages=CHAT, max_tokens=12, logprobs=True, top_logprobs=3, **how
@@ -153,7 +153,7 @@ def test_logprobs_of_a_stream(served: Serving) -> None:
     assert all(entry.top_logprobs == [] for entry in pieces)
 
 
-def test_speculation_can_be_chosen_and_leaves_the_text_alone(served: Serving, plain: LLM) -> None:
+def test_speculation_can_be_chosen_and_does_not_change_the_text(served: Serving, plain: LLM) -> None:
     def ask(speculation: Any) -> Any:
         body = {"messages": CHAT, "max_tokens": 24, "speculation": speculation}
         made = served.post("/v1/chat/completions", body).json()
@@ -195,7 +195,7 @@ def test_a_prediction_is_drafted_and_counted(served: Serving, plain: LLM, parts:
 
 
 @pytest.mark.parametrize("wrong", ["text", {"type": "content"}, {"type": "image", "content": "a"}, {"content": "a"}])
-def test_what_is_no_prediction_is_refused(served: Serving, wrong: Any) -> None:
+def test_invalid_predictions_are_refused(served: Serving, wrong: Any) -> None:
     from openai import BadRequestError
 
     with pytest.raises(BadRequestError) as caught:

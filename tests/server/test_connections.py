@@ -23,7 +23,7 @@ HEAD = b"GET /health HTTP/1.1\r\nHost: x\r\n"
 
 
 def closed(connection: socket.socket, sent: bytes = b"", seconds: float = 20) -> bool:
-    """Whether the server closes it, soon, although `sent` arrives again and again."""
+    """Return True if the server soon closes the connection, although `sent` arrives repeatedly."""
     until = time.monotonic() + seconds
     try:
         while time.monotonic() < until:

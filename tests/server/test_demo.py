@@ -129,7 +129,7 @@ def test_tools_are_told_to_the_model(demo: Serving) -> None:
     assert told > bare == none
 
 
-def test_tools_beside_a_form_give_a_call_or_the_form(demo: Serving) -> None:
+def test_tools_with_a_format_give_a_call_or_the_format(demo: Serving) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [{"sky": "blue"}]}}}
     said = ask(demo, tools=TOOLS, response_format=form, max_tokens=80)["message"]
     assert said["tool_calls"] if said["content"] is None else json.loads(said["content"]) == {"sky": "blue"}

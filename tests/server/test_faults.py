@@ -23,7 +23,7 @@ def target() -> Iterator[faults.FaultTarget]:
 
 
 @pytest.mark.parametrize("fault", faults.CLIENT_FAULTS, ids=lambda fault: fault.__name__)
-def test_faulty_clients_affect_nobody_else(target, fault):
+def test_faulty_clients_do_not_affect_others(target, fault):
     asyncio.run(faults.inject(target, fault))
 
 

@@ -1,4 +1,4 @@
-"""What /health says of a server whose replies fail."""
+"""/health of a server whose replies fail."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def objects(slow: Serving, path: str) -> list[dict[str, Any]]:
 
 
 def silent(said: dict[str, Any]) -> bool:
-    """Whether an object of a stream says nothing."""
+    """Return True if an object of a stream has no content."""
     if "choices" in said:
         (choice,) = said["choices"]
         return choice["finish_reason"] is None and not choice.get("text") and not choice.get("delta")
@@ -71,7 +71,7 @@ def silent(said: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("path", BODIES)
 def test_no_stream_is_silent_for_long(slow: Serving, path: str) -> None:
-    """Neither before the first token nor while a call is written, of which nothing is shown before it is complete."""
+    """Neither before the first token nor during a call, which is shown only once it is complete."""
     said = [silent(each) for each in objects(slow, path)]
     first = said.index(True)
     text = said.index(False, first)
@@ -86,7 +86,7 @@ def test_chats(slow: Serving) -> None:
         events = list(stream)
         message = stream.get_final_completion().choices[0].message
     deltas = [event.chunk.choices[0].delta.to_dict() for event in events if event.type == "chunk"]
-    assert deltas.count({}) > 8  # of which one has the finish reason
+    assert deltas.count({}) > 8  # one has the finish reason
     assert (message.content, len(message.tool_calls or ())) == ("It is:", 1)
     assert "".join(event.delta for event in events if event.type == "content.delta") == "It is:"
     silent = [i for i, delta in enumerate(deltas) if delta == {}]

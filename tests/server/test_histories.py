@@ -14,6 +14,8 @@ from tests.support.cover import some
 from tests.support.running import Serving, serving
 from tests.support.scripted import scripted
 
+pytestmark = pytest.mark.usefixtures("no_forks")
+
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": SCHEMA}}]
 USER = {"role": "user", "content": "hi"}
@@ -33,7 +35,7 @@ def prompt(it: Serving, messages: Any, **more: Any) -> str:
     return str(answer.json()["prompt"])
 
 
-@some("given", {repr(given): given for given in ARGUMENTS}, fast=[repr('{"city": "Par'), "None", "5"])
+@some("given", {repr(given): given for given in ARGUMENTS}, fast=[repr('{"city": "Par'), "5"])
 def test_a_malformed_call_in_the_past_is_shown_in_every_api(served: Serving, given: Any) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": given}}
     chat = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]

@@ -65,7 +65,7 @@ def test_infill_is_llama_cpps(coder: Serving) -> None:
     assert (warm["content"], warm["tokens_predicted"], warm["stop_type"]) == ("", 0, "limit")
 
 
-def test_what_llama_vim_sends_and_asks_for(coder: Serving) -> None:
+def test_requests_of_llama_vim(coder: Serving) -> None:
     asked = {
         "input_prefix": "x = 1\n",
         "prompt": "def f(",
@@ -149,7 +149,7 @@ def test_a_suffix_needs_text(coder: Serving) -> None:
     assert answer.json()["error"]["param"] == "n"
 
 
-def test_the_best_are_those_with_the_highest_mean_logprob(served: Serving, plain: LLM) -> None:
+def test_the_best_replies_have_the_highest_mean_logprob(served: Serving, plain: LLM) -> None:
     how: Any = {"temperature": 1.0, "seed": 5}
     replies = plain.generate(PROMPT, Sampling(max_new_tokens=8, logprobs=0, **how), n=5, raw=True)
 

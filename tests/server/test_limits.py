@@ -216,7 +216,7 @@ def test_a_timeout_is_an_error_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
         assert it.idle()
 
 
-def test_a_reply_that_fails_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_reply_ends_no_other_reply(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(toy_model())
     with serving(llm) as it:
         good = it.post("/v1/completions", {"prompt": "hello"}).json()["choices"]

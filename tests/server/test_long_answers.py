@@ -81,7 +81,7 @@ def test_stored_responses_are_encoded_off_the_event_loop(served: Serving, pools:
 def test_a_response_is_measured_as_it_grows(
     served: Serving, encoded: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not by encoding it once more."""
+    """It is not encoded again to be measured."""
     kept: list[StoredResponse] = []
     monkeypatch.setattr(ResponseStore, "put", lambda _, response: kept.append(response))
     body = {"input": "go", "tools": TOOLS, "tool_choice": "none", "max_output_tokens": 40, "top_logprobs": 5}

@@ -31,7 +31,7 @@ def client(served: Serving) -> Any:
     return PlainAnthropic(served)
 
 
-def test_a_message_is_what_the_model_writes_alone(client: Any, plain: LLM) -> None:
+def test_a_message_equals_the_text_of_the_library(client: Any, plain: LLM) -> None:
     blocks = [{"type": "text", "text": "be"}, {"type": "text", "text": "x-anthropic-billing-header: cch=1;"}]
     system = [*blocks, {"type": "text", "text": "brief", "cache_control": {"type": "ephemeral"}}]
     chat = [{"role": "system", "content": "be\n\nbrief"}, user("abc abc")]
@@ -128,7 +128,7 @@ def converted(**body: Any) -> list[dict[str, Any]]:
     return [message.as_dict() for message in prompt.messages]
 
 
-def test_what_is_not_text_leaves_a_note_in_history_and_results() -> None:
+def test_parts_that_are_not_text_leave_a_note_in_history_and_results() -> None:
     call = {"type": "tool_use", "id": "c", "name": "Read", "input": {}}
     pdf = {"type": "document", "source": {"type": "base64", "data": "eA=="}}
     chat = converted(

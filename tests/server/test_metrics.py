@@ -1,4 +1,4 @@
-"""What /metrics counts, and what traces tell."""
+"""Counts of /metrics, and contents of traces."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def metrics(it: Serving) -> dict[str, float]:
     return found
 
 
-def test_counts_are_those_of_the_replies() -> None:
+def test_counts_equal_the_counts_of_the_replies() -> None:
     with serving(LLM(toy_model(), Suffix())) as it:
         before = metrics(it)
         assert before["vllm:num_requests_running"] == before["vllm:num_requests_waiting"] == 0

@@ -79,7 +79,7 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0.005)
 
 
-def test_a_model_is_loaded_once_for_all_who_wait_and_for_those_who_come_later() -> None:
+def test_a_model_is_loaded_once_for_waiting_and_later_requests() -> None:
     shelf = Shelf({"a": 1, "b": 1})
     models = Models(shelf.sources)
 
@@ -231,7 +231,7 @@ def test_a_model_that_can_never_fit_is_refused() -> None:
 
 
 def heavy() -> Worker:
-    """With a drafter of 1 GiB, none of which is touched."""
+    """With a drafter of 1 GiB that is allocated but never touched."""
     drafter = Suffix()
     vars(drafter)["weights"] = torch.empty(1 << 30, dtype=torch.uint8)
     return Worker(LLM(toy_model(), {"heavy": drafter}))
@@ -244,7 +244,7 @@ def test_draft_models_are_counted_once_they_are_loaded() -> None:
     async def work() -> None:
         (await use(models, "b")).release()
         (await use(models, "a")).release()
-        assert loaded(models) == ["a"], "both fit by the sizes of their files alone"
+        assert loaded(models) == ["a"], "both fit, judged only by the sizes of their files"
         (await use(models, "b")).release()
         assert loaded(models) == ["b"]
 
@@ -408,7 +408,7 @@ def test_a_client_whose_time_is_up_while_its_model_is_loaded() -> None:
     assert shelf.loads == ["slow"]
 
 
-def test_those_who_wait_for_a_model_leave_room_for_others() -> None:
+def test_requests_that_wait_for_a_model_leave_room_for_others() -> None:
     gate = threading.Event()
     quick = ModelSource(("quick",), worker, stays=True)
     with serving_models([quick, *Shelf({"slow": 0}, slow=gate).sources], max_requests=6) as it:

@@ -41,7 +41,7 @@ def client(served: Serving) -> Any:
     return client_of(served)
 
 
-def test_a_chat_is_what_the_model_writes_alone(client: Any, plain: LLM) -> None:
+def test_a_chat_equals_the_text_of_the_library(client: Any, plain: LLM) -> None:
     chat = [{"role": "system", "content": "be"}, user("abc abc")]
     given: list[dict[str, Any]] = [{}, {"temperature": 1.0, "top_k": 5, "seed": 5, "num_ctx": 8192}]
     for options in given:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 @cache
 def schemathesis() -> Any:
-    """The module, imported by these tests alone."""
+    """The module, which only these tests import."""
     return pytest.importorskip("schemathesis", reason="the extra dev has it")
 
 
@@ -26,7 +26,7 @@ GENERATING = (
     *("POST /v1/responses/compact",),
     *("POST /v1/messages/count_tokens", "POST /api/chat", "POST /api/generate", "POST /apply-template", "POST /infill"),
 )
-"""Operations with large bodies, of which schemathesis takes seconds to make the first."""
+"""Operations with large bodies. Schemathesis takes seconds to make the first body of each."""
 
 
 def document(served: Serving) -> dict[str, Any]:

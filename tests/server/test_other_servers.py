@@ -142,7 +142,7 @@ def test_reasoning_under_other_names(body: dict[str, Any], values: dict[str, Any
     ],
     ids=str,
 )
-def test_what_means_the_same_does_the_same(served: Serving, more: dict[str, Any]) -> None:
+def test_parameters_with_the_same_meaning_have_the_same_effect(served: Serving, more: dict[str, Any]) -> None:
     bare, other = (
         served.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 8, "seed": 7, **extra}).json()["choices"]
         for extra in ({}, more)
@@ -206,7 +206,8 @@ def test_the_slots_of_llamacpp_show_no_text(monkeypatch: pytest.MonkeyPatch) -> 
         idle = [{"id": 0, "n_ctx": 4096, "speculative": True, "is_processing": False}]
         assert it.get("/slots?fail_on_no_slot=1").json() == idle
         with it.client.stream("POST", "/v1/chat/completions", json=ENDLESS) as answer:
-            assert next(answer.iter_bytes())  # the answer may begin before the reply does
+            pieces = answer.iter_bytes()  # kept: dropping it would close the answer
+            assert next(pieces)  # the answer may begin before the reply does
             assert it.busy()
             assert it.get("/slots").json() == [{**idle[0], "is_processing": True}]
             assert it.get("/slots?fail_on_no_slot=1").status_code == 503

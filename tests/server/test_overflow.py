@@ -12,6 +12,8 @@ import pytest
 from tests.support.running import Serving, serving
 from tests.support.toys import toy_llm
 
+pytestmark = pytest.mark.usefixtures("no_forks")
+
 CONTEXT = 256
 LONG = [{"role": "user", "content": "a" * 300}]
 OPENAI = "This model's maximum context length is 256 tokens. However, the prompt resulted in 310 tokens"
@@ -103,7 +105,7 @@ def test_ollama_leaves_out_the_oldest_turns(small: Serving, caplog: pytest.LogCa
     assert kept(small, [system, *old, last], num_predict=-1) == shown(system, *old[2:], last)
 
 
-def test_what_fits_is_left_alone(small: Serving, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_chat_that_fits_is_not_shortened(small: Serving, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "paceline")
     chat = [turn("user", "a" * 100), turn("assistant", "b" * 100), turn("user", "c")]
     assert kept(small, chat, num_predict=-1) == shown(*chat)

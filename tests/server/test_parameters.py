@@ -13,6 +13,8 @@ from tests.support.running import Serving, serving
 from tests.support.toys import toy_model
 from tests.support.vocabularies import byte_level
 
+pytestmark = pytest.mark.usefixtures("no_forks")
+
 CHAT: Any = [{"role": "user", "content": "go on"}]
 LONG: Any = [{"role": "user", "content": "go on " * 35}]
 """Fills most of the context."""
@@ -326,13 +328,13 @@ def test_a_prompt_that_is_too_long_says_so(served: Serving) -> None:
         {"include_stop_str_in_output": False, "priority": 0, "echo": False, "truncate_prompt_tokens": None},
     ],
 )
-def test_what_means_nothing_here_does_nothing(served: Serving, more: dict[str, Any]) -> None:
+def test_parameters_without_meaning_have_no_effect(served: Serving, more: dict[str, Any]) -> None:
     body = {"messages": CHAT, "max_tokens": 8}
     bare, full = (served.post("/v1/chat/completions", {**body, **extra}).json() for extra in ({}, more))
     assert full["choices"] == bare["choices"]
 
 
-def test_what_other_providers_add_to_messages_and_tools_does_nothing(talker: Serving) -> None:
+def test_additions_of_other_providers_to_messages_and_tools_have_no_effect(talker: Serving) -> None:
     cached = {"cache_control": {"type": "ephemeral"}}
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
     chat = [

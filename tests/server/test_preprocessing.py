@@ -70,7 +70,7 @@ def test_timeouts_count_from_the_arrival(spoken: Serving) -> None:
         assert b" 504 " in slow.recv(64)
 
 
-def test_clients_that_leave_grammars_behind_delay_nobody(spoken: Serving) -> None:
+def test_abandoned_grammars_do_not_delay_other_clients(spoken: Serving) -> None:
     for n in range(12):
         body = {"prompt": "a", "max_tokens": 4, "guided_json": {**SLOW, "multipleOf": 10000321 + 2 * n}}
         with sent(spoken, "/v1/completions", body):
@@ -210,7 +210,7 @@ def test_a_body_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_body_that_keeps_arriving_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "_ARRIVAL", 1.0)
     with serving(toy_llm()) as it, sent(it, "/tokenize", {"prompt": "a" * 400_000}, 300_000) as slow:
-        time.sleep(1.2)  # the bytes that have come are good for three seconds more
+        time.sleep(1.2)  # the bytes that have arrived extend the limit by three seconds
         slow.sendall(b"a" * (400_000 - 300_000 + len('{"prompt": ""}') - 2) + b'"}')
         assert slow.recv(4096).startswith(b"HTTP/1.1 200")
 
@@ -278,7 +278,7 @@ def test_a_stop_during_a_body_is_no_traceback(caplog: pytest.LogCaptureFixture) 
     assert not [record for record in caplog.records if record.exc_info]
 
 
-def test_the_description_is_for_those_who_may_ask() -> None:
+def test_the_description_requires_authorisation() -> None:
     with serving(toy_llm(), api_keys=("k",)) as it:
         assert it.get("/openapi.json").status_code == 401
         assert it.get("/openapi.json", headers={"Authorization": "Bearer k"}).json()["info"]["title"] == "Paceline"

@@ -25,7 +25,7 @@ def alone(plain: LLM, chat: list[dict[str, str]], **changes: Any) -> Any:
     return plain.generate(chat, Sampling(**{"max_new_tokens": 16, **changes}))
 
 
-def test_a_response_is_what_the_model_writes_alone(served: Serving, plain: LLM) -> None:
+def test_a_response_equals_the_text_of_the_library(served: Serving, plain: LLM) -> None:
     chat = [{"role": "system", "content": "be brief"}, user("abc abc")]
     given: list[Any] = [{}, {"temperature": 1.0, "top_p": 0.9}]
     for how in given:
@@ -78,7 +78,7 @@ def test_tools_that_take_text_are_functions_and_references_are_refused(served: S
     assert "Send the item itself" in refused.json()["error"]["message"]
 
 
-def test_what_is_not_text_leaves_a_note_in_history_and_results(served: Serving) -> None:
+def test_parts_that_are_not_text_leave_a_note_in_history_and_results(served: Serving) -> None:
     image = {"type": "input_image", "image_url": "data:image/png;base64,eA=="}
     items: Any = [
         {"role": "user", "content": [{"type": "input_text", "text": "a"}, image]},
@@ -121,7 +121,7 @@ def test_a_conversation_goes_on(served: Serving, plain: LLM) -> None:
     assert caught.value.code == "previous_response_not_found"
 
 
-def test_what_is_not_to_be_stored_is_not(served: Serving) -> None:
+def test_a_response_with_store_false_is_not_stored(served: Serving) -> None:
     made = served.openai.responses.create(model="toy", input="abc", max_output_tokens=2, store=False)
     assert served.get(f"/v1/responses/{made.id}").status_code == 404
 

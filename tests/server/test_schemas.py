@@ -82,7 +82,7 @@ def test_arguments_follow_a_guide_unless_the_function_is_strict(served: Serving)
     assert asked("auto", strict=True).status_code == 200
 
 
-def test_guides_hold_beside_tools_and_after_reasoning(served: Serving) -> None:
+def test_guides_hold_with_tools_and_after_reasoning(served: Serving) -> None:
     tool = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
     assert served.post("/v1/chat/completions", {**chat(SCHEMA), "tools": [tool]}).status_code == 200
     for strict, status in ((False, 200), (True, 400)):

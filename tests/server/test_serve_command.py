@@ -1,4 +1,4 @@
-"""What `paceline serve` makes of its options."""
+"""Options of `paceline serve`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_model_may_have_several_names(started: list[Models], options: list[str
 
 
 @pytest.mark.usefixtures("started")
-def test_record_begins_a_recording_that_its_owner_alone_can_read(
+def test_record_begins_a_recording_that_only_its_owner_can_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm, path = toy_llm(), tmp_path / "r.jsonl"
@@ -100,7 +100,7 @@ def test_models_of_folders_are_loaded_on_request(started: list[Models], tmp_path
     assert started[1].get(None) is None, "without MODEL nothing is loaded before the first request"
 
 
-def test_a_model_of_a_folder_is_not_served_beside_itself(started: list[Models], tmp_path: Path) -> None:
+def test_a_model_of_a_folder_is_not_served_twice(started: list[Models], tmp_path: Path) -> None:
     (tmp_path / "one.gguf").write_bytes(b"GGUF" * 100)
     link = tmp_path / "link.gguf"
     link.symlink_to(tmp_path / "one.gguf")
@@ -112,10 +112,10 @@ def test_a_model_of_a_folder_is_not_served_beside_itself(started: list[Models], 
     done = CliRunner().invoke(app, ["serve", str(link), *more, "--adapter", "sql=./sql-lora"])
     assert done.exit_code == 0, done.output
     assert started[1].names == ["link.gguf", "sql", "link", "one"]
-    assert len(started[1].sources) == 1, "an adapter beside the weights leaves them as they are"
+    assert len(started[1].sources) == 1, "an adapter that is not merged does not change the weights"
 
 
-def test_what_is_pulled_over_the_network_is_served(
+def test_models_pulled_over_the_network_are_served(
     started: list[Models], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "client"))

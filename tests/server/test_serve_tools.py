@@ -41,7 +41,7 @@ def test_a_stream_is_read_wherever_it_is_cut(cut):
     assert len(reply.texts) == 2
 
 
-def test_a_time_is_that_of_the_part_that_ends_the_event():
+def test_the_time_of_an_event_is_the_time_of_its_last_part():
     at = STREAM.index(b'one "') + 2
     reply = client.read(exchange(STREAM[:at], STREAM[at:]))
     assert reply.texts[0] == 12
@@ -179,7 +179,7 @@ def test_faults_that_a_server_bears_are_passed():
 
 
 @pytest.mark.slow
-def test_what_runs_on_after_its_client_left_is_noticed():
+def test_a_reply_that_continues_without_its_client_is_noticed():
     with stub("--leak") as server, pytest.raises(AssertionError, match="still"):
         inject(server, faults.vanish)
 

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.model]
 MINUTES = float(os.environ.get("PACELINE_SOAK_MINUTES", "3"))
 CLIENTS = int(os.environ.get("PACELINE_SOAK_CLIENTS", "20"))
 LEGS, WARM_LEGS = 10, 2
-"""Parts of the run, with a break after each in which memory is compared; the first ones are warm-up."""
+"""Parts of the run. Memory is compared in a break after each part. The first parts are warm-up."""
 PATIENCE = 120.0
 """Seconds after which a request counts as stuck."""
 PROBE_EVERY, SAMPLE_EVERY = 20.0, 5.0
@@ -182,7 +182,7 @@ async def settle(port: int) -> dict[str, float]:
 
 
 async def concurrent_requests(soak: Soak, count: int) -> int:
-    """How many of `count` requests run at once now."""
+    """Return the number of `count` requests that run at once now."""
     message = {"role": "user", "content": "Count to a hundred."}
     body = json.dumps({"model": soak.model, "messages": [message], "max_tokens": 96}).encode()
     clients: Sequence[Client] = [Client(soak.port, 600.0) for _ in range(count)]

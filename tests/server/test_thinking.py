@@ -12,6 +12,8 @@ from tests.support.cover import some
 from tests.support.running import serving
 from tests.support.scripted import TEMPLATE, scripted
 
+pytestmark = pytest.mark.usefixtures("no_forks")
+
 CHAT: Any = [{"role": "user", "content": "go"}]
 THINK = ThoughtFormat("<think>", "</think>")
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -110,7 +112,7 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def after_reasoning(name: str, begun: str = "", special: tuple[str, ...] = ()) -> None:
-    """The reply obeys what was asked, from the end of its reasoning on."""
+    """After the end of its reasoning, the reply follows the constraint."""
     pytest.importorskip("llguidance")
     thought, (answer, asked) = '<think>\nNot {"b": 1} yet.\n</think>\n\n'.removeprefix(begun), ASKED[name]
     with serving(scripted(thought + answer, TEMPLATE + begun, special)) as it:

@@ -1,4 +1,4 @@
-"""The engine's thread: many replies at once, each the one its prompt gets alone; and how they end."""
+"""The engine's thread: concurrent replies that do not change one another, and the ends of replies."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def run(worker: Worker, work: Coroutine[Any, Any, T], grace: float = 5.0) -> T:
     return asyncio.run(main())
 
 
-def test_replies_at_once_are_those_of_each_alone() -> None:
+def test_concurrent_replies_equal_single_replies() -> None:
     llm, plain = toy(), toy_llm()
     samplings = [Sampling(max_new_tokens=5 + i, temperature=0.3 * (i % 3), seed=i) for i in range(9)]
     prompts = [f"number {'abcdefghi'[i]}, please" for i in range(9)]
@@ -143,7 +143,7 @@ def test_a_client_that_leaves_gives_its_slot_back() -> None:
 
 @pytest.mark.parametrize("grace", [0.0, 30.0])
 def test_the_end_of_the_server_is_the_end_of_its_replies(grace: float) -> None:
-    """With time to spare they are written to their end; without, they are told that there is no more."""
+    """With enough time the replies are completed. Otherwise they end with an error."""
     llm = toy()
     worker = Worker(llm, WorkerLimits(slots=2))
 
@@ -185,7 +185,7 @@ def test_a_round_that_breaks_off_ends_its_replies_and_no_others(monkeypatch: pyt
     assert not any(llm.engine.cache.lengths)
 
 
-def test_what_a_broken_turn_had_ended_is_handed_over_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replies_that_a_broken_turn_ended_are_delivered_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two end in one turn, and the end of the second breaks off: nobody may wait for ever, and no slot is lost."""
     llm = toy()
     worker = Worker(llm)
@@ -234,7 +234,7 @@ def test_one_reply_fails_and_the_rest_is_as_it_would_be() -> None:
 
 def test_each_round_has_its_own_count_of_drafted_tokens() -> None:
     """However far the engine is ahead of the reader: here the reply is complete before its first round is read."""
-    twin = DraftModel(tiny_target(), tiny_target().vocab_size)
+    twin = DraftModel(tiny_target(layers=1), tiny_target(layers=1).vocab_size)
     llm = LLM(toy_model(), {"twin": twin}, DraftBudget.chain(2))
     worker = Worker(llm)
     metrics = Metrics(lambda _: worker.load)
@@ -274,7 +274,7 @@ def real() -> Iterator[LLM]:
 
 @pytest.mark.slow
 @pytest.mark.model
-def test_on_the_real_model_every_reply_is_that_of_its_prompt_alone(real: LLM) -> None:
+def test_concurrent_replies_of_the_real_model_equal_single_replies(real: LLM) -> None:
     """Random arrivals, mixed parameters, every drafter, a prefix cache; the same ids where the self-check promises
     the same bits."""
     chance = random.Random(7)
@@ -347,7 +347,7 @@ def test_gaps_between_what_is_in_use_are_given_back() -> None:
     blocks = [libc.malloc(1 << 16) for _ in range(2048)]
     for block in blocks:
         ctypes.memset(block, 1, 1 << 16)
-    last = blocks.pop()  # above it nothing is free, so nothing below it is given back by itself
+    last = blocks.pop()  # it stays in use above the freed blocks, so `free` returns none of them to the system
     for block in blocks:
         libc.free(block)
     before = resident().rss
@@ -357,7 +357,7 @@ def test_gaps_between_what_is_in_use_are_given_back() -> None:
     assert before - after > 64 << 20
 
 
-def test_states_take_room_beside_keys_and_values() -> None:
+def test_states_take_room_in_addition_to_keys_and_values() -> None:
     """Many short texts hold more states than positions."""
     lengths, states = [300, 40, 5000], held(300) + held(40) + held(5000)
     assert _positions(0.0, False, lengths) == 5340
@@ -372,7 +372,7 @@ def test_where_slots_lie_side_by_side_each_takes_as_much_as_the_longest() -> Non
 
 
 @pytest.mark.parametrize("kind", [SlabCache, SharedSlabCache])
-def test_a_long_text_takes_its_own_room_and_not_that_of_every_slot(kind: type[SlabCache]) -> None:
+def test_a_long_text_takes_room_in_its_own_slot_only(kind: type[SlabCache]) -> None:
     model = toy_model(context_length=2048)
     model.target._cache_type = kind  # type: ignore[attr-defined]
     worker = Worker(LLM(model), WorkerLimits(cache_positions=2000))

@@ -41,7 +41,7 @@ class Tab:
 
     @property
     def status(self) -> Locator:
-        """Where problems with the server are told."""
+        """The element that shows problems with the server."""
         return self.page.locator("#status")
 
     def check_growth(self, pieces: Sequence[str], count: int) -> None:
@@ -69,7 +69,7 @@ VIEW = """async (text, step) => {
   while (!view.draw({ content: text }));
   return view.element;
 }"""
-"""Draws a text that grows by so many characters, and returns its element."""
+"""Draw a text that grows by this number of characters, and return its element."""
 
 DRAW = f"async ([text, step]) => (await ({VIEW})(text, step)).innerHTML"
 """The HTML of that element."""

@@ -66,15 +66,15 @@ class Witness:
         while parents[path[0]] >= 0:
             path.insert(0, parents[path[0]])
         old_keys, old_values = self.history[slot][layer]
-        keys, values = torch.cat([old_keys, k[path]]), torch.cat([old_values, v[path]])
+        seen = length = len(old_keys) + len(path)
         if how.window:
-            seen = (len(keys) - 1) % how.window + 1 if how.chunked else how.window
-            keys, values = keys[-seen:], values[-seen:]
-        keys, values = (x.repeat_interleave(HEADS // KV, 1) for x in (keys, values))
-        scores = torch.einsum("hd,lhd->hl", q[row], keys) * how.scale
+            seen = min(length, (length - 1) % how.window + 1 if how.chunked else how.window)
+        old = slice(len(old_keys) - max(0, seen - len(path)), None)
+        keys, values = (torch.cat([kept[old], new[path[-seen:]]]) for kept, new in ((old_keys, k), (old_values, v)))
+        scores = torch.einsum("kgd,lkd->kgl", q[row].view(KV, HEADS // KV, D), keys) * how.scale
         if how.softcap:
             scores = how.softcap * torch.tanh(scores / how.softcap)
-        return torch.einsum("hl,lhd->hd", scores.softmax(-1), values).flatten()
+        return torch.einsum("kgl,lkd->kgd", scores.softmax(-1), values).flatten()
 
 
 def random_tree(rng: random.Random, most: int) -> Draft:

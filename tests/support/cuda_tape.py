@@ -38,12 +38,12 @@ def _tensors(out: Any) -> list[Tensor]:
 
 
 def tape(run: Replay) -> Replay:
-    """What `decoder.cuda_graph` does, with a tape."""
+    """Do the same as `decoder.cuda_graph`, with a tape."""
     with Tape() as notes:
         out = run()
 
     def replay() -> Forward:
-        # Nothing that was there may help: a graph's results are those of this run.
+        # Erase earlier results: a graph must compute its results in this run.
         for x in (out.logits, *out.taps.values()):
             x.fill_(torch.nan)
         notes.play()

@@ -83,7 +83,7 @@ class Document:
         if "$ref" in schema:
             name = schema["$ref"].rpartition("/")[2]
             made = st.deferred(lambda: self.values(self._said["components"]["schemas"][name]))
-            # What belongs into a message depends on its role, which the document does not say.
+            # The content of a message depends on its role, which the document does not describe.
             return st.one_of(MESSAGE, MESSAGE, MESSAGE, made) if name == "Message" else made
         if "const" in schema or "enum" in schema:
             return st.sampled_from(schema.get("enum", [schema.get("const")]))

@@ -18,7 +18,7 @@ _PROCESSES = multiprocessing.get_context("forkserver")
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended, and what it printed."""
+    """The exit status of a process, and its output."""
 
     returncode: int
     stdout: str
@@ -26,7 +26,7 @@ class Ended:
 
 
 def run_ranks(*arguments: str, count: int = 2, shared_memory: bool = True) -> list[Ended]:
-    """Run the worker in as many processes; in the order of the ranks."""
+    """Run the worker in one process per rank. Return the results in the order of the ranks."""
     _PROCESSES.set_forkserver_preload([divided_worker.__name__])
     shared = {
         "WORLD_SIZE": str(count),

@@ -66,7 +66,7 @@ def cases() -> Iterator[tuple[str, Case]]:
 
 
 def adapters_of(name: str, tensors: dict[str, Tensor]) -> list[Factors]:
-    """Adapters of some of the models: of attention's inputs alone, of all products, of the gates alone."""
+    """Adapters of some models: of attention's inputs only, of all products, of the gates only."""
     if not name.endswith(WITH_ADAPTERS):
         return []
     sets = {"in": ("q_proj", "v_proj", "qkv_proj"), "all": ("_proj",), "gates": ("up_proj", "down_proj")}
@@ -155,7 +155,7 @@ def logits(target: Decoder) -> Tensor:
 
 
 def compare(whole: Decoder, divided: DividedDecoder) -> dict[str, Any]:
-    """What a divided model says, beside the whole one."""
+    """Compare a divided model with the whole model."""
     plain, _ = texts(divided)
     sizes = DraftBudget.chain(4), DraftBudget(nodes=8, depth=4, branch=2)
     chains, trees = (texts(divided, DraftModel(whole, whole.vocab_size), size) for size in sizes)

@@ -36,7 +36,7 @@ def drafts_of(tree: CandidateTree) -> list[Draft]:
 
 
 def chi_square(counts: Tensor, expected: Tensor) -> float:
-    """How many standard deviations the statistic lies above its mean: below 4 for the right distribution."""
+    """Return the statistic's distance from its mean, in standard deviations: below 4 for the right distribution."""
     seen, hoped = counts.double().flatten(), expected.double().flatten()
     assert (seen[hoped == 0] == 0).all()
     hoped = hoped * seen.sum() / hoped.sum()

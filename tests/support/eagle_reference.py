@@ -1,4 +1,4 @@
-"""An EAGLE head written once more and as plainly as can be: whole texts, dense masks, no cache, nothing shared."""
+"""A second, plain implementation of an EAGLE head: whole texts, dense masks, no cache, no shared code."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from paceline.verify.tree import pack_prefix
 
 
 class Reference:
-    """A head beside its target, in float64."""
+    """A head and its target, in float64."""
 
     def __init__(self, config: EagleConfig, tensors: Mapping[str, Tensor], target: Decoder) -> None:
         self.config, self.target = config, target
         self.t = {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}
 
     def features(self, text: Sequence[int]) -> Tensor:
-        """What the target feels at every position of a text [n, taps * H], fed in one pass."""
+        """Return the target's hidden states at every position of a text [n, taps * H], from one pass."""
         cache = self.target.new_cache()
         rows = pack_prefix(text, cache.acquire(), 0, self.target.device)
         taps = self.target.forward(rows, cache, Want(taps=self.config.taps)).taps

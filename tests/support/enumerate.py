@@ -40,7 +40,7 @@ class Script:
 
 
 def outcomes(program: Callable[[Script], Outcome]) -> dict[Outcome, float]:
-    """What the program may return, and how probable each is: all chance is integrated out."""
+    """Return every possible result of the program with its exact probability."""
     found: dict[Outcome, float] = defaultdict(float)
     left: list[tuple[int, ...]] = [()]
     while left:

@@ -29,7 +29,7 @@ PARALLEL = ("-n", "logical", "--dist", "worksteal")
 
 @dataclass(frozen=True)
 class Part:
-    """A command, and the minutes that it takes on two cores (by which PART divides the whole)."""
+    """A command, and its minutes on two cores. PART divides all commands by these minutes."""
 
     name: str
     minutes: float
@@ -53,7 +53,7 @@ def room(minutes: float, *names: str) -> Part:
 
 
 def parts() -> list[Part]:
-    """List the parts. The kernels run once more for each smaller instruction set that this processor has."""
+    """List the parts. The kernels also run for each smaller instruction set of this processor."""
     roots = sorted(path.name for path in (ROOT / "tests").glob("test_*.py"))
     whole = [
         room(8, "engine"),

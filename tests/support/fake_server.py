@@ -48,7 +48,7 @@ MARKUP = [
 
 @dataclass
 class Fake:
-    """What the server is told to do, and what it was asked."""
+    """Instructions for the server, and the requests that it received."""
 
     pause: float = 0.0
     """Seconds that each round takes."""
@@ -58,7 +58,7 @@ class Fake:
     hold_at: int | None = None
     """Every reply waits before this round, until it is None again."""
     break_after: int | None = None
-    """An error event after so many rounds."""
+    """The round after which an error event follows."""
     differ_at: int | None = None
     """The reply without speculation has another token here."""
     guarantee: str = "bits"
@@ -71,7 +71,7 @@ class Fake:
     size: int = 40
     """Characters of `text` in each event."""
     cut_after: int | None = None
-    """The connection ends after so many events, without an error."""
+    """The number of events after which the connection ends without an error."""
     others: tuple[str, ...] = ()
     """Further models, not loaded until they are asked."""
     loaded: set[str] = field(default_factory=lambda: {MODEL})

@@ -23,7 +23,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from paceline.checkpoints.checkpoint import eos_token_ids, open_checkpoint
 from paceline.checkpoints.head_files import open_head
 from paceline.checkpoints.head_write import write_head
-from paceline.checkpoints.loader import native
+from paceline.checkpoints.loader import native_config
 from paceline.checkpoints.lora import open_model
 from paceline.errors import PacelineError
 from paceline.files.locate import resolve
@@ -57,7 +57,7 @@ class Hang(BaseException):
 
 @contextmanager
 def limits(seconds: float, memory: int) -> Iterator[None]:
-    """Raises `Hang` after so many CPU seconds, and has allocations fail beyond so many more bytes than now."""
+    """Raise `Hang` after `seconds` of CPU time, and let allocations fail beyond `memory` further bytes."""
 
     def stop(*_: object) -> None:
         raise Hang
@@ -222,7 +222,7 @@ _GGUF_KEYS = [
 def use(path: Path) -> None:
     """Open a model, and where the native decoder runs it, write a few tokens with it."""
     checkpoint = open_checkpoint(resolve(path))
-    config = native(checkpoint)
+    config = native_config(checkpoint)
     eos_token_ids(checkpoint.config, checkpoint.generation, checkpoint.tokenizer)
     checkpoint.tokenizer.encode("abc")
     if config is None:
@@ -236,7 +236,7 @@ def use(path: Path) -> None:
 
 
 def _write_model(folder: Path) -> None:
-    """A Llama of two shards with every file that is read beside them."""
+    """A Llama of two shards, with all other files that the loader reads."""
     folder.mkdir()
     config = replace(TINY, tied=False)
     raw = {

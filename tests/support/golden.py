@@ -68,7 +68,7 @@ def read(case: str) -> Golden:
 
 
 def weights(shapes: Shapes, config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Random tensors in float32, each by its name and shape alone."""
+    """Return random float32 tensors. Each depends only on its name and shape."""
     adds_one = read_config(config).norms.offset == 1
     return {name: _weight(name, shape, adds_one) for name, shape in shapes.items()}
 

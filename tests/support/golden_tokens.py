@@ -19,7 +19,7 @@ CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 
 
 @cache
 def tokens() -> dict[str, Any]:
-    """What `made` gives."""
+    """The results of `made`."""
     found: dict[str, Any] = json.loads(FILE.read_text())
     return found
 

@@ -80,7 +80,7 @@ GRAMMARS: dict[str, tuple[Grammar, Valid]] = {
 
 
 def person(said: Any) -> bool:
-    """What `PERSON` asks for, by hand."""
+    """Check a value against `PERSON` without a library."""
     assert list(said) == PERSON["required"]
     assert len(said["full_name_of_the_person"]) <= 6
     assert 0 <= said["age"] <= 99

@@ -17,7 +17,7 @@ class Hub:
     """`repositories`: name -> file -> content. `requests`: (method, path, Range header) of each request.
     `authorizations`: the Authorization headers of all.
 
-    `cut`: a download ends after so many bytes, once. `damaged`: the content that is sent differs from the hash.
+    `cut`: number of bytes after which a download ends, once. `damaged`: the content that is sent differs from the hash.
     """
 
     def __init__(self, repositories: dict[str, dict[str, bytes]]) -> None:

@@ -1,5 +1,8 @@
-"""Random hybrids of a few thousand weights: Gated DeltaNet below and above gated attention; and Mamba-2 alone, beside
-attention, and below a layer that only feeds forward."""
+"""Random hybrids of a few thousand weights.
+
+They have Gated DeltaNet below and above gated attention, or Mamba-2: without attention, next to attention, and below a
+layer with only an MLP.
+"""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Moments:
 
 
 def _leaves_context(frame: FrameType) -> bool:
-    """Return whether the line is that of a `with`, which is traced again before the block's end.
+    """Return True if the line begins a `with`, which is traced again before the block's end.
 
     No interrupt arrives there: Python looks for signals after calls and at jumps back.
     """
@@ -33,7 +33,7 @@ def _leaves_context(frame: FrameType) -> bool:
 
 @contextmanager
 def raising(error: BaseException | None, moment: int, lines: bool) -> Iterator[Moments]:
-    """Context whose thread raises `error` at the moment of this number, from 1 on, and goes on without further errors.
+    """Context whose thread raises `error` at the moment of this number (1 is the first), and no further errors.
 
     `lines`: every line is a moment, as for an interrupt; otherwise every call.
     """

@@ -18,7 +18,7 @@ FUSED = [SETS[name] for name in available() if name not in ("portable", "sse4")]
 
 @contextmanager
 def using(instructions: InstructionSet) -> Iterator[None]:
-    """Context in which models are made with the kernels for these instructions."""
+    """Context that makes models with the kernels for these instructions."""
     lib = build.library() and loaded(library_for(instructions))
     with pytest.MonkeyPatch.context() as patch:
         if lib:

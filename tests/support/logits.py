@@ -78,7 +78,7 @@ def chunks_and_tokens(target: Decoder, tokens: list[int], cuts: Sequence[int]) -
 
 
 def check_chunks(theirs: Any, ours: Decoder, length: int, cuts: Sequence[int]) -> None:
-    """Check that logits of a text fed in chunks that end at `cuts`, then token by token, are those of transformers."""
+    """Check that logits of a text fed in chunks that end at `cuts`, then token by token, equal transformers' logits."""
     tokens = text(length)
     assert_close(chunks_and_tokens(ours, tokens, cuts), expected(theirs, tokens))
 
@@ -104,7 +104,7 @@ def check_drafts(
 
 
 def check_path(theirs: Any, ours: Decoder, length: int) -> None:
-    """Check drafts after a text of so many tokens, fed in one chunk."""
+    """Check drafts after a text of this number of tokens, fed in one chunk."""
     tokens, cache = text(length), ours.new_cache()
     slot = cache.acquire(length)
     feed(ours, cache, slot, tokens)

@@ -1,4 +1,4 @@
-"""A multi-token-prediction layer written once more, around transformers' own decoder layer: whole texts, no cache."""
+"""A second multi-token-prediction layer, around transformers' own decoder layer: whole texts, no cache."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NAMES = {"deepseek_v3": _DEEPSEEK, "glm4_moe": _DEEPSEEK, "mimo": _MIMO}
 
 
 class Reference:
-    """A random layer of the kind of a model's last attention layer, beside that model, in float64."""
+    """A random layer of the same kind as a model's last attention layer, with that model, in float64."""
 
     def __init__(self, case: str) -> None:
         self.model, self.target = models("qwen2" if case == "mimo" else case)
@@ -60,8 +60,10 @@ class Reference:
                 module.config._attn_implementation = "eager"
 
     def tensors(self, stacked: bool = False) -> dict[str, Tensor]:
-        """By the names of the family's files, of which GLM-4.5's repeat embedding and head. `stacked`: experts too, as
-        transformers holds them."""
+        """Tensors by their names in the family's files. GLM-4.5's files repeat embedding and head.
+
+        `stacked`: stack the experts, as transformers does.
+        """
         layer, *names = self.own
         parts = (self.fc, *self.before, self.after)
         named = {name: part.weight for name, part in zip(names, parts, strict=True)}
@@ -120,7 +122,7 @@ class Reference:
 
 
 def final_states(target: Decoder, text: Sequence[int], tap: Tap = "final") -> Tensor:
-    """What enters the target's head at every position of a text [n, H], or its last norm where `tap` says so."""
+    """Return the input [n, H] of the target's head at every position of a text, or of its last norm (see `tap`)."""
     cache = target.new_cache()
     rows = pack_prefix(text, cache.acquire(), 0, target.device)
     return target.forward(rows, cache, Want("none", (tap,))).taps[tap][0, : len(text)]

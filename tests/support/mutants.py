@@ -49,7 +49,7 @@ TESTS = {
     "verify": ["verify", "functional", "engine"],
     ".": ["test_llm.py", "test_session.py", "test_speculation.py", "test_testing.py", "test_seams.py", "engine"],
 }
-"""Room under src/paceline -> its tests, those that most likely notice a fault first. Modules of the root are ".". """
+"""Folder under src/paceline -> its tests, most likely to notice a fault first. "." holds the root's modules."""
 
 SWAPS: dict[type[ast.AST], tuple[str, str]] = {
     ast.Lt: ("<", "<="),
@@ -70,7 +70,7 @@ SWAPS: dict[type[ast.AST], tuple[str, str]] = {
 }
 
 NATIVE_SWAPS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "+": "-", "-": "+", "*": "+", "&&": "||"}
-"""What becomes of an operator that stands between spaces in C++."""
+"""Operator between spaces in C++ -> its faulty replacement."""
 
 
 @dataclass(frozen=True)
@@ -297,7 +297,9 @@ def main() -> None:
     parser.add_argument("--marker", default="not slow", help="'' runs slow tests too")
     parser.add_argument("--seconds", type=float, default=600, help="time limit per fault")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--survivors", type=Path, help="run those of an earlier result instead of drawing faults")
+    parser.add_argument(
+        "--survivors", type=Path, help="run the survivors of an earlier result instead of drawing faults"
+    )
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the results")
     args = parser.parse_args()
     # Imported before the fork, so that each run starts at once. Nothing of the project: it must be the faulty copy.

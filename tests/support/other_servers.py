@@ -59,7 +59,7 @@ COMPLETION: dict[str, str] = {
 """Of /v1/completions; all fields of chats that are not chat's own are taken too."""
 
 OLLAMA: dict[str, str] = {
-    # api/types.go: ChatRequest, GenerateRequest, and Options with those of earlier versions
+    # api/types.go: ChatRequest, GenerateRequest, and Options including earlier versions
     "/api/chat": "model messages stream format keep_alive tools options think truncate shift logprobs top_logprobs",
     "/api/generate": "model prompt suffix system template context stream raw format keep_alive images options think "
     "truncate shift logprobs top_logprobs width height steps",

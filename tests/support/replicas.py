@@ -31,7 +31,7 @@ class Replicas(Serving):
         self._config = config
 
     def deploy(self, least: int, most: int, options: dict[str, Any] | None = None, **arguments: Any) -> None:
-        """Deploy deploy/ray-serve.yaml with so many half-core replicas, and wait until the least run.
+        """Deploy deploy/ray-serve.yaml with this number of half-core replicas, and wait until the minimum runs.
 
         `options`: of the deployment `Replica`. `arguments`: of the application.
         """
@@ -55,7 +55,7 @@ class Replicas(Serving):
 
     @staticmethod
     def names() -> list[str]:
-        """The names by which the router knows the replicas."""
+        """The router's names of the replicas."""
         actors = (str(actor["name"]) for actor in ray.util.list_named_actors(all_namespaces=True))
         return [name.rpartition("#")[2] for name in actors if "#Replica#" in name]
 
@@ -82,7 +82,7 @@ def _title(process: psutil.Process) -> str:
 
 @contextmanager
 def cluster() -> Iterator[tuple[Replicas, int]]:
-    """Yield replicas, none of which is deployed yet, and the port of Ray's metrics."""
+    """Yield replicas that are not deployed yet, and the port of Ray's metrics."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     metrics = free_port()
     nodes = Cluster(

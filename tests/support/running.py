@@ -97,7 +97,7 @@ def serving_models(
 ) -> Iterator[Serving]:
     """Serves until the block is left.
 
-    Requests reach the application without a socket. `connections`: there are sockets, so many less one at most.
+    Requests reach the application without a socket. `connections`: use sockets, at most this number less one.
     """
     thread = AppThread(create_app(Models(sources, pull=pull), Settings(**settings)))
     try:

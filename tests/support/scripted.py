@@ -23,7 +23,7 @@ TEMPLATE = "{# of a family that knows tools, <tool_call>, and writes <think>...<
 
 
 class Script(Bigram):
-    """Logits by position: those of the script's next token are the highest."""
+    """Logits by position. The script's next token has the highest logit."""
 
     context_length = 2048
 

@@ -50,7 +50,7 @@ def make_llm(drafter: str | None = "auto", draft: Any = "auto") -> LLM:
     from paceline.drafters.factory import make_drafter, spec_name, to_tree
 
     tokenizer: Any = Letters()
-    loaded = Loaded(tiny_target(), tokenizer, (), RECOMMENDED, Path("tiny"))
+    loaded = Loaded(tiny_target(layers=1), tokenizer, (), RECOMMENDED, Path("tiny"))
 
     def refuse(reference: str) -> Loaded:
         raise AssertionError(reference)
@@ -60,7 +60,7 @@ def make_llm(drafter: str | None = "auto", draft: Any = "auto") -> LLM:
 
 
 class Shop:
-    """Stands in for `paceline.load` and remembers what was asked of it."""
+    """Replaces `paceline.load` and records its arguments."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
@@ -90,7 +90,7 @@ def failure(result: Result) -> str:
 
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, chunks: int, error: BaseException) -> None:
-    """Makes the display raise after so many chunks, once."""
+    """Make the display raise once, after this number of chunks."""
     write = Display.write
     seen = []
 

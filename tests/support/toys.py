@@ -21,7 +21,7 @@ from paceline.types import DraftBudget
 
 
 def ask_for(slot: int, budget: DraftBudget, sampling: Sampling, token_ids: Sequence[int]) -> Ask:
-    """What an engine would ask a drafter for this text."""
+    """Return an engine's request to a drafter for this text."""
     return Ask(slot, Prefix(token_ids, (), len(token_ids)), budget, sampling.sampler())
 
 
@@ -48,13 +48,14 @@ def loaded(target: Target, generation: dict[str, Any] | None = None) -> Loaded:
     return Loaded(target, toy_tokenizer(), (36,), generation or {}, Path("toy"))
 
 
-def toy_model(generation: dict[str, Any] | None = None, **changes: int) -> Loaded:
-    return loaded(tiny_target(**changes), generation)
+def toy_model(generation: dict[str, Any] | None = None, layers: int = 1, **changes: int) -> Loaded:
+    """A toy of one layer, which takes two thirds of the time of two."""
+    return loaded(tiny_target(layers=layers, **changes), generation)
 
 
-def toy_foreigner(**changes: int) -> Loaded:
+def toy_foreigner(layers: int = 1, **changes: int) -> Loaded:
     """A toy whose tokens are the same letters under other numbers."""
-    return Loaded(tiny_target(**changes), toy_tokenizer(ALPHABET[::-1]), (36,), {}, Path("foreign"))
+    return Loaded(tiny_target(layers=layers, **changes), toy_tokenizer(ALPHABET[::-1]), (36,), {}, Path("foreign"))
 
 
 def toy_llm(drafter: Drafter | None = None, draft: DraftBudget | None = None, **changes: int) -> LLM:

@@ -46,7 +46,7 @@ def sentencepiece(size: int = 500, prefix: bool = True) -> Tokenizer:
     backend.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
     special = ["<unk>", *ROLES.values()]
     said = json.loads(trained(backend, trainers.BpeTrainer, size - 256, special_tokens=special)._backend.to_str())
-    # Byte tokens are ordinary ones that no merge makes; their ids come before those of all that was learnt.
+    # Byte tokens are ordinary tokens that no merge makes. Their ids precede the ids of all learned tokens.
     first = [*special, *(f"<0x{byte:02X}>" for byte in range(256))]
     learnt = sorted(said["model"]["vocab"], key=said["model"]["vocab"].__getitem__)
     said["model"]["vocab"] = {token: i for i, token in enumerate(dict.fromkeys(first + learnt))}
@@ -71,7 +71,7 @@ def unigram(size: int = 200) -> Tokenizer:
 
 
 def letters() -> Tokenizer:
-    """One token per character, and none for those that the sample lacks."""
+    """One token per character of the sample. Other characters have no token."""
     alphabet = [*sorted(set(SAMPLE)), "</s>"]
     backend = tokenizers.Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(alphabet)}, unk_token="?"))
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -111,7 +111,7 @@ def framed(words: Tokenizer) -> Tokenizer:
 
 
 def speaker(words: Tokenizer, seed: int = 0, padded: int = 0) -> Loaded:
-    """A random model for a tokenizer, with `padded` rows more than it has tokens."""
+    """Return a random model for a tokenizer, with `padded` extra rows beyond its tokens."""
     return _speaker(words, random_tensors(_config(words, padded), seed), padded)
 
 

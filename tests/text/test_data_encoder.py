@@ -1,4 +1,4 @@
-"""Text of messages is data: it forms no control tokens, and all other tokens are those of transformers."""
+"""Text of messages is data: it forms no control tokens, and all other tokens equal transformers' tokens."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from paceline.llm import LLM
 from paceline.text.template_text import TemplateText, concat, flags_of
 from paceline.text.tokenizer import Tokenizer
 from tests.support.vocabularies import KINDS, ROLES, framed, speaker, tokenizer
+
+pytestmark = pytest.mark.usefixtures("no_forks")
 
 MARKERS = ("<|start|>", "<|end|>", "<|user|>", "<|system|>", "</think>", "[/R]")
 """Special tokens that the toys get; `NAMED` is flagged as an ordinary one."""
@@ -122,7 +124,7 @@ def counted(words: Tokenizer, messages: list[dict[str, Any]], **extra: Any) -> C
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_tokens_are_those_of_transformers(kind: str, template: str) -> None:
+def test_tokens_equal_the_tokens_of_transformers(kind: str, template: str) -> None:
     transformers = pytest.importorskip("transformers")
     words = chatty(kind, TEMPLATES[template])
     backend = tokenizers.Tokenizer.from_str(words._backend.to_str())
@@ -233,13 +235,13 @@ OPERATIONS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_each_operation_is_that_of_strings_and_keeps_flags(name: str) -> None:
+def test_each_operation_equals_the_operation_of_strings_and_keeps_flags(name: str) -> None:
     rng = random.Random(5)
     for size in (3, 4, 9, 30) * 8:
         a, b = mixed(rng, size), mixed(rng, rng.randrange(1, 6))
         ours, plain = OPERATIONS[name](a, b), OPERATIONS[name](a.plain(), b.plain())
         assert not plain or ours == plain
-        # What was plain before is data.
+        # Text that was plain before is data.
         expected = [[letter in OWN for letter in text] for text in ours]
         if name == "add":
             expected[2][len(a) :], expected[3][: len(a)] = [False] * len(b), [False] * len(a)

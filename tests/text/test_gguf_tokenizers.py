@@ -72,7 +72,7 @@ def adds_bos(tokenizer: dict[str, Any], config: dict[str, Any]) -> bool:
 
 
 def texts(count: int) -> list[str]:
-    """The awkward ones, and as many mixtures of them."""
+    """The awkward texts, and the same number of mixtures of them."""
     chance = random.Random(0)
     words = [word for text in AWKWARD for word in (text, *text.split()) if word]
     characters = sorted({character for text in AWKWARD for character in text})
@@ -85,7 +85,7 @@ def texts(count: int) -> list[str]:
 
 
 @some("package", ORIGINALS.keys(), fast=["gpt2", "llama2"])
-def test_ids_and_text_are_those_of_the_original(package: str) -> None:
+def test_ids_and_text_equal_the_original_tokenizer(package: str) -> None:
     pre, sha256 = ORIGINALS[package]
     folder = original(package, sha256)
     config = json.loads((folder / "tokenizer_config.json").read_text())

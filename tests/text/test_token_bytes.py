@@ -1,4 +1,4 @@
-"""What tokens add to a text, for tokenizers of every kind."""
+"""The bytes that tokens add to a text, for all kinds of tokenizers."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def byte_level(**changes: Any) -> dict[str, Any]:
 
 
 def pieces(tokenizer: Tokenizer, text: str) -> list[str]:
-    """What a text is cut into before merging, in plain characters."""
+    """Return the pieces of a text before merging, in plain characters."""
     names = {number: token for token, number in tokenizer.vocabulary.items()}
     cut = tokenizer._backend.pre_tokenizer.pre_tokenize_str(text)
     assert names

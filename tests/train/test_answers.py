@@ -21,6 +21,8 @@ from paceline.train.writing import Progress, write_answers
 from tests.support.toys import toy_llm
 from tests.support.training_data import some_prompts, words, write_rows
 
+pytestmark = pytest.mark.usefixtures("no_forks")
+
 PLAN = AnswerPlan(answer_tokens=8, width=4)
 
 
@@ -37,7 +39,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "answers.jsonl"
 
 
-def test_every_prompt_is_answered_as_it_would_be_alone(whole: Path) -> None:
+def test_every_prompt_is_answered_as_without_the_others(whole: Path) -> None:
     llm, asked = toy_llm(), {f"p{i}": text for i, text in enumerate(words(5))}
     rows = rows_of(whole)
     assert {(row["id"], row["temperature"]) for row in rows} == {(name, t) for name in asked for t in (0.0, 0.8)}
@@ -134,7 +136,7 @@ def test_a_prompt_that_cannot_be_answered_is_skipped_and_counted(tmp_path: Path)
         write_answers(toy_llm(context_length=32), only, tmp_path / "none" / "answers.jsonl", PLAN)
 
 
-def test_an_answer_that_fails_on_its_way_leaves_the_others_alone(tmp_path: Path) -> None:
+def test_a_failed_answer_does_not_change_the_others(tmp_path: Path) -> None:
     class Banned(AnswerPlan):
         def sampling(self, name: str | int, temperature: float) -> Sampling:
             bans = dict.fromkeys(range(37), -float("inf")) if name == "p1" else {}

@@ -1,4 +1,4 @@
-"""A large draft vocabulary, of which a batch in training scores a part."""
+"""A large draft vocabulary. A training batch scores only a part of it."""
 
 from dataclasses import dataclass
 

@@ -17,6 +17,8 @@ from tests.conftest import SHARED, packaged_model
 from tests.support.toys import toy_llm
 from tests.support.training_data import some_prompts, words, write_rows
 
+pytestmark = pytest.mark.usefixtures("no_forks")
+
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
@@ -32,7 +34,7 @@ def all_of(documents: Documents) -> set[Document]:
 
 
 def expected(llm: LLM, prompts: list[str], rows: list[tuple[int, str]], held: bool, seed: int) -> list[Document]:
-    """The split, the order and the rule of EOS, written down once more as plainly as can be."""
+    """A second, plain implementation of the split, the order and the EOS rule."""
     part = [(row, text) for row, text in rows if (zlib.crc32(prompts[row].encode()) % 50 == 0) == held]
     order = torch.randperm(len(part), generator=torch.Generator().manual_seed(seed)).tolist()
     documents = []

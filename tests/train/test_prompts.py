@@ -20,6 +20,8 @@ from tests.conftest import SHARED, packaged_model
 from tests.support.toys import toy_llm, toy_tokenizer
 from tests.support.training_data import some_prompts, write_rows
 
+pytestmark = pytest.mark.usefixtures("no_forks")
+
 
 def prompts_of(path: Path, data: bytes) -> Prompts:
     file = path / "p.jsonl"
@@ -86,7 +88,7 @@ def test_the_order_is_a_shuffle_that_the_seed_decides(tmp_path: Path) -> None:
     assert list(prompts.order(3)) == list(prompts.order(3)) != list(prompts.order(4))
 
 
-def test_what_is_held_out_depends_on_the_text_alone(tmp_path: Path) -> None:
+def test_the_held_out_part_depends_only_on_the_text(tmp_path: Path) -> None:
     prompts = some_prompts(tmp_path / "p.jsonl", 600)
     assert 0 < prompts.held.sum() < 60
     assert [is_held(p.prompt) for p in prompts] == prompts.held.tolist()

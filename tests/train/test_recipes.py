@@ -1,4 +1,4 @@
-"""What the recipes besides EAGLE-3's learn is what their drafters do with it."""
+"""All recipes except EAGLE-3's train exactly what their drafters compute."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -22,7 +22,7 @@ def all_of(states: States) -> list[torch.Tensor]:
     return [s.states["final"] for i in range(states.shards) for s in states.shard(i)]
 
 
-def test_states_are_those_of_the_document_fed_alone() -> None:
+def test_states_equal_the_states_of_a_single_document() -> None:
     made = documents(9)
     studied = States(TARGET, selection(made), TAPS).shard(0)
     for document, one in zip(made, studied, strict=True):

@@ -17,6 +17,8 @@ from paceline.train.prompts import Prompts, is_held
 from tests.support.toy_cli import failure, run
 from tests.support.toys import toy_llm
 
+pytestmark = pytest.mark.usefixtures("no_forks")
+
 
 @pytest.fixture
 def prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -139,7 +141,7 @@ def test_what_onednn_keeps_of_shapes_is_bounded_unless_the_user_says_otherwise(
     assert os.environ["LRU_CACHE_CAPACITY"] == "9"
 
 
-def test_damaged_settings_beside_the_answers_are_one_line(prompts: Path) -> None:
+def test_damaged_settings_next_to_the_answers_are_one_line(prompts: Path) -> None:
     work = prompts.parent / "head.work"
     work.mkdir()
     (work / "answers.jsonl").write_text("{}\n")

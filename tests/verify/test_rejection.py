@@ -216,7 +216,7 @@ def test_a_verdict_is_a_path_of_the_draft() -> None:
             assert tuple(draft.tokens[row - 1] for row in verdict.path) == verdict.tokens[:-1]
 
 
-# How much each rule keeps.
+# Acceptance of each rule.
 
 
 def test_the_example_of_the_block_verification_paper() -> None:
@@ -405,7 +405,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG.keys())
-def test_what_is_no_distribution_is_an_error(wrong: Tensor) -> None:
+def test_an_invalid_distribution_is_an_error(wrong: Tensor) -> None:
     for p, q in ((wrong, Q), (P, wrong)):
         with pytest.raises(InvalidOption):
             residual(p, q)

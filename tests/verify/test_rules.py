@@ -1,4 +1,4 @@
-"""The rules at work: sampler, drafter, engine and noise together, by statistics. The walks alone: test_rejection.py."""
+"""The rules with sampler, drafter, engine and noise, by statistics. For the walks, see test_rejection.py."""
 
 from __future__ import annotations
 
@@ -103,9 +103,9 @@ def test_noise_shared_with_the_target_is_noticed(monkeypatch: pytest.MonkeyPatch
     assert chi_square("rejection", DraftBudget.chain(1), seeds=2000, length=2) > 1
 
 
-# What must hold for every text.
+# Properties of every text.
 
-TOY, TWIN = tiny_target(), tiny_target(seed=9)
+TOY, TWIN = tiny_target(layers=1), tiny_target(seed=9, layers=1)
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
 SHAPES = {"chain": DraftBudget.chain(4), "tree": DraftBudget(9, 4, 3)}
 
@@ -153,7 +153,7 @@ def test_cut_tokens_are_never_written(rule: str) -> None:
         assert run(TOY, PROMPT, sampling, drafter, SHAPES["tree"])[0] == greedy
 
 
-# What a drafter draws.
+# A drafter's draws.
 
 
 def drawn(rule: str = "rejection", budget: DraftBudget = SHAPES["tree"], seed: int = 1, warm: float = 1.0) -> Draft:

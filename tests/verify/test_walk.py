@@ -17,7 +17,7 @@ from tests.support.trees import drafts, path_to
 
 
 def trees(nodes: int, vocab: int) -> Iterator[Draft]:
-    """Every valid draft of so many nodes."""
+    """Yield every valid draft with this number of nodes."""
     for parents in itertools.product(*(range(n + 1) for n in range(nodes))):
         for tokens in itertools.product(range(vocab), repeat=nodes):
             if len({*zip(parents, tokens, strict=True)}) == nodes:
@@ -45,7 +45,7 @@ def test_the_walk_by_exact_enumeration(nodes: int) -> None:
 
 
 @given(drafts(vocab=4), st.integers(0, 1000), st.sampled_from([0.0, 0.7]))
-def test_match_keeps_what_the_target_draws_alone(draft: Draft, seed: int, temperature: float) -> None:
+def test_match_keeps_the_draws_of_the_target(draft: Draft, seed: int, temperature: float) -> None:
     rows = len(draft.tokens) + 1
     logits = torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed)).double()
     sampler = Sampler(temperature, noise=Noise(seed))

@@ -7,7 +7,7 @@ import mmap
 import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
 
@@ -318,6 +318,10 @@ class SlabCache(SlotTable):
             slab.write(place, first, length, [*islice(tensors, len(slab.tensors))])
         self.lengths[slot] = length
         return length
+
+    def restored(self, saved: SavedSlabs) -> SavedSlabs:
+        """See `protocols.Restorer`."""
+        return replace(saved, choose=self._choose)
 
     def release(self, slot: int) -> None:
         super().release(slot)

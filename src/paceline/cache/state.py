@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -177,6 +177,14 @@ class StateCache(SlabCache):
         length = super().load(slot, saved.slabs, saved.most(length, self.prompts[slot]))
         self._states[slot] |= {n: state for n, state in saved.states.items() if n <= length}
         return length
+
+    def restored(self, saved: SavedHybrid) -> SavedHybrid:  # type: ignore[override]
+        """See `protocols.Restorer`. `load` takes states as they are, so they must not stay pages of a file."""
+        states = {
+            n: {layer: tuple(x.clone() for x in tensors) for layer, tensors in state.items()}
+            for n, state in saved.states.items()
+        }
+        return replace(saved, slabs=super().restored(saved.slabs), states=states)
 
     def truncate(self, slot: int, length: int) -> None:
         """See `protocols.KVCache.truncate`."""

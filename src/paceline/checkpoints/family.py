@@ -105,7 +105,8 @@ class Family:
             reads.
         keys: Types of the family's own keys.
         refine: Function from the config (with defaults) and the common `ModelConfig` to the family's `ModelConfig`.
-        rope: Function from the config's rope scaling to the rope scaling of layers without a window.
+        rope: Function from the config's rope scaling to the rope scaling of the common `ModelConfig.rope`. A config may
+            have several, by layer type or by modality.
         interleaved: In the files, the two elements of each rotary pair are adjacent.
         rotary_key: Key of the head size, or of the rotated part's size if heads also have other parts.
         names: Parts of tensor names in the files -> parts of Llama's names, replaced one after the other.

@@ -141,7 +141,9 @@ _DFLASH = GGUFLayout(
     "dflash",
     {**LAYER, **QK_NORMS},
     top={
-        **{"fc.weight": "fc.weight", "enc.output_norm.weight": "hidden_norm.weight", "d2t": "d2t"},
+        "fc.weight": "fc.weight",
+        "enc.output_norm.weight": "hidden_norm.weight",
+        "d2t": "d2t",
         **{f"markov_w{i}.weight": f"markov_head.markov_w{i}.weight" for i in (1, 2)},
         **{f"conf_proj.{part}": f"confidence_head.proj.{part}" for part in ("weight", "bias")},
     },

@@ -48,6 +48,8 @@ class LoadArguments:
     device_map: DeviceMap | None
     draft_device_map: DeviceMap | None
     chat_template: str | Path | None
+    prefix_dir: str | Path | None
+    prefix_disk: float
 
     def with_preset(self, name: str) -> LoadArguments:
         """Return these arguments with a preset applied. A preset only changes arguments that are "auto" or False.

@@ -120,7 +120,7 @@ def load_model(
         with progress_bar("compiling the CPU kernels, once", progress):
             pick_dtype(dtype, where)  # raises before anything is fetched
         checkpoint = open_model(reference, adapter, revision=revision, quiet=not progress, **fetch)
-    config = native(checkpoint)
+    config = native_config(checkpoint)
     if mirror or parts is not None:
         check_divisible(str(reference), config, exact, mirror is not None, parts is not None)
     kind = pick_dtype(dtype, where, by_torch=config is None)
@@ -278,7 +278,7 @@ def _decoder(exact: bool, device: torch.device) -> Callable[..., Decoder]:
     return partial(DeviceDecoder, exact=True)
 
 
-def native(checkpoint: Checkpoint) -> ModelConfig | None:
+def native_config(checkpoint: Checkpoint) -> ModelConfig | None:
     """Return the native decoder's config; None for a model that runs through transformers. No tensor is read.
 
     Raises:
@@ -300,6 +300,7 @@ def native(checkpoint: Checkpoint) -> ModelConfig | None:
             ) from error
         _check_other(checkpoint, error)
         return None
+    # Building the decoder without data checks the names and shapes of all tensors.
     Decoder(config, Outlines(checkpoint.tensors), torch.float32, torch.device("meta"))
     return config
 

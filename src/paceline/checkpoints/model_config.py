@@ -115,8 +115,8 @@ def _check(c: ModelConfig) -> None:
 
 def _refuse_peculiar(raw: Raw, family: Family) -> None:
     """Raise `UnsupportedModel` for keys that the family would otherwise ignore."""
-    strange = [key for key in PECULIAR if key not in family.defaults and not _idle(raw.get(key))]
-    if "partial_rotary_factor" not in family.defaults and not _idle(scaling_of(raw).get("partial_rotary_factor")):
+    strange = [key for key in PECULIAR if key not in family.defaults and _has_effect(raw.get(key))]
+    if "partial_rotary_factor" not in family.defaults and _has_effect(scaling_of(raw).get("partial_rotary_factor")):
         strange.append("partial_rotary_factor")
     if "layer_types" not in family.defaults and len(set(raw.get("layer_types") or ())) > 1:
         strange.append("layer_types")
@@ -129,8 +129,8 @@ def _refuse_peculiar(raw: Raw, family: Family) -> None:
         )
 
 
-def _idle(value: Any) -> bool:
-    """Return True if a key has no effect: it is absent, false, a factor of 1, or the same for all layers."""
+def _has_effect(value: Any) -> bool:
+    """Return True unless a key is absent, false, a factor of 1, or the same for all layers."""
     if isinstance(value, list):
-        return all(value)
-    return value is None or value is False or (value == 1 and value is not True)
+        return not all(value)
+    return value is not None and value is not False and (value != 1 or value is True)

@@ -88,12 +88,12 @@ def _dtypes(tensors: Iterable[tuple[str, int]]) -> dict[str, int]:
 def _model_facts(path: Path, allow_pickle: bool) -> dict[str, Any]:
     from paceline.checkpoints.checkpoint import eos_token_ids, open_checkpoint
     from paceline.checkpoints.gguf_file import read_gguf
-    from paceline.checkpoints.loader import native
+    from paceline.checkpoints.loader import native_config
     from paceline.checkpoints.mtp import has_mtp
     from paceline.files.gguf_names import parts_of
 
     checkpoint = open_checkpoint(path, allow_pickle=allow_pickle)
-    config = native(checkpoint)
+    config = native_config(checkpoint)
     header = read_gguf(path) if path.is_file() else None
     family, tokenizer = checkpoint.config["model_type"], checkpoint.tokenizer
     eos = eos_token_ids(checkpoint.config, checkpoint.generation, tokenizer)

@@ -251,8 +251,8 @@ class LoadFlags(ModelOptions):
     )
     draft_vocab: DraftVocab = "auto"
 
-    def load(self, *, progress: bool, drafter: str | list[str] | None = None) -> LLM:
-        """Load the model with its drafter, or with `drafter` if given."""
+    def load(self, *, progress: bool, drafter: str | list[str] | None = None, **more: Any) -> LLM:
+        """Load the model with its drafter, or with `drafter` if given. `more`: Other arguments of `paceline.load`."""
         return self.open(
             progress=progress,
             drafter=self.drafter if drafter is None else drafter,
@@ -263,6 +263,7 @@ class LoadFlags(ModelOptions):
             draft_revision=self.draft_revision,
             draft_vocab=parse_draft_vocab(self.draft_vocab),
             chat_template=self.chat_template,
+            **more,
         )
 
 

@@ -111,9 +111,9 @@ def _state_files(llm: LLM, file: Path, gib: float) -> StateFiles:
     """Return the storage for hidden states next to the recording. Raise `UnsupportedModel` if there are no states."""
     from paceline.recording.states import StateFiles, states_folder
     from paceline.train.eagle3 import default_taps
-    from paceline.train.kinds import native
+    from paceline.train.kinds import native_decoder
 
-    return StateFiles(states_folder(file), default_taps(native(llm).config.layers), int(gib * 2**30))
+    return StateFiles(states_folder(file), default_taps(native_decoder(llm).config.layers), int(gib * 2**30))
 
 
 @contextlib.contextmanager

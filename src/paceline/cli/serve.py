@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from dataclasses import dataclass, replace
 from functools import partial, wraps
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from paceline.cli.adapters import parse_adapters
-from paceline.cli.cache_room import cache_positions, position_bytes, state_positions
+from paceline.cli.cache_room import cache_positions, position_bytes, prefix_room, state_positions
 from paceline.cli.commands import LOG_FORMAT, option, options_of
 from paceline.cli.options import (
     DEMO,
@@ -29,7 +30,7 @@ from paceline.cli.wrapping import say
 from paceline.errors import InvalidOption, ModelNotFound, PacelineError, install_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
 
     from fastapi import FastAPI
 
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
     from paceline.llm import LLM
     from paceline.recording.file import ReplyRecorder
     from paceline.server.limits import Settings
-    from paceline.server.models import Models, ModelSource
+    from paceline.server.models import LoadedModel, Models, ModelSource
+    from paceline.server.warm import WarmPrompt
     from paceline.server.worker import Worker, WorkerLimits
 
 _server = options_of("Server")
@@ -80,6 +82,12 @@ class ServerOptions:
         "token ids. Only the owner can read a new file. Tell your users.",
         metavar="FILE",
     )
+    warm: list[Path] | None = _server(
+        "Read this prompt before the server starts. Repeatable.\n\nA text file is a system prompt. A file that ends "
+        "with .json is a chat request, with tools and messages, or a list of messages. Requests that begin like it "
+        "then start at once.",
+        metavar="FILE",
+    )
     special_tokens_in_messages: bool = _messages(
         "Let text of messages form the model's special tokens.\n\nBy default it stays text, so that, for example, the "
         "result of a tool cannot imitate a message.",
@@ -113,19 +121,44 @@ class LimitOptions:
     cache_memory: float | None = _limit(
         "GiB for keys and values.", min=0.001, show_default="a quarter of the free memory"
     )
-    prefix_memory: float = _limit("GiB for the prefix cache. 0: off.", min=0, default=1.0)
+    prefix_memory: float | None = _limit(
+        "GiB for the prefix cache. 0: off.", min=0, show_default="an eighth of the free memory, at least 1"
+    )
+    prefix_dir: Path | None = _limit(
+        "Folder for prefixes that memory has no room for, and for those in memory when the server stops.\n\nAfter a "
+        "restart, prompts that begin like earlier ones are not read again. The files contain what users write, as "
+        "token ids. Only their owner can read them. Several servers may share a folder.",
+        metavar="DIR",
+    )
+    prefix_disk: str = _limit(
+        "Maximum size of --prefix-dir, in GiB.\n\nThe least recently used prefixes are removed first.",
+        metavar="SIZE",
+        default="8G",
+    )
     max_prompt: int | None = _limit("Maximum length of a prompt, in tokens.", min=1, show_default="the model's context")
     max_body: int = _limit("Maximum size of a request, in bytes.", min=1, default=4 << 20)
     timeout: float | None = _limit(
         "Seconds from the arrival of a request to the end of its reply.", min=0.001, show_default="none"
     )
 
+    def folder(self) -> dict[str, Any]:
+        """Return the arguments of `paceline.load` for the folder of prefixes. Raise `InvalidOption` if they are not
+        valid."""
+        if self.prefix_dir is None:
+            return {}
+        if self.prefix_memory == 0:
+            raise InvalidOption("--prefix-dir needs a prefix cache in memory", "Set --prefix-memory above 0")
+        if processes() > 1:
+            raise InvalidOption("--prefix-dir works only with one process", "Leave it out")
+        return {"prefix_dir": self.prefix_dir, "prefix_disk": _gibibytes("--prefix-disk", self.prefix_disk)}
+
     def worker_limits(self, llm: LLM) -> WorkerLimits:
         """Return the limits of a worker with this model."""
         from paceline.server.worker import WorkerLimits
 
         positions, state = cache_positions(llm, self.cache_memory), state_positions(llm)
-        return WorkerLimits(self.slots, self.queue, positions, self.prefill, int(self.prefix_memory * 2**30), state)
+        prefix_bytes = prefix_room(self.prefix_memory)
+        return WorkerLimits(self.slots, self.queue, positions, self.prefill, prefix_bytes, state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +191,14 @@ class ModelsOptions:
         for place in self.models or ():
             found += stored_models(place == "all") if place in _STORES else models_in(Path(place).expanduser())
         return [model for model in found if model.path.is_file() or not _is_head(model.path)]
+
+
+def _gibibytes(name: str, text: str) -> float:
+    """Parse a size in GiB, such as 8, 8G or 500M. Raise `InvalidOption` if it is not a positive size."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([MGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if not found or not float(found[1]):
+        raise InvalidOption(f"{name} must be a size in GiB, got {text!r}", "Write 8, 8G or 500M, for example")
+    return float(found[1]) * {"M": 1 / 1024, "T": 1024.0}.get(found[2].upper(), 1.0)
 
 
 def _is_loopback(address: str) -> bool:
@@ -218,14 +259,17 @@ def application(
     if follows():
         model.load(progress=False)  # never returns in such a process
     addresses = check_address(server.host, server.port)
+    limits.folder()  # raises before a model is read
+    warm = _warm_prompts(server, limits, has_first)
     if processes() > 1 and several.models:
         raise InvalidOption("several processes can share only one model", "Leave out --models")
     if server.record and several.models:
         raise InvalidOption("--record works only with one model", "Leave out --models")
     recorders: list[ReplyRecorder] = []
-    opened = partial(_open_worker, also=also or [], limits=limits, server=server, recorders=recorders)
-    models = _models(model, has_first, server, several, opened, progress_wanted(quiet))
     settings = _settings(server, limits, addresses)
+    opened = partial(_open_worker, also=also or [], limits=limits, server=server, recorders=recorders)
+    warmed = partial(_warmed, opened, warm, settings)
+    models = _models(model, has_first, server, several, opened, warmed, progress_wanted(quiet))
 
     def close() -> None:
         for recorder in recorders:
@@ -264,6 +308,7 @@ def _models(
     server: ServerOptions,
     several: ModelsOptions,
     opened: Callable[..., Worker],
+    warmed: Callable[..., Worker],
     progress: bool,
 ) -> Models:
     """Return the models to serve: the one on the command line, if any, and those of --models.
@@ -273,7 +318,8 @@ def _models(
         has_first: True if there is a model on the command line.
         server: Options of the server.
         several: Options for additional models.
-        opened: Loads a model and starts its worker.
+        opened: Loads a model and makes its worker.
+        warmed: The same for the model on the command line, which also reads prompts.
         progress: Show bars while the first model is loaded.
 
     Raises:
@@ -292,7 +338,7 @@ def _models(
     sources = [on_request(found.name, found.path, found.size) for found in several.found()]
     if has_first:
         path = model.located() if sources and not parse_adapters(model.adapter or ())[0] else None
-        sources.insert(0, _first(model, server, partial(opened, model, progress=progress), path))
+        sources.insert(0, _first(model, server, partial(warmed, model, progress=progress), path))
     if not sources:
         raise InvalidOption(f"there is no model in {', '.join(several.models or ())}", "Use a MODEL, or another folder")
     most = None if several.max_memory is None else int(several.max_memory * 2**30)
@@ -376,12 +422,43 @@ def _open_worker(
 
     off = model.drafter == "none"
     first = [] if off else [FOUND if model.drafter == "auto" else spec_name(model.drafter)]
-    llm = model.load(progress=progress, drafter=list(dict.fromkeys([*first, *also, *_WEIGHTLESS])))
+    drafters = list(dict.fromkeys([*first, *also, *_WEIGHTLESS]))
+    llm = model.load(progress=progress, drafter=drafters, **limits.folder())
     llm.adapter = None  # requests select their adapters
     llm.tokenizer.special_tokens_in_messages = server.special_tokens_in_messages
     if server.record:
         recorders.append(llm.record(server.record))
     return Worker(llm, limits.worker_limits(llm), OFF if off else None)
+
+
+def _warm_prompts(server: ServerOptions, limits: LimitOptions, has_first: bool) -> list[WarmPrompt]:
+    """Read the files of --warm. Raise `InvalidOption` if that is not possible, or nothing could be kept."""
+    if not server.warm:
+        return []
+    if limits.prefix_memory == 0 or not has_first:
+        raise InvalidOption("--warm needs a MODEL and a prefix cache", "Name a model, and set --prefix-memory above 0")
+    from paceline.server.warm import warm_prompt
+
+    return [warm_prompt(path) for path in server.warm]
+
+
+def _warmed(
+    opened: Callable[..., Worker],
+    prompts: Sequence[WarmPrompt],
+    settings: Settings,
+    model: LoadFlags,
+    *,
+    progress: bool,
+) -> Worker:
+    """Load a model, and read prompts into its prefix cache."""
+    worker = opened(model, progress=progress)
+    for warm in prompts:
+        from paceline.server.warm import read_prompt
+
+        began = time.perf_counter()
+        count, known = read_prompt(worker, settings, warm)
+        note(f"read {warm.path}: {count:,} tokens, {known:,} of them known, in {time.perf_counter() - began:.1f} s")
+    return worker
 
 
 def _announce(models: Models, has_keys: bool, quiet: bool, address: str) -> None:
@@ -400,9 +477,20 @@ def _announce(models: Models, has_keys: bool, quiet: bool, address: str) -> None
     say(f"ready: {about} at {address}/v1 and in a browser at {address}/")
     cache = sum(model.worker.limits.cache_positions * position_bytes(model.llm) for model in loaded)
     memory = f"memory: {amount(psutil.Process().memory_info().rss, 'bytes')}"
+    _announce_prefixes(loaded)
     say(memory + (f", and at most {amount(cache, 'bytes')} for keys, values and states" if cache else ""))
     if not has_keys and not address.startswith(("http://127.", "http://[::1]")):
         say("warning: anyone who can reach this address can use it; set --api-key")
+
+
+def _announce_prefixes(loaded: Sequence[LoadedModel]) -> None:
+    """Print folder, size and number of the prefixes on disk, if there is a folder."""
+    prefixes = [model.llm.engine.prefixes for model in loaded]
+    stores = [one.disk for one in prefixes if one is not None and one.disk]
+    if stores:
+        count, most = sum(len(store.texts) for store in stores), amount(stores[0].limit, "bytes")
+        size = amount(stores[0].nbytes, "bytes")
+        say(f"prefixes: {count} in {stores[0].folder}, which holds {size} of at most {most}")
 
 
 def _default_drafter(worker: Worker) -> str:

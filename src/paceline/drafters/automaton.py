@@ -9,6 +9,8 @@ from itertools import islice
 _CHAIN = 16
 """Maximum number of contexts updated per token. Text rarely has more. Repetitive text has one per token, but its
 shortest contexts, which are skipped, predict the same tokens as the longest."""
+_AHEAD = 8
+"""While the last `limit / _AHEAD` tokens are read, the next automaton is built, a few tokens at a time."""
 
 
 class SuffixAutomaton:
@@ -21,7 +23,8 @@ class SuffixAutomaton:
 
     Attributes:
         limit: Maximum number of tokens, at least 2. When it is exceeded, the automaton starts over with the latest
-            half. This costs O(1) per token on average. There are never more than `2 * limit` states.
+            half. That half is read again in advance, so that each token costs O(1). There are never more than
+            `2 * limit` states, and `limit` states of the next automaton.
         text: The tokens.
         generation: Increases whenever the automaton starts over. States of an earlier generation are invalid.
     """
@@ -31,10 +34,12 @@ class SuffixAutomaton:
         self.text: list[int] = []
         self.generation = 0
         self._empty()
+        self._heir: SuffixAutomaton | None = None
+        """The automaton of the latest half, as far as it has been built."""
 
     def clear(self) -> None:
         """Forget the text."""
-        self._start_over(())
+        self._restart()
 
     def _empty(self) -> None:
         self._next: list[dict[int, int]] = [{}]
@@ -51,23 +56,36 @@ class SuffixAutomaton:
         """`push` every token, except tokens that would be dropped immediately."""
         tokens = list(tokens)
         if len(tokens) > self.limit:
-            self._start_over(())
+            self._restart()
             tokens = tokens[-self.limit :]
         for token in tokens:
             self.push(token)
 
     def push(self, token: int) -> None:
         """Append `token` to the text."""
-        if len(self.text) == self.limit:
-            self._start_over(self.text[-(self.limit // 2) :])
+        if self._heir and len(self.text) == self.limit:
+            self._inherit(self._heir)
         self._grow(token)
+        left = self.limit - len(self.text)
+        if left * _AHEAD <= self.limit:
+            self._build_ahead(left)
 
-    def _start_over(self, tokens: Iterable[int]) -> None:
+    def _build_ahead(self, left: int) -> None:
+        """Build the next automaton in equal steps. `left`: Number of further steps until it is needed."""
+        heir = self._heir = self._heir or SuffixAutomaton(self.limit)
+        start = self.limit - self.limit // 2 + len(heir.text)
+        for token in self.text[start : start - (start - self.limit) // (left + 1)]:
+            heir._grow(token)
+
+    def _inherit(self, heir: SuffixAutomaton) -> None:
+        self._restart()
+        self.text, self._last = heir.text, heir._last
+        self._next, self._link, self._length, self._count = heir._next, heir._link, heir._length, heir._count
+
+    def _restart(self) -> None:
         self.generation += 1
-        self.text = []
+        self.text, self._heir = [], None
         self._empty()
-        for token in tokens:
-            self._grow(token)
 
     def _grow(self, token: int) -> None:
         self.text.append(token)

@@ -172,6 +172,14 @@ class Drafter(ABC):
         """
         return bool(self.taps)
 
+    def unread(self, slot: int) -> int | None:
+        """Return the number of tokens of a slot's text that the next draft must read first.
+
+        None lets the engine count the tokens since the last draft. A drafter overrides it if it also reads tokens at
+        other times, in `feed` or `load`.
+        """
+        return None
+
     def save(self, slot: int) -> Saved | None:
         """Return a copy of the drafter's state after the slot's text, for the prefix cache. None if it has no state."""
         return None
@@ -186,6 +194,11 @@ class Drafter(ABC):
             saved: Result of `save`. `saved.holds` was true.
             length: Number of tokens to restore. The token at this position is the same as in the saved text.
         """
+
+    def restored(self, saved: Any) -> Saved:
+        """Return a result of `save` that was read from a file, with this drafter's functions (`protocols.Restorer`)."""
+        kept: Saved = saved
+        return kept
 
     @abstractmethod
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:

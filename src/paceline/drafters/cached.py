@@ -78,10 +78,16 @@ class PendingStates:
 
     def take(self, count: int) -> Tensor:
         """Remove and return the first `count` states, or all if there are fewer. There must be at least one."""
-        states = torch.cat(self.parts)
-        self._parts = [states[count:].clone()] if len(states) > count else []
-        self._count = max(0, self._count - count)
-        return states[:count]
+        count = min(count, self._count)
+        taken, missing = [], count
+        while missing:
+            part = self.parts.pop(0)
+            taken.append(part[:missing])
+            if len(part) > missing:
+                self._parts.insert(0, part[missing:])
+            missing -= len(taken[-1])
+        self._count -= count
+        return torch.cat(taken)
 
     def first(self, count: int) -> PendingStates:
         """Return the first `count` states. The tensors are shared, since they are never written to."""
@@ -125,6 +131,10 @@ class CachedDrafter(Drafter, Generic[S]):
     def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
         self._slots[slot].token_ids += verdict.tokens
 
+    def unread(self, slot: int) -> int | None:
+        state = self._slots[slot]
+        return len(state.token_ids) - self._cache.lengths[state.cache_slot]
+
     def release(self, slot: int) -> None:
         state = self._slots.pop(slot, None)
         if state:
@@ -167,6 +177,9 @@ class StateDrafter(CachedDrafter[S]):
         state = self._slots[slot]
         read = self._cache.load(state.cache_slot, saved.cache, min(length, saved.cache.length))
         state.pending = saved.pending.first(length - read)
+
+    def restored(self, saved: SavedStates) -> SavedStates:
+        return replace(saved, cache=self._cache.restored(saved.cache))
 
     def feed(self, slot: int, tokens: Sequence[int], taps: Mapping[Tap, Tensor]) -> None:
         self._receive(self._slots[slot], taps)

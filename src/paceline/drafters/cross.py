@@ -77,6 +77,9 @@ class _Foreign(DraftModel, Generic[R]):
     def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
         self._unread[slot] += verdict.tokens
 
+    def unread(self, slot: int) -> int | None:
+        return (super().unread(slot) or 0) + len(self._unread[slot])
+
     def load(self, slot: int, saved: SavedText, length: int) -> None:
         """Load all draft tokens that are the same. `length` counts target tokens, so it does not apply."""
         super().load(slot, saved, saved.length)

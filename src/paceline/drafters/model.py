@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 from torch.nn.functional import pad
@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from paceline.drafters.base import Ask
 from paceline.drafters.cached import CachedDrafter, CachedSlot
 from paceline.drafters.growth import Growing, Growth, pack_level
-from paceline.protocols import Saved, Target
+from paceline.protocols import Saved, Target, restored
 from paceline.sampling.sampler import Ranked, Subset
 from paceline.types import Draft, DraftBudget, Want
 from paceline.verify.tree import chunk_end, pack, pack_prefix
@@ -60,6 +60,9 @@ class DraftModel(CachedDrafter[CachedSlot], Growing):
         same = next((i for i in range(most) if saved.tokens[i] != state.token_ids[i]), most)
         self._cache.load(state.cache_slot, saved.cache, same)
 
+    def restored(self, saved: SavedText) -> SavedText:
+        return replace(saved, cache=restored(self._cache, saved.cache))
+
     def limit(self, ask: Ask) -> DraftBudget:
         return ask.budget.within(self._model.context_length - len(self._slots[ask.slot].token_ids))
 
@@ -80,12 +83,28 @@ class DraftModel(CachedDrafter[CachedSlot], Growing):
         """Return the tokens that are not cached yet, at least the pending one. Feed all but the end of a long text."""
         # If `propose` is called again before `observe`, feed the pending token again.
         self._cache.truncate(state.cache_slot, min(self._cache.lengths[state.cache_slot], len(state.token_ids) - 1))
+        if len(state.token_ids) - self._cache.lengths[state.cache_slot] > SHARED:
+            self._copy_prompt(state)
         while len(state.token_ids) - (done := self._cache.lengths[state.cache_slot]) > SHARED:
             chunk = state.token_ids[done : min(chunk_end(done), len(state.token_ids) - 1)]
             rows = pack_prefix(chunk, state.cache_slot, done, self._model.device)
             self._model.forward(rows, self._cache, Want("none"))
             self._cache.commit(rows, [range(1, len(chunk))])
         return state.token_ids[self._cache.lengths[state.cache_slot] :]
+
+    def _copy_prompt(self, state: CachedSlot) -> None:
+        """Copy keys and values from a request with the same prompt, so that only one sample of a prompt reads it."""
+        slot, lengths, prompts = state.cache_slot, self._cache.lengths, self._cache.prompts
+        most = min(prompts[slot], len(state.token_ids) - 1)
+        for other in self._slots.values():
+            known = min(lengths[other.cache_slot], most)
+            # Rotary factors may depend on the length of the prompt.
+            same = prompts[other.cache_slot] == prompts[slot] and other.token_ids[:known] == state.token_ids[:known]
+            if same and known > lengths[slot] + SHARED:
+                state.cache_slot = self._cache.fork(other.cache_slot)
+                self._cache.truncate(state.cache_slot, known)
+                self._cache.release(slot)
+                return
 
     def level(self, growths: Sequence[Growth]) -> Sequence[Tensor]:
         states = [self._slots[growth.ask.slot] for growth in growths]

@@ -15,6 +15,9 @@ _ID_BITS = 32
 """Token ids are below 2**31, so id + 1 is a digit from 1 to 2**32 - 1."""
 _FREE = 3
 """Number of tokens drafted for any match. A pass of four rows costs as much as a pass of two."""
+_KEPT = 1 << 15
+"""Number of latest tokens that are always indexed. Twice as many at most, so that memory is bounded (about 0.4 kB
+each)."""
 
 
 class NGram(Drafter):
@@ -94,6 +97,7 @@ class _Index:
         min_n: Minimum n.
         max_n: Maximum n.
         follows: Key of an n-gram -> index of the token after its latest occurrence.
+        older: `follows` of the tokens before.
         done: Number of tokens that have been indexed.
     """
 
@@ -101,6 +105,7 @@ class _Index:
     min_n: int
     max_n: int
     follows: dict[int, int] = field(default_factory=dict)
+    older: dict[int, int] = field(default_factory=dict)
     done: int = 0
 
     def catch_up(self) -> None:
@@ -108,6 +113,8 @@ class _Index:
         for end in range(self.done + 1, len(self.text)):
             for key in self._keys(self.text, end):
                 self.follows[key] = end
+            if not end % _KEPT:
+                self.follows, self.older = {}, self.follows
         self.done = max(self.done, len(self.text) - 1)
 
     def lookup(self, path: Sequence[int] = ()) -> tuple[int, int]:
@@ -119,7 +126,7 @@ class _Index:
         best = (0, 0)
         end = [*self.text[-self.max_n :], *path]
         for n, key in enumerate(self._keys(end, len(end)), self.min_n):
-            start = self.follows.get(key)
+            start = self.follows.get(key) or self.older.get(key)
             if start is None:
                 # A longer n-gram contains this one, so it does not occur either.
                 break

@@ -82,14 +82,25 @@ class DrafterStack(Drafter):
     def needs_past(self) -> bool:
         return any(drafter.needs_past for drafter in self._drafters)
 
+    def unread(self, slot: int) -> int | None:
+        counts = [drafter.unread(slot) for drafter in self._drafters if drafter.reads_prompt and not drafter.free]
+        known = [count for count in counts if count is not None]
+        return max(known) if known and len(known) == len(counts) else None
+
     def save(self, slot: int) -> SavedStack | None:
         parts = tuple(drafter.save(slot) for drafter in self._drafters)
-        kept = tuple(part for part in parts if part)
-        needed = tuple(part for part, d in zip(parts, self._drafters, strict=True) if part and d.needs_past)
+        kept, needed = tuple(part for part in parts if part), self._needed(parts)
         if not kept or len(needed) < sum(d.needs_past for d in self._drafters):
             return None
         length = min(part.length for part in needed or kept)
         return SavedStack(length, tuple(x for part in kept for x in part.tensors), parts, needed)
+
+    def _needed(self, parts: Sequence[Saved | None]) -> tuple[Saved, ...]:
+        return tuple(part for part, d in zip(parts, self._drafters, strict=True) if part and d.needs_past)
+
+    def restored(self, saved: SavedStack) -> SavedStack:
+        parts = tuple(part and d.restored(part) for part, d in zip(saved.parts, self._drafters, strict=True))
+        return replace(saved, parts=parts, needed=self._needed(parts))
 
     def load(self, slot: int, saved: SavedStack, length: int) -> None:
         for drafter, part in zip(self._drafters, saved.parts, strict=True):

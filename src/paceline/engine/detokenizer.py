@@ -210,18 +210,22 @@ class _State:
         left: Number of tokens that may follow.
         detokenizer: Decodes tokens.
         stops: Finds stop strings.
-        ids: Token ids so far. They are kept only if there are stopping criteria.
+        count: Number of tokens so far.
+        ids: Token ids so far, and possibly of a round that failed. They are kept only if there are stopping criteria.
         text: Text so far. It is kept only if there are stopping criteria.
     """
 
     left: int
     detokenizer: Detokenizer
     stops: StopStrings
+    count: int = 0
     ids: list[int] = field(default_factory=list)
     text: str = ""
 
     def copy(self) -> _State:
-        return _State(self.left, copy(self.detokenizer), copy(self.stops), list(self.ids), self.text)
+        """Return a copy that shares `ids`, since copying them would take longer in every round."""
+        del self.ids[self.count :]
+        return _State(self.left, copy(self.detokenizer), copy(self.stops), self.count, self.ids, self.text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,6 +336,7 @@ class TextStream:
         piece, stopped = state.stops.push(text, token)
         if self._criteria:
             state.ids.append(token)
+            state.count += 1
             state.text += text
             answers = [criterion(state.ids, state.text) for criterion in self._criteria]  # call all, even after a True
             finish = finish or ("stop" if any(answers) else None)

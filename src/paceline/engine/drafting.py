@@ -137,8 +137,14 @@ def _waits(controller: Controller, request: Request) -> bool:
 
 def _standing(request: Request, controller: Controller) -> Standing:
     length = len(request.token_ids)
-    unread = length - request.num_seen_tokens if controller.reads_prompt else 0
-    return Standing(unread, request.stream.left, length - request.num_prompt_tokens, controller not in request.judged)
+    behind = unread(request) if controller.reads_prompt else 0
+    return Standing(behind, request.stream.left, length - request.num_prompt_tokens, controller not in request.judged)
+
+
+def unread(request: Request) -> int:
+    """Return the number of tokens that the request's drafter must read before it can draft."""
+    known = request.policy.drafter.unread(request.slot) if request.policy else None
+    return len(request.token_ids) - request.num_seen_tokens if known is None else known
 
 
 def _ask(request: Request, place: int, policy: DraftPolicy, parts: Sequence[PartPlan], cache: KVCache) -> Ask:

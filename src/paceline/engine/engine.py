@@ -6,10 +6,12 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
 from functools import cached_property, partial, wraps
+from pathlib import Path
 from threading import RLock
 from typing import Any, TypeVar
-from weakref import ref
+from weakref import finalize, ref
 
 from torch import Tensor
 
@@ -18,6 +20,8 @@ from paceline.engine.detokenizer import Chunk, TextStream, Trimmed
 from paceline.engine.draft_policy import DraftPolicies, Speculation
 from paceline.engine.drafting import learn, plan_round, propose, taps
 from paceline.engine.prefix_cache import PrefixCache
+from paceline.engine.prefix_key import drafter_key, target_key
+from paceline.engine.prefix_store import PrefixStore
 from paceline.engine.request import Request, accept
 from paceline.engine.self_check import guarantee, seamless
 from paceline.engine.stats import Clock, Stats, Timer
@@ -28,6 +32,9 @@ from paceline.types import Draft, DraftBudget, Forward, Guarantee, Rows, Tap, Wa
 from paceline.verify.tree import PREFILL_ROWS, chunk_end, pack, pack_prefix
 
 _log = logging.getLogger("paceline.engine")
+
+_LAST = 10.0
+"""Seconds for writing the prefix cache to its folder when it is deleted or the process ends."""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -101,9 +108,33 @@ class Engine:
         """True if cutting a prompt, or continuing from another text, changes no bit (see `self_check.seamless`)."""
         return seamless(self.target, self.guarantee)
 
-    def remember(self, limit: int) -> None:
-        """Enable the prefix cache. `limit`: Maximum memory, in bytes."""
-        self.prefixes = PrefixCache(limit, self.seamless)
+    def remember(self, limit: int, folder: Path | None = None, disk: int = 0) -> None:
+        """Enable the prefix cache.
+
+        Args:
+            limit: Maximum memory, in bytes.
+            folder: Folder for texts that memory has no room for, and that outlive the process. None keeps the folder of
+                an earlier call, if there was one.
+            disk: Maximum size of the folder, in bytes.
+
+        Raises:
+            InvalidOption: If the folder cannot be used.
+        """
+        store = None if self.prefixes is None else self.prefixes.disk
+        if folder:
+            target, drafters = self.target, {policy.name: policy.drafter for policy in self.policies}
+            keyed = {name: (drafter_key(drafter, target), drafter) for name, drafter in drafters.items()}
+            store = PrefixStore(folder, disk, target_key(target), self.cache, keyed)
+        self.prefixes = PrefixCache(limit, self.seamless, store)
+        if store:
+            # A copy shares the texts. It writes them when the cache is deleted, or the process ends.
+            finalize(self.prefixes, copy(self.prefixes).flush, _LAST)
+
+    @_exclusive
+    def save_prefixes(self, seconds: float) -> None:
+        """Write the prefix cache to its folder, if it has one, in at most `seconds`."""
+        if self.prefixes is not None:
+            self.prefixes.flush(seconds)
 
     @_exclusive
     def start(
@@ -216,6 +247,9 @@ class Engine:
         policy = request.policy
         needs = policy.name if policy and policy.drafter.needs_past else None
         hit = self.prefixes.find(request.token_ids, needs, request.adapter)
+        if not request.stats.rounds:
+            known = hit.length if hit else 0
+            request.stats.diverged = self.prefixes.divergence(request.token_ids, request.adapter, known)
         if hit is None:
             return 0
         known = self.cache.load(request.slot, hit.target, hit.length)
@@ -224,6 +258,7 @@ class Engine:
             policy.drafter.load(request.slot, saved, known)
         if not request.stats.rounds:  # a resumed request finds its own text, which does not count as a hit
             request.stats.cached = known
+            request.stats.from_disk = known if hit.from_disk else 0
         return known
 
     def _save_prefix(self, request: Request) -> None:
@@ -262,7 +297,8 @@ class Engine:
         plan = plan_round(requests, self.cache)
         drafted = propose(plan, self.target.vocab_size, self._timer)
         clock.lap("draft")
-        rows = self._rows(requests, drafted.drafts)
+        pending, slots = [one.token_ids[-1] for one in requests], [one.slot for one in requests]
+        rows = pack(pending, drafted.drafts, slots, [one.position for one in requests], self.target.device)
         out = self._forward(rows, Want("all", taps=taps(requests)))
         verdicts = [accept(*one) for one in zip(requests, drafted.drafts, out.logits, strict=True)]
         clock.lap("verify")
@@ -335,10 +371,6 @@ class Engine:
         except BaseException:
             self._give_back(request)
             raise
-
-    def _rows(self, requests: Sequence[Request], drafts: Sequence[Draft]) -> Rows:
-        last, slots = [r.token_ids[-1] for r in requests], [r.slot for r in requests]
-        return pack(last, drafts, slots, [r.position for r in requests], self.target.device)
 
     @staticmethod
     def _commit(request: Request, draft: Draft, verdict: Trimmed, states: Mapping[Tap, Tensor]) -> None:

@@ -1,11 +1,11 @@
-"""How many prompt tokens to feed between two rounds."""
+"""Number of prompt tokens to feed between two rounds."""
 
 from __future__ import annotations
 
 from collections import deque
 from math import floor, inf
 
-_STALL, _TURN = 0.1, 0.5
+_STALL, _TURN = 0.03, 0.5
 """Seconds of reading between two rounds, and seconds of reading before new requests are considered if no reply is
 running. A round that takes longer than `_STALL` allows reading for as long as itself."""
 _MIN_SHARED, _MIN_ALONE = 8, 32

@@ -129,8 +129,8 @@ class Scheduler:
         """Queue a task."""
         self._open[task] = None
         if task.prompt:
-            known = self._engine.prefixes.known(task.prompt) if self._engine.prefixes else 0
-            task.unread = len(task.prompt) - known
+            prefixes = self._engine.prefixes
+            task.unread = len(task.prompt) - (0 if prefixes is None else prefixes.known(task.prompt))
         self.waiting.append(task)
 
     def turn(self) -> list[Event]:

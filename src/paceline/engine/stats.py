@@ -14,6 +14,23 @@ Timer = Callable[[], float]
 """Returns the time in seconds, real or simulated."""
 
 
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """The first difference between a prompt and the cached text that agrees with it for longest.
+
+    Attributes:
+        at: Number of tokens that agree.
+        length: Length of the cached text.
+        ours: The next tokens of the prompt.
+        theirs: The next tokens of the cached text.
+    """
+
+    at: int
+    length: int
+    ours: tuple[int, ...]
+    theirs: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class Stats:
     """Counts and times of one reply.
@@ -29,6 +46,8 @@ class Stats:
         accepted: Number of accepted draft tokens.
         accepted_at: At index i, the number of rounds that accepted at least i + 1 draft tokens.
         cached: Number of prompt tokens found in the prefix cache.
+        from_disk: Number of these tokens that were read from its folder on disk.
+        diverged: First difference between the prompt and the most similar cached text, if that matters.
         predicted: Number of tokens of the prediction (predicted outputs).
         confirmed: Number of these tokens that the reply contains.
         draft_failures: Number of rows on which the drafter failed, so that it proposed nothing.
@@ -46,6 +65,8 @@ class Stats:
     accepted: int = 0
     accepted_at: list[int] = field(default_factory=list)
     cached: int = 0
+    from_disk: int = 0
+    diverged: Divergence | None = None
     predicted: int = 0
     confirmed: int = 0
     draft_failures: int = 0

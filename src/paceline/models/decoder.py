@@ -127,6 +127,11 @@ class Decoder:
             part._head = self._head.first(_HEAD_ROWS)
         return part
 
+    @property
+    def runs_natively(self) -> bool:
+        """True if the CPU kernels run all layers."""
+        return self._stack.native is not None
+
     def position_bytes(self) -> dict[torch.device, int]:
         """Return the bytes that the keys and values of one position take on each device."""
         found = dict.fromkeys(self._stack.devices, 0)

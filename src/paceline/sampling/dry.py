@@ -70,7 +70,7 @@ class Breakers:
 
 
 class _Spelled:
-    """The tokens with which texts may begin. Each token is looked at when needed, since vocabularies are large."""
+    """Tokens that may begin the texts. Each token is examined when needed, since vocabularies are large."""
 
     def __init__(self, texts: Sequence[str], tokenizer: Tokenizer) -> None:
         self._bytes, self._spell = tokenizer.token_bytes, tokenizer.spell
@@ -170,9 +170,9 @@ class _Repetitions:
         tokens = text.up_to(size, path)
         at = np.flatnonzero(tokens[:-1] == token).astype(np.int32)
         common = np.ones(len(at), np.int32)
-        # A repetition goes on where the token before is an earlier place of the last token.
-        longer = np.flatnonzero((at > 0) & (tokens[at - 1] == tokens[size - 2])) if self.size else at
-        common[longer] += self.common[np.searchsorted(self.at, at[longer] - 1)]
+        # The repetitions that go on, by their new places and by their old ones.
+        longer = (at > 0) & (tokens[at - 1] == tokens[size - 2])
+        common[longer] += self.common[tokens[self.at + 1] == token]
         # A breaker that begins earlier has been completed before, if at all.
         start = max(size - _MOST_TAIL - 1, 0)
         found = breakers.last(tokens[start:].tolist())

@@ -1,4 +1,4 @@
-"""What a processor knows after each prefix: the committed text is read once, and drafted paths are read after it."""
+"""State of a processor after each prefix. The committed text is read once, and drafted paths are read after it."""
 
 from __future__ import annotations
 

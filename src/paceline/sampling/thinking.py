@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _PATIENCE = 8
 """Number of additional tokens to complete a character, or a marker that has begun."""
 _BEFORE = 32
-"""Number of last prompt tokens in which the marker before the reasoning may be."""
+"""Number of last prompt tokens that are searched for the marker before the reasoning."""
 
 
 @dataclass(frozen=True, slots=True)

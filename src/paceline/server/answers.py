@@ -14,6 +14,7 @@ import anyio
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from paceline.engine.stats import Divergence
 from paceline.server.api import Encoder, Event
 from paceline.server.errors import LOG, REQUEST_ID, api_error
 from paceline.server.limits import RequestLimit, Settings
@@ -22,6 +23,8 @@ from paceline.server.tracing import Tracer
 from paceline.server.usage import Usage
 from paceline.server.worker import ReplyHandle, ReplyJob, ReplyRound, ServerStopping
 
+_SHOWN = 40
+"""Characters of a text in the log."""
 _PROGRESS = 0.5
 """Minimum number of seconds between two events that tell how much of a prompt has been read."""
 
@@ -39,6 +42,7 @@ class RunningRequest:
         outputs: Rounds that have not been read.
         error: The error that ended the replies.
         open: False after `close`.
+        logs_texts: True if the log may contain texts.
     """
 
     id: str
@@ -49,6 +53,7 @@ class RunningRequest:
     outputs: asyncio.Queue[ReplyRound] = field(default_factory=asyncio.Queue)
     error: Exception | None = None
     open: bool = True
+    logs_texts: bool = False
 
     def start(self, jobs: Sequence[ReplyJob]) -> None:
         """Submit the jobs. If one is refused, `close` cancels the others. Raises `Busy`, `ServerStopping`."""
@@ -122,7 +127,7 @@ class RunningRequest:
 
     async def document(self, encoder: Encoder) -> dict[str, Any]:
         """Return the finished answer. Raises the error that ended a reply early."""
-        async for _ in self._growth(encoder):
+        async for _ in self._events_of_rounds(encoder):
             pass
         encoder.end(self.usage())
         return encoder.document(self.usage())
@@ -140,7 +145,7 @@ class RunningRequest:
             for event in encoder.begin(self.usage()):
                 yield encode(event)
             spoken = time.monotonic()
-            async for events in self._growth(encoder, heartbeat):
+            async for events in self._events_of_rounds(encoder, heartbeat):
                 if not events and time.monotonic() - spoken >= heartbeat:
                     events = [self._sign(encoder)]
                 for event in events:
@@ -160,7 +165,7 @@ class RunningRequest:
         begun = any(reply.first is not None for reply in self.replies)
         return encoder.heartbeat() if begun or not encoder.shows_progress else encoder.progress(self.usage())
 
-    async def _growth(self, encoder: Encoder, pause: float = math.inf) -> AsyncIterator[Sequence[Event]]:
+    async def _events_of_rounds(self, encoder: Encoder, pause: float = math.inf) -> AsyncIterator[Sequence[Event]]:
         """Add the rounds as they come, and yield the events of each; none after `pause` seconds without a round."""
         async with aclosing(self.rounds(pause)) as rounds:
             async for round_ in rounds:
@@ -178,7 +183,18 @@ class RunningRequest:
     def _count_first(self, reply: ReplyHandle) -> None:
         if reply.first is None:
             reply.first = reply.seconds
-            self.model.metrics.observe_first(reply.queued, reply.first, reply.job.prompt_tokens, reply.stats.cached)
+            prompt, stats = reply.job.prompt_tokens, reply.stats
+            self.model.metrics.observe_first(reply.queued, reply.first, prompt, stats.cached, stats.from_disk)
+            if stats.diverged:
+                LOG.info("%s %s", REQUEST_ID.get(), self._reason(stats.diverged, stats.cached))
+
+    def _reason(self, diverged: Divergence, cached: int) -> str:
+        """Say why no more of a prompt was found in the prefix cache."""
+        line = f"prompt diverged at token {diverged.at:,} of {diverged.length:,} of an earlier text, {cached:,} reused"
+        if not self.logs_texts:
+            return line
+        ours, theirs = (self.model.llm.tokenizer.decode(one)[:_SHOWN] for one in (diverged.ours, diverged.theirs))
+        return f"{line}: {ours!r} instead of {theirs!r}"
 
     def usage(self) -> Usage:
         """Counts so far."""

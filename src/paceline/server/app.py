@@ -17,12 +17,11 @@ from starlette.responses import JSONResponse, Response
 import paceline
 from paceline.server import errors
 from paceline.server.api import Api
-from paceline.server.apis.embeddings import EmbeddingRoutes
+from paceline.server.apis import embeddings, rerank, tokens
+from paceline.server.apis.messages import CountTokensRequest
 from paceline.server.apis.model_list import ModelRoutes
 from paceline.server.apis.ollama_models import OllamaModels, refuse_change
-from paceline.server.apis.rerank import RerankRoutes
 from paceline.server.apis.stored import ResponseRoutes
-from paceline.server.apis.tokens import TokenRoutes
 from paceline.server.description import content, describe, errors_of
 from paceline.server.limits import RequestLog, Settings, authorization, check_host, check_key
 from paceline.server.models import Models
@@ -93,21 +92,17 @@ def _api(service: Service, app: FastAPI) -> APIRouter:
 
     router = APIRouter(dependencies=[Depends(authorise), bearer])
     for api in service.apis:
-        _add_post(router, api.path, _endpoint(service, api), api.body.__name__, stream=api.media_type)
+        _add_generation(router, service, api)
     _add_ollama(router, service)
     _add_responses(router, ResponseRoutes(service.responses, service.document))
-    _add_tokens(router, TokenRoutes(service))
-    vectors, models = EmbeddingRoutes(service), ModelRoutes(service)
-    _add_post(router, "/v1/embeddings", vectors.embeddings, "EmbeddingsRequest", "Embeddings")
-    _add_post(router, "/api/embed", vectors.ollama_embed, "OllamaEmbedRequest", "OllamaEmbeddings")
-    older = ("OllamaPromptEmbedRequest", "OllamaPromptEmbedding")
-    _add_post(router, "/api/embeddings", vectors.ollama_embed_prompt, *older)
+    _add_tokens(router, service)
+    _add_prompts(router, service)
+    models = ModelRoutes(service)
     _add_get(router, "/v1/models", models.models, "ModelListing")
     _add_get(router, "/v1/models/{name:path}", models.model, "ServedModel")
-    for path in ("/v1/rerank", "/rerank"):
-        _add_post(router, path, RerankRoutes(service).rerank, "RerankRequest", "Ranking")
     _add_get(router, "/props", models.properties, "Properties")
     _add_get(router, "/slots", models.slots, "Slots")
+    _add_get(router, "/tokenizer_info", models.tokenizer_info, "TokenizerInfo")
 
     @router.get("/metrics", response_class=Response, responses=errors_of("/metrics"))
     async def metrics() -> Response:
@@ -121,12 +116,12 @@ def _api(service: Service, app: FastAPI) -> APIRouter:
     return router
 
 
-def _endpoint(service: Service, api: Api[Any]) -> Callable[[Request], Awaitable[Response]]:
+def _add_generation(router: APIRouter, service: Service, api: Api[Any]) -> None:
     async def generate(request: Request) -> Response:
         return await service.generate(request, api)
 
     generate.__name__, generate.__doc__ = type(api).__name__, api.about
-    return generate
+    _add_post(router, api.path, generate, api.body.__name__, stream=api.media_type)
 
 
 def _add_health(app: FastAPI, service: Service) -> None:
@@ -166,16 +161,42 @@ def _add_responses(router: APIRouter, responses: ResponseRoutes) -> None:
     _add_get(router, f"{path}/input_items", responses.input_items)
 
 
-def _add_tokens(router: APIRouter, tokens: TokenRoutes) -> None:
-    _add_post(router, "/tokenize", tokens.tokenize, "TokenizeRequest", "Tokens")
-    _add_get(router, "/tokenizer_info", tokens.tokenizer_info, "TokenizerInfo")
-    _add_post(router, "/apply-template", tokens.apply_template, "ApplyTemplateRequest", "RenderedPrompt")
-    _add_post(router, "/detokenize", tokens.detokenize, "DetokenizeRequest", "DecodedText")
-    _add_post(router, "/v1/messages/count_tokens", tokens.count_tokens, "CountTokensRequest", "TokenCount")
+def _add_tokens(router: APIRouter, service: Service) -> None:
+    """Add routes for requests that generate nothing."""
+
+    def add(path: str, kind: type[Any], work: Callable[..., Any], answer: str) -> None:
+        async def compute(request: Request) -> Response:
+            return await service.compute_from(request, kind, work)
+
+        compute.__name__, compute.__doc__ = work.__name__, work.__doc__
+        _add_post(router, path, compute, kind.__name__, answer)
+
+    add("/tokenize", tokens.TokenizeRequest, tokens.tokenize, "Tokens")
+    add("/apply-template", tokens.ApplyTemplateRequest, tokens.apply_template, "RenderedPrompt")
+    add("/detokenize", tokens.DetokenizeRequest, tokens.detokenize, "DecodedText")
+    add("/v1/messages/count_tokens", CountTokensRequest, tokens.count_tokens, "TokenCount")
+
+
+def _add_prompts(router: APIRouter, service: Service) -> None:
+    """Add routes for requests whose prompts are read, without a reply."""
+
+    def add(path: str, kind: type[Any], prepare: Callable[..., Any], answer: str) -> None:
+        async def read(request: Request) -> Response:
+            return await service.read_prompts(request, kind, prepare)
+
+        read.__name__, read.__doc__ = prepare.__name__, prepare.__doc__
+        _add_post(router, path, read, kind.__name__, answer)
+
+    add("/v1/embeddings", embeddings.EmbeddingsRequest, embeddings.embeddings, "Embeddings")
+    add("/api/embed", embeddings.OllamaEmbedRequest, embeddings.ollama_embed, "OllamaEmbeddings")
+    older = embeddings.OllamaPromptEmbedRequest
+    add("/api/embeddings", older, embeddings.ollama_embed_prompt, "OllamaPromptEmbedding")
+    for path in ("/v1/rerank", "/rerank"):
+        add(path, rerank.RerankRequest, rerank.rerank, "Ranking")
 
 
 def _add_get(router: APIRouter, path: str, handler: Callable[..., Awaitable[Any]], answer: str = "") -> None:
-    """Add a route for GET, and for HEAD, with which clients probe. `answer`: the model of the answer."""
+    """Add a route for GET, and for HEAD, which clients use to probe. `answer`: the model of the answer."""
     described: dict[int | str, dict[str, Any]] = {200: {"content": content(answer)}} if answer else {}
     router.add_api_route(path, handler, response_model=None, responses={**errors_of(path), **described})
     router.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)

@@ -26,7 +26,7 @@ _ARRIVAL = 10.0
 """Seconds within which a body must arrive, plus one second for each `_RATE` bytes that have arrived."""
 _RATE = 100_000
 _HEAVY = 1 << 20
-"""Bytes of memory from which a parsed body counts, however few bytes it was sent in."""
+"""Bytes of memory of the smallest parsed body that counts, even if it was sent in fewer bytes."""
 _VALUE_BYTES, _NUMBER_BYTES = 100, 32
 """Approximate memory of one value."""
 _LARGEST = {int: 2**64 - 1, float: sys.float_info.max, bool: 1}
@@ -115,7 +115,7 @@ class BodyReader:
     def _count(self, held: _HeldBytes, size: int) -> None:
         """Count a body with `size` bytes; small ones do not count.
 
-        If the total is exceeded, those that have been arriving longest are dropped: an honest body arrives at once, a
+        If the total is exceeded, bodies that have been arriving longest are dropped: an honest body arrives at once, a
         stalled one never. Raises `ApiError` 503 if none is arriving.
         """
         if size <= LONG:

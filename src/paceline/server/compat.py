@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice
@@ -19,6 +19,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     PlainValidator,
     WithJsonSchema,
@@ -140,8 +141,8 @@ class Lenient(Strict):
         return {key: body[key] for key in known if key in body} if isinstance(body, dict) else body
 
 
-class Naming(Lenient):
-    """Model that ignores unknown keys as Ollama does, which names them in its log too."""
+class OllamaObject(Lenient):
+    """Model of an object in Ollama's API. As in Ollama, unknown keys are ignored, and the log names them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -153,6 +154,22 @@ class Naming(Lenient):
         return known
 
 
+def by_type(*types: str, default: str | None = None) -> Discriminator:
+    """Return the discriminator of a union whose members are tagged with their `type`, or "other".
+
+    Args:
+        types: The types that have a member.
+        default: The type of objects without one.
+    """
+
+    def tag(value: Any) -> str:
+        found = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+        found = default if found is None else found
+        return found if found in types else "other"
+
+    return Discriminator(tag)
+
+
 class PlainAnswer(BaseModel):
     """Body of an answer, with all its keys."""
 
@@ -162,6 +179,15 @@ class PlainAnswer(BaseModel):
 def left_out(kind: str) -> str:
     """Return the note that stands for content of a kind that is not text."""
     return f"[{kind} left out: this server reads text only]"
+
+
+def part_as_text(part: Any, textual: Collection[str], refused_as: str) -> Any:
+    """Return a part of a message with a note for its text if it has none. `textual`: the types that are text.
+    `refused_as`: the type of a refusal, which the assistant wrote and the client sends back."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "refusal":
+        return {"type": refused_as, "text": part.get("refusal")}
+    return part if not isinstance(kind, str) or kind in textual else {"type": kind, "text": left_out(kind)}
 
 
 def accepts(*rules: Rule) -> Callable[[type[M]], type[M]]:

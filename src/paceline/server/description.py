@@ -62,7 +62,7 @@ class GenerationSettings(PlainAnswer):
 
 
 class Modalities(PlainAnswer):
-    """What a model takes besides text."""
+    """Inputs of a model other than text."""
 
     vision: bool
     audio: bool
@@ -182,7 +182,7 @@ class OllamaModelList(PlainAnswer):
 
 
 class OllamaModelAbout(PlainAnswer):
-    """What a model is and can do."""
+    """A description of a model, with its abilities."""
 
     license: str
     modelfile: str
@@ -293,7 +293,7 @@ def content(model: str) -> dict[str, Any]:
 
 def describe(app: FastAPI) -> dict[str, Any]:
     """Return the OpenAPI document. FastAPI does not know the models of bodies that `BodyReader` reads: `app.state.apis`
-    has those of requests for text."""
+    has the models of requests for text."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         models = [(body, "validation") for body in (*(api.body for api in app.state.apis), *_BODIES, *ANSWERS)]

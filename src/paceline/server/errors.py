@@ -154,7 +154,7 @@ def invalid_body(body: Any, errors: Sequence[Any]) -> ApiError:
     paths = [_path(body, error["loc"], error["type"] == "missing") for error in errors]
 
     def specificity(i: int) -> tuple[bool, int, bool]:
-        """Of a union's members, the one that accepts the value's type tells more than the others."""
+        """In a union, the error of the member that accepts the value's type is the most useful."""
         kind = errors[i]["type"]
         return kind == _UNKNOWN, len(paths[i]), not kind.endswith("_type")
 

@@ -66,6 +66,6 @@ CalledName = Annotated[str, Field(max_length=500)]
 """Name in a past call, which a model may have made up."""
 
 
-def given(**values: Any) -> dict[str, Any]:
+def without_none(**values: Any) -> dict[str, Any]:
     """Return the values that are not None."""
     return {name: value for name, value in values.items() if value is not None}

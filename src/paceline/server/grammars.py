@@ -24,7 +24,7 @@ ANY_OBJECT = {"type": "object"}
 _SECONDS, _MEMORY = 2.0, 128 * 2**20
 """Limits for reading or compiling a grammar: processor time and bytes."""
 _MAX_LIVE = 2**30
-"""Bytes of all compiled grammars, including those that running replies use."""
+"""Bytes of all compiled grammars, including the grammars of running replies."""
 _MAX_RESULTS = 1024
 
 

@@ -27,7 +27,7 @@ class Settings:
     """Configuration of a server.
 
     Attributes:
-        api_keys: Keys of which a request must send one as `Authorization: Bearer KEY`. Empty for no authentication.
+        api_keys: Accepted keys. A request must send one as `Authorization: Bearer KEY`. Empty for no authentication.
         hosts: Accepted values of the Host header. Empty for any. They block DNS rebinding, with which a web page
             reaches a server without API keys under the page's own name.
         cors_origins: Origins of web pages that may send requests, "*" for all. Empty to turn CORS off.

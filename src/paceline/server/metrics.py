@@ -36,11 +36,14 @@ class Metrics:
         self.generation = self._counter("vllm:generation_tokens", "Generated tokens.")
         self.queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self.hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self.disk_hits = self._counter(
+            "paceline:prefix_disk_hits", "Prompt tokens found in the prefix cache's folder on disk, a part of its hits."
+        )
         self.success = self._counter("vllm:request_success", "Replies by finish reason.", "finished_reason")
         self.queue = self._histogram("vllm:request_queue_time_seconds", "From submission to admission.")
         self.first = self._histogram("vllm:time_to_first_token_seconds", "From submission to the first token.")
         self.later = self._histogram(
-            "vllm:inter_token_latency_seconds", "Between tokens; those of one round share its time.", _TOKEN_SECONDS
+            "vllm:inter_token_latency_seconds", "Between tokens. The tokens of a round share its time.", _TOKEN_SECONDS
         )
         self.latency = self._histogram("vllm:e2e_request_latency_seconds", "From submission to the end.")
         self.draft_failures = self._counter(
@@ -50,6 +53,7 @@ class Metrics:
         self._running = self._gauge("vllm:num_requests_running", "Replies being generated.")
         self._waiting = self._gauge("vllm:num_requests_waiting", "Replies waiting for a slot.")
         self._cache = self._gauge("vllm:kv_cache_usage_perc", "Share of the key-value cache in use, 0 to 1.")
+        self._disk = self._gauge("paceline:prefix_disk_bytes", "Size of the prefix cache's folder, of all its models.")
         self._speed = self._gauge("paceline:tokens_per_second", "Tokens per second over the last 10 s.")
         self._models: dict[str, ModelMetrics] = {}
 
@@ -64,6 +68,7 @@ class Metrics:
             self._running.labels(model).set_function(lambda: self._load(model).running)
             self._waiting.labels(model).set_function(lambda: self._load(model).waiting)
             self._cache.labels(model).set_function(lambda: self._load(model).cache)
+            self._disk.labels(model).set_function(lambda: self._load(model).disk)
         return self._models[model]
 
     def _counter(self, name: str, about: str, *labels: str) -> Counter:
@@ -102,19 +107,22 @@ class ModelMetrics:
             family.labels(model) for family in (server.queue, server.first, server.later, server.latency)
         )
         self._draft_failures = server.draft_failures.labels(model)
+        self._disk_hits = server.disk_hits.labels(model)
         self._recent: deque[tuple[float, int]] = deque()
         """Times and tokens of the rounds of the last `_SPAN` seconds."""
 
-    def observe_first(self, queued: float, seconds: float, prompt: int, cached: int) -> None:
+    def observe_first(self, queued: float, seconds: float, prompt: int, cached: int, from_disk: int = 0) -> None:
         """Count a reply's first token. `queued`, `seconds`: until admission and until now, from submission.
 
-        `prompt`: tokens of its prompt, of which `cached` came from the prefix cache.
+        `prompt`: tokens of its prompt, of which `cached` came from the prefix cache, and of these `from_disk` from its
+        folder.
         """
         self._queue.observe(queued)
         self._first.observe(seconds)
         self._prompt.inc(prompt)
         self._queries.inc(prompt)
         self._hits.inc(cached)
+        self._disk_hits.inc(from_disk)
 
     def observe_round(self, round_: ReplyRound, first: bool) -> None:
         """Count a reply's round. `first`: it is the first round. Its tokens have no time between them."""

@@ -130,7 +130,7 @@ class Models:
         self._keep_alive, self._max_memory, self._free_memory = keep_alive, max_memory, free_memory
         self._loaded: dict[ModelSource, LoadedModel] = {}
         self._sizes: dict[ModelSource, int] = {}
-        """What each needs: as expected until it has been loaded, then with its drafters."""
+        """Bytes that each model needs: an estimate until it has been loaded, then the size with its drafters."""
         self._loading: dict[ModelSource, asyncio.Task[None]] = {}
         self._unloading: set[asyncio.Task[None]] = set()
         self._timers: dict[ModelSource, asyncio.TimerHandle] = {}
@@ -248,7 +248,7 @@ class Models:
         return next((one for one in (name, name.removesuffix(":latest")) if one in adapters), None)
 
     async def ready(self, name: str | None) -> None:
-        """Load a model unless it is loaded. Whoever stops waiting does not stop the others.
+        """Load a model unless it is loaded. A caller that stops waiting does not stop the others.
 
         Raises `ApiError` 404, `Busy` where others use the memory, `OutOfMemory`, and what loading raises.
         """
@@ -299,9 +299,9 @@ class Models:
         Raises `OutOfMemory` for one that can never fit.
         """
         others = self._unloadable()
-        if (beyond := self._beyond(source, others)) > 0:
+        if (excess := self._excess(source, others)) > 0:
             raise OutOfMemory(
-                f"{source.names[0]} needs {self._sizes[source] / 2**30:.1f} GiB, {beyond / 2**30:.1f} more than there "
+                f"{source.names[0]} needs {self._sizes[source] / 2**30:.1f} GiB, {excess / 2**30:.1f} more than there "
                 "may be",
                 "Start the server with a larger --max-memory",
             )
@@ -313,30 +313,30 @@ class Models:
                 break
             if not self._loaded[one].users:  # it may have been taken while another was unloaded
                 await self._unload(one)
-        # What is free is an estimate: with nothing more to unload, try it.
+        # The free memory is an estimate. If no other model can be unloaded, try to load it anyway.
         return self._fits(source) or not any(model.users for one, model in self._loaded.items() if not one.stays)
 
     async def _keep_within(self, source: ModelSource) -> bool:
         """Unload idle models until one that has just been read, and with its drafters may need more than was expected,
         is within `max_memory` too. False if models in use prevent it."""
         for one in self._unloadable():
-            if self._beyond(source) > 0 and not self._loaded[one].users:
+            if self._excess(source) > 0 and not self._loaded[one].users:
                 await self._unload(one)
-        return self._beyond(source) <= 0
+        return self._excess(source) <= 0
 
     def _unloadable(self) -> list[ModelSource]:
         """The models that do not stay, the least recently used first."""
         return sorted((one for one in self._loaded if not one.stays), key=lambda one: self._loaded[one].used)
 
-    def _beyond(self, source: ModelSource, gone: Sequence[ModelSource] = ()) -> int:
-        """Bytes beyond `max_memory` that all models would need with `source` and without those that are `gone`."""
+    def _excess(self, source: ModelSource, gone: Sequence[ModelSource] = ()) -> int:
+        """Return the bytes beyond `max_memory` of all models together, with `source` and without those in `gone`."""
         needed = self._sizes[source] + sum(self._sizes[one] for one in self._loaded if one not in gone)
         return 0 if self._max_memory is None else needed - self._max_memory
 
     def _fits(self, source: ModelSource, gone: Sequence[ModelSource] = ()) -> bool:
         freed = sum(self._sizes[one] for one in gone)
         is_free = self._free_memory is None or self._sizes[source] <= self._free_memory() + freed
-        return is_free and self._beyond(source, gone) <= 0
+        return is_free and self._excess(source, gone) <= 0
 
     async def _unload(self, source: ModelSource) -> None:
         model = self._loaded.pop(source)

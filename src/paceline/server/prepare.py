@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,7 @@ from paceline.errors import InvalidPrompt, PacelineError
 from paceline.llm import LLM
 from paceline.sampling.grammar import Grammar
 from paceline.sampling.parameters import Sampling
+from paceline.sampling.sampler import not_finite
 from paceline.server import grammars
 from paceline.server.errors import ContextExceeded, bad_request
 from paceline.server.limits import Settings
@@ -23,7 +25,7 @@ from paceline.server.prompts import call_format, chat_text, truncated
 from paceline.server.replies import ChatReply
 from paceline.server.request import ChatPrompt, GenerateRequest, TextPrompt
 from paceline.server.schema import SpeculationOptions
-from paceline.server.worker import ReplyJob
+from paceline.server.worker import ReplyJob, ServerStopping
 from paceline.text.infill import infill_prompt, infill_tokens
 from paceline.types import DraftBudget
 
@@ -55,8 +57,21 @@ class Prepared:
 
 def reading_job(tokens: Sequence[int], sampling: Sampling, reader: PromptReader) -> ReplyJob:
     """Return the job that feeds a prompt to a reader and generates nothing."""
-    # A prompt's last token is left to the first round, and there is none: so one more.
+    # The first round reads a prompt's last token. This job has no round, so the token is repeated.
     return ReplyJob([*tokens, tokens[-1]], sampling, speculation=OFF, scores=reader, prompt_only=True, padding=1)
+
+
+def check_reading(job: ReplyJob, count: int, value: float) -> None:
+    """Check what was read from a prompt: `count` tokens, and a value computed from them.
+
+    Raises:
+        ServerStopping: If the server stopped before all tokens had been read.
+        NonFiniteLogits: If the value is not finite.
+    """
+    if count < job.prompt_tokens:
+        raise ServerStopping
+    if not math.isfinite(value):
+        raise not_finite(job.prompt_tokens)
 
 
 def prepare(model: LoadedModel, settings: Settings, request: GenerateRequest | None, answer_id: str) -> Prepared:
@@ -245,7 +260,7 @@ def chat_tokens(llm: LLM, settings: Settings, prompt: ChatPrompt) -> list[int]:
 
 
 def _size(llm: LLM, settings: Settings, prompt: ChatPrompt) -> int:
-    """Return the tokens of a chat's prompt; at least as many for a text that is too long whatever its tokens are."""
+    """Return the number of tokens of a chat's prompt, or a lower bound if its text is certainly too long."""
     try:
         return len(chat_tokens(llm, settings, prompt))
     except ContextExceeded as error:

@@ -26,7 +26,7 @@ PoolName = Literal["parse", "short", "long", "grammar", "tokens", "documents"]
 generating; write what the server knows already, such as its models."""
 
 LONG = 1 << 16
-"""Bytes from which a body is long: it takes milliseconds to parse and more to tokenise."""
+"""Bytes of the shortest long body. It takes milliseconds to parse, and longer to tokenise."""
 
 _THREADS: dict[PoolName, int] = {"parse": 1, "short": 2, "long": 1, "grammar": 2, "tokens": 1, "documents": 1}
 
@@ -88,12 +88,12 @@ def _lower_priority() -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
-def after(began: float, timeout: float | None) -> float | None:
+def deadline_after(began: float, timeout: float | None) -> float | None:
     """Return the time at which `timeout` seconds have passed; None: never."""
     return None if timeout is None else began + timeout
 
 
-def left(deadline: float | None) -> float | None:
+def seconds_left(deadline: float | None) -> float | None:
     """Return the seconds until `deadline`; None: there is none."""
     return None if deadline is None else max(0.0, deadline - time.monotonic())
 

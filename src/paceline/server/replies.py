@@ -110,24 +110,24 @@ class ChatReply:
 
     def add(self, round_: ReplyRound) -> list[BlockEvent]:
         """Add a round, and return its events."""
-        thought, text = self._split(round_)
+        thought, text = self._split_reasoning(round_)
         last = round_.chunks[-1]
         calls: Sequence[Call] = ()
         if self.reasoned and self.thoughts:
             thought, calls = self.reasoned.push(thought, self.thoughts.inside, last.finish_reason)
-        shown, pieces = self._parse(text, over=last.finish_reason is not None)
-        events = [*self._more("reasoning", thought), *self._more("text", shown)]
+        shown, pieces = self._parse_calls(text, over=last.finish_reason is not None)
+        events = [*self._extend("reasoning", thought), *self._extend("text", shown)]
         for piece in (*pieces, *calls):
             if isinstance(piece, Call):
                 events += self._begin("call", piece.arguments, piece.name, piece.id)
             else:
-                events += self._more("call", piece)
+                events += self._extend("call", piece)
         if last.finish_reason:
             self.stop, self.finish_reason = last.stop, self._finish(last.finish_reason)
             events += self._end()
         return events
 
-    def _split(self, round_: ReplyRound) -> tuple[str, str]:
+    def _split_reasoning(self, round_: ReplyRound) -> tuple[str, str]:
         """Return the round's (reasoning, text after it)."""
         pieces = [chunk.text + self.markers.get(chunk.token_id, "") for chunk in round_.chunks]
         thoughts = self.thoughts
@@ -142,7 +142,7 @@ class ChatReply:
         rest = thoughts.flush() if round_.chunks[-1].finish_reason else ("", "")
         return thought + rest[0], text + rest[1]
 
-    def _parse(self, text: str, over: bool) -> tuple[str, Sequence[Piece]]:
+    def _parse_calls(self, text: str, over: bool) -> tuple[str, Sequence[Piece]]:
         """Return (text that can be shown, pieces of calls)."""
         if self.parser is None:
             return text, ()
@@ -150,7 +150,7 @@ class ChatReply:
         rest, last = self.parser.flush() if over else ("", [])
         return shown + rest, [*pieces, *last]
 
-    def _more(self, kind: Literal["reasoning", "text", "call"], text: str) -> list[BlockEvent]:
+    def _extend(self, kind: Literal["reasoning", "text", "call"], text: str) -> list[BlockEvent]:
         """Add text to the last block, or to a new one if the last is of another kind."""
         if not text:
             return []

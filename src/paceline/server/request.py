@@ -14,7 +14,7 @@ from paceline.server.grammars import Constraint
 from paceline.server.schema import SpeculationOptions
 
 _SWITCHES = ("enable_thinking", "thinking")
-"""Variables with which chat templates switch reasoning on and off. Qwen, GLM and others read the first; DeepSeek, Kimi
+"""Variables of chat templates that switch reasoning on and off. Qwen, GLM and others read the first; DeepSeek, Kimi
 and Granite read the second."""
 
 
@@ -205,7 +205,7 @@ class TextPrompt:
         texts: Each prompt, as text or token ids.
         after: The text after the gap that the reply fills. None if there is no gap.
         files: Names and contents of other files, which the model sees before the gap.
-        ends: True if the reply ends at the tokens with which models end a gap's text.
+        ends: True if the reply ends at the tokens that models write at the end of a gap's text.
         param: The parameter of the API that holds the prompts.
     """
 

@@ -24,7 +24,7 @@ from paceline.server.fields import (
     Stops,
     TokenId,
     at_most,
-    given,
+    without_none,
 )
 from paceline.server.formats import Choices, GrammarText, ResponseFormat, StructuredOutputs, format_constraint
 from paceline.server.grammars import ANY_OBJECT, Constraint
@@ -85,10 +85,15 @@ class SpeculationOptions(Strict):
     max_draft: Annotated[int, Field(ge=0, le=512)] | None = None
 
 
-class Generating(Strict):
-    """Parameters of every request for generated text."""
+class NamedBody(Strict):
+    """A body that names a model. None is the first one."""
 
     model: ModelName | None = None
+
+
+class Generating(NamedBody):
+    """Parameters of every request for generated text."""
+
     stream: bool | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
 
@@ -105,7 +110,7 @@ class Generating(Strict):
     def sampling(self) -> dict[str, Any]:
         """Fields of `Sampling` that the request sets."""
         same, top_k = {name: getattr(self, name, None) for name in _SAME_NAMES}, getattr(self, "top_k", None)
-        return given(**same, top_k=None if top_k is None else max(0, top_k))
+        return without_none(**same, top_k=None if top_k is None else max(0, top_k))
 
 
 class Samplers(Generating):
@@ -125,7 +130,7 @@ class Samplers(Generating):
     @property
     def sampling(self) -> dict[str, Any]:
         """Fields of `Sampling` that the request sets. Numbers out of range stand for llama.cpp's defaults."""
-        found = given(**{name: getattr(self, name) for name in _SAMPLERS})
+        found = without_none(**{name: getattr(self, name) for name in _SAMPLERS})
         if found.get("dry_base", 1) < 1:
             del found["dry_base"]
         if "top_n_sigma" in found:
@@ -153,7 +158,7 @@ class ThinkingBudgets(Strict):
         `others`: limits in other parameters, by their names.
         """
         named: int | None = _alias_value(self, *BUDGETS.split())
-        limits = {**others, **given(thinking_budget=named)}
+        limits = {**others, **without_none(thinking_budget=named)}
         found = {limit: name for name, limit in limits.items() if limit is not None}
         if len(found) > 1:
             raise WrongParameter(
@@ -235,7 +240,7 @@ class RequestBody(Samplers, OtherServers):
     @property
     def sampling(self) -> dict[str, Any]:
         """Fields of `Sampling` that the request sets."""
-        own = given(
+        own = without_none(
             repetition_penalty=self.penalty,
             min_new_tokens=self.min_tokens,
             logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()} or None,
@@ -248,7 +253,7 @@ class RequestBody(Samplers, OtherServers):
         Raises `ApiError` 400 for a malformed schema or grammar, and `Busy` if a grammar cannot be read now.
         """
         own = self.structured_outputs or StructuredOutputs()
-        return given(
+        return without_none(
             response_format=format_constraint(self.response_format),
             guided_json=grammars.of_schema("guided_json", self.guided_json),
             json_schema=grammars.of_schema("json_schema", self.json_schema),

@@ -28,31 +28,36 @@ from paceline.server.bodies import BodyReader
 from paceline.server.errors import LOG, REQUEST_ID
 from paceline.server.limits import RequestLimit, Settings
 from paceline.server.models import LoadedModel, Models
-from paceline.server.preprocessing import LONG, PoolName, Preprocessor, after, client_of, left, unless_disconnected
-from paceline.server.schema import Generating
+from paceline.server.preprocessing import (
+    LONG,
+    PoolName,
+    Preprocessor,
+    client_of,
+    deadline_after,
+    seconds_left,
+    unless_disconnected,
+)
+from paceline.server.schema import Generating, NamedBody
 from paceline.server.tracing import Tracer, tracer
 from paceline.server.worker import ReplyJob
 
 T = TypeVar("T")
-
-
-class NamedBody(Protocol):
-    """A body that names a model."""
-
-    @property
-    def model(self) -> str | None:
-        """The model's name, None for the first one."""
-
-    def model_dump_json(self, *, exclude_none: bool) -> str:
-        """Return the body as JSON."""
+Named = TypeVar("Named", bound=NamedBody)
 
 
 class Jobs(Protocol):
-    """What a request is prepared to."""
+    """A request that is ready to run."""
 
     @property
     def jobs(self) -> Sequence[ReplyJob]:
         """The jobs of its replies."""
+
+
+class PromptJobs(Jobs, Protocol):
+    """A request that is answered with what its prompts are read for."""
+
+    def answer(self, model: str, seconds: float) -> dict[str, Any]:
+        """Return the answer once all jobs are over. `model`: the model's name. `seconds`: the time since arrival."""
 
 
 class Service:
@@ -88,7 +93,7 @@ class Service:
             if isinstance(body, OllamaRequest) and unloads and body.empty:
                 self.loader.unload(body.model)
                 return Response(dumps(unloaded(body)), media_type="application/json")
-            deadline = after(arrived, self.settings.timeout if body.timeout is None else body.timeout)
+            deadline = deadline_after(arrived, self.settings.timeout if body.timeout is None else body.timeout)
             prepare = partial(api.prepare, self.settings, body)
             pool = self._pool(body, pool)
             running, encoder = await self.start(request, body, pool, prepare, deadline, api.id_prefix)
@@ -105,15 +110,38 @@ class Service:
         return Response(dumps(document), media_type="application/json")
 
     async def read_prompts(
-        self, request: Request, running: RunningRequest, answer: Callable[[], dict[str, Any]], deadline: float | None
+        self, request: Request, kind: type[Named], prepare: Callable[[LoadedModel, Settings, Named], PromptJobs]
     ) -> Response:
-        """Answer with what `answer` returns once all prompts have been read."""
+        """Answer a request whose prompts are read, without a reply. `prepare` returns its jobs."""
+        arrived = time.monotonic()
+        deadline = deadline_after(arrived, self.settings.timeout)
+        running, jobs = await self._start_reading(request, kind, prepare, deadline)
+
+        def answer() -> bytes:
+            return dumps(jobs.answer(running.model.name, time.monotonic() - arrived))
+
         try:
             await unless_disconnected(running.finish(), request.receive)
-            data = await self.preprocess(request, "documents", lambda: dumps(answer()), left(deadline))
+            data = await self.preprocess(request, "documents", answer, seconds_left(deadline))
         finally:
             running.close()
         return Response(data, media_type="application/json")
+
+    async def _start_reading(
+        self,
+        request: Request,
+        kind: type[Named],
+        prepare: Callable[[LoadedModel, Settings, Named], PromptJobs],
+        deadline: float | None,
+    ) -> tuple[RunningRequest, PromptJobs]:
+        """Start the jobs of a request. Its body, which may be large, is not kept."""
+        async with self.bodies.read(request, kind) as (body, pool):
+
+            def prepared(model: LoadedModel, _: str) -> tuple[PromptJobs, PromptJobs]:
+                jobs = prepare(model, self.settings, body)
+                return jobs, jobs
+
+            return await self.start(request, body, pool, prepared, deadline)
 
     def _pool(self, body: Generating, pool: PoolName) -> PoolName:
         """Return the pool for a request. `pool`: for one with a body of its size, without what is stored."""
@@ -145,16 +173,20 @@ class Service:
             LOG.info("%s %s", REQUEST_ID.get(), body.model_dump_json(exclude_none=True))
         self.limit.acquire()
         try:
-            model = await self._take(request, body.model, left(deadline))
+            model = await self._take(request, body.model, seconds_left(deadline))
         except BaseException:
             self.limit.release()
             raise
         trace = self.tracer.for_request(request.headers, model.name)
-        running = RunningRequest(id_prefix + uuid.uuid4().hex, model, self.limit, trace)
+        name = id_prefix + uuid.uuid4().hex
+        running = RunningRequest(name, model, self.limit, trace, logs_texts=self.settings.log_prompts)
         try:
-            prepared, made = await self.preprocess(request, pool, partial(prepare, model, running.id), left(deadline))
-            more: dict[str, Any] = {"client": client_of(request), "timeout": left(deadline), "adapter": model.adapter}
-            running.start([replace(job, **more) for job in prepared.jobs])
+            work = partial(prepare, model, running.id)
+            prepared, made = await self.preprocess(request, pool, work, seconds_left(deadline))
+            client, timeout = client_of(request), seconds_left(deadline)
+            running.start(
+                [replace(job, client=client, timeout=timeout, adapter=model.adapter) for job in prepared.jobs]
+            )
         except BaseException:
             running.close()
             raise
@@ -184,6 +216,13 @@ class Service:
                 model.release()
         finally:
             self.limit.release()
+
+    async def compute_from(
+        self, request: Request, kind: type[Named], work: Callable[[LoadedModel, Settings, Named], Any]
+    ) -> Response:
+        """Answer with what `work` returns for a body, for requests that generate nothing."""
+        async with self.bodies.read(request, kind) as (body, _):
+            return await self.compute(request, body.model, lambda model: work(model, self.settings, body))
 
     async def document(self, request: Request, work: Callable[[], Any], pool: PoolName = "documents") -> Response:
         """Answer with the result of `work`, which is JSON or is written as JSON."""

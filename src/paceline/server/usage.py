@@ -49,7 +49,7 @@ class Usage:
         }
 
     def _predicted(self) -> dict[str, int]:
-        """What the replies have of a prediction, and what they do not; nothing where there was none."""
+        """Return the counts of predicted tokens that the replies accepted and rejected; {} without a prediction."""
         predicted, accepted = sum(s.predicted for s in self.stats), sum(s.confirmed for s in self.stats)
         if not predicted:
             return {}

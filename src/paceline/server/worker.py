@@ -33,6 +33,8 @@ FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled"
 """The engine's finish reasons -> OpenAI's."""
 _FAILURES = 3
 """Replies in a row that end with an internal error before the worker counts as failing."""
+_LAST_SECONDS = 4.0
+"""Seconds for writing the prefix cache to its folder, if replies have used up the time for stopping."""
 _IDLE_TRIM = 1.0
 """Seconds without work after which free memory is returned to the system."""
 
@@ -112,11 +114,13 @@ class ReplyJob:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Replies that are running and waiting, and the share of the key-value cache in use, 0 to 1."""
+    """Replies that are running and waiting, the share of the key-value cache in use, 0 to 1, and the size of the prefix
+    cache's folder in bytes."""
 
     running: int
     waiting: int
     cache: float
+    disk: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +268,9 @@ class Worker:
         active = self._scheduler.active
         positions = self._positions([task.length for task in active])
         waiting = max(0, len(self._replies) - len(active))
-        return Load(len(active), waiting, min(1.0, positions / self.limits.cache_positions))
+        prefixes = self.llm.engine.prefixes
+        disk = prefixes.disk.nbytes if prefixes is not None and prefixes.disk else 0
+        return Load(len(active), waiting, min(1.0, positions / self.limits.cache_positions), disk)
 
     def default_for(self, adapter: str | None) -> Speculation:
         """Return the speculation of jobs with this adapter that set none."""
@@ -322,6 +328,10 @@ class Worker:
                 events = self._start_over(error)
             self._hand_over(events)
         self._hand_over(self._start_over(None))
+        try:
+            self.llm.engine.save_prefixes(max(_LAST_SECONDS, self._ends_at - time.monotonic()))
+        except Exception:
+            _log.exception("saving the prefix cache failed")
 
     def _wait_for_work(self) -> bool:
         """Pass new tasks to the scheduler, sleeping while there is nothing to do. False when the thread must end."""
@@ -358,7 +368,7 @@ class Worker:
             self._failures += 1
 
     def _start_over(self, error: Exception | None) -> list[Event]:
-        """End all replies, including those that a failed turn had ended without delivering it."""
+        """End all replies, including replies that a failed turn has ended without delivering their end."""
         try:
             self._scheduler.close()
         except Exception:

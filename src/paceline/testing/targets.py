@@ -165,7 +165,7 @@ def _passes(probe: Probe) -> None:
 
 
 def _truncation(probe: Probe) -> None:
-    """A slot can be truncated, and then holds as many tokens as its length says."""
+    """A slot can be truncated. Its number of tokens then equals its length."""
     text = probe.text(14)
     for seed, length in enumerate((13, 12, 7, 6, 2, 0)):
         text.verify(text.draft(BUSHY))

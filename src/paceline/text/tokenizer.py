@@ -170,7 +170,7 @@ class Tokenizer:
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Convert text to token ids.
 
-        Special tokens that are spelled out in the text become tokens. In `TemplateText`, only those that the template
+        Special tokens that are spelled out in the text become tokens. In `TemplateText`, only tokens that the template
         wrote do, so `TemplateText(text)` is encoded as data.
 
         Args:

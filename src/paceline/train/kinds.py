@@ -94,7 +94,7 @@ def _block(c: ModelConfig, job: TrainJob, mask: int) -> BlockConfig:
 
 def config_for(llm: LLM, job: TrainJob, size: int) -> TrainableConfig:
     """Return the drafter's config for this target. `size` is the size of the draft vocabulary."""
-    c = native(llm).config
+    c = native_decoder(llm).config
     if job.kind == "eagle3":
         layer, taps = one_layer(c, job.ffn or c.ffn), job.taps or default_taps(c.layers)
         return EagleConfig(layer, taps, c.hidden, size, fc_norm=True)
@@ -106,7 +106,7 @@ def config_for(llm: LLM, job: TrainJob, size: int) -> TrainableConfig:
 
 def recipe_for(llm: LLM, job: TrainJob, vocabulary: Tensor) -> Recipe:
     """Return the recipe for this target. `vocabulary` holds the token ids to draft from, ascending."""
-    target, config = native(llm), config_for(llm, job, len(vocabulary))
+    target, config = native_decoder(llm), config_for(llm, job, len(vocabulary))
     if isinstance(config, EagleConfig):
         return Eagle3Recipe(config, target, vocabulary, job.steps)
     if isinstance(config, MedusaConfig):
@@ -143,7 +143,7 @@ def one_layer(c: ModelConfig, ffn: int, layers: int = 1) -> ModelConfig:
     )
 
 
-def native(llm: LLM) -> Decoder:
+def native_decoder(llm: LLM) -> Decoder:
     """Return the target's decoder.
 
     Raises:

@@ -22,7 +22,7 @@ from paceline.models.heads import HeadFile, taps_of
 from paceline.recording.states import StateFiles, StateKeeper
 from paceline.train import loop
 from paceline.train.documents import Documents
-from paceline.train.kinds import KINDS, TrainJob, check_taps, config_for, native, recipe_for
+from paceline.train.kinds import KINDS, TrainJob, check_taps, config_for, native_decoder, recipe_for
 from paceline.train.prompts import Prompts
 from paceline.train.self_prompts import write_prompts
 from paceline.train.states import States
@@ -72,7 +72,7 @@ def train(llm: LLM, job: TrainJob, listener: Listener | None = None) -> loop.Rep
     """
     check(job)
     choose(torch.zeros(llm.model.target.vocab_size), job.vocabulary or llm.model.target.vocab_size, llm.model.eos)
-    check_taps(job.taps or (), native(llm).config.layers)
+    check_taps(job.taps or (), native_decoder(llm).config.layers)
     start = None if job.start is None else fits(open_head(job.start), llm.model)
     job.work.mkdir(parents=True, exist_ok=True)
     with sole_user(job.work):
@@ -102,7 +102,7 @@ def _train(llm: LLM, job: TrainJob, start: HeadFile | None, listener: Listener) 
         "coverage": round(covered, 4),
         "held_out": {"tokens_per_round": report.acceptance, "accuracy": report.held},
     }
-    head = HeadFile(job.out, "", recipe.config, recipe.tensors(), job.target, native(llm).layers, extra)
+    head = HeadFile(job.out, "", recipe.config, recipe.tensors(), job.target, native_decoder(llm).layers, extra)
     write_head(job.out, head, job.bits)
     (job.out / "README.md").write_text(model_card(job, report, len(states), len(held), covered), encoding="utf-8")
     for kept in job.work.glob("states-*"):

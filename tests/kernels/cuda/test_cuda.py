@@ -66,7 +66,7 @@ def logits(target: DeviceDecoder, cache: KVCache, slot: int, last: int, draft: D
 
 
 @pytest.mark.parametrize("length", [1, 61, 250, 300])
-def test_logits_are_bit_for_bit_those_of_plain_decoding(length: int) -> None:
+def test_logits_equal_plain_decoding_bit_for_bit(length: int) -> None:
     """Chains up to 64 rows and trees, by graphs and without, over shares that end within the draft."""
     path = [(11 * i + 5) % 4096 for i in range(64)]
     plain = exact_target(graphs=False)

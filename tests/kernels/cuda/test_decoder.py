@@ -75,7 +75,7 @@ def test_sinks_weigh_as_on_a_cpu() -> None:
 
 @pytest.mark.parametrize("config", [TINY, SLIDING], ids=["full", "sliding"])
 def test_a_recorded_pass_gives_the_very_logits_of_one_that_is_not(config: ModelConfig) -> None:
-    """Whatever stood in the tables when it was recorded: other tokens, trees, lengths and slots."""
+    """The recording had other tokens, trees, lengths and slots in its tables."""
     targets = [device_target(capture, torch.float32, config) for capture in (tape, None)]
     caches = [target.new_cache() for target in targets]
     slots = [[cache.acquire() for _ in range(3)] for cache in caches]
@@ -170,7 +170,7 @@ def test_a_rule_that_follows_the_prompt_has_no_graphs() -> None:
         pytest.param(DraftBudget(9, 4, 3), 0.9, marks=pytest.mark.slow),
     ],
 )
-def test_the_text_is_that_of_plain_decoding_on_the_cpu(shape: DraftBudget, temperature: float) -> None:
+def test_the_text_equals_plain_decoding_on_the_cpu(shape: DraftBudget, temperature: float) -> None:
     sampling = Sampling(max_new_tokens=60, temperature=temperature, seed=3)
     plain = run(tiny_target(), PROMPT, sampling)[0]
     target = device_target()

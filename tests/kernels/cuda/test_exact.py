@@ -22,7 +22,7 @@ CUDA = torch.device("cuda")
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """What the loader is asked for; it gives a toy."""
+    """Collect the loader's arguments. The loader returns a toy."""
     calls: list[bool] = []
 
     def load_model(*args: Any, exact: bool = False, **options: Any) -> Any:

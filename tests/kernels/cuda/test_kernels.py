@@ -93,8 +93,8 @@ def test_what_is_not_seen_may_be_anything() -> None:
     assert after[0, [2, 5, 6]].isnan().all()
 
 
-def test_a_rows_bits_depend_on_its_path_alone() -> None:
-    """A path is fed plainly, as a chain, as a branch of a tree and beside another slot."""
+def test_a_rows_bits_depend_only_on_its_path() -> None:
+    """A path is fed token by token, as a chain, as a branch of a tree, and together with another slot."""
     length, path = SPLIT - 2, [0, 1, 2, 3]
     keys, values = slab(768, HALF)
     chain = table_of([Draft.chain((1, 2, 3))], [length], [1])

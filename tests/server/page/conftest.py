@@ -1,4 +1,4 @@
-"""A page that is open in headless Chromium, for the tests beside this file."""
+"""A page that is open in headless Chromium, for the tests in this folder."""
 
 from __future__ import annotations
 

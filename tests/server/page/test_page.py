@@ -1,4 +1,4 @@
-"""Chat on the page at `/`: what is sent, what is shown of the answers, and what goes wrong in place."""
+"""Chat on the page at `/`: requests, displayed answers, and errors shown in place."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_tokens_arrive_one_round_at_a_time_with_live_numbers(tab: Tab, fake: Fak
         ]
         for name in ("drafted", "accepted")
     }
-    unit = heights["drafted"][0] / 4  # the first round drafted four tokens, of which two were accepted
+    unit = heights["drafted"][0] / 4  # the first round drafted four tokens and accepted two
     assert heights["drafted"] == pytest.approx([unit * drafted for drafted, _ in SKY], abs=0.01)
     assert heights["accepted"] == pytest.approx([unit * (len(texts) - 1) for _, texts in SKY], abs=0.01)
 

@@ -96,7 +96,7 @@ def test_tabs_know_of_one_anothers_conversations(tab: Tab, open_tab: Open) -> No
     second.send("More", turns=2)
     expect(first.locator(".turn")).to_have_count(2)
     expect(first.locator(".turn").last.locator(".numbers")).to_contain_text(f"{len(SKY)} rounds")
-    # A title that is being edited is left alone.
+    # A title that is being edited does not change.
     first.get_by_role("button", name="Rename conversation").click()
     first.keyboard.type("Ren")
     second.page.click("#new")

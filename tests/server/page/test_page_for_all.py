@@ -15,7 +15,7 @@ TEXT = "".join(text for _, texts in SKY for text in texts)
 TOKENS = sum(len(texts) for _, texts in SKY)
 
 
-def test_everything_by_keyboard_alone(tab: Tab, fake: Fake) -> None:
+def test_everything_works_by_keyboard(tab: Tab, fake: Fake) -> None:
     press, tip = tab.page.keyboard.press, tab.page.locator("#tip")
     assert tab.focused("#prompt")
     tab.page.keyboard.type("Why is the sky blue?")

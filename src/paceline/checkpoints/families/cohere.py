@@ -45,11 +45,17 @@ def _read2(meta: Metadata, config: Config) -> Config:
 
 _NAMES = {**LAYER, **QK_NORMS}
 _DEFAULTS: dict[str, Any] = {
-    **{"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "use_qk_norm": False, "model_max_length": None},
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 0.0625,
+    "use_qk_norm": False,
+    "model_max_length": None,
     "tie_word_embeddings": True,
 }
 _KEYS = {
-    **{"layer_norm_eps": EPS, "logit_scale": FACTOR, "use_qk_norm": FLAG | NULL, "model_max_length": TOKENS | NULL},
+    "layer_norm_eps": EPS,
+    "logit_scale": FACTOR,
+    "use_qk_norm": FLAG | NULL,
+    "model_max_length": TOKENS | NULL,
     "sliding_window_pattern": whole(1),
 }
 

@@ -40,38 +40,74 @@ BIAS = {"exp_probs_b.bias": "mlp.expert_bias"}
 GROUPED_KEYS: dict[str, FieldKind] = {
     **each(EXPERT_COUNT | NULL, "num_experts_per_tok", "n_group", "topk_group"),
     **each(whole(0, EXPERTS) | NULL, "n_routed_experts", "n_shared_experts"),
-    **{"moe_intermediate_size": ROWS, "first_k_dense_replace": whole(0, LAYERS) | NULL, "moe_layer_freq": whole(1)},
-    **{"routed_scaling_factor": FACTOR, "norm_topk_prob": FLAG | NULL},
-    **{"scoring_func": TEXT, "topk_method": TEXT, "mlp_layer_types": listed(TEXT) | NULL},
+    "moe_intermediate_size": ROWS,
+    "first_k_dense_replace": whole(0, LAYERS) | NULL,
+    "moe_layer_freq": whole(1),
+    "routed_scaling_factor": FACTOR,
+    "norm_topk_prob": FLAG | NULL,
+    "scoring_func": TEXT,
+    "topk_method": TEXT,
+    "mlp_layer_types": listed(TEXT) | NULL,
 }
 """Keys of experts in groups."""
 _KEYS = {
     **GROUPED_KEYS,
     **each(whole(1, 2**16), "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"),
     "qk_rope_head_dim": whole(2, 2**16),
-    **{"q_lora_rank": whole(0, 2**16) | NULL, "rope_interleave": FLAG | NULL},
+    "q_lora_rank": whole(0, 2**16) | NULL,
+    "rope_interleave": FLAG | NULL,
 }
 _COMMON: dict[str, Any] = {
-    **{"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
-    **{"rope_interleave": True, "moe_layer_freq": 1, "mlp_layer_types": None},
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "rope_interleave": True,
+    "moe_layer_freq": 1,
+    "mlp_layer_types": None,
 }
 _V2: dict[str, Any] = {
     **_COMMON,
-    **{"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": None, "moe_intermediate_size": 1407},
-    **{"first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.0},
-    **{"n_group": None, "topk_group": None, "topk_method": "greedy", "scoring_func": "softmax"},
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": None,
+    "moe_intermediate_size": 1407,
+    "first_k_dense_replace": 0,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "n_group": None,
+    "topk_group": None,
+    "topk_method": "greedy",
+    "scoring_func": "softmax",
 }
 _V3: dict[str, Any] = {
     **_COMMON,
-    **{"n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 2048},
-    **{"first_k_dense_replace": 3, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
-    **{"n_group": 8, "topk_group": 4, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
 }
 _FLASH: dict[str, Any] = {
     **_V3,
-    **{"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "n_routed_experts": 64},
-    **{"num_experts_per_tok": 4, "moe_intermediate_size": 1536, "first_k_dense_replace": 1},
-    **{"routed_scaling_factor": 1.8, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5},
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1536,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.8,
+    "n_group": 1,
+    "topk_group": 1,
+    "rms_norm_eps": 1e-5,
 }
 
 
@@ -215,7 +251,9 @@ def read_gguf_experts(meta: Metadata) -> Config:
 _GGUF = GGUFLayout(
     "deepseek2",
     {
-        **{**LAYER, "ffn_gate_inp": "mlp.gate", "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa"},
+        **LAYER,
+        "ffn_gate_inp": "mlp.gate",
+        "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
         **{f"attn_{part}": f"self_attn.{part}_proj" for part in ("q_a", "q_b", "kv_b", "k_b", "v_b")},
         **{f"attn_{part}_a_norm": f"self_attn.{part}_a_layernorm" for part in ("q", "kv")},
         **shared_expert_named("mlp.shared_experts"),
@@ -233,9 +271,18 @@ _GGUF = GGUFLayout(
     own_sizes=True,
 )
 _TINY: dict[str, Any] = {
-    **{"kv_lora_rank": 20, "q_lora_rank": 28, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
-    **{"num_key_value_heads": 6, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3},
-    **{"moe_intermediate_size": 24, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7},
+    "kv_lora_rank": 20,
+    "q_lora_rank": 28,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "num_key_value_heads": 6,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
 }
 _GROUPS = {"n_group": 4, "topk_group": 2}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "rope_theta": 10000.0}
@@ -253,7 +300,10 @@ FAMILIES = (
         goldens={
             "deepseek v2": {**_TINY, "topk_method": "greedy"},
             "deepseek v2, no query latent, groups, stretched": {
-                **{**_TINY, **_GROUPS, "q_lora_rank": None, "topk_method": "group_limited_greedy"},
+                **_TINY,
+                **_GROUPS,
+                "q_lora_rank": None,
+                "topk_method": "group_limited_greedy",
                 "rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
             },
         },
@@ -265,7 +315,11 @@ FAMILIES = (
         goldens={
             "deepseek v3": {**_TINY, **_GROUPS, "attention_bias": True},
             "deepseek v3, halves, stretched": {
-                **{**_TINY, **_GROUPS, "rope_interleave": False, "norm_topk_prob": False, "q_lora_rank": None},
+                **_TINY,
+                **_GROUPS,
+                "rope_interleave": False,
+                "norm_topk_prob": False,
+                "q_lora_rank": None,
                 "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.3},
             },
         },

@@ -38,12 +38,19 @@ _FACTORS = (
 _DEFAULTS: dict[str, Any] = {
     **PREFIXED,
     **dict.fromkeys(_FACTORS, 1.0),
-    **{"mlp_multipliers": None, "ssm_multipliers": None, "mamba_d_ssm": 1024, "mamba_norm_before_gate": True},
+    "mlp_multipliers": None,
+    "ssm_multipliers": None,
+    "mamba_d_ssm": 1024,
+    "mamba_norm_before_gate": True,
     "rms_norm_eps": 1e-5,
 }
 _KEYS = {
-    **{**PREFIXED_KEYS, **dict.fromkeys(_FACTORS, FACTOR), "mamba_d_ssm": ROWS | NULL, "mamba_norm_before_gate": FLAG},
-    **{"mlp_multipliers": sized(FACTOR, 2) | NULL, "ssm_multipliers": sized(FACTOR, 5) | NULL},
+    **PREFIXED_KEYS,
+    **dict.fromkeys(_FACTORS, FACTOR),
+    "mamba_d_ssm": ROWS | NULL,
+    "mamba_norm_before_gate": FLAG,
+    "mlp_multipliers": sized(FACTOR, 2) | NULL,
+    "ssm_multipliers": sized(FACTOR, 5) | NULL,
 }
 
 
@@ -117,9 +124,15 @@ def _read(meta: Metadata, config: Config) -> Config:
 
 _TINY = {**TINY_STATE, "mamba_d_ssm": 96, "mamba_proj_bias": True, "projectors_bias": True}
 _TINY_FACTORS = {
-    **{"embedding_multiplier": 2.0, "lm_head_multiplier": 0.4, "key_multiplier": 0.7, "attention_in_multiplier": 1.3},
-    **{"attention_out_multiplier": 0.6, "ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.8},
-    **{"mlp_multipliers": [0.9, 1.4], "ssm_multipliers": [0.5, 1.5, 0.7, 1.3, 1.1]},
+    "embedding_multiplier": 2.0,
+    "lm_head_multiplier": 0.4,
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.6,
+    "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.8,
+    "mlp_multipliers": [0.9, 1.4],
+    "ssm_multipliers": [0.5, 1.5, 0.7, 1.3, 1.1],
 }
 
 FAMILIES = (
@@ -144,7 +157,10 @@ FAMILIES = (
             "falcon-h1": {**_TINY, **_TINY_FACTORS},
             "falcon-h1, normed": {**_TINY, "mamba_rms_norm": True, "attention_bias": True},
             "falcon-h1, normed after its gate": {
-                **{**_TINY, **_TINY_FACTORS, "mamba_rms_norm": True, "mamba_norm_before_gate": False}
+                **_TINY,
+                **_TINY_FACTORS,
+                "mamba_rms_norm": True,
+                "mamba_norm_before_gate": False,
             },
         },
     ),

@@ -91,8 +91,13 @@ _KEYS = {
     "sliding_window_pattern": whole(1),
 }
 _DEFAULTS = {
-    **{"hidden_activation": "gelu_pytorch_tanh", "head_dim": 256, "query_pre_attn_scalar": 256},
-    **{"sliding_window": 4096, "layer_types": None, "final_logit_softcapping": None, "tie_word_embeddings": True},
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "layer_types": None,
+    "final_logit_softcapping": None,
+    "tie_word_embeddings": True,
 }
 _TINY = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 16}
 
@@ -113,9 +118,7 @@ FAMILIES = (
         _gemma2,
         gguf=(GGUFLayout("gemma2", {**LAYER, **POST_NORMS}, shifted=True, read=_read2),),
         goldens={
-            "gemma2": {
-                **{**_TINY, "num_hidden_layers": 2, "final_logit_softcapping": 5.0, "attn_logit_softcapping": 4.0}
-            }
+            "gemma2": {**_TINY, "num_hidden_layers": 2, "final_logit_softcapping": 5.0, "attn_logit_softcapping": 4.0}
         },
     ),
     Family(
@@ -129,7 +132,8 @@ FAMILIES = (
         goldens={
             "gemma3": {**_TINY, "layer_types": [SLIDING, FULL] * 2},
             "gemma3, stretched": {
-                **{**_TINY, "layer_types": [SLIDING] * 3 + [FULL]},
+                **_TINY,
+                "layer_types": [SLIDING] * 3 + [FULL],
                 "rope_parameters": {
                     FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
                     SLIDING: {"rope_type": "default", "rope_theta": 10000.0},

@@ -21,7 +21,9 @@ def _neox(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 def _read(meta: Metadata, config: Config) -> Config:
     return {
-        **{"layer_norm_eps": config["rms_norm_eps"], "hidden_act": "gelu", "rotary_emb_base": config["rope_theta"]},
+        "layer_norm_eps": config["rms_norm_eps"],
+        "hidden_act": "gelu",
+        "rotary_emb_base": config["rope_theta"],
         "use_parallel_residual": meta["use_parallel_residual"],
         **rotated_share(meta, config),
     }
@@ -32,15 +34,23 @@ FAMILIES = (
         "gpt_neox",
         "GPT-NeoX, Pythia",
         {
-            **{"layer_norm_eps": 1e-5, "hidden_act": "gelu", "use_parallel_residual": True},
-            **{"rotary_pct": 0.25, "rotary_emb_base": 10000, "partial_rotary_factor": None},
+            "layer_norm_eps": 1e-5,
+            "hidden_act": "gelu",
+            "use_parallel_residual": True,
+            "rotary_pct": 0.25,
+            "rotary_emb_base": 10000,
+            "partial_rotary_factor": None,
         },
         {"layer_norm_eps": EPS, "use_parallel_residual": FLAG | NULL, "rotary_pct": SHARE, "rotary_emb_base": BASE},
         _neox,
         names={
-            **{"gpt_neox.": "model.", "embed_out.": "lm_head.", "model.embed_in.": "model.embed_tokens."},
-            **{"model.final_layer_norm.": "model.norm.", ".attention.": ".self_attn."},
-            **{".self_attn.dense.": ".self_attn.o_proj.", ".dense_h_to_4h.": ".up_proj."},
+            "gpt_neox.": "model.",
+            "embed_out.": "lm_head.",
+            "model.embed_in.": "model.embed_tokens.",
+            "model.final_layer_norm.": "model.norm.",
+            ".attention.": ".self_attn.",
+            ".self_attn.dense.": ".self_attn.o_proj.",
+            ".dense_h_to_4h.": ".up_proj.",
             ".dense_4h_to_h.": ".down_proj.",
         },
         gguf=(

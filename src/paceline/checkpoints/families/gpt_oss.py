@@ -42,7 +42,9 @@ def _read(meta: Metadata, config: Config) -> Config:
 _GGUF = GGUFLayout(
     "gpt-oss",
     {
-        **{**LAYER, "post_attention_norm": "post_attention_layernorm", "attn_sinks": "self_attn.sinks"},
+        **LAYER,
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_sinks": "self_attn.sinks",
         "ffn_gate_inp": "mlp.router",
     },
     experts_named("mlp.experts"),
@@ -55,10 +57,20 @@ FAMILIES = (
         "gpt_oss",
         "gpt-oss",
         {
-            **{"head_dim": 64, "sliding_window": 128, "layer_types": None, "num_experts_per_tok": 4},
-            **{"rms_norm_eps": 1e-5, "rope_theta": 150000.0, "swiglu_alpha": SLOPE, "swiglu_limit": LIMIT},
+            "head_dim": 64,
+            "sliding_window": 128,
+            "layer_types": None,
+            "num_experts_per_tok": 4,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "swiglu_alpha": SLOPE,
+            "swiglu_limit": LIMIT,
             "rope_scaling": {
-                **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
                 "original_max_position_embeddings": 4096,
             },
         },
@@ -70,7 +82,9 @@ FAMILIES = (
         goldens={
             "gpt-oss": {**_TINY, "sliding_window": 18},
             "gpt-oss, other layers slide": {
-                **{**_TINY, "sliding_window": 21, "layer_types": ["full_attention"] * 3 + ["sliding_attention"]}
+                **_TINY,
+                "sliding_window": 21,
+                "layer_types": ["full_attention"] * 3 + ["sliding_attention"],
             },
         },
     ),

@@ -42,8 +42,11 @@ FAMILIES = (
         gguf=(GGUFLayout("granite", interleaved=True, read=read_factors),),
         goldens={
             "granite": {
-                **{"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4},
-                **{"logits_scaling": 2.5, "attention_bias": True},
+                "embedding_multiplier": 3.0,
+                "attention_multiplier": 0.2,
+                "residual_multiplier": 0.4,
+                "logits_scaling": 2.5,
+                "attention_bias": True,
             }
         },
     ),

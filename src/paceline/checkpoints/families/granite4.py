@@ -52,7 +52,8 @@ def _read(meta: Metadata, config: Config) -> Config:
     """Read states and factors. Layers without key heads have no attention."""
     attends = each_layer(meta, config, "attention.head_count_kv")
     return {
-        **{**read_state(meta), **read_factors(meta, config)},
+        **read_state(meta),
+        **read_factors(meta, config),
         "layer_types": ["attention" if one else "mamba" for one in attends],
         "num_local_experts": meta.get("expert_count", 0),
         "num_experts_per_tok": meta.get("expert_used_count"),
@@ -62,9 +63,14 @@ def _read(meta: Metadata, config: Config) -> Config:
 
 
 _TINY = {
-    **{**TINY_STATE, "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"]},
-    **{"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 2.5},
-    **{"shared_intermediate_size": 56, "num_local_experts": 0},
+    **TINY_STATE,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 2.5,
+    "shared_intermediate_size": 56,
+    "num_local_experts": 0,
 }
 
 FAMILIES = (
@@ -72,11 +78,19 @@ FAMILIES = (
         "granitemoehybrid",
         "Granite 4",
         {
-            **{**PREFIXED, **DEFAULTS, "layer_types": None, "position_embedding_type": None},
-            **{"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024},
+            **PREFIXED,
+            **DEFAULTS,
+            "layer_types": None,
+            "position_embedding_type": None,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 1024,
         },
         {
-            **{**PREFIXED_KEYS, **KEYS, "num_local_experts": whole(0, EXPERTS), "num_experts_per_tok": EXPERT_COUNT},
+            **PREFIXED_KEYS,
+            **KEYS,
+            "num_local_experts": whole(0, EXPERTS),
+            "num_experts_per_tok": EXPERT_COUNT,
             "shared_intermediate_size": ROWS,
         },
         _granite4,
@@ -100,10 +114,15 @@ FAMILIES = (
         goldens={
             "granite 4": _TINY,
             "granite 4, experts, positions": {
-                **{**_TINY, "num_local_experts": 6, "num_experts_per_tok": 3, "position_embedding_type": "rope"}
+                **_TINY,
+                "num_local_experts": 6,
+                "num_experts_per_tok": 3,
+                "position_embedding_type": "rope",
             },
             "granite 4, attention alone": {
-                **{**_TINY, "layer_types": ["full_attention"] * 4, "position_embedding_type": "rope"}
+                **_TINY,
+                "layer_types": ["full_attention"] * 4,
+                "position_embedding_type": "rope",
             },
         },
     ),

@@ -35,7 +35,8 @@ FAMILIES = (
         goldens={
             "hunyuan": {"head_dim": 16, "attention_bias": True},
             "hunyuan, stretched": {
-                **{"head_dim": 8, "tie_word_embeddings": True},
+                "head_dim": 8,
+                "tie_word_embeddings": True,
                 "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 10000.0},
             },
         },

@@ -79,7 +79,9 @@ def _read_moe(meta: Metadata, config: Config) -> Config:
 _GGUF = GGUFLayout(
     "lfm2",
     {
-        **{**LAYER, **QK_NORMS, "ffn_gate_inp": "mlp.gate"},
+        **LAYER,
+        **QK_NORMS,
+        "ffn_gate_inp": "mlp.gate",
         **{f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")},
     },
     experts_named("mlp.experts", _EXPERT),
@@ -90,23 +92,43 @@ _GGUF = GGUFLayout(
     uneven=True,
 )
 _NAMES = {
-    **{"model.embedding_norm.": "model.norm.", ".operator_norm.": ".input_layernorm."},
-    **{".ffn_norm.": ".post_attention_layernorm.", ".self_attn.out_proj.": ".self_attn.o_proj."},
-    **{".q_layernorm.": ".q_norm.", ".k_layernorm.": ".k_norm.", ".feed_forward.w1.": ".mlp.gate_proj."},
-    **{".feed_forward.w3.": ".mlp.up_proj.", ".feed_forward.w2.": ".mlp.down_proj.", ".feed_forward.": ".mlp."},
+    "model.embedding_norm.": "model.norm.",
+    ".operator_norm.": ".input_layernorm.",
+    ".ffn_norm.": ".post_attention_layernorm.",
+    ".self_attn.out_proj.": ".self_attn.o_proj.",
+    ".q_layernorm.": ".q_norm.",
+    ".k_layernorm.": ".k_norm.",
+    ".feed_forward.w1.": ".mlp.gate_proj.",
+    ".feed_forward.w3.": ".mlp.up_proj.",
+    ".feed_forward.w2.": ".mlp.down_proj.",
+    ".feed_forward.": ".mlp.",
 }
 _DEFAULTS: dict[str, Any] = {
-    **{"layer_types": None, "full_attn_idxs": None, "intermediate_size": 12288, "norm_eps": 1e-5, "conv_L_cache": 3},
-    **{"block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256},
-    **{"rope_theta": 1000000.0, "tie_word_embeddings": True},
+    "layer_types": None,
+    "full_attn_idxs": None,
+    "intermediate_size": 12288,
+    "norm_eps": 1e-5,
+    "conv_L_cache": 3,
+    "block_auto_adjust_ff_dim": True,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_multiple_of": 256,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
 }
 _KEYS: dict[str, FieldKind] = {
-    **{"norm_eps": EPS, "conv_L_cache": whole(1, 64), "full_attn_idxs": listed(whole()) | NULL},
-    **{"block_ff_dim": ROWS | NULL, "block_auto_adjust_ff_dim": FLAG, "block_multiple_of": whole(1, MOST_ROWS)},
+    "norm_eps": EPS,
+    "conv_L_cache": whole(1, 64),
+    "full_attn_idxs": listed(whole()) | NULL,
+    "block_ff_dim": ROWS | NULL,
+    "block_auto_adjust_ff_dim": FLAG,
+    "block_multiple_of": whole(1, MOST_ROWS),
     "block_ffn_dim_multiplier": number(0, 1e3) | NULL,
 }
 _TINY = {
-    **{"num_attention_heads": 4, "head_dim": 12, "full_attn_idxs": [1], "block_multiple_of": 16},
+    "num_attention_heads": 4,
+    "head_dim": 12,
+    "full_attn_idxs": [1],
+    "block_multiple_of": 16,
     "layer_types": ["conv", "full_attention", "conv", "conv"],
 }
 
@@ -123,7 +145,8 @@ FAMILIES = (
             "lfm2": _TINY,
             "lfm2 with biases, own width": {
                 **{key: value for key, value in _TINY.items() if key != "layer_types"},
-                **{"conv_bias": True, "block_auto_adjust_ff_dim": False},
+                "conv_bias": True,
+                "block_auto_adjust_ff_dim": False,
             },
         },
     ),
@@ -131,9 +154,15 @@ FAMILIES = (
         "lfm2_moe",
         "LFM2, experts",
         {
-            **{**_DEFAULTS, "num_dense_layers": 2, "num_experts": 32, "num_experts_per_tok": 4},
-            **{"moe_intermediate_size": 1792, "routed_scaling_factor": 1.0, "norm_topk_prob": True},
-            **{"intermediate_size": 7168, "block_auto_adjust_ff_dim": False},
+            **_DEFAULTS,
+            "num_dense_layers": 2,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1792,
+            "routed_scaling_factor": 1.0,
+            "norm_topk_prob": True,
+            "intermediate_size": 7168,
+            "block_auto_adjust_ff_dim": False,
         },
         {**_KEYS, **MIXTURE_KEYS, "num_dense_layers": whole(0, LAYERS), "routed_scaling_factor": FACTOR},
         _lfm2_moe,
@@ -141,7 +170,10 @@ FAMILIES = (
         gguf=(replace(_GGUF, architecture="lfm2moe", read=_read_moe),),
         goldens={
             "lfm2 moe": {
-                **{**_TINY, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+                **_TINY,
+                "num_experts": 6,
+                "num_experts_per_tok": 3,
+                "moe_intermediate_size": 24,
                 "num_dense_layers": 1,
             }
         },

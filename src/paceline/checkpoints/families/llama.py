@@ -25,13 +25,21 @@ _GGUF = GGUFLayout(
     read=_read,
 )
 _LLAMA3 = {
-    **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    **{"original_max_position_embeddings": 64, "rope_theta": 500000.0},
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 500000.0,
 }
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "rope_theta": 10000.0}
 _LONGROPE = {
-    **{"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.6], "long_factor": [1.0, 2.0, 5.0, 12.0]},
-    **{"factor": 3.0, "original_max_position_embeddings": 40, "rope_theta": 5e3},
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 1.6],
+    "long_factor": [1.0, 2.0, 5.0, 12.0],
+    "factor": 3.0,
+    "original_max_position_embeddings": 40,
+    "rope_theta": 5e3,
 }
 _GOLDENS: dict[str, Raw] = {
     "llama tied": {"tie_word_embeddings": True},

@@ -29,23 +29,37 @@ BAMBA_NAMES = {
     ".feed_forward.": ".mlp.",
 }
 MAMBA_LAYER = {
-    **{**LAYER, "ssm_in": "mamba.in_proj", "ssm_conv1d": "mamba.conv1d"},
-    **{"ssm_norm": "mamba.norm", "ssm_out": "mamba.out_proj"},
+    **LAYER,
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
 }
 MAMBA_WHOLE = {"ssm_a": "mamba.A_log", "ssm_d": "mamba.D", "ssm_dt.bias": "mamba.dt_bias"}
 PREFIXED: dict[str, Any] = {
-    **{"mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4},
+    "mamba_n_heads": 128,
+    "mamba_d_head": "auto",
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
     "mamba_expand": 2,
 }
 """Defaults of the sizes of states, as Bamba's configs name them."""
 PREFIXED_KEYS: dict[str, FieldKind] = {
     **each(HEAD_COUNT, "mamba_n_heads", "mamba_n_groups"),
-    **{"mamba_d_state": whole(1, 4096), "mamba_d_conv": whole(1, 64), "mamba_expand": whole(1, 64)},
+    "mamba_d_state": whole(1, 4096),
+    "mamba_d_conv": whole(1, 64),
+    "mamba_expand": whole(1, 64),
     "mamba_d_head": whole(1, 4096) | FieldKind('"auto"', lambda value: value == "auto", '"auto"'),
 }
 TINY_STATE = {
-    **{"num_attention_heads": 4, "head_dim": 16, "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2},
-    **{"mamba_d_state": 8, "mamba_d_conv": 4},
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "mamba_n_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_d_conv": 4,
 }
 _LIMITS = (None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
 
@@ -109,8 +123,12 @@ def _bamba(raw: Raw, base: ModelConfig) -> ModelConfig:
 def _read(meta: Metadata, config: Config) -> Config:
     sizes = read_state(meta, "")
     return {
-        **{"num_heads": sizes["n_heads"], "head_dim": sizes["d_head"], "intermediate_size": 1},
-        **{"n_groups": sizes["n_groups"], "state_size": sizes["d_state"], "conv_kernel": sizes["d_conv"]},
+        "num_heads": sizes["n_heads"],
+        "head_dim": sizes["d_head"],
+        "intermediate_size": 1,
+        "n_groups": sizes["n_groups"],
+        "state_size": sizes["d_state"],
+        "conv_kernel": sizes["d_conv"],
         "layer_norm_epsilon": config["rms_norm_eps"],
     }
 
@@ -120,15 +138,22 @@ FAMILIES = (
         "mamba2",
         "Mamba 2, Codestral Mamba",
         {
-            **{"n_groups": 8, "num_heads": 128, "head_dim": 64, "state_size": 128, "conv_kernel": 4},
-            **{"layer_norm_epsilon": 1e-5, "max_position_embeddings": 2**20},
+            "n_groups": 8,
+            "num_heads": 128,
+            "head_dim": 64,
+            "state_size": 128,
+            "conv_kernel": 4,
+            "layer_norm_epsilon": 1e-5,
+            "max_position_embeddings": 2**20,
             # No layer has attention or an MLP.
-            **{"num_attention_heads": 1, "intermediate_size": 1},
+            "num_attention_heads": 1,
+            "intermediate_size": 1,
         },
         {
             **each(HEAD_COUNT, "num_heads", "n_groups"),
             **each(whole(1, 4096), "head_dim", "state_size"),
-            **{"conv_kernel": whole(1, 64), "layer_norm_epsilon": EPS},
+            "conv_kernel": whole(1, 64),
+            "layer_norm_epsilon": EPS,
         },
         _mamba2,
         names=MIXER_NAMES,
@@ -136,8 +161,13 @@ FAMILIES = (
         goldens={
             "mamba-2": {"num_attention_heads": 4, "num_heads": 6, "head_dim": 16, "state_size": 8, "n_groups": 2},
             "mamba-2 with biases, one group": {
-                **{"num_attention_heads": 4, "num_heads": 3, "head_dim": 32, "state_size": 5, "n_groups": 1},
-                **{"use_bias": True, "use_conv_bias": False},
+                "num_attention_heads": 4,
+                "num_heads": 3,
+                "head_dim": 32,
+                "state_size": 5,
+                "n_groups": 1,
+                "use_bias": True,
+                "use_conv_bias": False,
             },
         },
     ),

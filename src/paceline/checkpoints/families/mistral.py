@@ -33,7 +33,9 @@ FAMILIES = (
         refine=windows_by_type,
         goldens={
             "ministral, sliding": {
-                **{"head_dim": 8, "sliding_window": 19, "layer_types": ["sliding_attention", "full_attention"] * 2},
+                "head_dim": 8,
+                "sliding_window": 19,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
                 "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
             }
         },
@@ -42,7 +44,10 @@ FAMILIES = (
         "mixtral",
         "Mixtral",
         {
-            **{"sliding_window": None, "num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1000000.0},
+            "sliding_window": None,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "rope_theta": 1000000.0,
             "rms_norm_eps": 1e-5,
         },
         MIXTURE_KEYS,

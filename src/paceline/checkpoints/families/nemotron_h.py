@@ -78,8 +78,11 @@ def _read(meta: Metadata, config: Config, feeds: str = "mlp") -> Config:
     pairs = (each_layer(meta, config, key) for key in ("attention.head_count_kv", "feed_forward_length"))
     sizes = read_state(meta, "")
     return {
-        **{"mamba_num_heads": sizes["n_heads"], "mamba_head_dim": sizes["d_head"], "n_groups": sizes["n_groups"]},
-        **{"ssm_state_size": sizes["d_state"], "conv_kernel": sizes["d_conv"]},
+        "mamba_num_heads": sizes["n_heads"],
+        "mamba_head_dim": sizes["d_head"],
+        "n_groups": sizes["n_groups"],
+        "ssm_state_size": sizes["d_state"],
+        "conv_kernel": sizes["d_conv"],
         "layers_block_type": [
             "attention" if kv else feeds if width else "mamba" for kv, width in zip(*pairs, strict=True)
         ],
@@ -106,9 +109,18 @@ _GGUF = GGUFLayout(
     uneven=True,
 )
 _TINY = {
-    **{"num_attention_heads": 4, "head_dim": 16, "mamba_num_heads": 6, "mamba_head_dim": 16, "n_groups": 2},
-    **{"ssm_state_size": 8, "mlp_hidden_act": "relu2", "n_routed_experts": 6, "num_experts_per_tok": 3},
-    **{"moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 32, "routed_scaling_factor": 1.7},
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 8,
+    "mlp_hidden_act": "relu2",
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 32,
+    "routed_scaling_factor": 1.7,
 }
 
 FAMILIES = (
@@ -116,31 +128,54 @@ FAMILIES = (
         "nemotron_h",
         "Nemotron-H, Nemotron 2 and 3 Nano",
         {
-            **{"n_groups": 8, "mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128, "conv_kernel": 4},
-            **{"layers_block_type": None, "hybrid_override_pattern": None, "layer_norm_epsilon": 1e-5},
-            **{"mamba_hidden_act": "silu", "mlp_hidden_act": "relu2", "moe_latent_size": None, "n_group": 1},
-            **{"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 7688},
-            **{"norm_topk_prob": True, "routed_scaling_factor": 1.0, "n_shared_experts": 1},
-            **{"moe_shared_expert_intermediate_size": 7688, "head_dim": 128},
+            "n_groups": 8,
+            "mamba_num_heads": 128,
+            "mamba_head_dim": 64,
+            "ssm_state_size": 128,
+            "conv_kernel": 4,
+            "layers_block_type": None,
+            "hybrid_override_pattern": None,
+            "layer_norm_epsilon": 1e-5,
+            "mamba_hidden_act": "silu",
+            "mlp_hidden_act": "relu2",
+            "moe_latent_size": None,
+            "n_group": 1,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 7688,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "n_shared_experts": 1,
+            "moe_shared_expert_intermediate_size": 7688,
+            "head_dim": 128,
         },
         {
             **each(HEAD_COUNT, "n_groups", "mamba_num_heads"),
             **each(whole(1, 4096), "head_dim", "ssm_state_size", "mamba_head_dim"),
-            **{"conv_kernel": whole(1, 64), "layer_norm_epsilon": EPS, "layers_block_type": listed(TEXT) | NULL},
-            **{"hybrid_override_pattern": TEXT | NULL, "n_routed_experts": whole(0, EXPERTS)},
+            "conv_kernel": whole(1, 64),
+            "layer_norm_epsilon": EPS,
+            "layers_block_type": listed(TEXT) | NULL,
+            "hybrid_override_pattern": TEXT | NULL,
+            "n_routed_experts": whole(0, EXPERTS),
             **each(EXPERT_COUNT, "num_experts_per_tok", "n_shared_experts", "n_group"),
             **each(ROWS, "moe_intermediate_size", "moe_shared_expert_intermediate_size"),
-            **{"moe_latent_size": ROWS | NULL, "norm_topk_prob": FLAG, "routed_scaling_factor": FACTOR},
+            "moe_latent_size": ROWS | NULL,
+            "norm_topk_prob": FLAG,
+            "routed_scaling_factor": FACTOR,
         },
         _nemotron_h,
         names=MIXER_NAMES,
         gguf=(_GGUF, replace(_GGUF, architecture="nemotron_h_moe", read=partial(_read, feeds="moe"))),
         goldens={
             "nemotron-h": {
-                **{**_TINY, "num_hidden_layers": 5, "layers_block_type": ["mamba", "mlp", "attention", "mlp", "mamba"]}
+                **_TINY,
+                "num_hidden_layers": 5,
+                "layers_block_type": ["mamba", "mlp", "attention", "mlp", "mamba"],
             },
             "nemotron-h, experts": {
-                **{**_TINY, "num_hidden_layers": 5, "layers_block_type": ["mamba", "moe", "attention", "moe", "mamba"]}
+                **_TINY,
+                "num_hidden_layers": 5,
+                "layers_block_type": ["mamba", "moe", "attention", "moe", "mamba"],
             },
         },
     ),

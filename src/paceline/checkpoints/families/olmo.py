@@ -88,7 +88,8 @@ FAMILIES = (
         goldens={
             "olmo3, sliding": {"sliding_window": 18},
             "olmo3, sliding, stretched": {
-                **{"sliding_window": 18, "layer_types": ["sliding_attention", "full_attention"] * 2},
+                "sliding_window": 18,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
                 "rope_parameters": {
                     "full_attention": _YARN,
                     "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},

@@ -25,7 +25,9 @@ FAMILIES = (
         "phi3",
         "Phi-3, Phi-4, Phi-4-mini",
         {
-            **{"sliding_window": None, "partial_rotary_factor": None, "original_max_position_embeddings": 4096},
+            "sliding_window": None,
+            "partial_rotary_factor": None,
+            "original_max_position_embeddings": 4096,
             "rms_norm_eps": 1e-5,
         },
         refine=windows_everywhere,
@@ -41,8 +43,11 @@ FAMILIES = (
         goldens={
             "phi3, sliding": {"sliding_window": 17},
             "phi3, partial, short factors": {
-                **{"head_dim": 12, "num_attention_heads": 4, "partial_rotary_factor": 0.7},
-                **{"rope_parameters": _LONGROPE, "original_max_position_embeddings": 1800},
+                "head_dim": 12,
+                "num_attention_heads": 4,
+                "partial_rotary_factor": 0.7,
+                "rope_parameters": _LONGROPE,
+                "original_max_position_embeddings": 1800,
             },
             "phi3, long factors": {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 30},
         },

@@ -100,7 +100,10 @@ FAMILIES = (
         goldens={
             "qwen3": {"head_dim": 16},
             "qwen3 with biases, sliding upper layers": {
-                **{"head_dim": 8, "attention_bias": True, "max_window_layers": 2, **_SLIDING}
+                "head_dim": 8,
+                "attention_bias": True,
+                "max_window_layers": 2,
+                **_SLIDING,
             },
         },
     ),
@@ -108,8 +111,12 @@ FAMILIES = (
         "qwen3_moe",
         "Qwen3, experts",
         {
-            **{"use_sliding_window": False, "sliding_window": 4096, "num_experts_per_tok": 8},
-            **{"moe_intermediate_size": 768, "norm_topk_prob": False, "decoder_sparse_step": 1},
+            "use_sliding_window": False,
+            "sliding_window": 4096,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
         },
         {**MIXTURE_KEYS, **_SLIDES},
         _qwen3_moe,

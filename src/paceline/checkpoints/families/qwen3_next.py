@@ -90,11 +90,17 @@ def _read_tiled(meta: Metadata, config: Config) -> Config:
 _NEXT = GGUFLayout(
     "qwen3next",
     {
-        **{**LAYER, **QK_NORMS, "post_attention_norm": "post_attention_layernorm"},
-        **{"attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z"},
-        **{"ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj"},
+        **LAYER,
+        **QK_NORMS,
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z",
+        "ssm_conv1d": "linear_attn.conv1d",
+        "ssm_norm": "linear_attn.norm",
+        "ssm_out": "linear_attn.out_proj",
         **{f"ssm_{x}": f"linear_attn.in_proj_{y}" for x, y in (("ba", "ba"), ("beta", "b"), ("alpha", "a"))},
-        **{"ffn_gate_inp": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
+        "ffn_gate_inp": "mlp.gate",
+        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
         **shared_expert_named("mlp.shared_expert"),
     },
     experts_named("mlp.experts"),
@@ -104,27 +110,46 @@ _NEXT = GGUFLayout(
     keys={"full_attention_interval": whole(1), "attention.recurrent_layers": listed(FLAG | whole())},
 )
 _DEFAULTS: dict[str, Any] = {
-    **{"head_dim": 256, "layer_types": None, "full_attention_interval": 4, "partial_rotary_factor": 0.25},
-    **{"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128},
-    **{"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "linear_heads_tiled": False},
+    "head_dim": 256,
+    "layer_types": None,
+    "full_attention_interval": 4,
+    "partial_rotary_factor": 0.25,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "linear_heads_tiled": False,
 }
 _EXPERTS: dict[str, Any] = {
-    **{"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": True},
-    **{"shared_expert_intermediate_size": 512, "decoder_sparse_step": 1},
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "shared_expert_intermediate_size": 512,
+    "decoder_sparse_step": 1,
 }
 _KEYS: dict[str, FieldKind] = {
     "full_attention_interval": whole(1),
     **each(HEAD_COUNT, "linear_num_key_heads", "linear_num_value_heads"),
     **each(whole(1, 4096), "linear_key_head_dim", "linear_value_head_dim"),
-    **{"linear_conv_kernel_dim": whole(1, 64), "linear_heads_tiled": FLAG},
+    "linear_conv_kernel_dim": whole(1, 64),
+    "linear_heads_tiled": FLAG,
 }
 _MIXTURE = {**_KEYS, **MIXTURE_KEYS, "shared_expert_intermediate_size": ROWS}
 _TINY: dict[str, Any] = {
-    **{"num_attention_heads": 4, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
-    **{"linear_key_head_dim": 12, "linear_value_head_dim": 8},
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
 }
 _TINY_MIXTURE: dict[str, Any] = {
-    **{**_TINY, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+    **_TINY,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 32,
 }
 _TYPES = [_LINEAR, FULL, _LINEAR, _LINEAR]

@@ -20,8 +20,13 @@ FAMILIES = (
         "smollm3",
         "SmolLM3",
         {
-            **{"use_sliding_window": False, "sliding_window": None, "layer_types": None, "no_rope_layers": None},
-            **{"no_rope_layer_interval": 4, "rope_theta": 2000000.0, "tie_word_embeddings": True},
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "layer_types": None,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+            "rope_theta": 2000000.0,
+            "tie_word_embeddings": True,
         },
         {
             "use_sliding_window": FLAG | NULL,

@@ -34,8 +34,11 @@ FAMILIES = (
         "stablelm",
         "StableLM",
         {
-            **{"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25, "num_key_value_heads": 32},
-            **{"use_parallel_residual": False, "qk_layernorm": False},
+            "layer_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.25,
+            "num_key_value_heads": 32,
+            "use_parallel_residual": False,
+            "qk_layernorm": False,
         },
         {"layer_norm_eps": EPS, "use_parallel_residual": FLAG | NULL, "qk_layernorm": FLAG | NULL},
         _stablelm,

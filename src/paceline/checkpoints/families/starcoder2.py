@@ -20,8 +20,11 @@ FAMILIES = (
         "starcoder2",
         "StarCoder2",
         {
-            **{"norm_epsilon": 1e-5, "hidden_act": "gelu_pytorch_tanh", "sliding_window": None},
-            **{"num_key_value_heads": 2, "tie_word_embeddings": True},
+            "norm_epsilon": 1e-5,
+            "hidden_act": "gelu_pytorch_tanh",
+            "sliding_window": None,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
         },
         {"norm_epsilon": EPS},
         _starcoder2,
@@ -29,9 +32,7 @@ FAMILIES = (
         gguf=(
             GGUFLayout(
                 "starcoder2",
-                read=lambda meta, config: {
-                    **{"norm_epsilon": config["rms_norm_eps"], "hidden_act": "gelu_pytorch_tanh"}
-                },
+                read=lambda meta, config: {"norm_epsilon": config["rms_norm_eps"], "hidden_act": "gelu_pytorch_tanh"},
             ),
         ),
         goldens={"starcoder2": {}, "starcoder2, sliding": {"sliding_window": 21, "use_bias": False}},

@@ -14,6 +14,7 @@ from paceline.server.apis.choices import Choice, ChoicesEncoder
 from paceline.server.apis.custom_tools import text_of
 from paceline.server.apis.openai_chat import (
     AllowedTools,
+    ContentPart,
     Function,
     FunctionName,
     Messages,
@@ -21,7 +22,7 @@ from paceline.server.apis.openai_chat import (
     Tools,
     chat_messages,
 )
-from paceline.server.compat import Lenient, Strict, accepts, ignored, only
+from paceline.server.compat import Strict, accepts, ignored, only
 from paceline.server.errors import WrongParameter
 from paceline.server.fields import MAX_TOOLS, Effort, Length, Schema, Text
 from paceline.server.prepare import Prepared
@@ -31,36 +32,24 @@ from paceline.server.schema import LENGTHS, ReasoningOptions, RequestBody, Think
 from paceline.server.worker import ReplyRound
 
 
-class TextPart(Lenient):
-    type: str
-    text: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _text_only(cls, part: Any) -> Any:
-        if isinstance(part, dict) and part.get("type") == "refusal":  # an assistant's, sent back
-            return {"type": "text", "text": part.get("refusal")}
-        if isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] != "text":
-            raise ValueError(f"type must be 'text', got {part['type']!r:.60}")
-        return part
-
-    @model_validator(mode="after")
-    def _has_text(self) -> TextPart:
-        if self.text is None:
-            raise ValueError("a text part must have a text")
-        return self
-
-
 class PredictedContent(Strict):
     """OpenAI's predicted outputs."""
 
     type: Literal["content"]
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=10_000)]
+    content: Text | Annotated[list[ContentPart], Field(fail_fast=True, max_length=10_000)]
 
     @property
     def text(self) -> str:
         """The whole text."""
-        return self.content if isinstance(self.content, str) else "".join(part.text or "" for part in self.content)
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+    @model_validator(mode="after")
+    def _is_text(self) -> PredictedContent:
+        for i, part in enumerate([] if isinstance(self.content, str) else self.content):
+            if part.type != "text":
+                param = f"prediction.content.{i}"
+                raise WrongParameter(f"{param}: type must be 'text', got {part.type!r:.60}", param)
+        return self
 
 
 @accepts(

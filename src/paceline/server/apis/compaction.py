@@ -1,4 +1,4 @@
-"""/v1/responses/compact: a conversation as one item, with which it goes on. Codex asks for it of OpenAI's provider."""
+"""/v1/responses/compact: a summary item that replaces a conversation. Codex sends it to OpenAI's provider."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.server.api import Api, Encoder, Event
 from paceline.server.apis.response_items import Item, MessageItem, chat_messages_of, listed, packed
 from paceline.server.apis.responses import Responses, ResponsesRequest, usage_of
 from paceline.server.errors import ApiError, bad_request
-from paceline.server.fields import given
+from paceline.server.fields import without_none
 from paceline.server.prepare import Prepared
 from paceline.server.replies import ChatReply
 from paceline.server.request import ChatPrompt, GenerateRequest, reasoning_values
@@ -34,7 +34,7 @@ class Compaction(Api[CompactRequest]):
     path = "/v1/responses/compact"
     body = CompactRequest
     id_prefix = "resp_"
-    about = "Summarise a conversation in an item with which it goes on."
+    about = "Summarise a conversation in an item that replaces it."
     media_type = ""
 
     def __init__(self, responses: Responses) -> None:
@@ -46,7 +46,7 @@ class Compaction(Api[CompactRequest]):
         messages = chat_messages_of(items, body.instructions)
         return GenerateRequest(
             prompt=ChatPrompt(messages=messages, values=reasoning_values("none"), truncated=True),
-            sampling=given(seed=body.seed),
+            sampling=without_none(seed=body.seed),
             share=_SHARE,
             speculation=body.speculation,
         )

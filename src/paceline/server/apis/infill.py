@@ -42,7 +42,7 @@ class InfillRequest(RequestBody):
     response_fields: (
         Annotated[
             list[Annotated[str, Field(max_length=100)]],
-            Field(max_length=100, description="What is sent of the answer, such as content or timings/prompt_n."),
+            Field(max_length=100, description="Parts of the answer to send, such as content or timings/prompt_n."),
         ]
         | None
     ) = None

@@ -12,7 +12,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from paceline.chat.calls import Call
 from paceline.sampling.json_schema import guide
 from paceline.server.api import Api, Encoder, Event
-from paceline.server.compat import Lenient, OtherServers, Strict, accepts, ignored, left_out, only
+from paceline.server.compat import Lenient, OtherServers, Strict, accepts, by_type, ignored, left_out, only
 from paceline.server.errors import ApiError
 from paceline.server.fields import (
     MAX_TOOLS,
@@ -24,7 +24,7 @@ from paceline.server.fields import (
     Schema,
     Stops,
     Text,
-    given,
+    without_none,
 )
 from paceline.server.prepare import Prepared
 from paceline.server.replies import BlockBegun, BlockEnded, BlockEvent, ChatReply, ReplyBlock
@@ -156,13 +156,8 @@ class ServerTool(Lenient):
     type: str
 
 
-def _tool_kind(tool: Any) -> str:
-    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-    return "client" if kind in (None, "custom") else "server"
-
-
 AnthropicTool = Annotated[
-    Annotated[ClientTool, Tag("client")] | Annotated[ServerTool, Tag("server")], Discriminator(_tool_kind)
+    Annotated[ClientTool, Tag("custom")] | Annotated[ServerTool, Tag("other")], by_type("custom", default="custom")
 ]
 
 
@@ -345,7 +340,7 @@ class Messages(Api[MessagesRequest]):
         limit = body.thinking.budget_tokens if body.thinking and body.thinking.type == "enabled" else None
         return GenerateRequest(
             prompt=chat_prompt(body),
-            sampling={**body.sampling, **given(stop=body.stop_sequences)},
+            sampling={**body.sampling, **without_none(stop=body.stop_sequences)},
             constraints={"response_format": ("json_schema", guide(form.schema_))} if form else {},
             max_tokens=body.max_tokens,
             thinking_budget=body.budget(thinking=limit),

@@ -1,4 +1,4 @@
-"""/v1/models, /props and /slots: the models of a server, their settings and their load, read-only.
+"""/v1/models, /props, /slots and /tokenizer_info: the models of a server, their settings and their load, read-only.
 
 Clients of OpenAI and Anthropic read /v1/models; /props and /slots are in the shapes of llama.cpp's server.
 """
@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 import paceline
 from paceline.server.api import dumps
+from paceline.server.apis.tokens import tokenizer_info
 from paceline.server.errors import retry_later
 from paceline.server.models import LoadedModel, ModelSource
 from paceline.server.serving import Service
@@ -106,6 +107,11 @@ class ModelRoutes:
         name = request.query_params.get("model")
         source = self._loader.source(name)
         return await self._service.compute(request, name, partial(properties, source=source))
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """Describe a model's tokenizer as vLLM does. The `remote` backend of lm-eval asks for it first."""
+        name = request.query_params.get("model") or self._loader.names[0]
+        return await self._service.compute(request, name, tokenizer_info)
 
     async def slots(self, request: Request) -> Response:
         """List the slots of a loaded model; 503 if `fail_on_no_slot` is set and all are busy (llama.cpp's API)."""

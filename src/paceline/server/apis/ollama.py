@@ -14,9 +14,19 @@ from paceline.chat.calls import Call
 from paceline.sampling.json_schema import guide
 from paceline.server.api import Api, Encoder, Event, dumps
 from paceline.server.apis.openai_chat import Tools
-from paceline.server.compat import Lenient, Naming, accepts, ignored, left_out, only
+from paceline.server.compat import Lenient, OllamaObject, accepts, ignored, left_out, only
 from paceline.server.errors import ApiError, bad_request
-from paceline.server.fields import WITHOUT_EMPTY, Arguments, CalledName, ModelName, Schema, Stop, Stops, Text, given
+from paceline.server.fields import (
+    WITHOUT_EMPTY,
+    Arguments,
+    CalledName,
+    ModelName,
+    Schema,
+    Stop,
+    Stops,
+    Text,
+    without_none,
+)
 from paceline.server.grammars import ANY_OBJECT
 from paceline.server.prepare import Prepared
 from paceline.server.replies import BlockEnded, ChatReply
@@ -45,7 +55,7 @@ from paceline.server.worker import ReplyRound
     only((0,), "mirostat", "this sampler is not implemented"),
     only((1,), "tfs_z", "this sampler is not implemented"),
 )
-class OllamaOptions(Naming):
+class OllamaOptions(OllamaObject):
     """`options` of a request. Those of the machine have no effect, since the model is loaded already."""
 
     num_predict: Annotated[int, Field(ge=-2, le=2**31, description="0, -1, -2: as many as fit.")] | None = None
@@ -80,7 +90,7 @@ def _lower(role: Any) -> Any:
     return role.lower() if isinstance(role, str) else role
 
 
-class OllamaMessage(Naming):
+class OllamaMessage(OllamaObject):
     """A message of a chat."""
 
     role: Annotated[Literal["system", "user", "assistant", "tool"], BeforeValidator(_lower)]
@@ -88,7 +98,7 @@ class OllamaMessage(Naming):
     images: Annotated[
         int,
         BeforeValidator(lambda images: len(images) if isinstance(images, list) else 0),  # they may be megabytes
-        Field(description="A note stands for those of earlier messages; the last message must have none."),
+        Field(description="A note replaces each image of an earlier message. The last message must have no image."),
     ] = 0
     thinking: Text | None = None
     tool_calls: Annotated[list[OllamaCall], Field(max_length=128)] | None = None
@@ -105,7 +115,7 @@ def _is_zero(value: Any) -> bool:
 
 
 @accepts(ignored("shift", "a full context ends the reply"))
-class OllamaRequest(Naming, Generating, extra="ignore"):
+class OllamaRequest(OllamaObject, Generating, extra="ignore"):
     """Parameters of chats and of single prompts."""
 
     model: ModelName
@@ -139,7 +149,7 @@ class OllamaRequest(Naming, Generating, extra="ignore"):
     def sampling(self) -> dict[str, Any]:
         """Fields of `Sampling` that the request sets."""
         own = self.options or OllamaOptions()
-        found = given(
+        found = without_none(
             temperature=own.temperature,
             top_k=None if own.top_k is None else max(0, own.top_k),
             top_p=own.top_p,
@@ -150,7 +160,7 @@ class OllamaRequest(Naming, Generating, extra="ignore"):
         )
         if own.repeat_last_n == 0:  # penalties of no tokens
             return found
-        penalties = given(
+        penalties = without_none(
             repetition_penalty=own.repeat_penalty,
             presence_penalty=own.presence_penalty,
             frequency_penalty=own.frequency_penalty,

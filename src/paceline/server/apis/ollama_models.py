@@ -21,7 +21,7 @@ from paceline.chat import thinking
 from paceline.checkpoints.model_facts import ModelFacts, facts_of
 from paceline.sampling.parameters import Sampling, recommended
 from paceline.server.api import dumps
-from paceline.server.compat import Naming, accepts, ignored
+from paceline.server.compat import OllamaObject, accepts, ignored
 from paceline.server.errors import ApiError, WrongParameter, api_error
 from paceline.server.fields import ModelName
 from paceline.server.models import LoadedModel, ModelSource
@@ -36,7 +36,7 @@ _NEVER = 1e10
 
 
 @accepts(ignored("verbose options system template", "models are described as they are"))
-class NamedModelRequest(Naming):
+class NamedModelRequest(OllamaObject):
     """Body of /api/show and of the endpoints that change what is stored."""
 
     model: ModelName | None = None
@@ -62,7 +62,7 @@ class PullRequest(NamedModelRequest):
 
 
 _Listed = tuple[ModelSource, Callable[[], ModelFacts], dict[str, Any]]
-"""A model, a function that reads its facts, and what is listed besides."""
+"""A model, a function that reads its facts, and further entries of the list."""
 
 
 class OllamaModels:

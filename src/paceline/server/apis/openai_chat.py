@@ -9,7 +9,7 @@ from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, model_valida
 
 from paceline.chat.calls import Call
 from paceline.server.apis.custom_tools import CustomTool, chat_call, chat_tool
-from paceline.server.compat import Lenient, Strict, accepts, left_out, only
+from paceline.server.compat import Lenient, Strict, accepts, only, part_as_text
 from paceline.server.fields import MAX_TOOLS, ArgumentsText, CalledName, Name, Schema, Text
 from paceline.server.request import ChatMessage, OfferedFunction, refuse_media
 
@@ -25,10 +25,7 @@ class ContentPart(Lenient):
     @model_validator(mode="before")
     @classmethod
     def _as_text(cls, part: Any) -> Any:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind == "refusal":  # an assistant's, sent back
-            return {"type": "text", "text": part.get("refusal")}
-        return part if not isinstance(kind, str) or kind == "text" else {"type": kind, "text": left_out(kind)}
+        return part_as_text(part, ("text",), "text")
 
 
 class CalledFunction(Lenient):

@@ -1,34 +1,27 @@
 """/v1/rerank: ranks documents by their relevance to a query, with a model that was trained for it.
 
 Qwen3-Reranker answers "yes" or "no" to each document; the score is the probability of "yes" among the two. The prompt
-is that of its model card (huggingface.co/Qwen/Qwen3-Reranker-0.6B).
+follows its model card (huggingface.co/Qwen/Qwen3-Reranker-0.6B).
 """
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Annotated, Any, ClassVar
 
-from fastapi import Request
 from pydantic import Field, model_validator
-from starlette.responses import Response
 
 from paceline.llm import LLM
-from paceline.sampling.sampler import not_finite
 from paceline.server.apis.embeddings import EmbeddingUsage
-from paceline.server.compat import Ignored, Lenient, PlainAnswer, Strict
+from paceline.server.compat import Ignored, Lenient, PlainAnswer
 from paceline.server.errors import bad_request
-from paceline.server.fields import ModelName, Text
+from paceline.server.fields import Text
 from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
-from paceline.server.prepare import check_length, reading_job, token_ids
-from paceline.server.preprocessing import after
-from paceline.server.serving import Service
-from paceline.server.worker import ReplyJob, ServerStopping
+from paceline.server.prepare import check_length, check_reading, reading_job, token_ids
+from paceline.server.schema import NamedBody
+from paceline.server.worker import ReplyJob
 from paceline.text.template_text import TemplateText
 from paceline.types import Forward, Want
 
@@ -52,10 +45,9 @@ class RerankDocument(Lenient):
     text: Text
 
 
-class RerankRequest(Strict):
+class RerankRequest(NamedBody):
     """Body of /v1/rerank."""
 
-    model: ModelName | None = None
     query: Text
     documents: Annotated[list[Text | RerankDocument], Field(min_length=1, max_length=MOST_DOCUMENTS, fail_fast=True)]
     top_n: Annotated[int | None, Field(ge=1, description="Results to return; all unless set.")] = None
@@ -129,18 +121,10 @@ class RerankJobs:
     verdicts: Sequence[Verdicts]
     body: RerankRequest = field(repr=False)
 
-    def answer(self, name: str) -> dict[str, Any]:
-        """Return the answer in Jina's and Cohere's format, once all jobs are over.
-
-        Raises:
-            ServerStopping: If the server stopped before.
-            NonFiniteLogits: If a score is not finite.
-        """
+    def answer(self, model: str, _: float) -> dict[str, Any]:
+        """Return the answer in Jina's and Cohere's format, once all jobs are over. Raises as `check_reading`."""
         for job, verdict in zip(self.jobs, self.verdicts, strict=True):
-            if verdict.count < job.prompt_tokens:
-                raise ServerStopping
-            if not math.isfinite(verdict.score):
-                raise not_finite(job.prompt_tokens)
+            check_reading(job, verdict.count, verdict.score)
         order = sorted(range(len(self.verdicts)), key=lambda i: -self.verdicts[i].score)
         shown = self.body.texts if self.body.return_documents else None
         results = [
@@ -153,11 +137,11 @@ class RerankJobs:
         ]
         size = sum(job.prompt_tokens for job in self.jobs)
         usage = {"prompt_tokens": size, "total_tokens": size}
-        return {"object": "list", "model": name, "results": results, "usage": usage}
+        return {"object": "list", "model": model, "results": results, "usage": usage}
 
 
-def prepare(model: LoadedModel, settings: Settings, body: RerankRequest) -> RerankJobs:
-    """Return the jobs of a request. Raises `ApiError` 400, also for a model that cannot judge documents."""
+def rerank(model: LoadedModel, settings: Settings, body: RerankRequest) -> RerankJobs:
+    """Order documents by how well they fit a query (Jina's and Cohere's shape)."""
     tokens = _answers(model)
     _check_size(settings, body)
     sampling = model.llm.sampling(max_new_tokens=0).seeded()
@@ -183,7 +167,7 @@ def _answers(model: LoadedModel) -> tuple[int, int]:
 
 
 def _check_size(settings: Settings, body: RerankRequest) -> None:
-    """Raise `ApiError` 400 if the prompts, each with the query, are larger than a body may be."""
+    """Raise `ApiError` 400 if the prompts, each with the query, are larger than the limit of a body."""
     count = len(body.texts)
     size = sum(map(len, body.texts)) + count * len(body.query + (body.instruction or ""))
     if size > settings.max_body:
@@ -195,31 +179,10 @@ def _check_size(settings: Settings, body: RerankRequest) -> None:
 
 
 def _prompt(llm: LLM, settings: Settings, body: RerankRequest, document: str, param: str) -> list[int]:
-    """Return a prompt, in which the request's texts form no control tokens."""
+    """Return a prompt. The request's texts form no control tokens in it."""
     asked = f"{body.instruction or _TASK}\n<Query>: {body.query}\n<Document>: {document}"
     text = TemplateText.written(_BEFORE) + asked + TemplateText.written(_AFTER)
     check_length(llm, settings, text, param)
     tokens = token_ids(llm, text, param, chat=True)
     check_length(llm, settings, tokens, param)
     return tokens
-
-
-class RerankRoutes:
-    """Documents ordered by how well they fit a query."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    async def rerank(self, request: Request) -> Response:
-        """Order documents by how well they fit a query (Jina's and Cohere's shape)."""
-        settings = self._service.settings
-        async with self._service.bodies.read(request, RerankRequest) as (body, pool):
-
-            def work(model: LoadedModel, _: str) -> tuple[RerankJobs, RerankJobs]:
-                jobs = prepare(model, settings, body)
-                return jobs, jobs
-
-            deadline = after(time.monotonic(), settings.timeout)
-            running, done = await self._service.start(request, body, pool, work, deadline)
-        answer = partial(done.answer, running.model.name)
-        return await self._service.read_prompts(request, running, answer, deadline)

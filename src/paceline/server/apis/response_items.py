@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, Tag, model_validator
 
 from paceline.chat.calls import Call
 from paceline.server.apis.custom_tools import CustomTool, arguments_of
-from paceline.server.compat import Lenient, Strict, left_out
+from paceline.server.compat import Lenient, Strict, by_type, left_out, part_as_text
 from paceline.server.fields import MAX_TOOLS, ArgumentsText, CalledName, Name, Schema, Text
 from paceline.server.request import ChatMessage, OfferedFunction
 
@@ -33,10 +33,7 @@ class ItemPart(Lenient):
     @model_validator(mode="before")
     @classmethod
     def _as_text(cls, part: Any) -> Any:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind == "refusal":
-            return {"type": "output_text", "text": part.get("refusal")}
-        return part if not isinstance(kind, str) or kind in _TEXTUAL else {"type": kind, "text": left_out(kind)}
+        return part_as_text(part, _TEXTUAL, "output_text")
 
 
 Parts = Annotated[list[ItemPart], Field(fail_fast=True, max_length=10_000)]
@@ -88,11 +85,6 @@ class OtherItem(Lenient):
     type: Kind
 
 
-def _kind(item: Any) -> str:
-    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
-    return kind if kind in ("message", "function_call", "function_call_output", "reasoning") else "other"
-
-
 _PACKED = "paceline:"
 
 
@@ -131,7 +123,7 @@ Item = Annotated[
     | Annotated[CallOutputItem, Tag("function_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[OtherItem, Tag("other")],
-    Discriminator(_kind),
+    by_type("message", "function_call", "function_call_output", "reasoning", default="message"),
     BeforeValidator(_as_function),
 ]
 Items = Annotated[list[Item], Field(max_length=10_000, fail_fast=True)]
@@ -157,7 +149,7 @@ class FunctionTool(Lenient):
 
 
 class Namespace(Lenient):
-    """Functions of one source, such as Codex sends those of an MCP server."""
+    """Functions of one source. Codex sends the functions of an MCP server in this form."""
 
     type: Literal["namespace"]
     name: Name
@@ -178,17 +170,12 @@ class SkippedTool(Lenient):
     type: str
 
 
-def _tool_kind(tool: Any) -> str:
-    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-    return kind if kind in ("function", "custom", "namespace") else "skipped"
-
-
 Tool = Annotated[
     Annotated[FunctionTool, Tag("function")]
     | Annotated[CustomTool, Tag("custom")]
     | Annotated[Namespace, Tag("namespace")]
-    | Annotated[SkippedTool, Tag("skipped")],
-    Discriminator(_tool_kind),
+    | Annotated[SkippedTool, Tag("other")],
+    by_type("function", "custom", "namespace"),
 ]
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
 Namespace.model_rebuild()

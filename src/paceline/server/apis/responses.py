@@ -326,7 +326,7 @@ class ResponsesEncoder(Encoder):
         return [event for block_event in self._reply.add(round_) for event in self._events(block_event, round_)]
 
     def heartbeat(self) -> Event:
-        """Return an empty delta of the last item. Before there is one, the response is in progress once more: an event
+        """Return an empty delta of the last item. Before there is one, return `response.in_progress` again: an event
         that every client knows, but which some take for the whole output so far. What may be long is left out."""
         if not self._reply.open:
             short = {**self._document, "instructions": None, "tools": []}

@@ -19,9 +19,9 @@ _MAX_COUNT, _MAX_BYTES = 4096, 64 * 2**20
 
 
 _OBJECT = 1000
-"""Bytes of memory of one object, besides its text."""
+"""Bytes of memory of one object, in addition to its text."""
 _VALUE = 64
-"""Of one list, and of one more value in a list or object."""
+"""Bytes of memory of one list, and of each further value in a list or object."""
 
 
 def memory(text: str) -> int:
@@ -58,7 +58,7 @@ class ResponseStore:
         self.bytes = 0
 
     def put(self, response: StoredResponse) -> None:
-        """Keep a response, unless it is larger than the whole store may be."""
+        """Keep a response, unless it is larger than the limit of the store."""
         if response.size > self._max_bytes:
             return
         with self._lock:
