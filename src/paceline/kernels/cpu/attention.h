@@ -55,7 +55,7 @@ struct View {
     Positions seen(const Slot& slot, int from, int to) const {
         const int depth = *std::min_element(slot.depth + from, slot.depth + to);
         int last = 0;
-        for (int row = from; row < to; row++)
+        for (int row = to - 1; row >= from; row--)  // the last row usually sees most columns
             for (int c = slot.columns - 1; c >= last; c--)
                 if (slot.visible[int64_t(row) * slot.columns + c]) last = c + 1;
         return {std::min(lowest(slot, depth), slot.length), slot.length + last};
@@ -114,12 +114,12 @@ class AttentionPieces {
     static constexpr int QUERIES = 64;  // most queries of a piece
 
     AttentionPieces(const View& view, int slots, const Heads& h, int threads) : view_(view), slots_(slots), h_(h) {
-        int blocks = 0;
+        int blocks = 0;  // of all key heads
         for (int i = 0; i < slots; i++) {
             const int own = view.seen(view.slots[i]).blocks();
             most_blocks_ = std::max(most_blocks_, own), blocks += own * h.kv;
         }
-        least_ = (threads + blocks - 1) / blocks;
+        least_ = (threads + blocks - 1) / std::max(1, blocks);
         for (int i = 0; i < slots; i++) units_ += h.kv * parts(view.slots[i]);
         if (threads > 1 && units_ < 2 * threads) spans_ = std::min(most_blocks_, (4 * threads + units_ - 1) / units_);
     }
@@ -163,10 +163,10 @@ struct Softmax {
 
 // Joins the softmax of a block and its weighted sum [size] with the blocks before it.
 template <class Element>
-[[gnu::flatten]] void join(Softmax& all_before, float* mixed, const Softmax& block, const float* sum, int size) {
-    const float top = std::max(all_before.top, block.top);
-    const Floats before = Element::power(all(all_before.top - top)), own = Element::power(all(block.top - top));
-    all_before = {top, all_before.total * before[0] + block.total * own[0]};
+[[gnu::flatten]] void join(Softmax& joined, float* mixed, const Softmax& block, const float* sum, int size) {
+    const float top = std::max(joined.top, block.top);
+    const Floats before = Element::power(all(joined.top - top)), own = Element::power(all(block.top - top));
+    joined = {top, joined.total * before[0] + block.total * own[0]};
     for (int i = 0; i < size; i += LANES) store(mixed + i, fma(load<Floats>(sum + i), own, load<Floats>(mixed + i) * before));
 }
 
