@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from common import RESULTS, Grid, median, progress, provenance, report, write
 
+from paceline.cache.kv_types import size_of, to_stored
 from paceline.cache.slab import SlabCache
 from paceline.kernels.cpu.build import instruction_set
 from paceline.models.config import ModelConfig
@@ -32,6 +34,7 @@ SHAPES = {
     "Llama-3.2-3B": replace(QWEN, hidden=3072, heads=24, kv_heads=8, ffn=8192),
     "Gemma-3-1B": replace(QWEN, hidden=1152, heads=4, kv_heads=1, head_dim=256, ffn=6912),
 }
+K = TypeVar("K")
 CHUNK, CPU = 512, torch.device("cpu")
 
 
@@ -47,7 +50,7 @@ def filled(target: Decoder, depth: int) -> SlabCache:
         cache.commit(rows, [range(1, rows.counts[0])])
     for slab in cache.slabs:
         for tensor in slab.tensors:
-            tensor[..., :depth, :].normal_()
+            tensor[..., :depth, :] = to_stored(torch.randn(*tensor.shape[:-2], depth, size_of(tensor)), tensor)
     return cache
 
 
@@ -66,11 +69,15 @@ def passes(target: Decoder, depth: int, rows: Sequence[int]) -> dict[tuple[int, 
 def measure(
     target: Decoder, depths: Sequence[int], rows: Sequence[int], repeats: int
 ) -> dict[tuple[int, int], tuple[float, float]]:
-    """Return the median milliseconds of each pass by (depth, rows): of the clock, and of all threads' CPU time."""
-    made = {key: call for depth in depths for key, call in passes(target, depth, rows).items()}
-    times: dict[tuple[int, int], list[tuple[float, float]]] = {key: [] for key in made}
+    """Return the times of each pass by (depth, rows), see `timed`."""
+    return timed({key: call for depth in depths for key, call in passes(target, depth, rows).items()}, repeats)
+
+
+def timed(calls: Mapping[K, Callable[[], object]], repeats: int) -> dict[K, tuple[float, float]]:
+    """Return the median milliseconds of each call: of the clock, and of all threads' CPU time. The calls alternate."""
+    times: dict[K, list[tuple[float, float]]] = {key: [] for key in calls}
     for _ in progress(range(repeats), "passes"):
-        for key, call in made.items():
+        for key, call in calls.items():
             call()  # brings the caches into the state that decoding finds
             began, used = time.perf_counter(), time.process_time()
             call()

@@ -361,7 +361,7 @@ def test_another_model_of_the_same_shape_uses_none_of_them(tmp_path: Path) -> No
     assert replied(engine, [*PROMPT, 1]) == run(other, [*PROMPT, 1], SAMPLING)[0]
 
 
-def test_a_key_covers_weights_dtype_rotary_options_and_cache() -> None:
+def test_a_key_covers_weights_dtypes_rotary_options_and_cache() -> None:
     def made(**changes: object) -> Decoder:
         config = replace(TINY, **changes)  # type: ignore[arg-type]
         return Decoder(config, random_tensors(TINY), torch.float64, torch.device("cpu"))
@@ -376,6 +376,10 @@ def test_a_key_covers_weights_dtype_rotary_options_and_cache() -> None:
         made(rope=replace(TINY.rope, theta=20000.0)),
         made(context_length=128),
         windowed(),
+        *(
+            Decoder(TINY, random_tensors(TINY), torch.float64, torch.device("cpu"), kv_dtype=x)
+            for x in (torch.int8, torch.float32)
+        ),
     ]
     keys = [target_key(target) for target in targets]
     assert len({*keys}) == len(keys)

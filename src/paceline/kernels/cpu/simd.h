@@ -414,8 +414,6 @@ struct Pairs {
     explicit Pairs(const Ints& own) : both(own) {}
 };
 
-inline Operand operand(bf16 x) { return x; }
-
 inline Floats dot2(Floats total, const Pairs& own, const Operand* pair) {
     const __m512i x = _mm512_set1_epi32(read<int32_t>(pair));
     total.part[0] = _mm512_dpbf16_ps(total.part[0], (__m512bh)own.both.part[0], (__m512bh)x);
@@ -440,8 +438,6 @@ inline Pairs kept(const Pairs& x, const Operand* pair) {
 #else
 using Operand = float;
 using Pairs = WidePairs;
-
-inline Operand operand(bf16 x) { return widened(x); }
 
 inline void narrow(Operand* to, const Floats& v) { store(to, rounded(v)); }
 #endif
