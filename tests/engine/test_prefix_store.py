@@ -518,6 +518,25 @@ def test_time_that_runs_out_leaves_no_half_of_a_file(tmp_path: Path, logged: Cal
     assert len(logged()) == 1
 
 
+def test_time_that_runs_out_removes_no_older_text(tmp_path: Path) -> None:
+    file = written(tmp_path)
+    engine = started(tmp_path, disk=file.stat().st_size * 3 // 2)
+    replied(engine, [30, *PROMPT])
+    engine.save_prefixes(-1)
+    assert [*tmp_path.iterdir()] == [file]
+
+
+def test_files_from_the_future_make_room(tmp_path: Path) -> None:
+    """The clock was wrong when they were written."""
+    file = written(tmp_path)
+    os.utime(file, (time.time() + 86400,) * 2)
+    engine = started(tmp_path, disk=file.stat().st_size * 3 // 2)
+    replied(engine, [30, *PROMPT])
+    engine.save_prefixes(60)
+    assert len([*tmp_path.iterdir()]) == 1
+    assert not file.exists()
+
+
 def test_texts_that_wait_hold_a_quarter_of_the_memory_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PrefixStore, "_write_all", lambda self: None)  # a disk that never gets on
     engine = started(tmp_path, memory=8_000)
