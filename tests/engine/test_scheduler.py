@@ -505,3 +505,5 @@ def test_a_preempted_prompt_continues_where_it_was() -> None:
     room[0] = 10_000
     assert finish(scheduler)[long] == run(TOY, [5] * 400, Sampling(max_new_tokens=3))[0]
     assert read > 50
+    assert long.request
+    assert long.request.stats.cached == 0, "its own text is not a hit"

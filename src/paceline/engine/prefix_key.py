@@ -7,8 +7,8 @@ key that stays the same when bits change would change texts. So keys include too
   time would not do, because another model may have them. Sampling bytes would miss a change of one row. SHA-256 reads
   about 1 GB/s on each core, and the weights must be read once anyway.
 - The model's config, which holds rotary options, windows and scales, and the type of its target.
-- The sources of this package's caches, kernels, models and chunks of prompts (`verify/`), and the version of torch. A number that stands for the order
-  of sums would have to be raised by hand; sources cannot be forgotten.
+- The sources of this package's caches, kernels and models, the code that cuts prompts into chunks, and the version of
+  torch. A number that stands for the order of sums would have to be raised by hand; sources cannot be forgotten.
 - Bits of a short text, computed by a few layers. They differ with dtypes, kernels and options of the cache.
 - Where torch computes: its instruction set and threads. The CPU kernels return the same bits with any of them.
 
