@@ -317,6 +317,21 @@ def test_the_reply_goes_on_without_a_damaged_file(tmp_path: Path, logged: Callab
     assert not file.exists()
 
 
+def test_the_reply_goes_on_if_a_device_has_no_memory_for_a_prefix(
+    tmp_path: Path, logged: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    file, plain = written(tmp_path), run(tiny_target(context_length=2048), PROMPT, SAMPLING)[0]
+    monkeypatch.setattr(prefix_file, "_tensor", fail)
+    engine = started(tmp_path)
+    assert replied(engine) == plain
+    assert engine.cached == [0]
+    assert file.exists()
+    assert len(logged()) == 1
+
+
 def test_foreign_files_and_links_are_not_touched(tmp_path: Path, logged: Callable[[], list[str]]) -> None:
     folder, secret = tmp_path / "prefixes", tmp_path / "elsewhere"
     file = written(folder)

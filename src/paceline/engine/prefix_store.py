@@ -306,6 +306,8 @@ class PrefixStore:
             _LOG.warning("the prefix %s is ignored: %s", self.folder / name, error)
             if isinstance(error, DamagedPrefix):
                 self._remove(name)
+        except Exception:  # for example no memory on a GPU
+            _LOG.exception("failed to read the prefix %s", self.folder / name)
 
     def _restored(self, header: PrefixHeader, text: CachedText | None = None) -> CachedText:
         """Return a file's text for the running model. `text`: The text with its data.
