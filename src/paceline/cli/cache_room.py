@@ -52,7 +52,7 @@ def free_memory(root: Path = Path("/")) -> int:
     from paceline.kernels.threads import control_groups
 
     rooms = [room for folder in control_groups("memory", root) if (room := _room(folder)) is not None]
-    return min([psutil.virtual_memory().available, *rooms])
+    return min([int(psutil.virtual_memory().available), *rooms])
 
 
 def _room(folder: Path) -> int | None:
