@@ -416,6 +416,24 @@ def test_a_long_prompt_advances_while_short_ones_keep_coming() -> None:
     assert 15 < turns < 230, "at least a quarter of the chunks"
 
 
+def test_a_medium_prompt_advances_between_a_long_one_and_short_ones() -> None:
+    engine, scheduler = reading()
+    scheduler.add(task(engine, [1, 2], Sampling(max_new_tokens=900)))
+    long = task(engine, [5] * 1500, Sampling(max_new_tokens=2))
+    medium = task(engine, [6] * 100, Sampling(max_new_tokens=2), client="another")
+    scheduler.add(long)
+    scheduler.turn()
+    scheduler.add(medium)
+    turns = 0
+    while medium not in scheduler.running:
+        for _ in range(2 - len(scheduler.waiting)):  # more than can be read
+            scheduler.add(task(engine, [turns % 37, 7, *[8] * 30], Sampling(max_new_tokens=1)))
+        scheduler.turn()
+        turns += 1
+    assert long.unread > 1000
+    assert turns < 100
+
+
 def test_few_prompts_are_partly_read_at_any_time() -> None:
     engine, scheduler = reading(quota=4)
     scheduler.add(task(engine, [1, 2], Sampling(max_new_tokens=2000)))

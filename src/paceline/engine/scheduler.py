@@ -2,7 +2,7 @@
 
 Between two rounds, some prompt tokens are fed (`reading_pace.py` says how many). Several prompts may be partly read:
 three chunks of four go to the prompt with the fewest unread tokens, so that a short prompt does not wait for a long
-one, and the fourth goes to the oldest, so that a long prompt always advances.
+one, and the fourth goes to the prompt that has waited longest for a chunk, so that every prompt advances.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _HEADROOM = 256
 _MAX_CATCH_UP = 4
 """Maximum multiple of the usual number of prompt tokens that is fed between two rounds while requests are waiting. A
 higher one would shorten the wait for first tokens, but stall running replies."""
-_OLDEST = 4
-"""Every chunk of this number goes to the oldest prompt."""
+_IN_TURN = 4
+"""Every chunk of this number goes to the prompt that has waited longest for one."""
 
 
 @dataclass(eq=False, slots=True)
@@ -104,7 +104,7 @@ class Scheduler:
         self._pace = ReadingPace(quota)
         self.waiting: deque[Task] = deque()
         self.reading: list[Task] = []
-        """Tasks whose prompts are partly read, in the order in which they got their slots."""
+        """Tasks whose prompts are partly read. The first one has waited longest for a chunk."""
         self._num_chunks = 0
         # The order matches the slots. When a reply leaves, a shared cache moves the last slot to its place, so the last
         # task moves as well.
@@ -255,7 +255,11 @@ class Scheduler:
         if not self.reading:
             return None
         self._num_chunks += 1
-        return self.reading[0] if self._num_chunks % _OLDEST == 0 else min(self.reading, key=lambda one: one.unread)
+        in_turn = self._num_chunks % _IN_TURN == 0
+        task = self.reading[0] if in_turn else min(self.reading, key=lambda one: one.unread)
+        self.reading.remove(task)
+        self.reading.append(task)
+        return task
 
     def _startable(self) -> Task | None:
         """Return the waiting task that gets the next slot now, if there is one and there is room for it."""
