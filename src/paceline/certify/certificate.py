@@ -84,7 +84,7 @@ class Certificate:
             seen += f"; a shift of {s.detectable:.1%} would have been found with probability 0.95"
             seen += f"; equal seeds give equal replies in {s.equal_seeds:.0%}"
             yield Check("sampled", s.setting, "fail" if s.differs else "pass", seen)
-        states = {"same": "pass", "differs": "fail", "rounding": "note", "not offered": "skip"}
+        states = {"same": "pass", "differs": "fail", "rounding": "note", "not offered": "skip", "not run": "skip"}
         for f in self.features:
             yield Check("features", f.feature, states[f.state], f.detail or f.state)
         for x in self.load:
@@ -111,14 +111,22 @@ class Certificate:
             )
         if g.prompts < _FEWEST:
             return INCONCLUSIVE, f"there was time for only {g.prompts} prompts: allow more with --seconds"
-        if g.is_bitwise:
-            return BITWISE, f"all {g.prompts} greedy texts are identical, and no check failed"
-        if g.is_repeatable and g.near_ties and not g.real and not g.unknown:
-            return NEAR_TIES, f"{g.near_ties} of {g.prompts} greedy texts part, all of them at near-ties"
         power = max((s.detectable for s in self.sampled), default=1.0)
+        sampling = f"sampling: a shift of {power:.1%} total variation would have been found with probability 0.95"
+        if power == 1:
+            sampling = "sampling: too few samples to find a shift"
+        if late := [f.feature for f in self.features if f.state == "not run"]:
+            return (
+                INCONCLUSIVE,
+                f"nothing failed, but there was no time for {', '.join(late)}: allow more with --seconds",
+            )
+        if g.is_bitwise:
+            return BITWISE, f"all {g.prompts} greedy texts are identical, and no check failed; {sampling}"
+        if g.is_repeatable and g.near_ties and not g.real and not g.unknown:
+            return NEAR_TIES, f"{g.near_ties} of {g.prompts} greedy texts part, all of them at near-ties; {sampling}"
         if power < 1:
             repeats = f"{g.repeated} and {g.plain_repeated} of {g.prompts} greedy texts repeat on the two sides"
-            return DISTRIBUTION, f"{repeats}; a shift of {power:.1%} total variation would have been found"
+            return DISTRIBUTION, f"{repeats}; {sampling}"
         return INCONCLUSIVE, "greedy texts do not repeat, and there are too few samples to compare distributions"
 
     @property

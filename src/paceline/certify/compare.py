@@ -34,7 +34,7 @@ class Sides:
     speculative: Side
     plain: Side
     concurrency: int = 4
-    near: float = 0.1
+    near: float = 0.25
     note: Callable[[str], None] = field(default=lambda text: None)
     _end: float = float("inf")
 

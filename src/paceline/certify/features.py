@@ -19,7 +19,7 @@ from paceline.certify.transport import EndpointError
 _REPEATS = 10
 _TOLERANCE = 0.25
 """Difference of log-probabilities that rounding can explain, in nats."""
-_TOKENS = 48
+_TOKENS = 32
 _ECHO = "Repeat this line six times, exactly:\nred lamps, blue maps, green kites and 12 boats\n"
 _COUNT = "Count from one to thirty in words, separated by commas."
 _SHORT = ("Answer with one word: which animal says meow?", "Say yes.", "What is 3 + 4? Answer with the number.")
@@ -36,7 +36,7 @@ class FeatureResult:
 
     Attributes:
         feature: Name of the feature.
-        state: "same", "differs", "not offered", or "rounding": only texts differ, as they do without speculation too.
+        state: "same", "differs", "not offered", "not run", or "rounding": only texts differ, as other texts do too.
         detail: Explanation. May be empty.
         p_value: Exchange test of repeated outcomes, times the number of features. None if the outcomes are equal.
     """
@@ -121,8 +121,8 @@ def _top_logprobs(side: Side, plain: Side) -> Outcome:
 
 
 def _json_schema(side: Side, plain: Side) -> Outcome:
-    row = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Lima"]}, "count": {"type": "integer"}}}
-    row |= {"required": ["city", "count"], "additionalProperties": False}
+    row: dict[str, Any] = {"type": "object", "required": ["city", "count"], "additionalProperties": False}
+    row["properties"] = {"city": {"enum": ["Oslo", "Lima"]}, "count": {"type": "integer"}}
     schema = {"type": "array", "items": row, "minItems": 3, "maxItems": 3}
     named = {"name": "rows", "strict": True, "schema": schema}
     prompt = "Give three rows as a JSON array: Oslo has 4, Lima has 7, Oslo has 4."
@@ -240,7 +240,8 @@ def compare_features(sides: Sides, is_bitwise: bool) -> list[FeatureResult]:
     for feature, probe in sides.in_time(PROBES.items()):
         sides.note(f"features: {feature}")
         results.append(_compare(sides, feature, probe, is_bitwise))
-    return results
+    late = list(PROBES)[len(results) :]
+    return [*results, *(FeatureResult(feature, "not run", "there was no time for it") for feature in late)]
 
 
 def _compare(sides: Sides, feature: str, probe: Callable[[Side, Side], Outcome], is_bitwise: bool) -> FeatureResult:

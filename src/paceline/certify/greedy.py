@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.certify.compare import ALPHA, Difference, Sides, explain
 from paceline.certify.prompts import NamedPrompt
-from paceline.certify.statistics import exchange_test
+from paceline.certify.statistics import Pair, exchange_test
 
 _EXAMINED = 30
 _REPEATED = 4
@@ -72,7 +72,8 @@ def compare_greedy(sides: Sides, tasks: Sequence[NamedPrompt], tokens: int) -> G
             b.append(sides.plain.ask(task.text, **fields).text)
         asked.append((task, a, b))
     parted = [one for one in asked if len({*one[1], *one[2]}) > 1]
-    differences, pairs = [], []
+    differences: list[Difference] = []
+    pairs: list[Pair] = []
     for task, a, b in parted[:_EXAMINED]:
         at = next(((x, y) for x in a for y in b if x != y), None)
         difference = explain(sides, task.name, task.text, fields, *at) if at else None

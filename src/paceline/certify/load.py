@@ -63,7 +63,7 @@ def compare_load(sides: Sides, texts: Mapping[str, tuple[str, str]], tokens: int
                     )
             if done == 0 and count[0] <= count[1]:
                 break
-        results.append(LoadResult(width, asked, *count, swapped, fisher(count[0], asked, count[1], asked)))
+        results.append(LoadResult(width, asked, count[0], count[1], swapped, fisher(count[0], asked, count[1], asked)))
     return results
 
 

@@ -36,7 +36,7 @@ class CertifyOptions:
     tokens: int | None = _option("Longest greedy reply, in tokens.", "N", "Work")
     seconds: float | None = _option("Time limit of all parts together.", "S", "Work")
     concurrency: int = _option("Requests at a time, 1 to 16, except when load is tested.", "N", "Work", 4)
-    near_tie: float = _option("Gap of log-probabilities below which two tokens are a near-tie.", "NATS", "Work", 0.1)
+    near_tie: float = _option("Gap of log-probabilities below which two tokens are a near-tie.", "NATS", "Work", 0.25)
     seed: int = _option("Seed of the built-in prompts.", "N", "Work", 0)
     timeout: float = _option("Time limit of a request, in seconds.", "S", "Work", 300.0)
     out: list[Path] | None = _option(

@@ -119,9 +119,7 @@ def _list(draw: random.Random) -> str:
     return f"List {draw.randint(8, 15)} facts about {draw.choice(_TOPICS)}, numbered, one line each."
 
 
-def _long(draw: random.Random) -> str:
-    # About 1.4 tokens per word: 700 to 8,000 tokens.
-    count = draw.choice((40, 80, 160, 460))
+def _long(draw: random.Random, count: int = 40) -> str:
     rows = (f"On day {i}, {draw.choice(_NAMES)} sent {draw.randint(2, 90)} {draw.choice(_THINGS)} to "
             f"{draw.choice(_PLACES)}." for i in range(1, count + 1))  # fmt: skip
     return f"{' '.join(rows)}\n\nQuote the lines about {draw.choice(_NAMES)} and {draw.choice(_PLACES)}."
@@ -149,7 +147,10 @@ def tasks(count: int, seed: int = 0) -> list[NamedPrompt]:
     """Return this many prompts. The first ones do not depend on the count."""
     made = []
     for i, (kind, make) in enumerate(islice(cycle(KINDS.items()), count)):
-        made.append(NamedPrompt(kind, f"{kind} {i // len(KINDS) + 1}", make(random.Random(f"{seed} {i}"))))
+        draw, turn = random.Random(f"{seed} {i}"), i // len(KINDS)
+        # The first long prompts are the shorter ones: 600 to 8,000 tokens.
+        text = _long(draw, (40, 80, 160, 540)[turn % 4]) if kind == "long" else make(draw)
+        made.append(NamedPrompt(kind, f"{kind} {turn + 1}", text))
     return made
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.certify.compare import ALPHA, Sides
 from paceline.certify.prompts import NamedPrompt
-from paceline.certify.side import NotOffered
+from paceline.certify.side import NotOffered, Side
 from paceline.certify.sizes import SAMPLED_TOKENS
 from paceline.certify.statistics import Pair, chi_square, detectable, holm
 
@@ -93,11 +93,7 @@ def _draw(
         own = first + seed * len(contexts) + contexts.index(task)
         fields = {"max_tokens": SAMPLED_TOKENS, "seed": own, **SETTINGS[name]}
         sides.note(f"sampled: {seed + 1} of {seeds} seeds")
-        try:
-            return name, task.text, *(side.ask(task.text, **fields).text for side in (sides.speculative, sides.plain))
-        except NotOffered:
-            fields.pop("seed")
-            return name, task.text, *(side.ask(task.text, **fields).text for side in (sides.speculative, sides.plain))
+        return name, task.text, _reply(sides.speculative, task.text, fields), _reply(sides.plain, task.text, fields)
 
     items = ((seed, name, task) for seed in range(seeds) for name in names for task in contexts)
     values: dict[str, dict[str, tuple[list[str], list[str]]]] = {name: {} for name in names}
@@ -108,10 +104,18 @@ def _draw(
     return {name: list(pairs.values()) for name, pairs in values.items()}
 
 
+def _reply(side: Side, prompt: str, fields: dict[str, Any]) -> str:
+    try:
+        return side.ask(prompt, **fields).text
+    except NotOffered:
+        return side.ask(prompt, **{name: value for name, value in fields.items() if name != "seed"}).text
+
+
 def _tests(pairs: Sequence[Pair]) -> list[list[Pair]]:
     """Return what is compared: whole replies, and the words at each place."""
-    places = [[(_words(a, i), _words(b, i)) for a, b in pairs] for i in range(SAMPLED_TOKENS)]
-    return [list(pairs), *places]
+    tests = [list(pairs)]
+    tests += [[(_words(a, i), _words(b, i)) for a, b in pairs] for i in range(SAMPLED_TOKENS)]
+    return tests
 
 
 def _words(texts: Sequence[Hashable], place: int) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paceline.certify.transport import (
@@ -108,9 +108,7 @@ class Side:
             raise EndpointError("the answer is nested too deeply", "Check the address") from None
         with self._lock:
             self.tokens += reply.tokens or 0
-        return Reply(
-            *(getattr(reply, name) for name in Reply.__slots__ if name != "seconds"), time.perf_counter() - started
-        )
+        return replace(reply, seconds=time.perf_counter() - started)
 
     def _send(self, path: str, body: Body) -> bytes:
         for attempt in range(_TRIES):
@@ -171,7 +169,8 @@ def _count(usage: Body, name: str) -> int | None:
 
 def _streamed(data: bytes) -> Reply:
     pieces: list[str] = []
-    finish, usage = "", {}
+    finish = ""
+    usage: Body = {}
     for event in parse_events(data):
         usage = as_dict(as_dict(event).get("usage")) or usage
         for choice in map(as_dict, as_list(as_dict(event).get("choices"))[:1]):

@@ -152,7 +152,8 @@ def quantile(p: float) -> float:
 def mcnemar(worse: int, better: int) -> float:
     """Return the exact two-sided p-value of a paired comparison, from the questions that only one side got right."""
     n = worse + better
-    return min(1.0, 2 * sum(math.comb(n, k) for k in range(min(worse, better) + 1)) / 2**n)
+    ways = sum(math.comb(n, k) for k in range(min(worse, better) + 1))
+    return min(1.0, 2 * ways / int(2**n))
 
 
 def fisher(hits: int, of: int, plain_hits: int, plain_of: int) -> float:
