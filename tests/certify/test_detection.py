@@ -25,8 +25,8 @@ SAMPLED = {"temperature_twice", "top_p_ignored", "drop_residual"}
 HIDDEN = {"late", "long_prompt", "greedy_sampling"}
 """Faults that the small amounts of work do not find."""
 FAST = [
-    *("one_percent", "stale_cache", "off_by_one_commit", "accepts_runner_up", "temperature_twice", "top_p_ignored"),
-    *("stop_inside_block", "over_max_tokens", "draft_logprobs", "lost_chunk", "counts_drafts", "row_swap"),
+    *("one_percent", "off_by_one_commit", "accepts_runner_up", "temperature_twice", "top_p_ignored"),
+    *("stop_inside_block", "draft_logprobs", "lost_chunk", "counts_drafts", "row_swap"),
 ]
 """Faults of the fast tier: one of each kind."""
 PARTS = {
@@ -112,6 +112,12 @@ def test_refused_fields_are_not_offered() -> None:
     certificate = certified(TEXTS, refused=("stop", "tools"))
     skipped = {check.name for check in certificate.checks() if check.state == "skip"}
     assert skipped == {"stop strings", "tool calls"}
+
+
+def test_prompts_that_are_too_long_are_left_out() -> None:
+    certificate = certified(TEXTS, longest=1500)
+    assert (certificate.greedy.prompts, certificate.greedy.refused) == (12, 1)
+    assert certificate.verdict()[0] == BITWISE
 
 
 @pytest.mark.slow

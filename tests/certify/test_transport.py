@@ -117,6 +117,35 @@ def test_numbers_that_are_not_finite_are_ignored() -> None:
     assert (reply.tokens, reply.prompt_tokens) == (None, None)
 
 
+def test_a_key_that_a_server_quotes_is_hidden() -> None:
+    body = b'{"error": {"message": "wrong key sk-secret"}}'
+    head = b"HTTP/1.1 400 Bad Request\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with raw_server(lambda connection: connection.sendall(head + body)) as base, pytest.raises(NotOffered) as caught:
+        Side("plain", Http(base, "sk-secret", 5)).ask("x")
+    assert "wrong key KEY" in str(caught.value)
+    assert "secret" not in repr(Http(base, "sk-secret"))
+
+
+def test_text_completions_are_asked_and_read() -> None:
+    asked: list[tuple[str, Any]] = []
+
+    def answer(method: str, path: str, body: Any = None) -> tuple[int, bytes]:
+        asked.append((path, body))
+        logprobs = {
+            "tokens": ["a", "b"],
+            "token_logprobs": [-0.5, -1],
+            "top_logprobs": [{"a": -0.5}, {"b": -1, "c": -2}],
+        }
+        return 200, json.dumps({"choices": [{"text": "ab", "logprobs": logprobs}]}).encode()
+
+    reply = Side("plain", answer, "m", {"x": 1}, raw=True).ask("say", max_tokens=2, logprobs=True, top_logprobs=2)
+    assert asked == [
+        ("/completions", {"temperature": 0, "prompt": "say", "max_tokens": 2, "logprobs": 2, "x": 1, "model": "m"})
+    ]
+    assert [(token.text, token.logprob) for token in reply.scores] == [("a", -0.5), ("b", -1.0)]
+    assert reply.scores[1].top == {"b": -1, "c": -2}
+
+
 def test_refused_fields_are_not_offered_and_other_errors_are_errors() -> None:
     with pytest.raises(NotOffered, match="no such field"):
         side(b'{"error": {"message": "no such field"}}', 400).ask("x")

@@ -12,6 +12,7 @@ import random
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -120,6 +121,7 @@ class FakeEndpoint:
         rounding: The same, but fixed and only with speculation.
         own_noise: True if speculation samples with other random numbers than plain decoding.
         refused: Fields that are answered with 400.
+        longest: Longest prompt, in characters. Longer ones are answered with 400.
         seed: Seed of the language model and of the noise.
     """
 
@@ -130,11 +132,13 @@ class FakeEndpoint:
         rounding: float = 0.0,
         own_noise: bool = False,
         refused: tuple[str, ...] = (),
+        longest: int = 1_000_000,
         seed: int = 0,
     ) -> None:
         assert not fault or fault in FAULTS
         self.fault, self.noise, self.rounding, self.own_noise, self.refused = fault, noise, rounding, own_noise, refused
         self.seed, self.draw = seed, random.Random(seed)
+        self.longest = longest
         self.last_prompt, self.active, self.last_reply = "", 0, {}
         self.lock = threading.Lock()
 
@@ -145,6 +149,8 @@ class FakeEndpoint:
             return 404, b'{"error": {"message": "no such path"}}'
         if bad := [name for name in self.refused if name in body]:
             return 400, json.dumps({"error": {"message": f"{bad[0]} is not supported"}}).encode()
+        if len(body["messages"][-1]["content"]) > self.longest:
+            return 400, b'{"error": {"message": "the prompt is too long"}}'
         speculates = body.get("speculation") != "off"
         if speculates and self.fault == "server_error" and body.get("stop"):
             return 500, b"Internal Server Error"
@@ -308,7 +314,8 @@ class Writer:
             {word: value * 0.5 for word, value in raw.items()} if self.fault == "draft_logprobs" and drafted else raw
         )
         total = math.log(sum(map(math.exp, shown.values())))
-        most = sorted(shown, key=shown.__getitem__, reverse=True)[: self.body.get("top_logprobs") or 0]
+        count = self.body.get("top_logprobs") or 0
+        most = sorted(shown, key=shown.__getitem__, reverse=True)[:count] if count else []
         logprob = shown.get(token, -20.0) - total
         if self.fault == "broken_characters" and ord(token[0]) > 0x2000 and len(self.written.steps) % 2:
             token = "\ufffd" + token[1:]
@@ -317,17 +324,17 @@ class Writer:
         self._check_stops(token)
 
     def _check_stops(self, token: str) -> None:
-        text = "".join(step.text for step in self.written.steps)
-        if self.fault == "stop_inside_block":
+        if self.fault == "stop_inside_block" or not self.body.get("stop"):
             return
+        text = "".join(step.text for step in self.written.steps)
         looked = token if self.fault == "stop_across_tokens" else text
         found = [text.find(stop) for stop in self.body.get("stop") or () if stop in looked]
         if found:
             self.written.text, self.written.finish, self.cut = text[: min(found)], "stop", True
 
     def _check_block(self) -> None:
-        text = "".join(step.text for step in self.written.steps)
-        if self.fault == "stop_inside_block" and any(text.endswith(stop) for stop in self.body.get("stop") or ()):
+        text = "".join(step.text for step in self.written.steps) if self.fault == "stop_inside_block" else ""
+        if text and any(text.endswith(stop) for stop in self.body.get("stop") or ()):
             self.written.text, self.written.finish, self.cut = text, "stop", True
 
     def _logits(self) -> dict[str, float]:
@@ -361,10 +368,9 @@ class Writer:
         """Return token -> probability after the request's parameters."""
         logits = dict(raw)
         if not (drafted and self.fault == "no_penalties"):
-            for token in {step.text for step in self.written.steps}:
-                count = sum(step.text == token for step in self.written.steps)
-                penalty = count * self.body.get("frequency_penalty", 0) + self.body.get("presence_penalty", 0)
-                logits[token] = logits.get(token, 0.0) - 3 * penalty
+            each, once = self.body.get("frequency_penalty", 0), self.body.get("presence_penalty", 0)
+            for token, count in Counter(step.text for step in self.written.steps).items() if each or once else ():
+                logits[token] = logits.get(token, 0.0) - 3 * (count * each + once)
         if not (drafted and self.fault == "no_bias"):
             for token, value in (self.body.get("logit_bias") or {}).items():
                 if int(token) % 4 == 0:
@@ -376,6 +382,9 @@ class Writer:
         top = max(logits.values())
         weights = {word: math.exp((value - top) / temperature) for word, value in logits.items()}
         total = sum(weights.values())
+        if self.temperature == 0:
+            best = max(weights, key=weights.__getitem__)
+            return {best: weights[best]} | weights
         limit = 1.0 if drafted and self.fault == "top_p_ignored" else float(self.body.get("top_p", 1.0))
         kept, mass = {}, 0.0
         for word in sorted(weights, key=weights.__getitem__, reverse=True):

@@ -72,6 +72,7 @@ class Certificate:
             state = "pass" if repeated == g.prompts else "note"
             yield Check("greedy", f"repeatable, {name}", state, f"{repeated} of {g.prompts} prompts repeat their text")
         parted = f"{g.real} real divergences, {g.near_ties} near-ties, {g.unknown} without log-probabilities"
+        parted += f"; {g.refused} prompts were refused" if g.refused else ""
         state = "pass" if not g.differs else "fail" if g.real or not g.unknown else "note"
         yield Check(
             "greedy", "texts", state, f"{g.identical} of {g.prompts} are identical; {parted}; p = {g.p_value:.2g}"
@@ -93,7 +94,9 @@ class Certificate:
             yield Check("load", f"{x.width} at a time", "fail" if x.differs else "pass", seen)
         if q := self.quality:
             seen = f"{q.right} of {q.questions} right, {q.plain_right} without speculation (p = {q.p_value:.2g})"
-            yield Check("quality", "questions", "fail" if q.differs else "pass", seen)
+            says_little = q.plain_right < _FEWEST
+            seen += "; too few to show a loss" if says_little else ""
+            yield Check("quality", "questions", "fail" if q.differs else "note" if says_little else "pass", seen)
         if v := self.speed:
             seen = f"{v.ratio:.2f}x plain ({v.low:.2f} to {v.high:.2f}): {v.rate:.1f} and {v.plain_rate:.1f} tokens/s"
             yield Check("speed", "tokens per second", "note", seen)

@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.certify.compare import ALPHA, Difference, Sides, explain
 from paceline.certify.prompts import NamedPrompt
+from paceline.certify.side import NotOffered
 from paceline.certify.statistics import Pair, exchange_test
 
 _EXAMINED = 30
@@ -30,6 +31,7 @@ class GreedyResult:
         unknown: Prompts whose texts part, without log-probabilities to judge by.
         p_value: Exchange test over all prompts except near-ties: small if the sides differ more than each from itself.
         differences: The differences that were examined.
+        refused: Prompts that an endpoint refused, for example because they are too long.
         texts: Prompt -> texts (speculative, plain) if both sides repeat them.
     """
 
@@ -42,6 +44,7 @@ class GreedyResult:
     unknown: int
     p_value: float
     differences: tuple[Difference, ...]
+    refused: int
     texts: dict[str, tuple[str, str]] = field(repr=False)
 
     @property
@@ -64,13 +67,17 @@ def compare_greedy(sides: Sides, tasks: Sequence[NamedPrompt], tokens: int) -> G
     """Ask both sides each prompt twice. Examine the differences, and ask again where texts part without a near-tie."""
     fields: dict[str, Any] = {"max_tokens": tokens}
     asked: list[tuple[NamedPrompt, list[str], list[str]]] = []
+    refused = 0
     for task in sides.in_time(tasks):
         sides.note(f"greedy: {task.name}")
-        a, b = [], []
-        for _ in range(2):
-            a.append(sides.speculative.ask(task.text, **fields).text)
-            b.append(sides.plain.ask(task.text, **fields).text)
-        asked.append((task, a, b))
+        a: list[str] = []
+        b: list[str] = []
+        try:
+            _ask_again(sides, task, fields, a, b, 2)
+        except NotOffered:
+            refused += 1
+        else:
+            asked.append((task, a, b))
     parted = [one for one in asked if len({*one[1], *one[2]}) > 1]
     differences: list[Difference] = []
     pairs: list[Pair] = []
@@ -80,7 +87,7 @@ def compare_greedy(sides: Sides, tasks: Sequence[NamedPrompt], tokens: int) -> G
         differences += [difference] if difference else []
         if difference is None or not difference.is_near_tie:
             if len(pairs) < _REPEATED:
-                _repeat(sides, task, fields, a, b)
+                _ask_again(sides, task, fields, a, b, _REPEATS)
             pairs.append((a, b))
     count = {kind: sum(one.is_near_tie is kind for one in differences) for kind in (True, False, None)}
     return GreedyResult(
@@ -93,13 +100,14 @@ def compare_greedy(sides: Sides, tasks: Sequence[NamedPrompt], tokens: int) -> G
         count[None],
         exchange_test(pairs),
         tuple(differences),
+        refused,
         {task.text: (a[0], b[0]) for task, a, b in asked if a[0] == a[1] and b[0] == b[1]},
     )
 
 
-def _repeat(sides: Sides, task: NamedPrompt, fields: dict[str, Any], a: list[str], b: list[str]) -> None:
-    """Ask a prompt again, so that one prompt is enough to tell a difference from noise."""
-    while len(a) < _REPEATS:
+def _ask_again(sides: Sides, task: NamedPrompt, fields: dict[str, Any], a: list[str], b: list[str], times: int) -> None:
+    """Ask both sides a prompt in turns, until each has answered this many times."""
+    while len(a) < times:
         a.append(sides.speculative.ask(task.text, **fields).text)
         b.append(sides.plain.ask(task.text, **fields).text)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,14 +56,17 @@ def compare_sampled(sides: Sides, contexts: Sequence[NamedPrompt], seeds: int) -
     place. Holm's method controls the false alarms over all tests. What it rejects is sampled again with fresh seeds,
     and must be rejected at 0.01 there too.
     """
+    began = time.monotonic()
     drawn = {name: pairs for name, pairs in _draw(sides, list(SETTINGS), contexts, seeds, 0).items() if pairs}
     p_values = {name: [chi_square(test)[0] for test in _tests(pairs)] for name, pairs in drawn.items()}
     every = [p for ps in p_values.values() for p in ps]
     rejected = iter(holm(every, ALPHA))
+    took = time.monotonic() - began
     results = []
     for name, pairs in drawn.items():
         marks, again = [next(rejected) for _ in p_values[name]], None
         if any(marks):
+            sides.allow(took)
             fresh = _draw(sides, [name], contexts[: len(pairs)], len(pairs[0][0]), _FRESH)[name]
             again = min(chi_square(test)[0] for test, mark in zip(_tests(fresh), marks, strict=True) if mark)
             again = min(1.0, again * sum(marks))

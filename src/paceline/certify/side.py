@@ -18,6 +18,7 @@ from paceline.certify.transport import (
     parse_events,
     parse_json,
 )
+from paceline.errors import PacelineError
 
 Body = Mapping[str, Any]
 """Fields of a request to /v1/chat/completions, or of /v1/completions if it has a prompt."""
@@ -26,8 +27,8 @@ _BUSY = (429, 502, 503, 504)
 _TRIES = 4
 
 
-class NotOffered(Exception):
-    """The endpoint refuses or ignores a field, so there is nothing to compare."""
+class NotOffered(PacelineError):
+    """The endpoint refuses a request, or ignores a field, so there is nothing to compare."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,8 @@ class Http:
             data = self._read(response)
             if late.is_set():  # to the reader, the watchdog's end of the connection is the end of the answer
                 raise TimeoutError
-            return response.status, data
+            # Some servers quote the key in their messages, which reports contain.
+            return response.status, data.replace(self.key.encode(), b"KEY") if self.key else data
         except (OSError, ValueError, http.client.HTTPException) as error:
             if late.is_set() or isinstance(error, TimeoutError):
                 raise EndpointError(f"no complete answer within {self.seconds:.0f} s", "Use --timeout") from None
