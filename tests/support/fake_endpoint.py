@@ -63,7 +63,7 @@ FAULTS = {
     "repeated_token": "commits the last token of a full block twice",
     "stale_cache": "keeps the rejected token in the context",
     "late": "accepts every drafted token from token 100 on",
-    "long_prompt": "accepts every drafted token for prompts of more than 8,000 characters",
+    "long_prompt": "accepts every drafted token for prompts of more than 5,000 characters",
     "temperature_twice": "applies the temperature twice to drafted positions",
     "top_p_ignored": "ignores top_p on drafted positions",
     "drop_residual": "samples from p instead of the residual after a rejection",
@@ -417,7 +417,7 @@ class Writer:
             or (self.fault == "accepts_runner_up" and near)
             or (self.fault == "one_percent" and random.Random(f"{self.digest} {position}").random() < 0.01)
             or (self.fault == "late" and position >= 100)
-            or (self.fault == "long_prompt" and len(self.prompt) > 8000)
+            or (self.fault == "long_prompt" and len(self.prompt) > 5000)
         )
 
 

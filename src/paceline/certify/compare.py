@@ -120,7 +120,7 @@ def explain(sides: Sides, name: str, prompt: str, fields: dict[str, Any], specul
         plain[at : at + _SHOWN],
         gap,
         other,
-        None if known is None else known < sides.near,
+        None if known is None else abs(known) < sides.near,
     )
 
 

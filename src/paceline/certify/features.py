@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from paceline.certify.compare import ALPHA, Sides
+from paceline.certify.compare import ALPHA, Sides, explain
 from paceline.certify.side import NotOffered, Reply, ScoredToken, Side
 from paceline.certify.statistics import exchange_test
 from paceline.certify.transport import EndpointError
 
 _REPEATS = 10
+_UNSCORED = ("stream", "stream_options", "n")
+"""Fields that are left out when log-probabilities are asked for."""
 _TOLERANCE = 0.25
 """Difference of log-probabilities that rounding can explain, in nats."""
 _TOKENS = 32
@@ -245,6 +247,8 @@ def compare_features(sides: Sides, is_bitwise: bool) -> list[FeatureResult]:
 
 
 def _compare(sides: Sides, feature: str, probe: Callable[[Side, Side], Outcome], is_bitwise: bool) -> FeatureResult:
+    sides.speculative.history.clear()
+    sides.plain.history.clear()
     try:
         plain = _outcome(probe, sides.plain, sides.plain)
         own = _outcome(probe, sides.speculative, sides.plain)
@@ -252,7 +256,7 @@ def _compare(sides: Sides, feature: str, probe: Callable[[Side, Side], Outcome],
         return FeatureResult(feature, "not offered", str(error)[:200])
     if own == plain:
         return FeatureResult(feature, "same", "; ".join(own[0]))
-    if not is_bitwise and own[0] == plain[0]:
+    if own[0] == plain[0] and (not is_bitwise or _are_near_ties(sides)):
         return FeatureResult(
             feature, "rounding", "texts differ, but this endpoint's texts differ by near-ties or noise"
         )
@@ -263,8 +267,19 @@ def _compare(sides: Sides, feature: str, probe: Callable[[Side, Side], Outcome],
     kept: Sequence[tuple[Hashable, ...]] = ([x[0] for x in a], [x[0] for x in b]) if not is_bitwise else (a, b)  # type: ignore[assignment]
     p_value = min(1.0, len(PROBES) * exchange_test([(kept[0], kept[1])]))
     new = sorted({*own[0]} - {*plain[0]})
-    detail = "; ".join(new) or _shown(own[1], plain[1])
+    detail = "; ".join(new) or _shown(own, plain)
     return FeatureResult(feature, "differs" if p_value < ALPHA else "rounding", detail, p_value)
+
+
+def _are_near_ties(sides: Sides) -> bool:
+    """Return True if the latest replies to equal requests differ, and only at near-ties."""
+    found = []
+    for (prompt, fields), own in list(sides.speculative.history.items()):
+        plain = sides.plain.history.get((prompt, fields), own)
+        if own != plain:
+            kept = {name: value for name, value in json.loads(fields).items() if name not in _UNSCORED}
+            found.append(explain(sides, "", prompt, kept, own, plain).is_near_tie)
+    return bool(found) and all(found)
 
 
 def _outcome(probe: Callable[[Side, Side], Outcome], side: Side, plain: Side) -> Outcome:
@@ -278,6 +293,6 @@ def _outcome(probe: Callable[[Side, Side], Outcome], side: Side, plain: Side) ->
 
 def _shown(own: Hashable, plain: Hashable) -> str:
     """Return the first parts of two outcomes that differ."""
-    while isinstance(own, tuple) and isinstance(plain, tuple) and own and len(own) == len(plain):
+    while isinstance(own, tuple) and isinstance(plain, tuple) and own != plain and len(own) == len(plain):
         own, plain = next((x, y) for x, y in zip(own, plain, strict=True) if x != y)
     return f"{own!r:.300} instead of {plain!r:.300}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ Body = Mapping[str, Any]
 _REFUSED = (400, 404, 405, 415, 422, 501)
 _BUSY = (429, 502, 503, 504)
 _TRIES = 4
+_REMEMBERED = 200
 
 
 class NotOffered(PacelineError):
@@ -77,6 +79,7 @@ class Side:
         raw: True to send prompts as plain text (/completions) instead of chats.
         requests: Number of requests so far.
         tokens: Number of tokens that were received so far.
+        history: The latest requests: (prompt, fields as JSON) -> text.
     """
 
     name: str
@@ -86,6 +89,7 @@ class Side:
     raw: bool = False
     requests: int = 0
     tokens: int = 0
+    history: dict[tuple[str, str], str] = field(default_factory=dict, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def ask(self, prompt: str, **fields: Any) -> Reply:
@@ -109,6 +113,9 @@ class Side:
             raise EndpointError("the answer is nested too deeply", "Check the address") from None
         with self._lock:
             self.tokens += reply.tokens or 0
+            self.history[prompt, json.dumps(fields, sort_keys=True)] = reply.text
+            if len(self.history) > _REMEMBERED:
+                del self.history[next(iter(self.history))]
         return replace(reply, seconds=time.perf_counter() - started)
 
     def _send(self, path: str, body: Body) -> bytes:

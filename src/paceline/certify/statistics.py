@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 Pair = tuple[Sequence[Hashable], Sequence[Hashable]]
 """Values of both sides for one prompt, equally many of each."""
@@ -118,35 +118,36 @@ def detectable(pairs: Sequence[Pair], alpha: float, power: float = 0.95) -> floa
     """Return the smallest shift that `chi_square` would have found with this probability, in total variation.
 
     The shift is that of a drafter which is accepted too often: a share x of the replies is replaced by the most likely
-    reply of the prompt. Noncentral chi-square, with normal quantiles.
+    reply of the prompt. The statistic is then noncentral chi-square, here approximated by a normal distribution.
     """
     _, freedom = chi_square(pairs)
-    per_unit, moved = 0.0, 0.0
-    for a, b in pairs:
-        top = Counter([*a, *b]).most_common(1)[0][1] / (len(a) + len(b))
-        per_unit += len(a) / 2 * (1 - top) / top
-        moved += (1 - top) / len(pairs)
-    if not freedom or not per_unit:
+    tops = [Counter([*a, *b]).most_common(1)[0][1] / (len(a) + len(b)) for a, b in pairs]
+    moved = sum(1 - top for top in tops) / max(1, len(tops))
+    if not freedom or not moved:
         return 1.0
-    low, high = 0.0, 1.0
-    reach = quantile(1 - alpha) * math.sqrt(2 * freedom)
-    for _ in range(40):
-        x = (low + high) / 2
-        shift = per_unit * x * x
-        if shift - quantile(power) * math.sqrt(2 * (freedom + 2 * shift)) > reach:
-            high = x
-        else:
-            low = x
-    return high * moved if high < 1 else 1.0
+    limit = _bisected(lambda x: gamma_tail(freedom / 2, x / 2) < alpha, 0.0, 10 * freedom + 1000.0)
+
+    def is_found(x: float) -> bool:
+        """Return True if a share x of replaced replies is found with this probability."""
+        shift = 0.0
+        for (a, _), top in zip(pairs, tops, strict=True):
+            shift += len(a) / 2 * x * x * ((1 - top) ** 2 / (top + x * (1 - top) / 2) + (1 - top) / (1 - x / 2))
+        return freedom + shift - quantile(power) * math.sqrt(2 * (freedom + 2 * shift)) > limit
+
+    return _bisected(is_found, 0.0, 1.0) * moved if is_found(1.0) else 1.0
+
+
+def _bisected(holds: Callable[[float], bool], low: float, high: float) -> float:
+    """Return the smallest value for which a monotonic condition holds."""
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
 
 
 def quantile(p: float) -> float:
     """Return the quantile of the standard normal distribution."""
-    low, high = -10.0, 10.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if math.erfc(-middle / math.sqrt(2)) / 2 < p else (low, middle)
-    return high
+    return _bisected(lambda x: math.erfc(-x / math.sqrt(2)) / 2 >= p, -10.0, 10.0)
 
 
 def mcnemar(worse: int, better: int) -> float:
