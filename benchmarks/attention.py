@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from common import RESULTS, Grid, median, progress, provenance, report, write
 
+from paceline.cache.kv_types import size_of, to_stored
 from paceline.cache.slab import SlabCache
 from paceline.kernels.cpu.build import instruction_set
 from paceline.models.config import ModelConfig
@@ -32,6 +34,7 @@ SHAPES = {
     "Llama-3.2-3B": replace(QWEN, hidden=3072, heads=24, kv_heads=8, ffn=8192),
     "Gemma-3-1B": replace(QWEN, hidden=1152, heads=4, kv_heads=1, head_dim=256, ffn=6912),
 }
+K = TypeVar("K")
 CHUNK, CPU = 512, torch.device("cpu")
 
 
@@ -47,7 +50,7 @@ def filled(target: Decoder, depth: int) -> SlabCache:
         cache.commit(rows, [range(1, rows.counts[0])])
     for slab in cache.slabs:
         for tensor in slab.tensors:
-            tensor[..., :depth, :].normal_()
+            tensor[..., :depth, :] = to_stored(torch.randn(*tensor.shape[:-2], depth, size_of(tensor)), tensor)
     return cache
 
 
@@ -63,23 +66,32 @@ def passes(target: Decoder, depth: int, rows: Sequence[int]) -> dict[tuple[int, 
     return made
 
 
-def measure(target: Decoder, depths: Sequence[int], rows: Sequence[int], repeats: int) -> dict[tuple[int, int], float]:
-    """Return the median time of each pass in milliseconds, by (depth, rows)."""
-    made = {key: call for depth in depths for key, call in passes(target, depth, rows).items()}
-    times: dict[tuple[int, int], list[float]] = {key: [] for key in made}
+def measure(
+    target: Decoder, depths: Sequence[int], rows: Sequence[int], repeats: int
+) -> dict[tuple[int, int], tuple[float, float]]:
+    """Return the times of each pass by (depth, rows), see `timed`."""
+    return timed({key: call for depth in depths for key, call in passes(target, depth, rows).items()}, repeats)
+
+
+def timed(calls: Mapping[K, Callable[[], object]], repeats: int) -> dict[K, tuple[float, float]]:
+    """Return the median milliseconds of each call: of the clock, and of all threads' CPU time. The calls alternate."""
+    times: dict[K, list[tuple[float, float]]] = {key: [] for key in calls}
     for _ in progress(range(repeats), "passes"):
-        for key, call in made.items():
+        for key, call in calls.items():
             call()  # brings the caches into the state that decoding finds
-            began = time.perf_counter()
+            began, used = time.perf_counter(), time.process_time()
             call()
-            times[key].append(time.perf_counter() - began)
-    return {key: 1e3 * median(each) for key, each in times.items()}
+            times[key].append((1e3 * (time.perf_counter() - began), 1e3 * (time.process_time() - used)))
+    return {key: (median([wall for wall, _ in each]), median([cpu for _, cpu in each])) for key, each in times.items()}
 
 
-def grid(shape: str, depths: Sequence[int], rows: Sequence[int], found: dict[tuple[int, int], float]) -> Grid:
+def grid(
+    shape: str, depths: Sequence[int], rows: Sequence[int], found: dict[tuple[int, int], tuple[float, float]]
+) -> Grid:
     """Return a table with a line per depth."""
-    lines = [[f"{depth:,}", *(f"{found[depth, count]:.2f}" for count in rows)] for depth in depths]
-    return Grid(f"{shape}, ms of a pass of {QWEN.layers} layers", ["tokens", *map(str, rows)], lines)
+    lines = [[f"{depth:,}", *("{:.1f} ({:.1f})".format(*found[depth, count]) for count in rows)] for depth in depths]
+    title = f"{shape}, ms of a pass of {QWEN.layers} layers (CPU time of all threads), by tokens before it and rows"
+    return Grid(title, ["tokens", *map(str, rows)], lines)
 
 
 def main() -> None:
@@ -99,10 +111,11 @@ def main() -> None:
         found = measure(target, args.depths, args.rows, args.repeats)
         grids.append(grid(shape, args.depths, args.rows, found))
         each = product(args.depths, args.rows)
-        results += [{"shape": shape, "depth": d, "rows": n, "milliseconds": found[d, n]} for d, n in each]
+        results += [{"shape": shape, "depth": d, "rows": n, "wall_cpu_ms": found[d, n]} for d, n in each]
     report(grids)
-    result = {"provenance": provenance(), "kernels": instruction_set().name, "layers": QWEN.layers, "passes": results}
-    write("attention", result, grids, folder=args.out)
+    kernels = instruction_set().name
+    result = {"provenance": provenance(kernels=kernels), "layers": QWEN.layers, "passes": results}
+    write(f"attention-{kernels}", result, grids, folder=args.out)
 
 
 if __name__ == "__main__":

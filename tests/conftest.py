@@ -57,6 +57,9 @@ def no_forks() -> Iterator[None]:
     """Render chat templates in this process, for tests that render hundreds and are not about the sandbox."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sandbox, "can_fork", lambda: False)
+        # What the helper process has prepared is not prepared here.
+        patch.setattr(sandbox.SANDBOX, "_control", None)
+        patch.setattr(sandbox.SANDBOX, "_prepared", set())
         yield
 
 

@@ -11,7 +11,7 @@ import torch
 
 import paceline
 import paceline.llm
-from paceline.checkpoints.loader import Loaded, pick_device, pick_dtype
+from paceline.checkpoints.loader import Loaded, _check_stored, pick_device, pick_dtype
 from paceline.drafters.cross import SharedTokens
 from paceline.drafters.factory import make_drafter, to_tree
 from paceline.drafters.model import DraftModel
@@ -21,6 +21,7 @@ from paceline.drafters.suffix import Suffix
 from paceline.engine.detokenizer import Chunk
 from paceline.errors import InvalidOption, InvalidPrompt, NonFiniteLogits, PromptTooLong
 from paceline.llm import LLM
+from paceline.models.decoder import Decoder
 from paceline.sampling.parameters import Sampling
 from paceline.types import DraftBudget
 from tests.support.cover import some
@@ -417,3 +418,26 @@ def test_weights_change_precision_and_presets_name_what_they_set(tmp_path: Path)
         paceline.load(tmp_path / "model", preset="slow")  # type: ignore[arg-type]
     with pytest.raises(InvalidOption, match="not available for model objects"):
         toy_llm().quantize("int8")
+
+
+def test_keys_and_values_in_8_bits_take_less_memory_and_any_drafter_writes_one_text(tmp_path: Path) -> None:
+    _write_model(tmp_path / "model")
+    how = Sampling(max_new_tokens=30, temperature=0.8, seed=3)
+    wide, plain, drafted = (
+        paceline.load(tmp_path / "model", kv_type=stored, drafter=drafter)  # type: ignore[arg-type]
+        for stored, drafter in (("auto", None), ("int8", None), ("int8", "suffix"))
+    )
+    targets = wide.model.target, plain.model.target
+    assert all(isinstance(target, Decoder) for target in targets)
+    wide_bytes, own = (target.cache_bytes(100) for target in targets)  # type: ignore[attr-defined]
+    assert own == wide_bytes // 2 + 100 * 2 * 2 * 2 * 4
+    assert plain.guarantee == wide.guarantee
+    assert drafted.generate("abab" * 8, how).token_ids == plain.generate("abab" * 8, how).token_ids
+    plain.quantize("int8")
+    assert plain.model.target.kv_dtype == torch.int8  # type: ignore[attr-defined]
+
+
+def test_keys_and_values_on_a_gpu_keep_the_models_dtype() -> None:
+    _check_stored(True, [torch.device("cpu")])
+    with pytest.raises(InvalidOption, match=r"on cuda:1, keys and values have the model's dtype. Leave"):
+        _check_stored(True, [torch.device("cpu"), torch.device("cuda:1")])

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from paceline.cache.kv_types import KVType, check_kv_type
 from paceline.checkpoints.adapters import Adapter, check_adapters
 from paceline.checkpoints.load_arguments import LoadArguments
 from paceline.checkpoints.loader import Device, DType, Loaded
@@ -425,6 +426,7 @@ def load(
     device: Device = "auto",
     quantize: Precision = "auto",
     draft_quantize: Precision = "auto",
+    kv_type: KVType = "auto",
     draft_vocab: DraftVocab = "auto",
     revision: str | None = None,
     draft_revision: str | None = None,
@@ -467,6 +469,8 @@ def load(
         quantize: "auto" keeps the codes of a GGUF file, and loads other files in `dtype`. "none" gives floats, as does
             any `dtype` but "auto". "int8" and "int4" quantise (docs/how-to/quantize.md).
         draft_quantize: The same for a drafter's weights. "auto" is 4 bits.
+        kv_type: Type of the target's keys and values: "bf16", "f16", "f32", or "int8", which takes 56 % of the memory
+            of "bf16" and changes the text slightly. "auto" is the model's dtype (docs/how-to/quantize.md).
         draft_vocab: The vocabulary of a draft model or EAGLE head: "auto" (the 49,152 lowest ids of a
             vocabulary of more than 65,536), a number (0: all), or a JSONL file of the model's own answers, whose most
             frequent tokens are taken.
@@ -503,6 +507,7 @@ def load(
         device=device,
         quantize=quantize,
         draft_quantize=draft_quantize,
+        kv_type=kv_type,
         draft_vocab=draft_vocab,
         revision=revision,
         draft_revision=draft_revision,
@@ -529,6 +534,7 @@ def _load(arguments: LoadArguments) -> LLM:
     specs: list[Any] = [drafter] if isinstance(drafter, str | Drafter | None) else [*drafter]
     check_specs([*specs, *more], arguments.draft_quantize)
     check_precision(arguments.quantize)
+    check_kv_type(arguments.kv_type)
     check_draft_vocab(arguments.draft_vocab)
     loaded = load_target(arguments, adapters)
     if arguments.chat_template is not None:

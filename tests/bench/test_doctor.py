@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from paceline.bench.doctor.machine import Machine, bandwidth, by_threads
 from paceline.bench.doctor.predict import Drafting, forecast, overall
 from paceline.bench.doctor.weights import quantised_bytes, weight_bytes
 from paceline.bench.replay.predict import size_name
+from paceline.bench.replay.prices import MeasuredPrices
 from paceline.checkpoints.loader import load_model
 from paceline.cli import app
 from paceline.drafters.early_exit import EarlyExit
@@ -341,6 +343,13 @@ def test_it_says_what_a_pass_spends_its_time_on() -> None:
     assert first == "cost of a pass, relative to one row: 8 rows 1.60, 16 rows 3.20"
     assert "takes 10.0 ms" in second
     assert "100 MB of weights at 20.0 GB/s takes 5.0 ms of this (50%)" in second
+
+
+def test_a_round_costs_its_pass_and_the_host_once_per_request() -> None:
+    costs: Any = SimpleNamespace(verify=lambda rows, before: 10.0 * rows + before, host=0.5)
+    model: Any = SimpleNamespace(target=None)
+    prices = MeasuredPrices(model, costs, reread=model)
+    assert prices.round(3, [7, 8]) == 30 + 15 + 2 * 0.5
 
 
 # --- the command --------------------------------------------------------------------------------------------------

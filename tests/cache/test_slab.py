@@ -281,7 +281,7 @@ def test_saved_rows_are_a_copy_without_spare_memory() -> None:
     cache, slot = fed([1, 2, 3, 4, 5])
     saved = cache.save(slot)
     before = [x.clone() for x in saved.tensors]
-    assert saved.nbytes == TOY.config.cache_bytes(5, 8)
+    assert saved.nbytes == TOY.config.cache_bytes(5, torch.float64)
     cache.truncate(slot, 2)
     TOY.forward(pack_prefix([7, 8, 9], slot, 2, CPU), cache, Want("none"))
     cache.release(slot)

@@ -5,7 +5,6 @@ Runs where `speculators` can be imported; its own requirements are heavy, so it 
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from paceline.models.norms import RMSNorm
 from paceline.models.rope import Rotary, rotate
 from tests.support.random_heads import EAGLE3, LAYER, folder_of, head_of
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 pytest.importorskip("speculators", reason="the speculators library is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -33,6 +31,12 @@ VARIANTS = [
     replace(EAGLE3, fc_norm=False, norm_output=False, norm_before_residual=True, norm_before_fc=True),
     replace(EAGLE3, layer=replace(LAYER, family="qwen3", norms=NormConfig(1e-5, heads="shared")), draft_vocab=64),
 ]
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the library from asking the hub. The environment variable would stay in force for the whole process."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
 @pytest.fixture

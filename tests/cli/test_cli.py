@@ -39,6 +39,7 @@ def test_info(folder: Path) -> None:
     assert facts["eos"] == [{"id": 2, "token": "w2"}]
     assert facts["dtypes"] == {"float32": facts["parameters"]}
     assert facts["cache_bytes"] == facts["context_length"] * 2 * 2 * 2 * 2 * 8
+    assert facts["cache_bytes_int8"] == facts["context_length"] * 2 * 2 * 2 * (8 + 4)
     assert facts["own_codes"] == {}
     table = run("info", str(folder)).stdout
     for part in ("LlamaForCausalLM (llama)", "WordLevel", "temperature 0.6 (recommended by the model)", "'w2' (id 2)"):
@@ -93,6 +94,7 @@ def test_a_quantised_model_writes_from_the_command_line(folder: Path, modes: tup
         (["--draft-quantize", "q4"], "draft_quantize must be auto, none, int8 or int4, got 'q4'"),
         (["--draft-quantize", "int8", "--drafter", "suffix"], "suffix has no weights"),
         (["--draft-vocab", "many"], "draft_vocab: there is no file many"),
+        (["--kv-type", "q4"], "kv_type 'q4' is unknown. Choose from auto, bf16, f16, f32, int8"),
     ],
 )
 def test_quantisation_that_is_not_possible(folder: Path, args: list[str], part: str) -> None:

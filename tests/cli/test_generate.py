@@ -75,7 +75,7 @@ def test_every_drafter_writes_the_same(shop: Shop, sampling: tuple[str, ...]) ->
 
 def test_options_reach_the_library(shop: Shop) -> None:
     model = ("-m", "m", "--adapter", "a", "--revision", "r", "--token", "t")
-    modes = ("--quantize", "int8", "--draft-quantize", "int4", "--draft-revision", "d")
+    modes = ("--quantize", "int8", "--draft-quantize", "int4", "--draft-revision", "d", "--kv-type", "int8")
     generate("hi", *model, *modes, "--draft", "6x3x2", "--dtype", "float32", "--device", "cpu")
     assert shop.calls == [
         {
@@ -89,7 +89,7 @@ def test_options_reach_the_library(shop: Shop) -> None:
         | {"adapter": "a", "adapters": {}, "token": "t", "allow_pickle": False, "progress": False}
         | {"device_map": None, "draft_device_map": None, "tensor_parallel": False}
         | {"quantize": "int8", "draft_quantize": "int4", "draft_revision": "d", "draft_vocab": "auto"}
-        | {"chat_template": None}
+        | {"chat_template": None, "kv_type": "int8"}
     ]
 
 

@@ -164,6 +164,7 @@ BITS = pytest.param(torch.bfloat16, marks=pytest.mark.skipif(not packs_bfloat16(
 
 
 IN_TURN = {(case, number % 2 == 0) for number, case in enumerate(KINDS)}
+"""Every kind once, in bfloat16 and float64 by turns: the fast tier."""
 
 
 @pytest.mark.parametrize(

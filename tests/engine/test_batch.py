@@ -241,13 +241,13 @@ def test_memory_of_a_wide_batch_or_a_long_text_is_not_held_for_the_next() -> Non
     cache: Any = llm.engine.cache
     llm.generate(["a"] * 8, Sampling(max_new_tokens=2))
     assert cache.nbytes == 0
-    bytes_of = llm.model.target.config.cache_bytes  # type: ignore[attr-defined]
+    bytes_of = llm.model.target.cache_bytes  # type: ignore[attr-defined]
     with llm.batch(["a"] * 8 + [[1] * 900], Sampling(max_new_tokens=400)) as batch:
         next(batch)
-        assert cache.nbytes == bytes_of(8 * 256 + 1024, 8)
+        assert cache.nbytes == bytes_of(8 * 256 + 1024)
     with llm.stream([1] * 900, Sampling(max_new_tokens=4)) as stream:
         next(stream)
-        assert cache.nbytes == bytes_of(1024, 8)
+        assert cache.nbytes == bytes_of(1024)
 
 
 def test_samples_that_wait_begin_like_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:

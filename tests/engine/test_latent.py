@@ -40,7 +40,7 @@ def test_the_cache_holds_one_row_by_token() -> None:
     cache = target.new_cache()
     slot = cache.acquire()
     feed(target, cache, slot, text(256))
-    assert cache.nbytes == 4 * 256 * 28 * 8 == target.config.cache_bytes(256, itemsize=8)
+    assert cache.nbytes == 4 * 256 * 28 * 8 == target.config.cache_bytes(256, torch.float64)
     (slab,) = cache.slabs
     assert [x.shape for x in slab.tensors] == [(4, 1, 1, 256, 28)]
     saved = cache.save(slot)

@@ -257,7 +257,16 @@ const Model MODELS[] = {
 
 constexpr int HIDDEN = 256, FFN = 256, QUERY = 4, KV = 2, CAPACITY = 2048, LONG = 1500;
 
-template <class Element>
+// Keys or values of a cache.
+template <class Stored>
+std::vector<typename Stored::Number> stored_lines(int count, int size, uint64_t seed) {
+    const auto x = numbers(size_t(count) * size, seed);
+    std::vector<typename Stored::Number> lines(count * Stored::line(size));
+    for (int i = 0; i < count; i++) Stored::write(&lines[i * Stored::line(size)], &x[size_t(i) * size], size);
+    return lines;
+}
+
+template <class Element, class Stored>
 class Text {
     using Number = typename Element::Number;
 
@@ -266,7 +275,7 @@ class Text {
         : size_(whole(model.head_dim)), mix_(QUERY * model.head_dim), qkv_(codes, kind, (QUERY + 2 * KV) * model.head_dim, HIDDEN, 20),
           out_(mix_ % 256 && head.elements == 256 ? Q8_SOURCE : head, kind, HIDDEN, mix_, 21), router_(F32_SOURCE, FULL, model.experts - model.shared, HIDDEN, 22, 1),
           norm_(numbers(HIDDEN, 23)), rotation_(numbers(2 * CAPACITY * model.head_dim, 24)),
-          keys_(KV * CAPACITY * size_), values_(keys_.size()) {
+          keys_(KV * CAPACITY * Stored::line(size_)), values_(keys_.size()) {
         for (float& w : norm_) w += 1;
         for (int i = 0; i < model.experts; i++) {
             gate_up_.emplace_back(codes, kind, 2 * FFN, HIDDEN, 30 + i), down_.emplace_back(head, kind, HIDDEN, FFN, 40 + i);
@@ -279,7 +288,7 @@ class Text {
         layer_ = {qkv_.matrix, out_.matrix, router_.matrix, experts_.data(), routing, norm_.data(), inner, norm_.data(), inner, inner, inner,
                   1e-6f, 1.0f, HIDDEN, FFN, model.activation, model.head_dim, 0, 0, 0,
                   {QUERY, KV, size_, 0.125f, model.softcap, model.activation == CLAMPED ? norm_.data() : nullptr}};
-        view_.window = model.window;
+        view_.window = model.window, view_.kind = kind_of<Stored>();
     }
 
     // Some passes over a text: a prompt, single rows, and trees of which nothing is kept.
@@ -292,11 +301,7 @@ class Text {
     // The same after a text of several blocks, up to the end of the cache's ring and over it.
     std::vector<float> run_long(int threads) {
         std::vector<float> y;
-        const auto keys = numbers(keys_.size(), 25), values = numbers(keys_.size(), 26);
-        for (size_t i = 0; i < keys.size(); i += LANES) {
-            Element::narrow(&keys_[i], load<Floats>(&keys[i]));
-            Element::narrow(&values_[i], load<Floats>(&values[i]));
-        }
+        keys_ = stored_lines<Stored>(KV * CAPACITY, size_, 25), values_ = stored_lines<Stored>(KV * CAPACITY, size_, 26);
         for (int length : {LONG, view_.window ? 3 * CAPACITY - 4 : CAPACITY - 17}) {
             length_ = length;
             for (int rows : {1, 5, 9}) pass(rows, rows == 5, threads, y);
@@ -310,7 +315,7 @@ class Text {
     std::vector<Packed> gate_up_, down_;
     std::vector<Expert> experts_;
     std::vector<float> norm_, rotation_;
-    std::vector<Number> keys_, values_;
+    std::vector<typename Stored::Number> keys_, values_;
     Layer layer_;
     View view_{};
 
@@ -332,41 +337,45 @@ class Text {
         const auto input = numbers(size_t(rows) * HIDDEN, 50 + length_);
         std::vector<Number> x(input.size());
         for (size_t i = 0; i < x.size(); i += LANES) Element::narrow(&x[i], load<Floats>(&input[i]));
-        if (paceline_layers(&layer_, 1, &pass, kind(), x.data(), nullptr, 0, nullptr, 0, nullptr)) std::puts("layers\tfailed");
+        if (paceline_layers(&layer_, 1, &pass, kind_of<Element>(), x.data(), nullptr, 0, nullptr, 0, nullptr)) std::puts("layers\tfailed");
         const size_t at = y.size();
         y.resize(at + x.size());
         for (size_t i = 0; i < x.size(); i += LANES) store(&y[at + i], Element::widen(&x[i]));
         if (!tree) length_ += rows;
     }
 
-    static int kind() { return std::is_same<Element, BFloat16>() ? WIDE : std::is_same<Element, Float16>() ? HALF : FULL; }
+    template <class Type>
+    static int kind_of() {
+        return std::is_same<Type, BFloat16>() ? WIDE : std::is_same<Type, Float16>() ? HALF : std::is_same<Type, Float32>() ? FULL : EIGHT;
+    }
 };
 
-template <class Element>
+// `Stored`: type of keys and values.
+template <class Element, class Stored = Element>
 void layers_in(const std::string& dtype, const Source& own) {
     for (const Model& model : MODELS) {
         const std::string name = std::string(model.name) + " " + dtype;
-        report("layer " + name, Text<Element>(model, own, 0, own).run(1));
+        report("layer " + name, Text<Element, Stored>(model, own, 0, own).run(1));
         if (model.experts > 1) continue;  // experts are all of one kind
-        for (int threads : {1, 3}) report("long text, threads: " + std::to_string(threads) + " " + name, Text<Element>(model, own, 0, own).run_long(threads));
-        report("layer in codes " + name, Text<Element>(model, Q4_K_SOURCE, 0, Q6_K_SOURCE).run(2));
-        report("layer in codes of 8 bits " + name, Text<Element>(model, F32_SOURCE, EIGHT, F32_SOURCE).run(1));
+        for (int threads : {1, 3}) report("long text, threads: " + std::to_string(threads) + " " + name, Text<Element, Stored>(model, own, 0, own).run_long(threads));
+        report("layer in codes " + name, Text<Element, Stored>(model, Q4_K_SOURCE, 0, Q6_K_SOURCE).run(2));
+        report("layer in codes of 8 bits " + name, Text<Element, Stored>(model, F32_SOURCE, EIGHT, F32_SOURCE).run(1));
     }
 }
 
-// Attention by itself, with both kinds of products of bfloat16.
+// Attention by itself, with both kinds of products.
 template <class Element>
 void attention(const char* name) {
     constexpr int SIZE = 80, ROWS = 11, GROUP_SIZE = 3;
-    auto narrow = [](size_t count, uint64_t seed) { return rounded_numbers(numbers(count, seed)); };
-    const auto keys = narrow(CAPACITY * SIZE, 60), values = narrow(CAPACITY * SIZE, 61), q = narrow(ROWS * GROUP_SIZE * SIZE, 62);
+    auto keys = stored_lines<Element>(CAPACITY, SIZE, 60), values = stored_lines<Element>(CAPACITY, SIZE, 61);
+    const auto q = numbers(ROWS * GROUP_SIZE * SIZE, 62);
     const std::vector<uint8_t> visible(ROWS * ROWS, 1);
     const std::vector<int32_t> depth(ROWS);
     Slot slot{};
-    slot.keys = const_cast<bf16*>(keys.data()), slot.values = const_cast<bf16*>(values.data());
+    slot.keys = keys.data(), slot.values = values.data();
     slot.capacity = CAPACITY, slot.length = LONG, slot.rows = slot.columns = ROWS;
     slot.visible = visible.data(), slot.depth = slot.below = depth.data();
-    const View view{0, &slot};
+    const View view{0, 0, &slot};
     const Heads heads{GROUP_SIZE, 1, SIZE, 0.5f, 0, nullptr};
     const AttentionPieces pieces(view, 1, heads, 1);
     Attention<Element> attention;
@@ -390,9 +399,13 @@ void attention(const char* name) {
 void layers() {
     attention<BFloat16>("of floats");
     attention<PairedBFloat16>("of pairs");
+    attention<Int8>("of int8");
     layers_in<BFloat16>("bfloat16", SOURCES[2]);
     layers_in<Float16>("float16", SOURCES[1]);
     layers_in<Float32>("float32", F32_SOURCE);
+    layers_in<BFloat16, Int8>("bfloat16 with int8 keys", SOURCES[2]);
+    layers_in<Float32, Int8>("float32 with int8 keys", F32_SOURCE);
+    layers_in<BFloat16, Float16>("bfloat16 with float16 keys", SOURCES[2]);
 }
 
 }  // namespace

@@ -118,14 +118,25 @@ def test_each_float_type_has_its_own_precision(name: str, dtype: torch.dtype) ->
     assert relative(ours, exact) < FLOATS[dtype]
 
 
-TYPES = [(name, torch.bfloat16) for name in MODELS] + [
-    (name, dtype) for name in ("gemma2", "a mixture", "no size in whole lanes", GPT_OSS, GLM) for dtype in FLOATS
+TYPES = [(name, torch.bfloat16, None) for name in MODELS] + [
+    *(
+        (name, dtype, None)
+        for name in ("gemma2", "a mixture", "no size in whole lanes", GPT_OSS, GLM)
+        for dtype in FLOATS
+    ),
+    *((name, torch.bfloat16, torch.int8) for name in ("gemma2", "no size in whole lanes", "heads of 128", GPT_OSS)),
+    ("gemma2", torch.float32, torch.int8),
+    ("gemma2", torch.float32, torch.bfloat16),
+    ("llama", torch.bfloat16, torch.float16),
 ]
+"""Models, their dtype, and the dtype of keys and values if it is another one."""
 
 
-@pytest.mark.parametrize(("name", "dtype"), TYPES)
-def test_however_rows_travel_they_have_the_bits_of_plain_decoding(name: str, dtype: torch.dtype) -> None:
-    target = native(replace(BASE, **MODELS[name]), dtype=dtype)
+@pytest.mark.parametrize(("name", "dtype", "stored"), TYPES)
+def test_however_rows_travel_they_have_the_bits_of_plain_decoding(
+    name: str, dtype: torch.dtype, stored: torch.dtype | None
+) -> None:
+    target = native(replace(BASE, **MODELS[name]), dtype=dtype, kv_dtype=stored)
     assert guarantee(target) == "bits"
     for before in (20, 21):
         prefix, path, other = text(before), text(12, 5), text(70, 6)
@@ -176,21 +187,28 @@ def test_every_row_of_any_tree_is_its_path_fed_plainly(name: str) -> None:
             assert torch.equal(out[row], plain(target, prefix, tokens)[-1].logits[0, 0]), row
 
 
-LONG = [("llama", torch.bfloat16), ("gemma2", torch.bfloat16), (GPT_OSS, torch.float16), ("heads of 80", torch.float32)]
+LONG = [
+    ("llama", torch.bfloat16, None),
+    ("gemma2", torch.bfloat16, None),
+    (GPT_OSS, torch.float16, None),
+    ("heads of 80", torch.float32, None),
+    ("gemma2", torch.bfloat16, torch.int8),
+    ("heads of 80", torch.float32, torch.int8),
+]
 
 
-@pytest.mark.parametrize(("name", "dtype"), LONG)
+@pytest.mark.parametrize(("name", "dtype", "stored"), LONG)
 def test_threads_and_rows_share_a_long_text_without_changing_bits(
-    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: torch.dtype, stored: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks of 512 columns: in the third, and over the end of the second."""
     c = replace(BASE, **MODELS[name])
-    target, tokens = native(c, dtype=dtype), text(1300)
+    target, tokens = native(c, dtype=dtype, kv_dtype=stored), text(1300)
     for before in (1250, 1013):
         prefix, path = tokens[:before], tokens[before : before + 4]
         alone = torch.cat([out.logits[:, 0] for out in plain(target, prefix, path)])
         right = torch.cat([out.logits[:, 0] for out in plain(by_torch(c, torch.float32), prefix, path)])
-        assert relative(alone, right) < 0.02
+        assert relative(alone, right) < (0.05 if stored else 0.02)
         tree, lines = with_siblings(path[1:3], 66)
         for threads in (1, 3, 8):
             monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
@@ -204,9 +222,10 @@ def test_threads_and_rows_share_a_long_text_without_changing_bits(
                 assert torch.equal(out[rows], alone[: len(rows)]), (before, threads, rows)
 
 
-def test_windows_whose_rings_have_wrapped() -> None:
+@pytest.mark.parametrize("stored", [None, torch.int8], ids=str)
+def test_windows_whose_rings_have_wrapped(stored: torch.dtype | None) -> None:
     c = replace(BASE, **plan(20, None), heads=2, kv_heads=1)
-    tokens, target = text(1100), native(c)
+    tokens, target = text(1100), native(c, kv_dtype=stored)
     for goal in (1020, 1060):
         prefix, path = tokens[:goal], tokens[goal : goal + 8]
         alone = torch.cat([out.logits[:, 0] for out in plain(target, prefix, path)])
@@ -216,7 +235,7 @@ def test_windows_whose_rings_have_wrapped() -> None:
             target.forward(rows_of(cache, slot, path[0], tree), cache, Want()).logits[0, [0, *lines]], alone[:3]
         )
         right = torch.cat([out.logits[:, 0] for out in plain(by_torch(c, torch.float32), prefix, path)])
-        assert relative(alone, right) < 0.02
+        assert relative(alone, right) < (0.05 if stored else 0.02)
 
 
 def test_a_window_longer_than_any_text_hides_nothing() -> None:
@@ -245,9 +264,11 @@ def test_taps_and_layers_may_be_cut_anywhere() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-@pytest.mark.parametrize("mode", [None, "int8"])
-def test_a_drafted_row_that_is_not_finite_harms_no_other(name: str, mode: Mode | None) -> None:
-    target = native(replace(BASE, **MODELS[name] | {"tied": False}), mode)
+@pytest.mark.parametrize(("mode", "stored"), [(None, None), ("int8", None), (None, torch.int8)])
+def test_a_drafted_row_that_is_not_finite_harms_no_other(
+    name: str, mode: Mode | None, stored: torch.dtype | None
+) -> None:
+    target = native(replace(BASE, **MODELS[name] | {"tied": False}), mode, kv_dtype=stored)
     prefix, path = ([token % 66 for token in text(n, n)] for n in (20, 5))
     alone = torch.cat([out.logits[:, 0] for out in plain(target, prefix, path)])
     target._embed[66] = torch.nan

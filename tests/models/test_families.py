@@ -161,7 +161,7 @@ def test_the_cache_holds_what_the_config_says(case: str) -> None:
     for length in (256, 512, 1024):  # where no step is half used
         while cache.lengths[slot] < length:
             feed(ours, cache, slot, [1] * PREFILL_ROWS)
-        assert ours.config.cache_bytes(length, itemsize=8) == cache.nbytes
+        assert ours.config.cache_bytes(length, torch.float64) == cache.nbytes
 
 
 @pytest.mark.parametrize("case", ROUNDED)

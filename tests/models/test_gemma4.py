@@ -62,7 +62,7 @@ def test_the_cache_holds_keys_of_the_layers_that_have_some(case: str) -> None:
     slot = cache.acquire()
     while cache.lengths[slot] < 1024:  # where no step is half used
         feed(ours, cache, slot, [1] * PREFILL_ROWS)
-    assert ours.config.cache_bytes(1024, itemsize=8) == cache.nbytes
+    assert ours.config.cache_bytes(1024, torch.float64) == cache.nbytes
 
 
 @pytest.mark.skipif(not packs_bfloat16(), reason="no bfloat16 products that keep bits")

@@ -113,7 +113,7 @@ def test_the_servers_cache_fits_on_each_device(monkeypatch: pytest.MonkeyPatch) 
     placed = decoder(torch.float32, ("cpu", "cpu:0", "cpu:0", "cpu:0"))
     llm: Any = SimpleNamespace(model=SimpleNamespace(target=placed))
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=10**9))
-    each = FOUR.cache_bytes(1, 4) // 4
+    each = FOUR.cache_bytes(1, torch.float32) // 4
     assert placed.position_bytes() == {CPU: each, torch.device("cpu:0"): 3 * each}
     assert cache_positions(llm, None) == 10**9 // 4 // (3 * each)
     assert cache_positions(llm, 1.0) == 2**30 // (4 * each)

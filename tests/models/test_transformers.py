@@ -451,6 +451,14 @@ def test_models_through_transformers_are_not_quantised(folder: Path) -> None:
         paceline.load(model, tokenizer=toy_tokenizer(), quantize="int4")
 
 
+def test_keys_and_values_of_transformers_keep_their_dtype(folder: Path) -> None:
+    with pytest.raises(InvalidOption, match="runs through transformers, which keeps keys and values"):
+        paceline.load(folder, kv_type="int8", drafter=None)
+    with pytest.raises(InvalidOption, match="keeps keys and values in its own dtype"):
+        paceline.load(model_of("GPT2", OLD), tokenizer=toy_tokenizer(), kv_type="int8")
+    assert paceline.load(folder, kv_type="f32", dtype="float32", drafter=None).model.target.dtype == torch.float32
+
+
 def test_info_says_so(folder: Path) -> None:
     from typer.testing import CliRunner
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from typer.testing import CliRunner
 from paceline.cli import app
 from paceline.engine.draft_policy import Speculation
 from paceline.llm import LLM, load
+from paceline.sampling.parameters import Sampling
 from paceline.server.models import Models, ModelSource
-from paceline.server.worker import Worker, WorkerLimits
+from paceline.server.worker import ReplyJob, ReplyRound, Worker, WorkerLimits
 from tests.support.running import Serving, serving
 from tests.support.toys import toy_llm
 
@@ -48,6 +50,23 @@ def test_a_restarted_server_does_not_read_a_prompt_again(tmp_path: Path) -> None
     assert cached > 300
     assert metrics["paceline:prefix_disk_hits_total"] == metrics["vllm:prefix_cache_hits_total"] == cached
     assert metrics["paceline:prefix_disk_bytes"] == file.stat().st_size
+
+
+def test_a_text_in_use_is_kept_when_the_server_stops(tmp_path: Path) -> None:
+    llm = restarted(tmp_path)
+    worker, prompt = Worker(llm, LIMITS), llm.prompt_ids("abc, def. " * 30)
+
+    async def work() -> None:
+        worker.start()
+        rounds: asyncio.Queue[ReplyRound] = asyncio.Queue()
+        worker.submit(ReplyJob(prompt, Sampling(max_new_tokens=1500, ignore_eos=True)), rounds)
+        await asyncio.wait_for(rounds.get(), 60)
+        await worker.stop(0.0)
+
+    asyncio.run(work())
+    again = restarted(tmp_path).engine.prefixes
+    assert again is not None
+    assert again.known([*prompt, 1]) >= len(prompt) - 1
 
 
 @pytest.mark.parametrize("shown", [False, True])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.cache.attention import LayerAttention
+from paceline.cache.kv_types import from_stored, to_stored
 from paceline.cache.slab import SlabCache
 from paceline.types import Draft, Rows
 from tests.support.trees import path_to
@@ -26,8 +27,16 @@ LAYERS = [
 class Witness:
     """Feeds a cache and remembers every committed key and value."""
 
-    def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float64, kind: type[SlabCache] = SlabCache) -> None:
-        self.cache = kind(LAYERS, KV, D, 4096, dtype, CPU)
+    def __init__(
+        self,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float64,
+        kind: type[SlabCache] = SlabCache,
+        stored: torch.dtype | None = None,
+    ) -> None:
+        """`stored`: dtype of keys and values, if it is not `dtype`. The witness then remembers what was stored."""
+        self.cache = kind(LAYERS, KV, D, 4096, stored or dtype, CPU)
+        self.error = 1e-5 if stored else 1e-9
         self.random = torch.Generator().manual_seed(seed)
         self.dtype = dtype
         self.history: dict[int, list[tuple[Tensor, Tensor]]] = {}
@@ -46,17 +55,21 @@ class Witness:
         for layer, how in enumerate(LAYERS):
             q, k, v = (self.draw(b, t, heads) for heads in (HEADS, KV, KV))
             mixed = attention.attend(layer, q, k, v)
+            k, v = map(self.stored, (k, v))
             for line, slot in enumerate(rows.slots):
                 real = rows.counts[line]
                 checked = [*(range(real) if real < 32 else range(5, real, 40))]
                 of = (rows.parents[line], q[line], k[line], v[line])
                 expected = torch.stack([self.expected(how, slot, layer, row, *of) for row in checked])
-                torch.testing.assert_close(mixed[line, checked], expected, rtol=0, atol=1e-9)
+                torch.testing.assert_close(mixed[line, checked], expected, rtol=0, atol=self.error)
                 kept = [0, *paths[line]]
                 keys, values = self.history[slot][layer]
                 new = (torch.cat([keys, k[line, kept]]), torch.cat([values, v[line, kept]]))
                 self.history[slot] = [*self.history[slot][:layer], new, *self.history[slot][layer + 1 :]]
         self.cache.commit(rows, paths)
+
+    def stored(self, x: Tensor) -> Tensor:
+        return from_stored(to_stored(x, self.cache.slabs[0].tensors[0]), self.dtype)
 
     def draw(self, b: int, t: int, heads: int) -> Tensor:
         return torch.randn(b, t, heads, D, generator=self.random, dtype=self.dtype)

@@ -234,8 +234,9 @@ def main(task: str, *arguments: str) -> None:
         if name in arguments:
             held = Quantised(tensors, mode) if mode else tensors
             adapters = adapters_of(name, tensors)
-            divided = DividedDecoder(config, held, dtype, CPU, lambda done, total: None, mirror, adapters)
-            made[name] = Decoder(config, held, dtype, CPU, adapters=adapters), divided
+            stored = torch.int8 if mode == "int4" else dtype  # of keys and values
+            divided = DividedDecoder(config, held, dtype, CPU, lambda done, total: None, mirror, adapters, stored)
+            made[name] = Decoder(config, held, dtype, CPU, adapters=adapters, kv_dtype=stored), divided
     mirror.follow()
     if task == "fail":
         mirror.ranks.send(b"no pickle")

@@ -148,9 +148,14 @@ def experts_of(c: ModelConfig, block: str, draw: torch.Generator) -> dict[str, T
     return tensors | {f"{block}{e.router}.weight": torch.randn(e.count, c.hidden, generator=draw)}
 
 
-def native(c: ModelConfig, mode: Mode | None = None, dtype: torch.dtype = torch.bfloat16) -> Decoder:
+def native(
+    c: ModelConfig,
+    mode: Mode | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
+) -> Decoder:
     tensors = tensors_of(c)
-    target = Decoder(c, tensors if mode is None else Quantised(tensors, mode), dtype, CPU)
+    target = Decoder(c, tensors if mode is None else Quantised(tensors, mode), dtype, CPU, kv_dtype=kv_dtype)
     assert target._stack.native
     return target
 

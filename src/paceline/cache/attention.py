@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.cache.kv_types import from_stored, to_stored
 from paceline.cache.layout import Layout
 from paceline.types import Rows
 
@@ -104,7 +105,8 @@ class SlabPlan:
         """Plan the reads and writes of a pass.
 
         Args:
-            slabs: Keys and values, each [layers, places, kv_heads, capacity, D]. One tensor if it is both.
+            slabs: Keys and values, each [layers, places, kv_heads, capacity, D], with D in its stored size
+                (`kv_types.py`). One tensor if it is both.
             window: See `LayerAttention`.
             rows: The rows of the pass.
             members: Indices in the pass of the slots that these slabs hold: one slot or all of them.
@@ -172,17 +174,15 @@ class SlabPlan:
                 layers pad.
             v: Values, in the same shape.
         """
-        x, spare = self._writes, self.slabs[0].shape[-1] - k.shape[-1]
+        x = self._writes
         for flat, new in zip(x.flat, (k, v), strict=False):  # a slab of one tensor stores only the keys
-            new = new.flatten(0, 1)[x.sources]
-            if spare:
-                new = F.pad(new, (0, spare))
+            new = to_stored(new.flatten(0, 1)[x.sources], flat[layer])
             if len(x.copy_sources):
                 flat[layer].index_copy_(0, x.copy_targets, flat[layer][x.copy_sources])
             flat[layer].index_copy_(0, x.targets, new.reshape(-1, new.shape[-1]))
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the slots, each [B * kv_heads, reach, D]."""
+        """Return stored keys and values of the slots, each [B * kv_heads, reach, stored size of D]."""
         if self._views:
             found = [view[layer] for view in self._views]
         else:
@@ -236,7 +236,10 @@ class SlabPass:
 
     def _look(self, plan: SlabPlan, index: int, spec: LayerAttention, q: Tensor) -> Tensor:
         """Return the attention output of one plan's slots, given the queries of the whole pass."""
-        keys, values = plan.read(index)
+        stored = plan.read(index)
+        keys = values = from_stored(stored[0], q.dtype)
+        if not spec.single:
+            values = from_stored(stored[1], q.dtype)
         own, padding = plan.queries(q), q.shape[1] - plan.count
         if self._prefill and spec.softcap is None and spec.sinks is None:
             mixed = _fast(own, keys, values, plan, spec)

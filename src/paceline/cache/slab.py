@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.cache.attention import BLOCK, LayerAttention, SlabPass, SlabPlan, slab_indices
+from paceline.cache.kv_types import stored_size
 from paceline.cache.layout import Layout, layout, nothing
 from paceline.cache.slots import SlotTable
 from paceline.errors import memory_named
@@ -33,9 +34,10 @@ def ring(window: int) -> int:
 class Slab:
     """Keys and values of all layers with one kind of attention, addressed by position.
 
-    Keys and values are each [layers, places, kv_heads, capacity, D]. The places hold one slot (`SlabCache`) or several
-    (`SharedSlabCache`). A position is stored in column `position % capacity`. Layers with a window use a ring, which
-    overwrites positions that no later row can see. Other slabs grow before they would wrap.
+    Keys and values are each [layers, places, kv_heads, capacity, D], with D in its stored size (`kv_types.py`). The
+    places hold one slot (`SlabCache`) or several (`SharedSlabCache`). A position is stored in column `position %
+    capacity`. Layers with a window use a ring, which overwrites positions that no later row can see. Other slabs grow
+    before they would wrap.
     """
 
     def __init__(self, layers: int, window: int | None, empty: Tensor, limit: int, single: bool = False) -> None:
@@ -89,7 +91,7 @@ class Slab:
         cause = f"no memory on {old[0].device} for a KV cache of {size / 2**20:,.0f} MiB"
         with memory_named(
             f"{cause} ({places} x {capacity} positions)",
-            "Use a shorter prompt, fewer requests at once, or a smaller dtype",
+            "Use a shorter prompt, fewer requests at once, or a smaller dtype or kv_type",
         ):
             # Fill with zeros: masked columns are multiplied by a weight of 0, and 0 times garbage may be NaN.
             new = tuple(_zeros(x, (layers, places, kv_heads, capacity, head_dim)) for x in old)
@@ -240,7 +242,7 @@ class SlabCache(SlotTable):
         self._kinds = Counter(layer.kind for layer in layers if layer and layer.source is None)
         where = devices or (device,)
         self._empty = [
-            torch.empty(kv, 0, size, dtype=dtype, device=where[part])
+            torch.empty(kv, 0, stored_size(size, dtype), dtype=dtype, device=where[part])
             for _, _, heads, part, *_ in self._kinds
             for kv, size in (heads or (kv_heads, head_dim),)
         ]

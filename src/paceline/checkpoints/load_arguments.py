@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.cache.kv_types import KVType
 from paceline.checkpoints.adapters import Adapter
 from paceline.checkpoints.loader import Device, DType
 from paceline.errors import InvalidOption
@@ -36,6 +37,7 @@ class LoadArguments:
     dtype: DType
     device: Device
     quantize: Precision
+    kv_type: KVType
     draft_quantize: Precision
     draft_vocab: int | str | Path
     revision: str | None

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from paceline.cache.kv_types import KVType, check_kv_type, kv_dtype
 from paceline.checkpoints.adapters import Adapter, read_factors
 from paceline.checkpoints.checkpoint import Checkpoint, eos_token_ids
 from paceline.checkpoints.lora import Merged, open_model
@@ -93,6 +94,7 @@ def load_model(
     dtype: DType = "auto",
     device: Device = "auto",
     quantize: Precision = "none",
+    kv_type: KVType = "auto",
     revision: str | None = None,
     token: str | None = None,
     allow_pickle: bool = False,
@@ -109,6 +111,7 @@ def load_model(
     """
     began = time.perf_counter()
     check_precision(quantize)
+    check_kv_type(kv_type)
     limit_threads()
     fetch: dict[str, Any] = {"token": token, "allow_pickle": allow_pickle}
     mirror = Mirror(Ranks()) if tensor_parallel else None
@@ -125,6 +128,9 @@ def load_model(
         check_divisible(str(reference), config, exact, mirror is not None, parts is not None)
     kind = pick_dtype(dtype, where, by_torch=config is None)
     _check_possible(str(reference), config is not None, quantize, bool(adapters), exact and where.type == "cuda")
+    stored = kv_dtype(kv_type, kind)
+    if stored != kind:
+        _check_stored(config is not None, [where, *map(pick_device, parts or ())])
     with in_turn():
         factors = [read_factors(name, one, checkpoint.config, **fetch) for name, one in (adapters or {}).items()]
     mode = weights_held(config, checkpoint.tensors, quantize, dtype, where, drafts=head_tokens is not None)
@@ -136,12 +142,13 @@ def load_model(
         if config is None:
             target: Target = _through_transformers(checkpoint, kind, where)
         elif mirror:
-            target = DividedDecoder(config, tensors, kind, where, advance, mirror, factors)
+            target = DividedDecoder(config, tensors, kind, where, advance, mirror, factors, stored)
         elif parts is not None:
             devices = _placed(parts, config, tensors, mode, kind)
-            target = Decoder(config, tensors, kind, devices[0], advance, kept, factors, devices)
+            target = Decoder(config, tensors, kind, devices[0], advance, kept, factors, devices, stored)
         else:
-            target = _decoder(exact, where)(config, tensors, kind, where, advance, kept, factors)
+            make = _decoder(exact, where)
+            target = make(config, tensors, kind, where, advance, kept, factors, (), stored)
     eos = eos_token_ids(checkpoint.config, checkpoint.generation, checkpoint.tokenizer)
     line = "%s: loaded as %s on %s (%s) in %.1f s"
     _LOG.debug(line, checkpoint.path, mode or kind, where, type(target).__name__, time.perf_counter() - began)
@@ -233,6 +240,25 @@ def _check_possible(reference: str, native: bool, quantize: Precision, adapted: 
     if adapted and exact_kernels:
         raise UnsupportedModel(
             "exact=True on a CUDA device does not support adapters", "Leave out exact, or merge the adapter"
+        )
+
+
+def _check_stored(native: bool, devices: Sequence[torch.device]) -> None:
+    """Raise `InvalidOption` if keys and values cannot have another dtype than the model.
+
+    Args:
+        native: The model runs natively, not through transformers.
+        devices: The model's devices.
+    """
+    if not native:
+        raise InvalidOption(
+            "this model runs through transformers, which keeps keys and values in the model's dtype",
+            "Leave kv_type out, or choose the dtype with --dtype",
+        )
+    if other := next((device for device in devices if device.type != "cpu"), None):
+        raise InvalidOption(
+            f"on {other}, keys and values have the model's dtype",
+            "Leave kv_type out, use device='cpu', or dtype='bfloat16' or 'float16' for half the memory of float32",
         )
 
 

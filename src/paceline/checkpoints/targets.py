@@ -33,6 +33,7 @@ def load_target(arguments: LoadArguments, adapters: Mapping[str, Adapter]) -> Lo
             device=arguments.device,
             device_map=arguments.device_map,
             quantize=arguments.quantize,
+            kv_type=arguments.kv_type,
             revision=arguments.revision,
             token=arguments.token,
             allow_pickle=arguments.allow_pickle,
@@ -44,6 +45,10 @@ def load_target(arguments: LoadArguments, adapters: Mapping[str, Adapter]) -> Lo
         return loaded
     placed = (arguments.dtype, arguments.device, arguments.revision, arguments.device_map, arguments.tensor_parallel)
     adapted = arguments.adapter is not None or bool(adapters)
+    if arguments.kv_type != "auto":
+        raise InvalidOption(
+            "a model object keeps keys and values in its own dtype", "Leave kv_type out, or load the model by name"
+        )
     _check_held(placed != ("auto", "auto", None, None, False), arguments.quantize not in ("auto", "none"), adapted)
     return _wrap(model, arguments.tokenizer, arguments.progress)
 

@@ -53,7 +53,7 @@ def position_bytes(llm: LLM) -> int:
     target = llm.model.target
     if not isinstance(target, Decoder):
         return 0
-    return max(1, target.config.cache_bytes(1, target.dtype.itemsize))  # a model may have only recurrent states
+    return max(1, target.cache_bytes(1))  # a model may have only recurrent states
 
 
 def state_positions(llm: LLM) -> float:

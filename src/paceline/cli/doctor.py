@@ -21,7 +21,7 @@ from paceline.cli.options import (
     parse_draft_vocab,
     progress_wanted,
 )
-from paceline.cli.show import facts_table, print_figures
+from paceline.cli.show import amount, facts_table, print_figures
 from paceline.cli.wrapping import say
 
 if TYPE_CHECKING:
@@ -96,6 +96,8 @@ def _machine(m: Mapping[str, Any]) -> Table:
         ("round without its pass", f"{m['host_ms']:.2f} ms"),
         ("memory", f"{m['read_gb_per_second']:.1f} GB/s read"),
     ]
+    if m["kv_bytes_per_token"]:
+        rows.append(("keys and values", f"{amount(m['kv_bytes_per_token'], 'bytes')} per token"))
     if m["floor_ms"]:
         floor = f"{m['weight_bytes'] / 1e6:.0f} MB in {m['floor_ms']:.1f} ms at best"
         rows.append(("weights of a pass", f"{floor}: {m['bandwidth_reached']:.0%} of a pass"))

@@ -129,7 +129,13 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
     recurrent = sum(bool(layer.recurrent) for layer in config.plan)
     facts["latent"] = asdict(config.attention.latent) if config.attention.latent else None
     facts |= {"rope": rope, "tied_head": config.tied, "recurrent_layers": recurrent, "state_bytes": config.state_bytes}
-    return facts | {"cache_bytes": config.cache_bytes(config.context_length)}
+    import torch
+
+    length = config.context_length
+    return facts | {
+        "cache_bytes": config.cache_bytes(length),
+        "cache_bytes_int8": config.cache_bytes(length, torch.int8),
+    }
 
 
 def _runner() -> str:
@@ -207,7 +213,8 @@ def _model_rows(f: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _architecture_rows(f: dict[str, Any]) -> list[tuple[str, str]]:
-    cache, rope = f["cache_bytes"], f["rope"]
+    rope = f["rope"]
+    full, half = (amount(f[name], "bytes") for name in ("cache_bytes", "cache_bytes_int8"))
     scaling = "not scaled" if rope["kind"] == "default" else f"scaling {rope['kind']}"
     scaling += "".join(f", {key.replace('_', ' ')} {value:g}" for key, value in rope["scaling"].items())
     factors = f", {len(rope['factors'])} individual factors" if rope["factors"] else ""
@@ -218,7 +225,7 @@ def _architecture_rows(f: dict[str, Any]) -> list[tuple[str, str]]:
             f"{f['heads']} of {latent['plain'] + latent['rotary']} channels, latent keys and values of {f['head_dim']}"
         )
     return [
-        ("context", f"{f['context_length']:,} tokens; KV cache at full length: {amount(cache, 'bytes')}"),
+        ("context", f"{f['context_length']:,} tokens; KV cache at full length: {full} (--kv-type int8: {half})"),
         ("layers", f"{f['layers']} of {f['hidden']:,} channels, feed-forward {f['ffn']:,}"),
         *([("recurrent layers", state)] if f["recurrent_layers"] else []),
         ("attention heads", shape),

@@ -163,7 +163,8 @@ class ReplayOptions:
         llm = model.open(progress=progress, drafter=None, quantize=quantize)
         check_model(recorded.header, llm.model)
         prices = measured(llm.model, replies[0], self.batch)
-        same = recorded.header.quantize == llm.model.quantize and model.dtype == "auto"  # otherwise the states differ
+        as_recorded = (model.dtype, model.kv_type) == ("auto", "auto")  # otherwise the states differ
+        same = recorded.header.quantize == llm.model.quantize and as_recorded
         predictor = Predictor(
             llm.model,
             prices,

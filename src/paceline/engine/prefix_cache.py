@@ -178,8 +178,10 @@ class PrefixCache:
         kept = {name: saved for name, saved in (drafters or {}).items() if saved}
         entry = CachedText(np.array(tokens, np.int64), prompt, target, kept, adapter)
         if entry.nbytes > self._limit:
+            # In memory, it would evict all other texts, and then itself.
             self._write(entry, *_LEAVING)
-            return  # it would evict all other texts, and then itself
+            self._drop_leaving(self._limit // 4)
+            return
         for other in list(self._entries):
             if self._covers(entry, other):
                 entry = _merged(entry, other)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Literal
 
+import torch
+
+from paceline.cache.kv_types import stored_size
 from paceline.cache.slab import ring
 
 
@@ -304,7 +307,7 @@ class ModelConfig:
         """The configuration of each layer."""
         return self.special or (LayerConfig(self.rope),) * self.layers
 
-    def cache_bytes(self, tokens: int, itemsize: int = 2) -> int:
+    def cache_bytes(self, tokens: int, dtype: torch.dtype = torch.bfloat16) -> int:
         """Return the size of the keys and values of a text of `tokens` tokens, in bytes, without recurrent states.
 
         A layer with a window stores no more than its ring buffer. The cache grows in steps, so it may allocate up to a
@@ -312,14 +315,14 @@ class ModelConfig:
 
         Args:
             tokens: Length of the text.
-            itemsize: Bytes per element.
+            dtype: Dtype of keys and values in the cache.
         """
         own = [layer for layer in self.plan if layer.attends and layer.source is None]
         held = [min(tokens, ring(layer.window)) if layer.window else tokens for layer in own]
-        sizes = [(layer.kv_heads or self.kv_heads) * (layer.head_dim or self.head_dim) for layer in own]
-        return (
-            (1 if self.attention.latent else 2) * sum(n * size for n, size in zip(held, sizes, strict=True)) * itemsize
-        )
+        heads = [layer.kv_heads or self.kv_heads for layer in own]
+        sizes = [stored_size(layer.head_dim or self.head_dim, dtype) * dtype.itemsize for layer in own]
+        one = sum(n * count * size for n, count, size in zip(held, heads, sizes, strict=True))
+        return one if self.attention.latent else 2 * one
 
     def of(self, layer: LayerConfig) -> ModelConfig:
         """Return this configuration with the sizes of the given layer."""

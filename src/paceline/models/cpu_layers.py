@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.cache.attention import LayerAttention, SlabPlan, slab_indices
 from paceline.errors import OutOfMemory
 from paceline.kernels.cpu.build import kernel, library
-from paceline.kernels.cpu.matrix import FLOAT_KINDS, LANES, SMALLER, CMatrix, NativeGated, NativeLinear
+from paceline.kernels.cpu.matrix import FLOAT_KINDS, KV_KINDS, LANES, SMALLER, CMatrix, NativeGated, NativeLinear
 from paceline.kernels.low_rank import Adapted, NativeChanges, base_of
 from paceline.models.layers import Attention, Dense, Layer, Mixture, SharedMixture
 from paceline.models.norms import HeadNorm, LayerNorm, WideNorm
@@ -70,7 +70,7 @@ class _CSlot(Structure):
 
 
 class _View(Structure):
-    _fields_ = _fields((c_int32, "window"), (POINTER(_CSlot), "slots"))
+    _fields_ = _fields((c_int32, "window kind"), (POINTER(_CSlot), "slots"))
 
 
 class _Rotation(Structure):
@@ -326,7 +326,8 @@ class _KernelPass:
 
     def _view(self, plans: Sequence[SlabPlan]) -> _View:
         slots = [slot for plan in plans for slot in self._slots(plan)]
-        return _View(min(plans[0].window or 0, _WIDEST), (_CSlot * len(slots))(*slots))
+        kind = KV_KINDS[plans[0].slabs[0].dtype]
+        return _View(min(plans[0].window or 0, _WIDEST), kind, (_CSlot * len(slots))(*slots))
 
     def _slots(self, plan: SlabPlan) -> Iterator[_CSlot]:
         keys, values = plan.slabs

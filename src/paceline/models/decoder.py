@@ -64,6 +64,7 @@ class Decoder:
         head_tokens: Tensor | None = None,
         adapters: Sequence[Factors] = (),
         devices: Sequence[torch.device] = (),
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         """Build the model.
 
@@ -77,6 +78,7 @@ class Decoder:
                 vocabulary; None for all tokens.
             adapters: LoRA adapters. Each request may use one of them (`KVCache.acquire`).
             devices: Device of each layer, if not all are on `device`.
+            kv_dtype: Dtype of keys and values in the cache (`kv_types.py`); None for `dtype`.
 
         Raises:
             CorruptModel: A tensor is missing, unknown or has the wrong shape.
@@ -84,6 +86,7 @@ class Decoder:
             UnsupportedModel: An adapter changes a module that can only be merged.
         """
         self.config, self.dtype, self.device = config, dtype, device
+        self.kv_dtype = kv_dtype or dtype
         self.vocab_size, self.context_length, self.layers = config.vocab_size, config.context_length, config.layers
         weights = Weights(tensors, dtype, device, adapters)
         self.adapters = tuple(adapter.name for adapter in adapters)
@@ -136,11 +139,15 @@ class Decoder:
         """Return the bytes that the keys and values of one position take on each device."""
         found = dict.fromkeys(self._stack.devices, 0)
         for device, layer in zip(self._stack.device_of, self.config.plan, strict=True):
-            found[device] += replace(self.config, special=(layer,)).cache_bytes(1, self.dtype.itemsize)
+            found[device] += replace(self.config, special=(layer,)).cache_bytes(1, self.kv_dtype)
         return found
 
+    def cache_bytes(self, tokens: int) -> int:
+        """Return the bytes of the keys and values of a text of `tokens` tokens (see `ModelConfig.cache_bytes`)."""
+        return self.config.cache_bytes(tokens, self.kv_dtype)
+
     def new_cache(self) -> SlabCache:
-        return self._stack.new_cache(self._cache_type)
+        return self._stack.new_cache(self._cache_type, self.kv_dtype)
 
     @torch.inference_mode()
     def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:

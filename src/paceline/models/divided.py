@@ -59,6 +59,7 @@ class DividedDecoder(Decoder, Mirrored):
         progress: Progress,
         mirror: Mirror,
         adapters: Sequence[Factors] = (),
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         """See `Decoder`. `tensors` and `adapters` are whole; each rank takes its own part of them."""
         self.mirror, self.ranks = mirror, (ranks := mirror.ranks)
@@ -70,13 +71,13 @@ class DividedDecoder(Decoder, Mirrored):
             own = RankTensors(tensors, division, ranks.rank)
             cut = tensors.over(own) if isinstance(tensors, Quantised) else own
             changes = [own.factors(adapter) for adapter in adapters]
-            super().__init__(part, cut, dtype, device, progress, adapters=changes)
+            super().__init__(part, cut, dtype, device, progress, adapters=changes, kv_dtype=kv_dtype)
             if self._bias is not None:
                 self._bias = self._gathered(self._bias)
             self.vocab_size = config.vocab_size
             self.config = replace(part, vocab_size=config.vocab_size)
             kernels = self._stack.native is None, type(self._head)
-            ranks.check_alike((division, self.adapters, dtype, device.type, *kernels))
+            ranks.check_alike((division, self.adapters, dtype, self.kv_dtype, device.type, *kernels))
             ranks.share_memory()
             mirror.hold(self)
 

@@ -50,7 +50,7 @@ class LayerStack:
             ranks: The ranks that hold the other parts of each layer, with tensor parallelism.
             devices: Device of each layer; () for the host's device.
         """
-        plan, self._device = config.plan, host.device
+        plan, self._device, self._dtype = config.plan, host.device, host.dtype
         native = _natively(layers, plan, host.dtype)
         runs = [(device, len([*same])) for device, same in groupby(devices or [host.device] * len(plan))]
         numbers = [number for number, (_, count) in enumerate(runs) for _ in range(count)]
@@ -80,7 +80,7 @@ class LayerStack:
                 assert layer.mlp
                 layer.out, layer.mlp = Summed(layer.out, ranks), Summed(layer.mlp, ranks)
         head_dim = whole(config.head_dim) if native else config.head_dim
-        self._cache_sizes = config.kv_heads, head_dim, host.context_length, host.dtype, host.device
+        self._cache_sizes = config.kv_heads, head_dim, host.context_length
 
     @property
     def native(self) -> NativeLayers | None:
@@ -124,14 +124,19 @@ class LayerStack:
             chunked=spec.chunked,
         )
 
-    def new_cache(self, kind: type[SlabCache] = SlabCache) -> SlabCache:
-        """Create a cache for these layers and the host's context length. Models with recurrent layers get a
-        `StateCache`; others get one of the given type."""
+    def new_cache(self, kind: type[SlabCache] = SlabCache, dtype: torch.dtype | None = None) -> SlabCache:
+        """Create a cache for these layers and the host's context length.
+
+        Args:
+            kind: Type of the cache. Models with recurrent layers get a `StateCache` instead.
+            dtype: Dtype of keys and values (see `kv_types.py`), if it is not the host's.
+        """
+        sizes = (*self._cache_sizes, dtype or self._dtype, self._device, self.ropes.spans)
         if self._recurrences:
-            return StateCache(self._recurrences, self._attentions, *self._cache_sizes, self.ropes.spans)
+            return StateCache(self._recurrences, self._attentions, *sizes)
         if kind is SlabCache and any(device.type != "cpu" for device in self.devices):
             kind = SharedSlabCache  # on a GPU, padding short slots costs less than further kernel launches
-        return kind(self._attentions, *self._cache_sizes, self.ropes.spans, self.devices)
+        return kind(self._attentions, *sizes, self.devices)
 
     def run(
         self,

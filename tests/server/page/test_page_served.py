@@ -26,8 +26,8 @@ def test_chat_shows_the_text_of_the_library(plain: LLM, open_tab: Open) -> None:
     prompt = "hello hello hello"
     alone = plain.generate([{"role": "user", "content": prompt}], Sampling(max_new_tokens=24, temperature=0.8, seed=5))
     # A drafter that is always right, so that a few tokens already show accepted drafts.
-    twin = DraftModel(tiny_target(layers=1), tiny_target(layers=1).vocab_size)
-    with serving(LLM(toy_model(), {"suffix": Suffix(), "twin": twin})) as it, open_tab(f"{it.address}/") as tab:
+    twin = DraftModel(tiny_target(), tiny_target().vocab_size)
+    with serving(LLM(toy_model(layers=2), {"suffix": Suffix(), "twin": twin})) as it, open_tab(f"{it.address}/") as tab:
         for name, value in {"max_tokens": "24", "temperature": "0.8", "seed": "5", "max_draft": "2"}.items():
             tab.page.fill(f"[name={name}]", value)
         tab.page.select_option("[name=drafter]", "twin")

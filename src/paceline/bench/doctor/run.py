@@ -22,6 +22,7 @@ from paceline.drafters.factory import AUTO, open_drafter, spec_name
 from paceline.drafters.trimmed import DraftVocab
 from paceline.engine.draft_length import Controller
 from paceline.kernels.quantize import Precision
+from paceline.models.decoder import Decoder
 from paceline.recording.rows import RecordedReply
 
 _OBSERVED = 48
@@ -74,7 +75,13 @@ def examine(
     ratios = {part["drafter"]: part["ratio"] for part in parts}
     return {
         "model": str(model.path),
-        "machine": {"cpu": cpu_name(), "device": str(model.target.device), "threads": threads, **_timings(machine)},
+        "machine": {
+            "cpu": cpu_name(),
+            "device": str(model.target.device),
+            "threads": threads,
+            "kv_bytes_per_token": model.target.cache_bytes(1) if isinstance(model.target, Decoder) else None,
+            **_timings(machine),
+        },
         "drafters": parts,
         "limits": advice.limits(machine),
         "settings": advice.settings(machine, ratios, quantised_bytes(model), threads),

@@ -82,7 +82,7 @@ class MeasuredPrices:
         target = self.model.target
         self.position_bytes = 1
         if isinstance(target, Decoder):
-            self.position_bytes = target.config.cache_bytes(1, target.dtype.itemsize)
+            self.position_bytes = target.cache_bytes(1)
 
     def round(self, rows: int, before: Sequence[int]) -> float:
         return self.costs.verify(rows, sum(before)) + self.costs.host * len(before)

@@ -23,7 +23,7 @@ struct Write {
 };
 
 // The rows of one slot, starting at row `first` of the pass. They see the committed prefix in the slot's memory
-// [layers, kv_heads, capacity, D], then `columns` columns that this pass and earlier passes have written.
+// [layers, kv_heads, capacity, line], then `columns` columns that this pass and earlier passes have written.
 struct Slot {
     void *keys, *values;
     int64_t layer_stride, capacity, length;  // elements; positions; tokens
@@ -46,6 +46,7 @@ struct Positions {
 // The slots of a pass, in layers with one kind of attention.
 struct View {
     int32_t window;  // 0: none
+    int32_t kind;    // of keys and values: a `Kind` of floats, or `EIGHT`
     const Slot* slots;
 
     // The first position that a row sees.
@@ -55,7 +56,7 @@ struct View {
     Positions seen(const Slot& slot, int from, int to) const {
         const int depth = *std::min_element(slot.depth + from, slot.depth + to);
         int last = 0;
-        for (int row = from; row < to; row++)
+        for (int row = to - 1; row >= from; row--)  // the last row usually sees most columns
             for (int c = slot.columns - 1; c >= last; c--)
                 if (slot.visible[int64_t(row) * slot.columns + c]) last = c + 1;
         return {std::min(lowest(slot, depth), slot.length), slot.length + last};
@@ -88,17 +89,18 @@ inline void rotate(float* head, const Rotation& turn, int64_t line) {
     }
 }
 
-// Stores one key head x [rows of all slots, D] of a slot's rows in `to`, the slot's keys or values. Rows of x are `stride`
-// elements apart.
-template <class Number>
-void write_head(const Slot& slot, void* to, int layer, const Heads& h, int head, const Number* x, int64_t stride) {
-    Number* strip = static_cast<Number*>(to) + layer * slot.layer_stride + head * slot.capacity * h.size;
-    auto line = [&](int column) { return strip + (slot.length + column) % slot.capacity * h.size; };
+// Stores one key head of a slot's rows in `to`, the slot's keys or values. row(i) [D] is the head of row i of the pass.
+template <class Element, class Row>
+void write_head(const Slot& slot, void* to, int layer, const Heads& h, int head, Row row) {
+    using Number = typename Element::Number;
+    const int64_t size = Element::line(h.size);
+    Number* strip = static_cast<Number*>(to) + layer * slot.layer_stride + head * slot.capacity * size;
+    auto line = [&](int column) { return strip + (slot.length + column) % slot.capacity * size; };
     if (!slot.skipped)
-        for (const Write* w = slot.copies; w < slot.copies + slot.copy_count; w++) std::copy_n(line(w->source), h.size, line(w->column));
+        for (const Write* w = slot.copies; w < slot.copies + slot.copy_count; w++) std::copy_n(line(w->source), size, line(w->column));
     for (const Write* w = slot.stores; w < slot.stores + slot.store_count; w++) {
-        const int row = w->source - slot.skipped;
-        if (row >= 0 && row < slot.rows) std::copy_n(x + (slot.first + row) * stride, h.size, line(w->column));
+        const int own = w->source - slot.skipped;
+        if (own >= 0 && own < slot.rows) Element::write(line(w->column), row(slot.first + own), h.size);
     }
 }
 
@@ -114,12 +116,12 @@ class AttentionPieces {
     static constexpr int QUERIES = 64;  // most queries of a piece
 
     AttentionPieces(const View& view, int slots, const Heads& h, int threads) : view_(view), slots_(slots), h_(h) {
-        int blocks = 0;
+        int blocks = 0;  // of all key heads
         for (int i = 0; i < slots; i++) {
             const int own = view.seen(view.slots[i]).blocks();
             most_blocks_ = std::max(most_blocks_, own), blocks += own * h.kv;
         }
-        least_ = (threads + blocks - 1) / blocks;
+        least_ = (threads + blocks - 1) / std::max(1, blocks);
         for (int i = 0; i < slots; i++) units_ += h.kv * parts(view.slots[i]);
         if (threads > 1 && units_ < 2 * threads) spans_ = std::min(most_blocks_, (4 * threads + units_ - 1) / units_);
     }
@@ -163,10 +165,10 @@ struct Softmax {
 
 // Joins the softmax of a block and its weighted sum [size] with the blocks before it.
 template <class Element>
-[[gnu::flatten]] void join(Softmax& all_before, float* mixed, const Softmax& block, const float* sum, int size) {
-    const float top = std::max(all_before.top, block.top);
-    const Floats before = Element::power(all(all_before.top - top)), own = Element::power(all(block.top - top));
-    all_before = {top, all_before.total * before[0] + block.total * own[0]};
+[[gnu::flatten]] void join(Softmax& joined, float* mixed, const Softmax& block, const float* sum, int size) {
+    const float top = std::max(joined.top, block.top);
+    const Floats before = Element::power(all(joined.top - top)), own = Element::power(all(block.top - top));
+    joined = {top, joined.total * before[0] + block.total * own[0]};
     for (int i = 0; i < size; i += LANES) store(mixed + i, fma(load<Floats>(sum + i), own, load<Floats>(mixed + i) * before));
 }
 
@@ -180,9 +182,10 @@ inline void divide(float* mixed, float total, int size) {
 
 // The attention of a piece's queries. Query i belongs to row (first + i) / group. A step takes 16 or 32 columns: the keys are
 // transposed, or the values paired, once for all queries. Products are computed in tiles of a few queries and a few registers.
-template <class Element>
+template <class Stored>
 class Attention {
    public:
+    using Element = Stored;
     using Number = typename Element::Number;
     using Operand = typename Element::Operand;
     using Pairs = typename Element::Pairs;
@@ -191,18 +194,19 @@ class Attention {
     void reserve(const View& view, const Heads& h, int slots) {
         int columns = 0;
         for (const Slot* s = view.slots; s < view.slots + slots; s++) columns = std::max(columns, s->columns);
-        tail_.reserve(QUERIES * (columns + 2 * STEP)), gathered_.reserve(STEP * h.size), queries_.reserve(QUERIES * h.size);
+        tail_.reserve(QUERIES * (columns + 2 * STEP)), gathered_.reserve(STEP * Element::line(h.size)), queries_.reserve(QUERIES * h.size);
         const int lines = (h.size / LANES + WIDE - 1) / WIDE * WIDE;
         turned_.reserve(lines * STEP / 2), sums_.reserve(QUERIES * lines * LANES);
         scores_.resize(QUERIES * STRIDE), weights_.resize(QUERIES * STRIDE);
     }
 
     // Prepares a piece whose queries see these positions. q [rows of the slot, `stride`]: each row begins with the query heads.
-    void begin(const View& view, int layer, const Heads& h, const AttentionPiece& piece, const Positions& seen, const Number* q, int64_t stride) {
+    void begin(const View& view, int layer, const Heads& h, const AttentionPiece& piece, const Positions& seen, const float* q, int64_t stride) {
         const Slot& slot = *piece.slot;
         h_ = &h, seen_ = seen, capacity_ = slot.capacity, count_ = piece.count, tiles_ = (count_ + TILE - 1) / TILE;
         lines_ = (h.size / LANES + WIDE - 1) / WIDE * WIDE;
-        const int64_t base = layer * slot.layer_stride + piece.head * slot.capacity * h.size;
+        line_ = Element::line(h.size);
+        const int64_t base = layer * slot.layer_stride + piece.head * slot.capacity * line_;
         keys_ = static_cast<const Number*>(slot.keys) + base, values_ = static_cast<const Number*>(slot.values) + base;
         queries_.resize(count_ * h.size), turned_.assign(lines_ * STEP / 2, Pairs()), sums_.resize(count_ * lines_ * LANES);
         for (int tile = 0; tile < tiles_; tile++) {
@@ -210,8 +214,12 @@ class Attention {
             for (int i = own.from; i < own.to; i++) {
                 const int query = piece.first + i, head = piece.head * h.group() + query % h.group();
                 Operand* to = &queries_[own.from * h.size + (i - own.from) * 2];
-                const Number* from = q + query / h.group() * stride + head * h.size;
-                for (int d = 0; d < h.size; d++) to[d / 2 * (own.to - own.from) * 2 + d % 2] = Element::operand(from[d]);
+                const float* from = q + query / h.group() * stride + head * h.size;
+                for (int d = 0; d < h.size; d += LANES) {
+                    Operand part[LANES];
+                    Element::operands(part, load<Floats>(from + d));
+                    for (int k = 0; k < LANES; k++) to[(d + k) / 2 * (own.to - own.from) * 2 + k % 2] = part[k];
+                }
             }
         }
         plan(view, slot, piece);
@@ -244,9 +252,9 @@ class Attention {
     const float* sum(int query) const { return &sums_[query * lines_ * LANES]; }
 
    private:
-    static constexpr int QUERIES = AttentionPieces::QUERIES, COLUMNS_AHEAD = 64;  // distance of prefetches
+    static constexpr int QUERIES = AttentionPieces::QUERIES, COLUMNS_AHEAD = 128;
     // Queries and vectors of 16 lanes of a tile. Their sums fit into the registers with one operand of each vector.
-    static constexpr int TILE = PARTS == 1 ? 8 : PARTS == 2 ? 6 : 2, WIDE = PARTS == 1 ? 2 : 1;
+    static constexpr int TILE = PARTS == 1 ? 8 : PARTS == 2 ? 6 : REGISTERS / 8, WIDE = PARTS == 1 ? 2 : 1;
     static constexpr int STEP = WIDE * LANES, STRIDE = BLOCK + LANES;  // columns; of scores and weights
 
     const Heads* h_;
@@ -254,6 +262,7 @@ class Attention {
     Positions seen_;
     int count_, tiles_, lines_;     // queries and their tiles; vectors of a value, padded to whole tiles
     int64_t capacity_, base_;       // of the slot; the first position of the block
+    int64_t line_;                  // numbers of a key or value in memory
     int64_t full_from_, full_to_;   // all queries see these positions
     int64_t lowest_[QUERIES];       // the first position that each query sees, or the length
     const uint8_t* tail_of_[QUERIES];  // for each query, 1 for each position from `full_to_` on that it sees
@@ -262,7 +271,7 @@ class Attention {
     std::vector<uint8_t> tail_;     // [rows, positions]
     std::vector<float> scores_;     // [queries, STRIDE]
     std::vector<Operand> weights_;  // [queries, STRIDE]
-    std::vector<Number> gathered_;  // [STEP, D]
+    std::vector<Number> gathered_;  // [STEP, line]
     std::vector<Operand> queries_;  // [D / 2, queries of the tile, 2] for each tile: pairs of dimensions
     std::vector<Pairs> turned_;     // of a step: keys [D / 2, WIDE], or values [lines / WIDE, STEP / 2, WIDE] in pairs of columns
     std::vector<float> sums_;       // [queries, lines * LANES]
@@ -298,43 +307,62 @@ class Attention {
         return at < full_to_ ? sees : sees & (convert<Ints>(load<Lanes<uint8_t>>(tail_of_[query] + (at - full_to_))) != 0);
     }
 
-    // Prefetches `count` numbers into the second cache. The hardware prefetcher cannot follow as many texts as a batch has, and a
-    // processor stalls if it prefetches a whole step at once.
+    // Prefetches `count` numbers, first into the second cache, later into the first. The hardware prefetcher cannot follow as many
+    // texts as a batch has, and a processor stalls if it prefetches a whole step at once.
     void prefetch(const Number* here, int count) const {
-        here += COLUMNS_AHEAD * h_->size;
-        for (int i = 0; i < count; i += 64 / int(sizeof(Number))) __builtin_prefetch(here + i, 0, 1);
+        const Number *far = here + COLUMNS_AHEAD * line_, *near = here + LANES * line_;
+        for (int i = 0; i < count; i += 64 / int(sizeof(Number))) __builtin_prefetch(far + i, 0, 1), __builtin_prefetch(near + i, 0, 3);
     }
 
     // The lines of a step, contiguous. They are read in place, or copied at the end of the slot's memory.
     const Number* together(const Number* rows, int64_t at) {
-        const int size = h_->size;
-        const Number* first = rows + at % capacity_ * size;
+        const Number* first = rows + at % capacity_ * line_;
         if (at % capacity_ + STEP <= capacity_) return first;
-        gathered_.resize(STEP * size);
-        for (int i = 0; i < STEP; i++) std::copy_n(rows + std::min(at + i, seen_.end - 1) % capacity_ * size, size, &gathered_[i * size]);
+        gathered_.resize(STEP * line_);
+        for (int i = 0; i < STEP; i++) std::copy_n(rows + std::min(at + i, seen_.end - 1) % capacity_ * line_, line_, &gathered_[i * line_]);
         return gathered_.data();
     }
 
     [[gnu::noinline, gnu::flatten]] void turn_keys(int64_t at) {
-        const int size = h_->size;
+        constexpr int TOGETHER = sizeof(Number) == 1 ? 16 : 8;
+        const int size = h_->size, first = Element::first(size);
+        const int64_t line = line_;
         const Number* rows = together(keys_, at);
-        for (int v = 0; v < WIDE; v++, rows += LANES * size)
-            for (int d = 0; d < size; d += 8) {
-                Pairs own[4];
-                Element::transpose(own, rows + d, size), prefetch(rows + d * LANES, 8 * LANES);
-                for (int i = 0; i < 4; i++) turned_[(d / 2 + i) * WIDE + v] = own[i];
+        for (int v = 0; v < WIDE; v++, rows += LANES * line) {
+            [[maybe_unused]] Floats scales[4];
+            for (int d = 0; d < size; d += TOGETHER) {
+                Pairs own[TOGETHER / 2];
+                if constexpr (Element::SCALED) {
+                    constexpr int FOUR = 4 * Element::BLOCK;
+                    if (d % FOUR == 0) Element::transpose_scales(scales, rows, d, line);
+                    Element::transpose(own, rows + first + d, line, scales[d % FOUR / Element::BLOCK]);
+                } else {
+                    Element::transpose(own, rows + d, line);
+                }
+                prefetch(rows + d * LANES, TOGETHER * LANES);
+                for (int i = 0; i < TOGETHER / 2; i++) turned_[(d / 2 + i) * WIDE + v] = own[i];
             }
+        }
     }
 
     [[gnu::noinline, gnu::flatten]] void pair_values(int64_t at) {
         const int size = h_->size, whole = size / LANES / WIDE * WIDE * LANES;
+        const int64_t line = line_;
         const Number* row = together(values_, at);
-        for (int pair = 0; pair < STEP / 2; pair++, row += 2 * size) {
+        for (int pair = 0; pair < STEP / 2; pair++, row += 2 * line) {
             Pairs* to = &turned_[pair * WIDE];
-            prefetch(row, 2 * size);
-            for (int d = 0; d < whole; d += WIDE * LANES, to += STEP / 2 * WIDE) Element::template interleave<WIDE>(to, row + d, row + size + d);
-            if (whole < size) Element::template interleave<1>(to, row + whole, row + size + whole);
+            prefetch(row, 2 * int(line));
+            for (int d = 0; d < whole; d += WIDE * LANES, to += STEP / 2 * WIDE) interleave<WIDE>(to, row, d);
+            if (whole < size) interleave<1>(to, row, whole);
         }
+    }
+
+    // Interleaves 16 N elements of two lines, from element d on.
+    template <int N>
+    [[gnu::always_inline]] void interleave(Pairs* to, const Number* even, int d) const {
+        const Number *odd = even + line_, *from = even + Element::first(h_->size) + d;
+        if constexpr (Element::SCALED) Element::template interleave<N>(to, from, from + line_, Element::scale(even, d), Element::scale(odd, d));
+        else Element::template interleave<N>(to, from, from + line_);
     }
 
     bool finite() const {
@@ -347,9 +375,9 @@ class Attention {
     template <int Q, int NEXT_QUERY, int NEXT, bool HIDDEN>
     [[gnu::always_inline]] static void multiply(Floats (&sums)[Q][WIDE], const Pairs* own, int count, const Operand* pair) {
         for (int i = 0; i < count; i++, own += WIDE, pair += NEXT) {
-            Pairs here[WIDE];
-            for (int v = 0; v < WIDE; v++) here[v] = HIDDEN ? kept(own[v], pair) : own[v];
-            add_products(sums, here, pair, NEXT_QUERY);
+            Pairs shown[WIDE];
+            for (int v = 0; v < WIDE && HIDDEN; v++) shown[v] = kept(own[v], pair);
+            add_products(sums, HIDDEN ? shown : own, pair, NEXT_QUERY);
         }
     }
 

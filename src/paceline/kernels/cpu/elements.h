@@ -1,16 +1,31 @@
-// Number types of the residual stream and of keys and values: how to read, write and multiply them.
+// Number types of the residual stream, and of keys and values: how to read, write and multiply them.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "functions.h"
 
 namespace paceline {
 
-// `Number` is the stored type. `Operand` and `Pairs` are operands of products (see `dot2`). Attention weights are rounded
-// like attention values.
+// A key or a value of floats in the cache.
+template <class Own, class Number>
+struct FloatLine {
+    static constexpr bool SCALED = false;
+
+    // Numbers of a line with `size` elements, and the index of its first element.
+    static int64_t line(int size) { return size; }
+    static int first(int) { return 0; }
+
+    static void write(Number* to, const float* x, int size) {
+        for (int i = 0; i < size; i += LANES) Own::narrow(to + i, load<Floats>(x + i));
+    }
+};
+
+// `Number` is the stored type. `Operand` and `Pairs` are operands of products (see `dot2`). Queries and attention weights are
+// rounded like keys and values.
 template <class OwnOperand, class OwnPairs>
-struct BFloat16With {
+struct BFloat16With : FloatLine<BFloat16With<OwnOperand, OwnPairs>, bf16> {
     using Number = bf16;
     using Operand = OwnOperand;
     using Pairs = OwnPairs;
@@ -18,11 +33,6 @@ struct BFloat16With {
     static Floats widen(const Number* from) { return paceline::widen(from); }
     static void narrow(Number* to, const Floats& v) { paceline::narrow(to, v); }
     static Floats power(const Floats& x) { return power_of_two(x); }
-
-    static Operand operand(Number x) {
-        if constexpr (std::is_same<Operand, float>()) return widened(x);
-        else return x;
-    }
 
     static void operands(Operand* to, const Floats& v) {
         if constexpr (std::is_same<Operand, float>()) store(to, rounded_to_bf16(v));
@@ -77,15 +87,11 @@ struct Widened {
     }
 };
 
-struct Float16 : Widened<Float16> {
+struct Float16 : Widened<Float16>, FloatLine<Float16, half> {
     using Number = half;
 
     static Floats widen(const Number* from) { return from_half(from); }
     static void narrow(Number* to, const Floats& v) { to_half(to, v); }
-    static float operand(Number x) {
-        const Number one[LANES] = {x};
-        return from_half(one)[0];
-    }
 
     [[gnu::always_inline]] static void transpose(Pairs* pairs, const Number* rows, int64_t stride) {
         Ints lines[4];
@@ -99,12 +105,11 @@ struct Float16 : Widened<Float16> {
     }
 };
 
-struct Float32 : Widened<Float32> {
+struct Float32 : Widened<Float32>, FloatLine<Float32, float> {
     using Number = float;
 
     static Floats widen(const Number* from) { return load<Floats>(from); }
     static void narrow(Number* to, const Floats& v) { store(to, v); }
-    static float operand(Number x) { return x; }
 
     [[gnu::always_inline]] static void transpose(Pairs* pairs, const Number* rows, int64_t stride) {
         for (int half = 0; half < 2; half++) {
@@ -112,6 +117,68 @@ struct Float32 : Widened<Float32> {
             paceline::transpose(lines, rows + 4 * half, 4 * stride);
             for (int i = 0; i < 2; i++) pairs[2 * half + i] = {as<Floats>(lines[2 * i]), as<Floats>(lines[2 * i + 1])};
         }
+    }
+};
+
+// Keys and values as integers from -127 to 127 times a float32 scale for each block (cache/kv_types.py). The scales
+// of a line come before its integers. Operands are floats, whatever the dtype of the model.
+struct Int8 {
+    using Number = int8_t;
+    using Operand = float;
+    using Pairs = WidePairs;
+
+    static constexpr bool SCALED = true;
+    static constexpr int BLOCK = 32;
+
+    static Floats power(const Floats& x) { return power_of_two(x); }
+    static void operands(float* to, const Floats& v) { store(to, v); }
+    static int first(int size) { return (size + BLOCK - 1) / BLOCK * int(sizeof(float)); }
+    static int64_t line(int size) { return first(size) + size; }
+    static float scale(const Number* line, int d) { return read<float>(line + d / BLOCK * sizeof(float)); }
+
+    // A block with infinities or NaN gets such a scale, and codes of 0.
+    [[gnu::flatten]] static void write(Number* line, const float* x, int size) {
+        Number* codes = line + first(size);
+        for (int from = 0; from < size; from += BLOCK) {
+            const int to = std::min(from + BLOCK, size);
+            Ints top{};  // as integers, NaN and infinity are the largest sizes
+            for (int i = from; i < to; i += LANES) {
+                const Ints bits = as<Ints>(load<Floats>(x + i)) & 0x7fffffff;
+                top = select(bits > top, bits, top);
+            }
+            int32_t most = 0;
+            for (int i = 0; i < LANES; i++) most = std::max(most, top[i]);
+            float scale = read<float>(&most) / 127;
+            if (scale < 0x1p-126f) scale = 0;
+            const Ints coded = all(scale > 0 && scale < INFINITY ? -1 : 0);
+            for (int i = from; i < to; i += LANES) {
+                const Floats y = load<Floats>(x + i) / scale + 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer, ties to even
+                store(codes + i, convert<Lanes<int8_t>>((as<Ints>(y) - 0x4b400000) & coded));
+            }
+            std::memcpy(line + from / BLOCK * sizeof scale, &scale, sizeof scale);
+        }
+    }
+
+    // The scales of four blocks from `d` on, of 16 lines: one line in each lane.
+    [[gnu::always_inline]] static void transpose_scales(Floats (&scales)[4], const Number* lines, int d, int64_t stride) {
+        Ints own[4];
+        paceline::transpose(own, lines + d / BLOCK * sizeof(float), stride);
+        for (int i = 0; i < 4; i++) scales[i] = as<Floats>(own[i]);
+    }
+
+    // Transposes 16 numbers of each of 16 rows, `stride` apart, into 8 pairs with one lane per row.
+    [[gnu::always_inline]] static void transpose(Pairs* pairs, const Number* rows, int64_t stride, const Floats& scale) {
+        Ints lines[4];
+        paceline::transpose(lines, rows, stride);
+        auto number = [&](int i, int byte) { return convert<Floats>(lines[i] << (24 - 8 * byte) >> 24) * scale; };
+        for (int i = 0; i < 4; i++) pairs[2 * i] = {number(i, 0), number(i, 1)}, pairs[2 * i + 1] = {number(i, 2), number(i, 3)};
+    }
+
+    // Interleaves 16 N numbers of two rows, all of one block.
+    template <int N>
+    [[gnu::always_inline]] static void interleave(Pairs* pairs, const Number* even, const Number* odd, float even_scale, float odd_scale) {
+        auto numbers = [](const Number* from) { return convert<Floats>(from_bytes(reinterpret_cast<const uint8_t*>(from)) << 24 >> 24); };
+        for (int i = 0; i < N; i++) pairs[i] = {numbers(even + i * LANES) * even_scale, numbers(odd + i * LANES) * odd_scale};
     }
 };
 

@@ -104,23 +104,26 @@ void grow(std::vector<T>& v, int rows, int width) {
 // Memory of one thread.
 struct ThreadScratch {
     std::vector<float> row;
-    std::tuple<Attention<BFloat16>, Attention<Float16>, Attention<Float32>> attentions;
+    std::tuple<Attention<BFloat16>, Attention<Float16>, Attention<Float32>, Attention<Int8>> attentions;
     Attention<PairedBFloat16> paired_attention;
     Inputs gathered;  // the rows of one expert
 
-    template <class Element>
     void reserve(const Layer& l, const Pass& pass) {
+        const View& view = pass.views[l.view];
         grow(row, 1, std::max(whole(l.hidden), l.queries()));
-        attend<Element>([&](auto& attention) { attention.reserve(pass.views[l.view], l.heads, pass.slots); });
+        attend(view.kind, [&](auto& attention) { attention.reserve(view, l.heads, pass.slots); });
         if (l.mixture()) gathered.reserve(pass.rows, l.experts->gate_up);
     }
 
-    // Calls work(attention) with the attention that is fastest on this processor.
-    template <class Element, class Work>
-    void attend(Work work) {
-        if constexpr (std::is_same<Element, BFloat16>())
-            if (multiplies_pairs()) return work(paired_attention);
-        work(std::get<Attention<Element>>(attentions));
+    // Calls work(attention) with the attention for keys and values of this kind that is fastest on this processor.
+    template <class Work>
+    void attend(int kind, Work work) {
+        switch (kind) {
+            case WIDE: return multiplies_pairs() ? work(paired_attention) : work(std::get<0>(attentions));
+            case HALF: return work(std::get<1>(attentions));
+            case FULL: return work(std::get<2>(attentions));
+            default: return work(std::get<3>(attentions));
+        }
     }
 };
 
@@ -132,15 +135,14 @@ struct Scratch {
     std::vector<float> shrunk;                                           // A x of the current product [rows, rank]
     std::vector<int32_t> chosen;                                         // chosen experts [rows, used]
     std::vector<float> inner;                                            // [rows * used, ffn]
-    std::vector<uint8_t> heads;                                          // queries, keys and values [rows, *]
+    std::vector<float> heads;                                            // queries, rotated [rows, *]
     Inputs to_mix, to_out, to_route, to_mlp, to_down;
     Routes routes;
 
-    template <class Element>
     void reserve(const Layer& l, const Pass& pass, int width) {
         const int rows = pass.rows;
         grow(stream, rows, whole(l.hidden)), grow(entry, rows, whole(width)), grow(added, rows, whole(l.hidden));
-        grow(qkv, rows, l.all_heads()), grow(heads, rows, l.all_heads() * int(sizeof(typename Element::Number))), grow(mixed, rows, l.queries());
+        grow(qkv, rows, l.all_heads()), grow(heads, rows, l.queries()), grow(mixed, rows, l.queries());
         grow(inner, rows * l.routing.each(), whole(l.ffn));
         const AttentionPieces pieces(pass.views[l.view], pass.slots, l.heads, pass.threads);
         if (pieces.spans() > 1) grow(attended, rows * l.heads.query * pieces.most_blocks(), part_size(l.heads));
@@ -162,8 +164,7 @@ class LayerTask {
    public:
     // `locals`: one for each thread of the team.
     LayerTask(const Layer& layer, const Pass& pass, Scratch& scratch, ThreadScratch* locals, Team& team)
-        : l(layer), pass(pass), s(scratch), locals(locals), team(team), heads(reinterpret_cast<Number*>(scratch.heads.data())),
-          rows(pass.rows), hidden(whole(l.hidden)), queries(l.queries()), all_heads(l.all_heads()) {}
+        : l(layer), pass(pass), s(scratch), locals(locals), team(team), rows(pass.rows), hidden(whole(l.hidden)), queries(l.queries()), all_heads(l.all_heads()) {}
 
     // `entry` [rows, width] is the input of attention; null means the normed stream. Returns false if another process is lost.
     bool run(const float* entry, int width) {
@@ -175,7 +176,7 @@ class LayerTask {
         });
         multiply(l.qkv, s.to_mix, s.qkv.data(), all_heads, l.on_qkv);
         team.split(all_heads / l.heads.size, 1, [&](Span mine, int thread) {
-            for (int head = mine.from; head < mine.to; head++) rotate_and_store(head, locals[thread].row.data());
+            for (int head = mine.from; head < mine.to; head++) rotate_and_store(head, locals[thread]);
         });
         attend();
         each_row([&](int row, ThreadScratch& local) { set_mixed(row, local.row.data()); });
@@ -200,7 +201,6 @@ class LayerTask {
     Scratch& s;
     ThreadScratch* const locals;
     Team& team;
-    Number* const heads;
     const int rows, hidden, queries, all_heads;
 
     float* stream(int row) { return &s.stream[int64_t(row) * hidden]; }
@@ -266,22 +266,32 @@ class LayerTask {
         shrink(l.on_out, row, x, whole(size));
     }
 
-    // Applies norm and rotation to one head of all rows. Keys and values are stored in the cache. x has room for one head.
-    void rotate_and_store(int head, float* x) {
-        const int size = l.heads.size, at = head * size, first_value = l.heads.query + l.heads.kv;
-        for (int row = 0; row < rows; row++) {
-            copy_row(x, &s.qkv[int64_t(row) * all_heads + head * l.head_dim], l.head_dim);
-            const float* norm = head < l.heads.query ? l.query_norm : l.key_norm;
-            if (head < first_value && norm) normed(x, x, norm, l.head_dim, l.eps);
-            if (head < first_value) rotate(x, pass.rotations[l.rotation], pass.indices[row]);
-            narrow_row<Element>(&heads[int64_t(row) * all_heads + at], x, size);
+    // Norms and rotates one head of all rows. Keys and values are stored in the cache.
+    void rotate_and_store(int head, ThreadScratch& local) {
+        if (head < l.heads.query) {
+            for (int row = 0; row < rows; row++) rotate_head(&s.heads[int64_t(row) * queries + head * l.heads.size], row, head);
+            return;
         }
-        if (head < l.heads.query) return;
-        const bool value = head >= first_value;
-        const int kv_head = head - (value ? first_value : l.heads.query);
-        const Slot* slots = pass.views[l.view].slots;
-        for (const Slot* slot = slots; slot < slots + pass.slots; slot++)
-            write_head(*slot, value ? slot->values : slot->keys, l.index, l.heads, kv_head, &heads[at], all_heads);
+        const bool value = head >= l.heads.query + l.heads.kv;
+        const int kv_head = (head - l.heads.query) % l.heads.kv;
+        const View& view = pass.views[l.view];
+        local.attend(view.kind, [&](auto& attention) {
+            using Stored = typename std::decay_t<decltype(attention)>::Element;
+            for (const Slot* slot = view.slots; slot < view.slots + pass.slots; slot++)
+                write_head<Stored>(*slot, value ? slot->values : slot->keys, l.index, l.heads, kv_head, [&](int row) {
+                    rotate_head(local.row.data(), row, head);
+                    return local.row.data();
+                });
+        });
+    }
+
+    // Copies a head of a row to x, padded, and applies its norm and rotation.
+    void rotate_head(float* x, int row, int head) {
+        copy_row(x, &s.qkv[int64_t(row) * all_heads + head * l.head_dim], l.head_dim);
+        if (head >= l.heads.query + l.heads.kv) return;
+        const float* norm = head < l.heads.query ? l.query_norm : l.key_norm;
+        if (norm) normed(x, x, norm, l.head_dim, l.eps);
+        rotate(x, pass.rotations[l.rotation], pass.indices[row]);
     }
 
     // Runs attention for all queries of all key heads.
@@ -291,7 +301,7 @@ class LayerTask {
         const int count = std::min(pieces.count(), Pool::PIECES);
         team.run(count, [&](int index, int thread) {
             const Span own = share(index, count, pieces.count());
-            locals[thread].template attend<Element>([&](auto& attention) {
+            locals[thread].attend(view.kind, [&](auto& attention) {
                 for (int i = own.from; i < own.to; i++) attend(attention, view, pieces[i], pieces);
             });
         });
@@ -305,7 +315,7 @@ class LayerTask {
         const int size = l.heads.size, group = l.heads.group();
         const bool whole = pieces.spans() == 1;
         const Positions seen = whole ? view.seen(slot, piece.first / group, (piece.first + piece.count - 1) / group + 1) : view.seen(slot);
-        attention.begin(view, l.index, l.heads, piece, seen, &heads[int64_t(slot.first) * all_heads], all_heads);
+        attention.begin(view, l.index, l.heads, piece, seen, &s.heads[int64_t(slot.first) * queries], queries);
         Softmax joined[AttentionPieces::QUERIES];
         auto query = [&](int i) {
             const int at = piece.first + i;

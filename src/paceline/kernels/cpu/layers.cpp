@@ -34,7 +34,7 @@ struct Run {
 
     template <class Scratch, class... More>
     void reserve(Scratch& scratch, const Pass& pass, More... more) const {
-        for (int i = 0; i < count; i++) scratch.template reserve<Element>(layers[i], pass, more...);
+        for (int i = 0; i < count; i++) scratch.reserve(layers[i], pass, more...);
     }
 
     void enter(Scratch& s, const Pass& pass) const {
@@ -148,7 +148,7 @@ EXPORTED const char* paceline_built_for() {
 // Runs the pass's rows of x [room, hidden] through `count` layers, in place.
 // entry [room, width]: input of the first attention; null means the normed stream.
 // states [taps, room, hidden]: receives the stream after `taps[i]` layers (ascending, 1 to count - 1).
-// element: type of all of these and of the cache, as the `Kind` of its weights.
+// element: type of all of these, as the `Kind` of its weights.
 // Returns 1 if out of memory, 2 if `reduce` failed.
 EXPORTED int paceline_layers(const Layer* layers, int count, const Pass* pass, int element, void* x, const void* entry,
                              int width, const int32_t* taps, int tap_count, void* states) {

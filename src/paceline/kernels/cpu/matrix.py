@@ -33,6 +33,8 @@ _UNIT = 256
 
 FLOAT_KINDS = {torch.bfloat16: WIDE, torch.float16: 17, torch.float32: 32}
 """Float types that the kernels support -> their kinds."""
+KV_KINDS = {**FLOAT_KINDS, torch.int8: EIGHT}
+"""Types of keys and values that the kernels support -> their kinds."""
 _FLOATS_OF = {kind: dtype for dtype, kind in FLOAT_KINDS.items()}
 _CODE_KINDS = {8: EIGHT, 4: FOUR_AND_FLOOR}
 

@@ -125,8 +125,8 @@ inline void keep([[maybe_unused]] IntPart& x) {
 #endif
 }
 
-// Makes compilers read the codes of many rows only when they are needed. Otherwise they read the codes of a whole group first,
-// and run out of registers.
+// Makes compilers read the operands of many rows only when they are needed. Otherwise they read all of a group first, and run out
+// of registers.
 template <int ROWS>
 inline void read_here() {
 #if defined(__AVX512F__)
@@ -382,13 +382,14 @@ inline Floats dot2(const Floats& total, const WidePairs& own, const float* pair)
 
 // Adds `dot2` of V vectors and the pairs of Q rows, which are `stride` elements apart.
 template <int Q, int V>
-[[gnu::always_inline]] inline void add_products(Floats (&sums)[Q][V], const WidePairs (&own)[V], const float* pairs, int stride) {
+[[gnu::always_inline]] inline void add_products(Floats (&sums)[Q][V], const WidePairs* own, const float* pairs, int stride) {
 #pragma GCC unroll 16  // early enough for registers
     for (int i = 0; i < Q; i++) {
         const Floats x = all(pairs[i * stride + 1]);
 #pragma GCC unroll 2
         for (int v = 0; v < V; v++) sums[i][v] = fma(own[v].odd, x, sums[i][v]);
     }
+    read_here<Q>();
 #pragma GCC unroll 16
     for (int i = 0; i < Q; i++) {
         const Floats x = all(pairs[i * stride]);
@@ -413,8 +414,6 @@ struct Pairs {
     explicit Pairs(const Ints& own) : both(own) {}
 };
 
-inline Operand operand(bf16 x) { return x; }
-
 inline Floats dot2(Floats total, const Pairs& own, const Operand* pair) {
     const __m512i x = _mm512_set1_epi32(read<int32_t>(pair));
     total.part[0] = _mm512_dpbf16_ps(total.part[0], (__m512bh)own.both.part[0], (__m512bh)x);
@@ -422,7 +421,7 @@ inline Floats dot2(Floats total, const Pairs& own, const Operand* pair) {
 }
 
 template <int Q, int V>
-[[gnu::always_inline]] inline void add_products(Floats (&sums)[Q][V], const Pairs (&own)[V], const Operand* pairs, int stride) {
+[[gnu::always_inline]] inline void add_products(Floats (&sums)[Q][V], const Pairs* own, const Operand* pairs, int stride) {
 #pragma GCC unroll 16  // early enough for registers
     for (int i = 0; i < Q; i++)
 #pragma GCC unroll 2
@@ -439,8 +438,6 @@ inline Pairs kept(const Pairs& x, const Operand* pair) {
 #else
 using Operand = float;
 using Pairs = WidePairs;
-
-inline Operand operand(bf16 x) { return widened(x); }
 
 inline void narrow(Operand* to, const Floats& v) { store(to, rounded(v)); }
 #endif

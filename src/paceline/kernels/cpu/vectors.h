@@ -23,6 +23,11 @@ constexpr int PARTS = 2;
 #else
 constexpr int PARTS = 4;
 #endif
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int REGISTERS = 32;
+#else
+constexpr int REGISTERS = 16;
+#endif
 constexpr int PART_LANES = LANES / PARTS;
 constexpr int REGISTER = 64 / PARTS;  // bytes
 
