@@ -138,3 +138,12 @@ def test_the_smallest_example_is_short_and_still_differs() -> None:
     assert on.ask(smallest.prompt, **smallest.fields).text != off.ask(smallest.prompt, **smallest.fields).text
     assert smallest.gap is not None
     assert smallest.gap > 0.25
+
+
+def test_what_there_was_no_time_for_is_said() -> None:
+    certificate = certified(WorkSizes(13, 40, 1, 1, 1, 1, 0.0))
+    verdict, reason = certificate.verdict()
+    assert verdict == "inconclusive"
+    assert "time" in reason
+    assert certificate.exit_code == 4
+    assert sum(check.detail == "there was no time for it" for check in certificate.checks()) == 13

@@ -112,6 +112,8 @@ class Certificate:
                 f"{g.unknown} of {g.prompts} greedy texts differ. Rounding is possible, since the endpoints give no "
                 "log-probabilities for them"
             )
+        if g.is_repeatable and g.real:
+            return INCONCLUSIVE, f"{g.real} real divergences, but no time to repeat them: allow more with --seconds"
         if g.prompts < _FEWEST:
             return INCONCLUSIVE, f"there was time for only {g.prompts} prompts: allow more with --seconds"
         power = max((s.detectable for s in self.sampled), default=1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,7 +68,7 @@ def compare_greedy(sides: Sides, tasks: Sequence[NamedPrompt], tokens: int) -> G
     """Ask both sides each prompt twice. Examine the differences, and ask again where texts part without a near-tie."""
     fields: dict[str, Any] = {"max_tokens": tokens}
     asked: list[tuple[NamedPrompt, list[str], list[str]]] = []
-    refused = 0
+    refused, began = 0, time.monotonic()
     for task in sides.in_time(tasks):
         sides.note(f"greedy: {task.name}")
         a: list[str] = []
@@ -79,6 +80,7 @@ def compare_greedy(sides: Sides, tasks: Sequence[NamedPrompt], tokens: int) -> G
         else:
             asked.append((task, a, b))
     parted = [one for one in asked if len({*one[1], *one[2]}) > 1]
+    sides.allow((time.monotonic() - began) / 2)  # to examine what differs
     differences: list[Difference] = []
     pairs: list[Pair] = []
     for task, a, b in parted[:_EXAMINED]:
@@ -107,7 +109,7 @@ def compare_greedy(sides: Sides, tasks: Sequence[NamedPrompt], tokens: int) -> G
 
 def _ask_again(sides: Sides, task: NamedPrompt, fields: dict[str, Any], a: list[str], b: list[str], times: int) -> None:
     """Ask both sides a prompt in turns, until each has answered this many times."""
-    while len(a) < times:
+    while len(a) < times and not (len(a) > 1 and sides.late):
         a.append(sides.speculative.ask(task.text, **fields).text)
         b.append(sides.plain.ask(task.text, **fields).text)
 
