@@ -317,6 +317,21 @@ def test_the_reply_goes_on_without_a_damaged_file(tmp_path: Path, logged: Callab
     assert not file.exists()
 
 
+def test_the_reply_goes_on_if_a_device_has_no_memory_for_a_prefix(
+    tmp_path: Path, logged: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    file, plain = written(tmp_path), run(tiny_target(context_length=2048), PROMPT, SAMPLING)[0]
+    monkeypatch.setattr(prefix_file, "_tensor", fail)
+    engine = started(tmp_path)
+    assert replied(engine) == plain
+    assert engine.cached == [0]
+    assert file.exists()
+    assert len(logged()) == 1
+
+
 def test_foreign_files_and_links_are_not_touched(tmp_path: Path, logged: Callable[[], list[str]]) -> None:
     folder, secret = tmp_path / "prefixes", tmp_path / "elsewhere"
     file = written(folder)
@@ -516,6 +531,25 @@ def test_time_that_runs_out_leaves_no_half_of_a_file(tmp_path: Path, logged: Cal
     engine.save_prefixes(-1)
     assert not [*tmp_path.iterdir()]
     assert len(logged()) == 1
+
+
+def test_time_that_runs_out_removes_no_older_text(tmp_path: Path) -> None:
+    file = written(tmp_path)
+    engine = started(tmp_path, disk=file.stat().st_size * 3 // 2)
+    replied(engine, [30, *PROMPT])
+    engine.save_prefixes(-1)
+    assert [*tmp_path.iterdir()] == [file]
+
+
+def test_files_from_the_future_make_room(tmp_path: Path) -> None:
+    """The clock was wrong when they were written."""
+    file = written(tmp_path)
+    os.utime(file, (time.time() + 86400,) * 2)
+    engine = started(tmp_path, disk=file.stat().st_size * 3 // 2)
+    replied(engine, [30, *PROMPT])
+    engine.save_prefixes(60)
+    assert len([*tmp_path.iterdir()]) == 1
+    assert not file.exists()
 
 
 def test_texts_that_wait_hold_a_quarter_of_the_memory_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -388,6 +388,20 @@ def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
     assert long.unread > 700
 
 
+def test_a_sample_does_not_wait_for_a_long_prompt_if_another_sample_has_read_its_prompt() -> None:
+    engine, scheduler = reading()
+    scheduler.add(task(engine, [1, 2], Sampling(max_new_tokens=400)))
+    long = task(engine, [5] * 400, Sampling(max_new_tokens=2))
+    scheduler.add(long)
+    scheduler.turn()
+    one, other = (task(engine, [6] * 180, Sampling(max_new_tokens=90), group="samples") for _ in range(2))
+    for sample in (one, other):
+        scheduler.add(sample)
+    turns_until_read(scheduler, one)
+    assert 0 < long.unread < 2 * 180
+    assert turns_until_read(scheduler, other) <= 1
+
+
 def test_a_long_prompt_advances_while_short_ones_keep_coming() -> None:
     engine, scheduler = reading()
     scheduler.add(task(engine, [1, 2], Sampling(max_new_tokens=900)))
@@ -491,3 +505,5 @@ def test_a_preempted_prompt_continues_where_it_was() -> None:
     room[0] = 10_000
     assert finish(scheduler)[long] == run(TOY, [5] * 400, Sampling(max_new_tokens=3))[0]
     assert read > 50
+    assert long.request
+    assert long.request.stats.cached == 0, "its own text is not a hit"

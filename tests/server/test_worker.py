@@ -126,6 +126,12 @@ def test_so_many_and_no_more() -> None:
     assert worker.load.cache == 0.0
 
 
+def test_nothing_of_a_prompt_counts_as_read_before_it_is_considered() -> None:
+    llm = toy()
+    one = Reading(Worker(llm), job(llm, "a prompt", Sampling(max_new_tokens=1)))
+    assert one.handle.read == 0
+
+
 def test_a_client_that_leaves_gives_its_slot_back() -> None:
     llm = toy()
     worker = Worker(llm, WorkerLimits(slots=1))

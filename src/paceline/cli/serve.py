@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from paceline.cli.adapters import parse_adapters
-from paceline.cli.cache_room import cache_positions, position_bytes, prefix_room, state_positions
+from paceline.cli.cache_room import cache_positions, free_memory, position_bytes, prefix_room, state_positions
 from paceline.cli.commands import LOG_FORMAT, option, options_of
 from paceline.cli.options import (
     DEMO,
@@ -326,8 +326,6 @@ def _models(
         ModelNotFound: If a folder of --models does not exist.
         InvalidOption: If there is no model.
     """
-    import psutil
-
     from paceline.server.models import Models, ModelSource
 
     def on_request(name: str, path: Path, size: int) -> ModelSource:
@@ -346,7 +344,7 @@ def _models(
         sources,
         keep_alive=several.keep_alive if several.keep_alive >= 0 else None,
         max_memory=most,
-        free_memory=lambda: int(psutil.virtual_memory().available),
+        free_memory=free_memory,
         pull=partial(_pull, on_request, most) if set(several.models or ()) & set(_STORES) else None,
     )
 

@@ -195,7 +195,7 @@ class Engine:
     def resume(self, request: Request) -> None:
         """Acquire a slot again. The caller must then prefill the whole text."""
         request.slot = self.cache.acquire(request.num_prompt_tokens, request.adapter)
-        request.active, request.num_seen_tokens = True, 0
+        request.active, request.resumed, request.num_seen_tokens = True, True, 0
         with self._holding(request):
             if request.policy:
                 request.policy.drafter.admit(request.slot, request.token_ids)
@@ -247,8 +247,8 @@ class Engine:
         policy = request.policy
         needs = policy.name if policy and policy.drafter.needs_past else None
         hit = self.prefixes.find(request.token_ids, needs, request.adapter)
-        if not request.stats.rounds:
-            known = hit.length if hit else 0
+        known = hit.length if hit else 0
+        if not request.resumed:
             request.stats.diverged = self.prefixes.divergence(request.token_ids, request.adapter, known)
         if hit is None:
             return 0
@@ -256,7 +256,7 @@ class Engine:
         # The cache may refuse the hit: a resumed text keeps the rotary factors of its original prompt length.
         if policy and known and (saved := hit.drafters.get(policy.name)):
             policy.drafter.load(request.slot, saved, known)
-        if not request.stats.rounds:  # a resumed request finds its own text, which does not count as a hit
+        if not request.resumed:  # else it finds its own text, which does not count as a hit
             request.stats.cached = known
             request.stats.from_disk = known if hit.from_disk else 0
         return known

@@ -7,8 +7,8 @@ key that stays the same when bits change would change texts. So keys include too
   time would not do, because another model may have them. Sampling bytes would miss a change of one row. SHA-256 reads
   about 1 GB/s on each core, and the weights must be read once anyway.
 - The model's config, which holds rotary options, windows and scales, and the type of its target.
-- The sources of this package's caches, kernels and models, and the version of torch. A number that stands for the order
-  of sums would have to be raised by hand; sources cannot be forgotten.
+- The sources of this package's caches, kernels and models, the code that cuts prompts into chunks, and the version of
+  torch. A number that stands for the order of sums would have to be raised by hand; sources cannot be forgotten.
 - Bits of a short text, computed by a few layers. They differ with dtypes, kernels and options of the cache.
 - Where torch computes: its instruction set and threads. The CPU kernels return the same bits with any of them.
 
@@ -76,7 +76,9 @@ def _versions(target: Target) -> tuple[object, ...]:
 def _sources() -> str:
     """Return the hash of all code that computes or stores states."""
     root = Path(__file__).parents[1]
-    files = [path for folder in ("cache", "kernels", "models") for path in sorted((root / folder).rglob("*.*"))]
+    files = [
+        path for folder in ("cache", "kernels", "models", "verify") for path in sorted((root / folder).rglob("*.*"))
+    ]
     return _hash(*(path.read_bytes() for path in files if path.suffix in (".py", ".cpp", ".h")))
 
 

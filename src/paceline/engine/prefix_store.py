@@ -220,6 +220,8 @@ class PrefixStore:
         keys = {drafter: key for drafter, (key, _) in self._drafters.items()}
         try:
             prepared = prepare(text, self._key, keys)
+            if time.monotonic() > until:  # before files are removed for a text that would not be written
+                raise TimeoutError
             if not self._make_room(prepared.size, job.used):
                 return
             with self._unfinished(name) as file:
@@ -257,17 +259,18 @@ class PrefixStore:
         """Remove the files that were used least recently, until there is room for `size` bytes.
 
         Returns:
-            True if there is room. Files that were used later than `used` are kept.
+            True if there is room. Files that were used later than `used` are kept, unless that is in the future: the
+            clock was wrong when they were written.
         """
         if size > self.limit:
             about = size / 2**30, self.folder, self.limit / 2**30
             self._warn("size", "a prefix of %.1f GiB is not kept in %s: the limit is %.1f GiB", *about)
             return False
         files = sorted(self._listed(), key=lambda one: one[1].st_mtime_ns)
-        beyond = sum(state.st_size for _, state in files) + size - self.limit
+        beyond, now = sum(state.st_size for _, state in files) + size - self.limit, time.time_ns()
         for entry, state in files:
             stale = _UNFINISHED.fullmatch(entry.name) and time.time() - state.st_mtime > _STALE
-            older = _NAME.fullmatch(entry.name) and state.st_mtime_ns < used
+            older = _NAME.fullmatch(entry.name) and not used <= state.st_mtime_ns <= now
             if stale or (beyond > 0 and older):
                 self._remove(entry.name)
                 beyond -= state.st_size
@@ -303,6 +306,8 @@ class PrefixStore:
             _LOG.warning("the prefix %s is ignored: %s", self.folder / name, error)
             if isinstance(error, DamagedPrefix):
                 self._remove(name)
+        except Exception:  # for example no memory on a GPU
+            _LOG.exception("failed to read the prefix %s", self.folder / name)
 
     def _restored(self, header: PrefixHeader, text: CachedText | None = None) -> CachedText:
         """Return a file's text for the running model. `text`: The text with its data.

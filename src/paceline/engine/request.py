@@ -41,6 +41,7 @@ class Request:
         error: The error that ended the reply.
         active: True if the request holds its slot.
         adapter: See `KVCache.acquire`.
+        resumed: True if the request released its slot and acquired another one.
         judged: Controllers that have learned from this request.
         on_finish: Called once, when the request has ended.
     """
@@ -60,6 +61,7 @@ class Request:
     error: Exception | None = None
     active: bool = True
     adapter: int = 0
+    resumed: bool = False
     judged: set[Controller] = field(default_factory=set)
     on_finish: Callable[[Request], object] | None = None
 

@@ -225,6 +225,9 @@ class Scheduler:
                     self._end(task)
                 elif task.group is not None:
                     self._prefilled[task.group] = request
+                    for one in self.waiting:
+                        if one.group == task.group and one.request is None:
+                            one.unread = 0
         except Exception as error:
             if isinstance(error, OutOfMemory) and self._preempt(task):
                 _log.debug("a prompt is waiting for memory", exc_info=True)

@@ -35,24 +35,32 @@ def cpu_quota(root: Path = Path("/")) -> int | None:
 
     The quota comes from Linux control groups (`docker --cpus`, Kubernetes limits, systemd's CPUQuota).
     """
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    shares = [share for folder in _folders(root / "sys/fs/cgroup", lines) if (share := _share(folder))]
+    shares = [share for folder in control_groups("cpu", root) if (share := _share(folder))]
     return math.ceil(min(shares)) if shares else None
 
 
-def _folders(mounts: Path, lines: list[str]) -> Iterator[Path]:
-    """Yield the folders of the process's control groups and of their parents.
+def control_groups(controller: str, root: Path = Path("/")) -> list[Path]:
+    """Return the folders of this process's Linux control groups that may limit a resource, and of their parents.
 
     Inside a container, the container's own group is mounted as the root, but the listed path may be the host's path.
+
+    Args:
+        controller: The resource, such as "cpu" or "memory".
+        root: Root of the file system.
     """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    return [*_folders(root / "sys/fs/cgroup", lines, controller)]
+
+
+def _folders(mounts: Path, lines: list[str], controller: str) -> Iterator[Path]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        for mount in (mounts / controllers, mounts / ("cpu" if controllers else "unified")):
+        for mount in (mounts / controllers, mounts / (controller if controllers else "unified")):
             folder = mount / path.lstrip("/")
             yield from (one for one in (folder, *folder.parents) if one.is_relative_to(mount))
 

@@ -291,7 +291,7 @@ class Worker:
         def begin(like: Request | None) -> Request:
             return self.llm.start(job.tokens, job.sampling, job.sample, like, speculation, job.scores, job.adapter)
 
-        task = Task(begin, job.tokens, job.group, job.client)
+        task = Task(begin, job.tokens, job.group, job.client, unread=len(job.tokens))
         if job.timeout is not None:
             task.deadline = time.monotonic() + job.timeout
         reply = ReplyHandle(job, task, outputs, index)
