@@ -229,7 +229,7 @@ def main() -> None:
     grids = Results(found, args).grids()
     report(grids)
     result = {"provenance": source, "measured": [asdict(one) for one in found]}
-    write(f"long-{Path(args.model).stem}", result, grids, folder=args.out)
+    write(f"long-{Path(args.model).name.removesuffix('.gguf')}", result, grids, folder=args.out)
 
 
 def _arguments() -> argparse.Namespace:

@@ -24,6 +24,8 @@ ENVIRONMENT = {
     "PACELINE_MODEL": ("`demo`", "Model for commands that name none; as `--model`."),
     "PACELINE_CONFIG": ("`~/.config/paceline/config.toml`", "Configuration file; as `paceline --config`."),
     "PACELINE_API_KEY": ("", "API keys of `paceline serve`, separated by spaces; as `--api-key`."),
+    "PACELINE_CERTIFY_KEY": ("`$OPENAI_API_KEY`", "API key that `paceline certify` sends to endpoints."),
+    "OPENAI_API_KEY": ("", "The same, if `PACELINE_CERTIFY_KEY` is not set."),
     "HF_TOKEN": ("", "Access token for gated or private models on the Hugging Face Hub; as `--token`."),
     "CXX": (
         "`g++`, `clang++` or `c++`",

@@ -14,6 +14,7 @@ import typer
 
 from paceline import __version__
 from paceline.cli.bench import bench
+from paceline.cli.certify import certify
 from paceline.cli.chat import chat, run
 from paceline.cli.commands import PacelineGroup, add_command
 from paceline.cli.config import read_config
@@ -90,7 +91,7 @@ def compile_kernels(*, as_json: AsJson = False) -> None:
 
 # Arguments after the prompt are kept for an error that says to quote it.
 add_command(app, generate, allow_extra_args=True)
-for _command in (chat, serve, pull, rm, demo, info, doctor, bench, record, replay, tune, perplexity, train):
+for _command in (chat, serve, pull, rm, demo, info, doctor, certify, bench, record, replay, tune, perplexity, train):
     add_command(app, _command)
 add_command(app, compile_kernels, "compile")
 add_command(app, list_models, "list")

@@ -30,6 +30,7 @@ EVERYDAY = {
     "demo": "model drafter quantize max-new-tokens temperature seed",
     "info": "model json",
     "doctor": "model drafter quantize threads details json quiet",
+    "certify": "plain plain-body model drafter against quick full out yes",
     "bench": "prompts model quantize drafters against count tokens temperature out report",
     "record": "prompts model drafter quantize max-new-tokens temperature seed batch quiet",
     "replay": "drafters model quantize draft-quantize count batch threads json quiet",
@@ -159,7 +160,7 @@ def with_options(function: Callable[..., Any]) -> Callable[..., Any]:
         else:
             of_group = get_type_hints(group, include_extras=True)
             parameters += [
-                _parameter(x.name, of_group[x.name], x.default, x.metadata.get(_OPTION)) for x in fields(group)
+                _parameter(x.name, of_group[x.name], x.default, _declared(x.metadata)) for x in fields(group)
             ]
     if "quiet" in hints:
         verbose = option("Log on stderr what is loaded and chosen, with the time it takes.", "-v", panel="Logging")
@@ -180,6 +181,15 @@ def with_options(function: Callable[..., Any]) -> Callable[..., Any]:
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     vars(run)["__signature__"] = Signature(parameters)
     return run
+
+
+def _declared(metadata: Mapping[str, Any]) -> OptionInfo | None:
+    """Return the option of a field. Rooms that know no typer declare it as help, metavar and panel."""
+    if "help" in metadata:
+        found: OptionInfo = option(metadata["help"], panel=metadata["panel"], metavar=metadata["metavar"])
+        return found
+    declared: OptionInfo | None = metadata.get(_OPTION)
+    return declared
 
 
 def _parameter(name: str, hint: Any, default: Any, declared: OptionInfo | None = None) -> Parameter:

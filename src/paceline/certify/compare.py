@@ -1,0 +1,162 @@
+"""The two sides of a certificate, and the first difference of two texts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, TypeVar
+
+from paceline.certify.side import NotOffered, Side
+
+ALPHA = 0.001
+"""Probability of a false alarm that each part of a certificate may have."""
+
+_SHOWN = 120
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass
+class Sides:
+    """Both sides, and the time that the current part may take.
+
+    Attributes:
+        speculative: The endpoint with speculation.
+        plain: The endpoint without.
+        concurrency: Requests at a time, where the part does not choose them itself.
+        near: Gap of log-probabilities below which two tokens are a near-tie, in nats.
+        note: Called with a line on progress.
+    """
+
+    speculative: Side
+    plain: Side
+    concurrency: int = 4
+    near: float = 0.25
+    note: Callable[[str], None] = field(default=lambda text: None)
+    _end: float = float("inf")
+
+    def allow(self, seconds: float) -> None:
+        """Give the next part this much time."""
+        self._end = time.monotonic() + seconds
+
+    @property
+    def late(self) -> bool:
+        """True if the current part has no time left."""
+        return time.monotonic() > self._end
+
+    def in_time(self, items: Iterable[T]) -> Iterable[T]:
+        """Yield items while there is time, at least one."""
+        for i, item in enumerate(items):
+            if i and self.late:
+                return
+            yield item
+
+    def at_once(self, function: Callable[[T], R], items: Iterable[T], width: int | None = None) -> list[R]:
+        """Return the results for the items, computed in threads, as far as the time allows."""
+        found: list[R] = []
+        width = width or self.concurrency
+        if width == 1:
+            return [function(item) for item in self.in_time(items)]
+        waiting = iter(items)
+        with ThreadPoolExecutor(width) as pool:
+            # Small portions, so that the time limit is noticed.
+            while portion := list(islice(waiting, 4 * width)):
+                found += pool.map(function, portion)
+                if self.late:
+                    break
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first difference of two greedy replies.
+
+    Attributes:
+        name: Name of the prompt.
+        prompt: The prompt.
+        fields: Fields of the request.
+        prefix: End of the common prefix.
+        speculative: Continuation with speculation.
+        plain: Continuation without.
+        gap: Log-probability of plain decoding's token less that of the other token, on the plain side. None if unknown.
+        speculative_gap: The same on the speculative side, with the roles exchanged.
+        is_near_tie: True if the gap is smaller than the limit. None if no gap is known.
+    """
+
+    name: str
+    prompt: str
+    fields: dict[str, Any]
+    prefix: str
+    speculative: str
+    plain: str
+    gap: float | None = None
+    speculative_gap: float | None = None
+    is_near_tie: bool | None = None
+
+
+def first_difference(a: str, b: str) -> int:
+    """Return the length of the common prefix."""
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))
+
+
+def explain(sides: Sides, name: str, prompt: str, fields: dict[str, Any], speculative: str, plain: str) -> Difference:
+    """Describe how two replies to a prompt differ, and how close the two tokens are."""
+    gap = token_gap(sides.plain, prompt, fields, plain, speculative)
+    other = token_gap(sides.speculative, prompt, fields, speculative, plain)
+    known = other if gap is None else gap
+    at = first_difference(speculative, plain)
+    return Difference(
+        name,
+        prompt,
+        fields,
+        plain[max(0, at - _SHOWN) : at],
+        speculative[at : at + _SHOWN],
+        plain[at : at + _SHOWN],
+        gap,
+        other,
+        None if known is None else abs(known) < sides.near,
+    )
+
+
+def token_gap(side: Side, prompt: str, fields: dict[str, Any], own: str, other: str) -> float | None:
+    """Return how much likelier a side's own token is than the other's, where the texts first differ.
+
+    Returns:
+        The gap in nats, or a lower bound if the other token is not among the alternatives. None if the side gives no
+        log-probabilities, or does not repeat its text.
+    """
+    try:
+        reply = side.ask(prompt, **(fields | {"logprobs": True, "top_logprobs": 5}))
+    except NotOffered:
+        return None
+    if first_difference(reply.text, own) <= first_difference(own, other) and reply.text != own:
+        return None
+    position = 0
+    for token in reply.scores:
+        if "\ufffd" in token.text:
+            return None  # part of a character: texts cannot be aligned
+        rest = other[position:]
+        if token.text and rest.startswith(token.text):
+            position += len(token.text)
+            continue
+        others = {text: value for text, value in token.top.items() if text != token.text}
+        same = {text: value for text, value in others.items() if text and rest.startswith(text)}
+        if not others:
+            return None
+        if same:
+            return token.logprob - same[max(same, key=len)]
+        # The other side has ended the reply here, with a token without text, or its token is an unlikely one.
+        return token.logprob - (min(others.values()) if rest else max(others.values()))
+    return None
+
+
+def chosen(items: Sequence[T], count: int) -> Sequence[T]:
+    """Return at most `count` items, spread evenly."""
+    step = max(1, len(items) // count) if count else 1
+    return items[::step][:count]

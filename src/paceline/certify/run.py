@@ -1,0 +1,67 @@
+"""A certificate from start to end: parts in order, each within its share of the time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.certify.certificate import Certificate
+from paceline.certify.compare import Sides, chosen
+from paceline.certify.features import compare_features
+from paceline.certify.greedy import compare_greedy, shorten
+from paceline.certify.load import compare_load
+from paceline.certify.prompts import NamedPrompt, answerable, contexts, tasks
+from paceline.certify.sampled import compare_sampled
+from paceline.certify.sizes import WorkSizes
+from paceline.certify.work import compare_quality, compare_speed
+
+_SHARES = {"greedy": 0.3, "sampled": 0.25, "features": 0.25, "load": 0.08, "quality": 0.07, "speed": 0.05}
+"""Part -> share of the time. Time that a part leaves over goes to the parts after it."""
+
+
+def examine(
+    sides: Sides, sizes: WorkSizes, facts: dict[str, Any], prompts: Sequence[NamedPrompt] = (), seed: int = 0
+) -> Certificate:
+    """Run all parts.
+
+    Args:
+        sides: The endpoints.
+        sizes: Amounts of work.
+        facts: What the certificate says about the run.
+        prompts: Greedy prompts. The built-in ones by default.
+        seed: Seed of the built-in prompts.
+    """
+    started = time.monotonic()
+    shares = dict(_SHARES)
+
+    def begin(part: str) -> None:
+        left = max(0.0, sizes.seconds - (time.monotonic() - started))
+        sides.allow(left * shares[part] / sum(shares.values()))
+        del shares[part]
+
+    begin("greedy")
+    asked = prompts or tasks(sizes.prompts, seed)
+    certificate = Certificate(facts, sizes, compare_greedy(sides, asked, sizes.tokens))
+    greedy = certificate.greedy
+    real = [one for one in greedy.differences if one.is_near_tie is False]
+    if greedy.differs and greedy.is_repeatable and real:
+        sides.note("greedy: shortening an example")
+        sides.allow(sizes.seconds * 0.1)
+        certificate.smallest = shorten(sides, min(real, key=lambda one: len(one.prompt)))
+    begin("sampled")
+    certificate.sampled = compare_sampled(sides, contexts(sizes.contexts, seed), sizes.seeds)
+    begin("features")
+    certificate.features = compare_features(sides, greedy.is_bitwise)
+    begin("load")
+    certificate.load = compare_load(sides, greedy.texts, sizes.tokens)
+    begin("quality")
+    certificate.quality = compare_quality(sides, answerable(sizes.questions, seed))
+    begin("speed")
+    certificate.speed = compare_speed(sides, chosen(asked, sizes.timed), sizes.tokens)
+    certificate.usage = {
+        "requests": sides.speculative.requests + sides.plain.requests,
+        "tokens": sides.speculative.tokens + sides.plain.tokens,
+        "seconds": round(time.monotonic() - started, 1),
+    }
+    return certificate

@@ -1,0 +1,149 @@
+"""A detector must be shown to detect: planted faults are found, and clean endpoints pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.certify.certificate import BITWISE, DISTRIBUTION, LOSSY, NEAR_TIES, Certificate
+from paceline.certify.compare import Sides
+from paceline.certify.run import examine
+from paceline.certify.side import Side
+from paceline.certify.sizes import WorkSizes
+from tests.support.cover import some
+from tests.support.fake_endpoint import FAULTS, FakeEndpoint
+
+TEXTS = WorkSizes(13, 40, 1, 1, 1, 1, 1000)
+"""Enough for faults that change greedy texts or features."""
+SAMPLES = WorkSizes(5, 16, 2, 100, 1, 1, 1000)
+"""Enough for faults of sampling only."""
+LARGE = WorkSizes(39, 160, 4, 300, 8, 1, 1000)
+"""Needed for faults of long replies, of long prompts, and of few positions."""
+
+SAMPLED = {"temperature_twice", "top_p_ignored", "drop_residual"}
+HIDDEN = {"late", "long_prompt", "greedy_sampling"}
+"""Faults that the small amounts of work do not find."""
+FAST = [
+    *("one_percent", "off_by_one_commit", "accepts_runner_up", "temperature_twice", "top_p_ignored"),
+    *("stop_inside_block", "draft_logprobs", "lost_chunk", "counts_drafts", "row_swap"),
+]
+"""Faults of the fast tier: one of each kind."""
+PARTS = {
+    "stop_inside_block": ("features", "stop strings"),
+    "stop_across_tokens": ("features", "stop strings"),
+    "server_error": ("features", "stop strings"),
+    "over_max_tokens": ("features", "max_tokens"),
+    "under_max_tokens": ("features", "max_tokens"),
+    "wrong_finish": ("features", "end of the reply"),
+    "draft_logprobs": ("features", "logprobs"),
+    "shifted_top": ("features", "top_logprobs"),
+    "row_swap": ("load", "4 at a time"),
+    "lost_chunk": ("features", "streams"),
+    "twice_chunk": ("features", "streams"),
+    "counts_drafts": ("features", "usage"),
+    "second_choice": ("features", "n > 1"),
+    "no_penalties": ("features", "penalties"),
+    "no_bias": ("features", "logit_bias"),
+    "no_schema": ("features", "JSON schema"),
+    "broken_call": ("features", "tool calls"),
+    "stale_prefix": ("features", "prefix reuse"),
+    "broken_characters": ("features", "characters"),
+    "one_percent": ("greedy", "texts"),
+    "always_accept": ("greedy", "texts"),
+    "stale_cache": ("greedy", "texts"),
+    "off_by_one_commit": ("greedy", "texts"),
+    "accepts_runner_up": ("greedy", "texts"),
+    "repeated_token": ("greedy", "texts"),
+    "late": ("greedy", "texts"),
+    "long_prompt": ("greedy", "texts"),
+    "temperature_twice": ("sampled", "temperature 0.6"),
+    "top_p_ignored": ("sampled", "top_p 0.7"),
+}
+"""Fault -> a check that must fail, where it is clear which."""
+
+
+def certified(sizes: WorkSizes, **endpoint: Any) -> Certificate:
+    server = FakeEndpoint(**endpoint)
+    sides = Sides(Side("speculative", server), Side("plain", server, extra={"speculation": "off"}))
+    return examine(sides, sizes, {})
+
+
+def failures(certificate: Certificate) -> set[tuple[str, str]]:
+    return {(check.part, check.name) for check in certificate.checks() if check.state == "fail"}
+
+
+@some("fault", sorted(FAULTS.keys() - HIDDEN), fast=sorted(FAST))
+def test_a_planted_fault_is_found(fault: str) -> None:
+    certificate = certified(SAMPLES if fault in SAMPLED else TEXTS, fault=fault)
+    assert certificate.verdict()[0] == LOSSY
+    found = failures(certificate)
+    assert PARTS.get(fault) in (found | {None}), found
+    assert certificate.exit_code == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", sorted(HIDDEN))
+def test_more_work_finds_what_little_work_does_not(fault: str) -> None:
+    certificate = certified(LARGE, fault=fault)
+    assert certificate.verdict()[0] == LOSSY
+    assert PARTS.get(fault) in (failures(certificate) | {None})
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "verdict"),
+    [
+        ({}, BITWISE),
+        ({"own_noise": True}, BITWISE),
+        ({"rounding": 0.02}, NEAR_TIES),
+        ({"noise": 0.05}, DISTRIBUTION),
+        ({"refused": ("logprobs", "stop", "n", "tools", "response_format", "logit_bias", "seed")}, BITWISE),
+    ],
+    ids=["same random numbers", "other random numbers", "rounding", "noise", "few fields"],
+)
+def test_a_clean_endpoint_passes(endpoint: dict[str, Any], verdict: str) -> None:
+    certificate = certified(SAMPLES if verdict == DISTRIBUTION else TEXTS, **endpoint)
+    assert not failures(certificate)
+    assert certificate.verdict()[0] == verdict
+    assert certificate.exit_code == 0
+
+
+def test_refused_fields_are_not_offered() -> None:
+    certificate = certified(TEXTS, refused=("stop", "tools"))
+    skipped = {check.name for check in certificate.checks() if check.state == "skip"}
+    assert skipped == {"stop strings", "tool calls"}
+
+
+def test_prompts_that_are_too_long_are_left_out() -> None:
+    certificate = certified(TEXTS, longest=1500)
+    assert (certificate.greedy.prompts, certificate.greedy.refused) == (12, 1)
+    assert certificate.verdict()[0] == BITWISE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("noise", [{}, {"own_noise": True}, {"rounding": 0.03}, {"noise": 0.05, "own_noise": True}])
+def test_there_is_no_false_alarm_in_fifty_runs(noise: dict[str, Any]) -> None:
+    """Four kinds of clean endpoints, 200 runs together."""
+    alarms = {seed: failures(certified(SAMPLES, seed=seed, **noise)) for seed in range(50)}
+    assert {seed: alarm for seed, alarm in alarms.items() if alarm} == {}
+
+
+def test_the_smallest_example_is_short_and_still_differs() -> None:
+    server = FakeEndpoint("stale_cache")
+    smallest = certified(TEXTS, fault="stale_cache").smallest
+    assert smallest is not None
+    assert len(smallest.prompt.split()) <= 3
+    assert smallest.fields["max_tokens"] < 20
+    on, off = Side("speculative", server), Side("plain", server, extra={"speculation": "off"})
+    assert on.ask(smallest.prompt, **smallest.fields).text != off.ask(smallest.prompt, **smallest.fields).text
+    assert smallest.gap is not None
+    assert smallest.gap > 0.25
+
+
+def test_what_there_was_no_time_for_is_said() -> None:
+    certificate = certified(WorkSizes(13, 40, 1, 1, 1, 1, 0.0))
+    verdict, reason = certificate.verdict()
+    assert verdict == "inconclusive"
+    assert "time" in reason
+    assert certificate.exit_code == 4
+    assert sum(check.detail == "there was no time for it" for check in certificate.checks()) == 13
