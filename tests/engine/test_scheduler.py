@@ -133,7 +133,7 @@ def test_a_text_depends_on_the_seed_so_the_comparison_above_can_fail() -> None:
 def test_a_long_prompt_does_not_stall_running_replies() -> None:
     engine = Engine(TOY)
     engine.__dict__["seamless"] = True  # on machines too whose float64 products depend on a pass's size
-    scheduler = Scheduler(engine, 4, quota=10)
+    scheduler = Scheduler(engine, 4, quota=10, clock=lambda: 0.0)
     first, long = task(engine, [1, 2], Sampling(max_new_tokens=90)), task(engine, [5] * 300, Sampling(max_new_tokens=2))
     scheduler.add(first)
     scheduler.turn()
@@ -148,7 +148,7 @@ def test_a_long_prompt_does_not_stall_running_replies() -> None:
 def test_a_first_token_does_not_wait_for_other_prompts() -> None:
     engine = Engine(TOY)
     engine.__dict__["seamless"] = True
-    scheduler = Scheduler(engine, 8, quota=20)
+    scheduler = Scheduler(engine, 8, quota=20, clock=lambda: 0.0)
     short, *others = (task(engine, [1] * n, Sampling(max_new_tokens=50)) for n in (10, 90, 90))
     for one in (short, *others):
         scheduler.add(one)

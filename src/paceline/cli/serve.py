@@ -474,9 +474,11 @@ def _announce(models: Models, has_keys: bool, quiet: bool, address: str) -> None
         about += f"{' and ' if about else ''}{others} model{'s' * (others > 1)} on request"
     say(f"ready: {about} at {address}/v1 and in a browser at {address}/")
     cache = sum(model.worker.limits.cache_positions * position_bytes(model.llm) for model in loaded)
+    prefixes = sum(model.worker.limits.prefix_bytes for model in loaded)
     memory = f"memory: {amount(psutil.Process().memory_info().rss, 'bytes')}"
     _announce_prefixes(loaded)
-    say(memory + (f", and at most {amount(cache, 'bytes')} for keys, values and states" if cache else ""))
+    memory += f", and at most {amount(cache, 'bytes')} for keys, values and states" if cache else ""
+    say(memory + (f" and {amount(prefixes, 'bytes')} for cached prefixes" if prefixes else ""))
     if not has_keys and not address.startswith(("http://127.", "http://[::1]")):
         say("warning: anyone who can reach this address can use it; set --api-key")
 

@@ -190,7 +190,7 @@ class Scheduler:
 
     def _prefill(self) -> list[Task]:
         """Feed prompts up to this turn's limit. Return the tasks that have ended without a token."""
-        startable = min(len(self.waiting), self._limit - len(self.active))
+        startable = min(len(self._may_start()), self._limit - len(self.active))
         limit, fed, ended = self._pace.limit(bool(self.running)), 0.0, list[Task]()
         if self.running:
             limit *= max(1, min(startable, _MAX_CATCH_UP))
@@ -263,9 +263,7 @@ class Scheduler:
 
     def _startable(self) -> Task | None:
         """Return the waiting task that gets the next slot now, if there is one and there is room for it."""
-        least = min((one.unread for one in self.reading), default=inf)
-        oldest = min((one.arrived for one in self.reading), default=inf)
-        may = [one for one in self.waiting if one.arrived <= oldest or (one.prompt and 2 * one.unread < least)]
+        may = self._may_start()
         if not may or len(self.active) >= self._limit:
             return None
         active = Counter(one.client for one in self.active)
@@ -274,6 +272,12 @@ class Scheduler:
         if self.active and not self._fits([_HEADROOM + one.length for one in (task, *self.active)]):
             return None
         return task
+
+    def _may_start(self) -> list[Task]:
+        """Return the waiting tasks that may overtake the prompts that are being read, or all if there are none."""
+        least = min((one.unread for one in self.reading), default=inf)
+        oldest = min((one.arrived for one in self.reading), default=inf)
+        return [one for one in self.waiting if one.arrived <= oldest or (one.prompt and 2 * one.unread < least)]
 
     def _fail(self, task: Task, error: Exception) -> Event:
         task.error = error

@@ -140,14 +140,16 @@ class RunningRequest:
         progress of a prompt get it more often.
         """
         encode = encoder.encode
-        heartbeat = min(heartbeat, _PROGRESS) if encoder.shows_progress else heartbeat
+        pause = min(heartbeat, _PROGRESS) if encoder.shows_progress else heartbeat
         try:
             for event in encoder.begin(self.usage()):
                 yield encode(event)
             spoken = time.monotonic()
-            async for events in self._events_of_rounds(encoder, heartbeat):
-                if not events and time.monotonic() - spoken >= heartbeat:
-                    events = [self._sign(encoder)]
+            async for events in self._events_of_rounds(encoder, pause):
+                begun = any(reply.first is not None for reply in self.replies)
+                if not events and time.monotonic() - spoken >= (heartbeat if begun else pause):
+                    reading = encoder.shows_progress and not begun
+                    events = [encoder.progress(self.usage()) if reading else encoder.heartbeat()]
                 for event in events:
                     yield encode(event)
                     spoken = time.monotonic()
@@ -159,11 +161,6 @@ class RunningRequest:
             yield encode(encoder.failed(api_error(error)))
         finally:
             self.close()
-
-    def _sign(self, encoder: Encoder) -> Event:
-        """Return an event for a stream that is silent."""
-        begun = any(reply.first is not None for reply in self.replies)
-        return encoder.heartbeat() if begun or not encoder.shows_progress else encoder.progress(self.usage())
 
     async def _events_of_rounds(self, encoder: Encoder, pause: float = math.inf) -> AsyncIterator[Sequence[Event]]:
         """Add the rounds as they come, and yield the events of each; none after `pause` seconds without a round."""
