@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 
 from paceline.certify.transport import EndpointError, Http
 
@@ -51,11 +51,10 @@ def _wait(process: subprocess.Popen[bytes], base: str) -> None:
     while time.monotonic() < end:
         if process.poll() is not None:
             raise EndpointError(f"the server has exited with code {process.returncode}", "Read the lines above")
-        try:
+        with suppress(EndpointError):
             if Http(base, seconds=10)("GET", "/models")[0] == 200:
                 return
-        except EndpointError:
-            time.sleep(0.2)
+        time.sleep(0.2)
     raise EndpointError(f"the model was not ready after {_START:.0f} s", "Start the server yourself")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def write(certificate: Certificate, path: Path) -> None:
         raise CannotWrite(f"{path} cannot be written: {error.strerror}", "Choose another path for --out") from error
 
 
-def writer(path: Path):  # type: ignore[no-untyped-def]
+def writer(path: Path) -> Callable[[Certificate], str]:
     """Return the function that formats a certificate for this path. Raise `InvalidOption` for an unknown suffix."""
     formats = {".json": as_json, ".html": as_html, ".xml": as_junit}
     if path.suffix not in formats:

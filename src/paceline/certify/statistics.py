@@ -10,6 +10,7 @@ import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from statistics import NormalDist, median
 
 Pair = tuple[Sequence[Hashable], Sequence[Hashable]]
 """Values of both sides for one prompt, equally many of each."""
@@ -132,7 +133,7 @@ def detectable(pairs: Sequence[Pair], alpha: float, power: float = 0.95) -> floa
         shift = 0.0
         for (a, _), top in zip(pairs, tops, strict=True):
             shift += len(a) / 2 * x * x * ((1 - top) ** 2 / (top + x * (1 - top) / 2) + (1 - top) / (1 - x / 2))
-        return freedom + shift - quantile(power) * math.sqrt(2 * (freedom + 2 * shift)) > limit
+        return freedom + shift - NormalDist().inv_cdf(power) * math.sqrt(2 * (freedom + 2 * shift)) > limit
 
     return _bisected(is_found, 0.0, 1.0) * moved if is_found(1.0) else 1.0
 
@@ -143,11 +144,6 @@ def _bisected(holds: Callable[[float], bool], low: float, high: float) -> float:
         middle = (low + high) / 2
         low, high = (low, middle) if holds(middle) else (middle, high)
     return high
-
-
-def quantile(p: float) -> float:
-    """Return the quantile of the standard normal distribution."""
-    return _bisected(lambda x: math.erfc(-x / math.sqrt(2)) / 2 >= p, -10.0, 10.0)
 
 
 def mcnemar(worse: int, better: int) -> float:
@@ -177,11 +173,6 @@ def holm(p_values: Sequence[float], alpha: float) -> list[bool]:
 def median_interval(values: Sequence[float], seed: int = 0, level: float = 0.95) -> tuple[float, float, float]:
     """Return the median of a sample, and its percentile bootstrap interval."""
     draw = random.Random(seed)
-    medians = sorted(_median(draw.choices(values, k=len(values))) for _ in range(1000))
+    medians = sorted(median(draw.choices(values, k=len(values))) for _ in range(1000))
     edge = int((1 - level) / 2 * 1000)
-    return _median(values), medians[edge], medians[-1 - edge]
-
-
-def _median(values: Sequence[float]) -> float:
-    ordered, half = sorted(values), len(values) // 2
-    return ordered[half] if len(values) % 2 else (ordered[half - 1] + ordered[half]) / 2
+    return median(values), medians[edge], medians[-1 - edge]

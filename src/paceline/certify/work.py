@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from paceline.certify.compare import ALPHA, Sides
 from paceline.certify.prompts import NamedPrompt
@@ -101,13 +102,9 @@ def compare_speed(sides: Sides, tasks: Sequence[NamedPrompt], tokens: int) -> Sp
     if not rates:
         return None
     ratio, low, high = median_interval([a / b for a, b in rates])
-    return SpeedResult(len(rates), _middle([a for a, _ in rates]), _middle([b for _, b in rates]), ratio, low, high)
+    return SpeedResult(len(rates), median(a for a, _ in rates), median(b for _, b in rates), ratio, low, high)
 
 
 def _rate(side: Side, task: NamedPrompt, tokens: int) -> float:
     reply = side.ask(task.text, max_tokens=tokens)
     return (reply.tokens or 0) / max(reply.seconds, 1e-9)
-
-
-def _middle(values: Sequence[float]) -> float:
-    return median_interval(values)[0]
