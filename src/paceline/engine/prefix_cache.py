@@ -102,13 +102,13 @@ class PrefixCache:
         return hit
 
     def _longest(
-        self, entries: Iterable[CachedText], text: Tokens, needs: str | None, adapter: int, length: int = 0
+        self, entries: Iterable[CachedText], text: Tokens, needs: str | None, adapter: int | None, length: int = 0
     ) -> tuple[CachedText | None, int]:
         """Return the entry with the longest usable prefix of a prompt, and its length. None if it is not longer than
-        `length`. For the other arguments see `find`."""
+        `length`. `adapter`: None for texts of any adapter. For the other arguments see `find`."""
         found = None
         for entry in entries:
-            if entry.adapter == adapter and self._may_exceed(length, entry, text, needs):
+            if adapter in (None, entry.adapter) and self._may_exceed(length, entry, text, needs):
                 usable = self._usable(entry, _common(entry.tokens, text), len(text), needs)
                 parts = [entry.target, *([entry.drafters[needs]] if needs else [])]
                 if (most := common_most(parts, usable, len(text))) > length:
@@ -141,7 +141,7 @@ class PrefixCache:
         if len(tokens) - known < _NOTABLE:
             return None
         text, at, nearest = np.asarray(tokens, np.int64), -1, None
-        for entry in (*self._entries, *(self.disk.texts if self.disk else ())):
+        for entry in self._all():
             longer = len(entry.tokens) >= max(at, 0) + _NOTABLE
             if longer and entry.adapter == adapter and (common := _common(entry.tokens, text)) > at:
                 at, nearest = common, entry.tokens
@@ -152,11 +152,11 @@ class PrefixCache:
 
     def known(self, tokens: Sequence[int]) -> int:
         """Estimate how many tokens of a prompt `find` would return, without counting as a use."""
-        text, length = np.asarray(tokens, np.int64), 0
-        for entry in (*self._entries, *(self.disk.texts if self.disk else ())):
-            if self._may_exceed(length, entry, text, None):
-                length = max(length, self._usable(entry, _common(entry.tokens, text), len(text), None))
-        return length
+        return self._longest(self._all(), np.asarray(tokens, np.int64), None, None)[1]
+
+    def _all(self) -> list[CachedText]:
+        """Return all texts, in memory and on disk."""
+        return [*self._entries, *(self.disk.texts if self.disk else ())]
 
     def store(
         self,
