@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,16 +162,26 @@ def _add_responses(router: APIRouter, responses: ResponseRoutes) -> None:
     _add_get(router, f"{path}/input_items", responses.input_items)
 
 
+def _add_work(
+    router: APIRouter,
+    serve: Callable[[Request, type[Any], Callable[..., Any]], Awaitable[Response]],
+    path: str,
+    kind: type[Any],
+    work: Callable[..., Any],
+    answer: str,
+) -> None:
+    """Add a route that has the name and docstring of its work. `serve` answers a request with a body of this kind."""
+
+    async def respond(request: Request) -> Response:
+        return await serve(request, kind, work)
+
+    respond.__name__, respond.__doc__ = work.__name__, work.__doc__
+    _add_post(router, path, respond, kind.__name__, answer)
+
+
 def _add_tokens(router: APIRouter, service: Service) -> None:
     """Add routes for requests that generate nothing."""
-
-    def add(path: str, kind: type[Any], work: Callable[..., Any], answer: str) -> None:
-        async def compute(request: Request) -> Response:
-            return await service.compute_from(request, kind, work)
-
-        compute.__name__, compute.__doc__ = work.__name__, work.__doc__
-        _add_post(router, path, compute, kind.__name__, answer)
-
+    add = partial(_add_work, router, service.compute_from)
     add("/tokenize", tokens.TokenizeRequest, tokens.tokenize, "Tokens")
     add("/apply-template", tokens.ApplyTemplateRequest, tokens.apply_template, "RenderedPrompt")
     add("/detokenize", tokens.DetokenizeRequest, tokens.detokenize, "DecodedText")
@@ -179,14 +190,7 @@ def _add_tokens(router: APIRouter, service: Service) -> None:
 
 def _add_prompts(router: APIRouter, service: Service) -> None:
     """Add routes for requests whose prompts are read, without a reply."""
-
-    def add(path: str, kind: type[Any], prepare: Callable[..., Any], answer: str) -> None:
-        async def read(request: Request) -> Response:
-            return await service.read_prompts(request, kind, prepare)
-
-        read.__name__, read.__doc__ = prepare.__name__, prepare.__doc__
-        _add_post(router, path, read, kind.__name__, answer)
-
+    add = partial(_add_work, router, service.read_prompts)
     add("/v1/embeddings", embeddings.EmbeddingsRequest, embeddings.embeddings, "Embeddings")
     add("/api/embed", embeddings.OllamaEmbedRequest, embeddings.ollama_embed, "OllamaEmbeddings")
     older = embeddings.OllamaPromptEmbedRequest
