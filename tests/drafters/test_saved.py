@@ -136,11 +136,8 @@ def test_drafts_after_load_equal_drafts_after_the_whole_prompt(name: str, how: t
     assert ours == text
 
 
-@pytest.mark.parametrize("name", ["model", *FOREIGNERS])
-def test_a_draft_model_does_not_read_again_what_it_has_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter = (DRAFTERS | FOREIGNERS)[name]()
-    assert isinstance(drafter, DraftModel)
-    target = FOREIGN.target.target if name in FOREIGNERS else TARGET
+def rows_read(drafter: DraftModel, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each pass of a draft model, as they come."""
     read: list[int] = []
     honest = drafter._model.forward
 
@@ -149,6 +146,15 @@ def test_a_draft_model_does_not_read_again_what_it_has_read(name: str, monkeypat
         return honest(rows, cache, want)
 
     monkeypatch.setattr(drafter._model, "forward", forward)
+    return read
+
+
+@pytest.mark.parametrize("name", ["model", *FOREIGNERS])
+def test_a_draft_model_does_not_read_again_what_it_has_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = (DRAFTERS | FOREIGNERS)[name]()
+    assert isinstance(drafter, DraftModel)
+    target = FOREIGN.target.target if name in FOREIGNERS else TARGET
+    read = rows_read(drafter, monkeypatch)
     engine = CachedEngine(target, drafter, TREE, PrefixCache(1 << 30, seamless=True))
     rounds(engine, PROMPT, "match", TREE)
     first, read[:] = sum(read), []
@@ -181,14 +187,7 @@ def test_one_sample_of_a_prompt_reads_it_for_all(name: str, monkeypatch: pytest.
     engine = CachedEngine(target_of(name), drafter, TREE, PrefixCache(0))
     requests = [begun(engine, prompt, Sampling()) for prompt in (PROMPT, PROMPT, [*PROMPT[1:], 5])]
     alone = drafter.propose([Ask(requests[0].slot, requests[0].prefix, TREE, requests[0].sampler)])
-    read: list[int] = []
-    honest = drafter._model.forward
-
-    def forward(rows: Rows, cache: KVCache, want: Want) -> Forward:
-        read.append(sum(rows.counts))
-        return honest(rows, cache, want)
-
-    monkeypatch.setattr(drafter._model, "forward", forward)
+    read = rows_read(drafter, monkeypatch)
     second, other = ([Ask(r.slot, r.prefix, TREE, r.sampler)] for r in requests[1:])
     assert drafter.propose(second) == alone
     assert sum(read) < 50

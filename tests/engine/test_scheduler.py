@@ -402,17 +402,23 @@ def test_a_sample_does_not_wait_for_a_long_prompt_if_another_sample_has_read_its
     assert turns_until_read(scheduler, other) <= 1
 
 
+def turns_in_a_crowd(engine: Engine, scheduler: Scheduler, one: Task) -> int:
+    """The turns until a prompt is read while short ones keep coming, more than can be read."""
+    turns = 0
+    while one not in scheduler.running:
+        for _ in range(2 - len(scheduler.waiting)):
+            scheduler.add(task(engine, [turns % 37, 7, *[8] * 30], Sampling(max_new_tokens=1)))
+        scheduler.turn()
+        turns += 1
+    return turns
+
+
 def test_a_long_prompt_advances_while_short_ones_keep_coming() -> None:
     engine, scheduler = reading()
     scheduler.add(task(engine, [1, 2], Sampling(max_new_tokens=900)))
     long = task(engine, [5] * 900, Sampling(max_new_tokens=2))
     scheduler.add(long)
-    turns = 0
-    while long not in scheduler.running:
-        for _ in range(2 - len(scheduler.waiting)):  # more than can be read
-            scheduler.add(task(engine, [turns % 37, 7, *[6] * 30], Sampling(max_new_tokens=1)))
-        scheduler.turn()
-        turns += 1
+    turns = turns_in_a_crowd(engine, scheduler, long)
     assert 15 < turns < 230, "at least a quarter of the chunks"
 
 
@@ -424,12 +430,7 @@ def test_a_medium_prompt_advances_between_a_long_one_and_short_ones() -> None:
     scheduler.add(long)
     scheduler.turn()
     scheduler.add(medium)
-    turns = 0
-    while medium not in scheduler.running:
-        for _ in range(2 - len(scheduler.waiting)):  # more than can be read
-            scheduler.add(task(engine, [turns % 37, 7, *[8] * 30], Sampling(max_new_tokens=1)))
-        scheduler.turn()
-        turns += 1
+    turns = turns_in_a_crowd(engine, scheduler, medium)
     assert long.unread > 1000
     assert turns < 100
 
