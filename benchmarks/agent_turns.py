@@ -143,7 +143,7 @@ def server(args: argparse.Namespace) -> ServerProcess:
 
 
 def beside(system: str, args: argparse.Namespace) -> list[Asked]:
-    """Ask a short question alone, and then while a long prompt is being read."""
+    """Ask a short question of an idle server, and then while a long prompt is being read."""
     agent, found = AGENTS["opencode"], list[Asked]()
     short = {"messages": [{"role": "user", "content": "Name a colour."}], "max_tokens": 8, "stream": True}
 

@@ -1,4 +1,5 @@
-"""Long texts: whole passes of 1 to 16 rows and the speed of reading, after 256 to 30,000 tokens, beside llama.cpp.
+"""Long texts: whole passes of 1 to 16 rows and the speed of reading, after 256 to 30,000 tokens, compared with
+llama.cpp.
 
 Every system is a process of its own that keeps one text. At each depth, the systems take turns: each reads on to that
 depth, and then each measures passes over further rows, which are not kept. So a machine that drifts slows all of them
