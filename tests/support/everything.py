@@ -64,6 +64,7 @@ def parts() -> list[Part]:
         room(3, "checkpoints"),
         room(8, "kernels"),
         room(6, "server"),
+        room(6, "certify"),
         room(4, "cli", "bench"),
         room(6, "train", "recording"),
         room(2, *roots),

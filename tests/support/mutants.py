@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 TESTS = {
     "cache": ["cache", "engine/test_prefix_cache.py", "test_session.py", "engine"],
+    "certify": ["certify"],
     "checkpoints": ["checkpoints", "models"],
     "cli": ["cli"],
     "drafters": ["drafters", "engine", "recording"],
