@@ -122,7 +122,7 @@ def test_other_ways_to_say_it(served: Serving, plain: LLM, asked: dict[str, Any]
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "n_predict"])
-def test_minus_one_token_is_as_many_as_fit(served: Serving, name: str) -> None:
+def test_minus_one_token_fills_the_context(served: Serving, name: str) -> None:
     made = served.post("/v1/chat/completions", {"messages": LONG, "ignore_eos": True, name: -1}).json()
     assert made["usage"]["total_tokens"] == served.llm.model.target.context_length
 

@@ -297,7 +297,7 @@ def test_recorded_replies(case: Any, step: int) -> None:
 
 @pytest.mark.parametrize("step", [1, 4, 10_000])
 @pytest.mark.parametrize(("family", "text"), NO_CALLS)
-def test_text_that_is_no_call_stays_text(family: CallFormat, text: str, step: int) -> None:
+def test_text_without_a_call_stays_text(family: CallFormat, text: str, step: int) -> None:
     assert read(family, text, step) == (text, [])
 
 

@@ -143,12 +143,10 @@ def load_model(
             target: Target = _through_transformers(checkpoint, kind, where)
         elif mirror:
             target = DividedDecoder(config, tensors, kind, where, advance, mirror, factors, stored)
-        elif parts is not None:
-            devices = _placed(parts, config, tensors, mode, kind)
-            target = Decoder(config, tensors, kind, devices[0], advance, kept, factors, devices, stored)
         else:
-            make = _decoder(exact, where)
-            target = make(config, tensors, kind, where, advance, kept, factors, (), stored)
+            devices = () if parts is None else _placed(parts, config, tensors, mode, kind)
+            first, make = (devices or (where,))[0], _decoder(exact, where)
+            target = make(config, tensors, kind, first, advance, kept, factors, devices, stored)
     eos = eos_token_ids(checkpoint.config, checkpoint.generation, checkpoint.tokenizer)
     line = "%s: loaded as %s on %s (%s) in %.1f s"
     _LOG.debug(line, checkpoint.path, mode or kind, where, type(target).__name__, time.perf_counter() - began)
