@@ -105,6 +105,18 @@ class Api(ABC, Generic[Body]):
     def encoder(self, body: Body, prepared: Prepared) -> Encoder:
         """Return the encoder of an answer, which must not keep the body. Runs in a thread."""
 
+    def stored_length(self, body: Body) -> int:
+        """Return the characters of stored texts that a request continues."""
+        return 0
+
+    def unloads(self, body: Body) -> bool:
+        """Return True if the model is unloaded after the reply."""
+        return False
+
+    def without_reply(self, body: Body) -> Event | None:
+        """Return the answer to a request that only unloads the model. None for any other request."""
+        return None
+
     def overflown(self, body: Body, prepared: Prepared, error: ContextExceeded) -> Encoder:
         """Return the encoder of the answer to a prompt that is too long. By default the error is the answer."""
         raise error

@@ -68,8 +68,13 @@ _PAGE_TYPES = {
 
 
 def create_app(models: Models, settings: Settings, apis: Sequence[Api[Any]] = ()) -> FastAPI:
-    """Return the application, for any ASGI server. It starts and stops the models' workers itself. `apis`: APIs for
-    generated text, in addition to the server's own."""
+    """Return the application, for any ASGI server. It starts and stops the models' workers itself.
+
+    Args:
+        models: The models.
+        settings: The configuration.
+        apis: APIs for generated text, in addition to the server's own.
+    """
     service = Service(models, settings, apis)
 
     @asynccontextmanager

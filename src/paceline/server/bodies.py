@@ -36,7 +36,13 @@ Body = TypeVar("Body", bound=BaseModel)
 
 @dataclass(eq=False, slots=True)
 class _HeldBytes:
-    """Bytes held for one request. `arrival`: set while its body is arriving."""
+    """Bytes held for one request.
+
+    Attributes:
+        size: The number of bytes. 0 for small bodies, which do not count.
+        arrival: Cancels the arrival. None once the body has arrived.
+        dropped: True if the body was dropped in favour of another one.
+    """
 
     size: int = 0
     arrival: anyio.CancelScope | None = None
@@ -52,8 +58,14 @@ class BodyReader:
     """Reads bodies. Bounds the bytes of each, and the bytes of all large ones that are arriving or being prepared."""
 
     def __init__(self, preprocessor: Preprocessor, limit: int, total: int) -> None:
-        """`limit`: bytes of one body. `total`: bytes of all large bodies at once, from their arrival until their
-        requests are prepared; once parsed, a body counts with the memory that it takes."""
+        """Make a reader.
+
+        Args:
+            preprocessor: Parses large bodies.
+            limit: Maximum bytes of one body.
+            total: Maximum bytes of all large bodies together, from their arrival until their requests are prepared. A
+                parsed body counts with the memory that it takes.
+        """
         self._preprocessor, self._limit, self._total = preprocessor, limit, total
         self._held: list[_HeldBytes] = []
         """Oldest first."""

@@ -39,8 +39,13 @@ _named: set[str] = set()
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Treatment of parameters that have no effect here. `why`: the reason. `values`: the accepted values, in
-    addition to null; None for any value."""
+    """Treatment of parameters that have no effect here.
+
+    Attributes:
+        names: The parameters.
+        why: The reason.
+        values: The accepted values, in addition to null. None for any value.
+    """
 
     names: tuple[str, ...]
     why: str
@@ -186,8 +191,13 @@ def left_out(kind: str) -> str:
 
 
 def part_as_text(part: Any, textual: Collection[str], refused_as: str) -> Any:
-    """Return a part of a message with a note for its text if it has none. `textual`: the types that are text.
-    `refused_as`: the type of a refusal, which the assistant wrote and the client sends back."""
+    """Return a part of a message. If it has no text, a note becomes its text.
+
+    Args:
+        part: The part, as it was sent.
+        textual: The types that are text.
+        refused_as: The type to give to a refusal, which the assistant wrote and the client sends back.
+    """
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "refusal":
         return {"type": refused_as, "text": part.get("refusal")}

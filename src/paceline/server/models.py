@@ -34,10 +34,15 @@ _LISTED = 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelSource:
-    """A model to serve. Requests may give any of `names`, and replies have the first; or one of its `adapters`.
+    """A model to serve. A request names it by any of its names or adapters, and its reply has the first name.
 
-    `load` returns its worker, not started. `size`: bytes of memory that the model is expected to need, without its
-    drafters. `stays`: it is loaded before the server starts, and never unloaded. `path`: its file or folder.
+    Attributes:
+        names: The model's names.
+        load: Loads the model and returns its worker, which has not started.
+        size: Expected bytes of memory, without drafters.
+        stays: True if the model is loaded before the server starts and never unloaded.
+        path: Its file or folder.
+        adapters: Names of its adapters.
     """
 
     names: tuple[str, ...]

@@ -20,8 +20,7 @@ from paceline.server.apis.chat_completions import ChatCompletions
 from paceline.server.apis.completions import Completions
 from paceline.server.apis.infill import Infill
 from paceline.server.apis.messages import Messages
-from paceline.server.apis.ollama import OllamaChat, OllamaGenerate, OllamaRequest, unloaded
-from paceline.server.apis.response_bodies import ResponsesRequest
+from paceline.server.apis.ollama import OllamaChat, OllamaGenerate
 from paceline.server.apis.responses import Compaction, Responses
 from paceline.server.apis.stored import ResponseStore
 from paceline.server.bodies import BodyReader
@@ -37,7 +36,7 @@ from paceline.server.preprocessing import (
     seconds_left,
     unless_disconnected,
 )
-from paceline.server.schema import Generating, NamedBody
+from paceline.server.schema import NamedBody
 from paceline.server.tracing import Tracer, tracer
 from paceline.server.worker import ReplyJob
 
@@ -61,10 +60,22 @@ class PromptJobs(Jobs, Protocol):
 
 
 class Service:
-    """State shared by all routes. `apis`: the APIs for generated text."""
+    """State shared by all routes.
+
+    Attributes:
+        loader: The models.
+        settings: The configuration.
+        tracer: Records traces of replies.
+        limit: The limit on requests in progress.
+        waiting: The limit on requests that wait for a model to be loaded.
+        preprocessor: Runs work in threads.
+        responses: Stored responses.
+        bodies: Reads request bodies.
+        apis: The APIs for generated text.
+    """
 
     def __init__(self, models: Models, settings: Settings, apis: Sequence[Api[Any]] = ()) -> None:
-        """`apis`: further APIs."""
+        """Make a service with the server's own APIs and `apis`."""
         self.loader, self.settings = models, settings
         self.tracer: Tracer = tracer(settings.trace_endpoint)
         self.limit = RequestLimit(settings.max_requests)
@@ -89,15 +100,14 @@ class Service:
         """Answer a request for generated text."""
         arrived = time.monotonic()
         async with self.bodies.read(request, api.body, api.of_path(request.path_params)) as (body, pool):
-            unloads = isinstance(body, OllamaRequest) and body.unloads
-            if isinstance(body, OllamaRequest) and unloads and body.empty:
+            if (answer := api.without_reply(body)) is not None:
                 self.loader.unload(body.model)
-                return Response(dumps(unloaded(body)), media_type="application/json")
+                return Response(dumps(answer), media_type="application/json")
             deadline = deadline_after(arrived, self.settings.timeout if body.timeout is None else body.timeout)
             prepare = partial(api.prepare, self.settings, body)
-            pool = self._pool(body, pool)
+            pool = "grammar" if body.constrained else "long" if api.stored_length(body) > LONG else pool
             running, encoder = await self.start(request, body, pool, prepare, deadline, api.id_prefix)
-            if unloads:
+            if api.unloads(body):
                 self.loader.unload(body.model)
             stream = body.stream
         del body, prepare  # the body, which may be large, no longer counts
@@ -142,13 +152,6 @@ class Service:
                 return jobs, jobs
 
             return await self.start(request, body, pool, prepared, deadline)
-
-    def _pool(self, body: Generating, pool: PoolName) -> PoolName:
-        """Return the pool for a request. `pool`: the pool for bodies of this size, without the stored conversation."""
-        if body.constrained:
-            return "grammar"
-        continues = isinstance(body, ResponsesRequest) and self.responses.length(body.previous_response_id) > LONG
-        return "long" if continues else pool
 
     async def start(
         self,

@@ -82,9 +82,13 @@ ScoredPrompt = Callable[[], list[Chunk]]
 
 @dataclass(slots=True, kw_only=True)
 class TextChoice(Choice):
-    """A choice of a text completion. `echo`: prompt shown before the reply, `scored` with its log-probabilities.
+    """A choice of a text completion.
 
-    `prompt_only`: the reply's tokens are not shown.
+    Attributes:
+        echo: The prompt, if it is shown before the reply.
+        scored: Returns the prompt with its log-probabilities, if they were requested.
+        prompt_only: True if the reply's tokens are not shown.
+        chunks: Tokens with log-probabilities so far.
     """
 
     echo: str = ""
@@ -130,7 +134,15 @@ class BestOfEncoder(ChoicesEncoder):
     def __init__(
         self, head: Mapping[str, Any], kinds: tuple[str, str], choices: Sequence[TextChoice], samples: int, n: int
     ) -> None:
-        """`samples`: replies to generate for each prompt. `n`: replies to return."""
+        """Make an encoder.
+
+        Args:
+            head: See `ChoicesEncoder`.
+            kinds: See `ChoicesEncoder`.
+            choices: All replies.
+            samples: Replies that are generated for each prompt.
+            n: Replies that are returned for each prompt.
+        """
         super().__init__(head, kinds, choices, usage=False)
         self._samples, self._n = samples, n
         self._sums = [0.0] * len(choices)

@@ -358,9 +358,16 @@ class Messages(Api[MessagesRequest]):
 
 
 class MessagesEncoder(Encoder):
-    """A message: blocks of thinking, text and tool use, one after the other. `full`: the reply may fill the context."""
+    """A message: a sequence of blocks of thinking, text and tool use."""
 
     def __init__(self, head: dict[str, Any], reply: ChatReply, full: bool) -> None:
+        """Make an encoder.
+
+        Args:
+            head: The answer's id and model.
+            reply: The reply.
+            full: True if a reply that reaches its maximum length has filled the context.
+        """
         self._head = {"type": "message", "role": "assistant", **head}
         self._reply, self._full = reply, full
 
