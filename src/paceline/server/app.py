@@ -212,8 +212,8 @@ def _add_prompts(routes: Routes, service: Service) -> None:
 
 
 def add_page(app: FastAPI, folder: Path) -> None:
-    """Add a route for each file of a web page, `index.html` at /. They are read once, and may load nothing from other
-    origins."""
+    """Add a route for each file of a web page, with `index.html` at /. Files are read once, and cannot load anything
+    from other origins."""
     for file in sorted(folder.rglob("*")):
         if file.is_file():
             name = file.relative_to(folder).as_posix()

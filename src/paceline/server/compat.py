@@ -109,8 +109,8 @@ def _kinds(annotation: Any) -> set[Any]:
 
 
 class Strict(BaseModel):
-    """Model without conversions (a bool is not a number, a number is not text), unknown keys or NaN. Whole numbers may
-    be written as 16.0: JavaScript and Lua know no others."""
+    """Model that refuses conversions (a bool is not a number, a number is not text), unknown keys and NaN. Whole
+    numbers may be written as 16.0, because JavaScript and Lua have only floats."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 

@@ -211,7 +211,7 @@ class Service:
         return model
 
     async def compute(self, request: Request, name: str | None, work: Callable[[LoadedModel], Any]) -> Response:
-        """Answer with what `work` returns, for requests that generate nothing."""
+        """Answer with the result of `work`, for requests that generate nothing."""
         self.limit.acquire()
         try:
             model = await self._take(request, name, self.settings.timeout)
@@ -225,7 +225,7 @@ class Service:
     async def compute_from(
         self, request: Request, kind: type[Named], work: Callable[[LoadedModel, Settings, Named], Any]
     ) -> Response:
-        """Answer with what `work` returns for a body, for requests that generate nothing."""
+        """Answer with the result of `work` for a body, for requests that generate nothing."""
         async with self.bodies.read(request, kind) as (body, _):
             return await self.compute(request, body.model, lambda model: work(model, self.settings, body))
 
@@ -244,8 +244,8 @@ class Service:
         return await self._unless_ended(request, self.preprocessor.run(pool, client_of(request), work), timeout)
 
     async def _unless_ended(self, request: Request, work: Coroutine[Any, Any, T], timeout: float | None) -> T:
-        """Return what `work` returns. Ends it and raises `ClientDisconnect` when the client leaves, `TimedOut` after
-        `timeout` seconds."""
+        """Return the result of `work`. Cancel it and raise `ClientDisconnect` if the client disconnects, or `TimedOut`
+        after `timeout` seconds."""
         try:
             return await unless_disconnected(asyncio.wait_for(work, timeout), request.receive)
         except asyncio.TimeoutError:  # another class until Python 3.11

@@ -97,7 +97,7 @@ class TextChoice(Choice):
     chunks: list[Chunk] = field(default_factory=list)
 
     def first_event(self) -> dict[str, Any] | None:
-        """Return the event with the echo, unless that waits for its log-probabilities."""
+        """Return the event with the echo, unless the echo waits for its log-probabilities."""
         return self._event(self.echo) if self.echo and not self.scored else None
 
     def as_dict(self) -> dict[str, Any]:
@@ -210,7 +210,7 @@ class Completions(Api[CompletionRequest]):
 
 
 def _echoes(body: CompletionRequest, prepared: Prepared) -> list[tuple[str, ScoredPrompt | None]]:
-    """Return each prompt as text, with its log-probabilities if they were requested: then a job collects them."""
+    """Return each prompt as text. If log-probabilities were requested, add them, and let a job collect them."""
     llm, n = prepared.model.llm, body.samples
     found: list[tuple[str, ScoredPrompt | None]] = []
     for i, prompt in enumerate(body.prompts):

@@ -58,7 +58,7 @@ from paceline.server.worker import ReplyRound
     only((1,), "tfs_z", "this sampler is not implemented"),
 )
 class OllamaOptions(OllamaObject):
-    """`options` of a request. Those of the machine have no effect, since the model is loaded already."""
+    """`options` of a request. Options of the machine have no effect, because the model is already loaded."""
 
     num_predict: Annotated[int, Field(ge=-2, le=2**31, description="0, -1, -2: as many as fit.")] | None = None
     temperature: Annotated[float, Field(ge=0, le=1000)] | None = None
@@ -140,7 +140,7 @@ class OllamaRequest(OllamaObject, Generating, extra="ignore"):
     @property
     @abstractmethod
     def empty(self) -> bool:
-        """True if there is nothing to reply to: the model is only loaded, or unloaded."""
+        """True if the request has no prompt, and only loads or unloads the model."""
 
     @property
     def constrained(self) -> bool:

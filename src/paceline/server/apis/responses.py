@@ -39,7 +39,7 @@ from paceline.server.schema import (
 from paceline.server.worker import ReplyRound
 
 _CONVERSATION = 4
-"""Size of a stored conversation in memory, for each byte that a body may have."""
+"""Maximum bytes in memory of a stored conversation, per byte of the maximum size of a body."""
 _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 _ASK = """Another assistant will continue this conversation and sees nothing of it but your summary. Write that summary:
 what the user asked for, in the user's words; what has been done; what was found, with the names of files, commands and
