@@ -15,6 +15,7 @@ ROOT = {"__init__", "__main__", "errors", "types", "protocols", "session", "spec
 ORDER = (
     *("errors", "types", "protocols", "files", "text", "cache", "kernels", "sampling", "chat", "verify", "models"),
     *(
+        "vision",
         "checkpoints",
         "drafters",
         "engine",
