@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import binascii
+import signal
 import struct
+from contextlib import suppress
 from io import BytesIO
 
 from PIL import Image, ImageFile
@@ -15,6 +17,8 @@ MAX_PIXELS = 36_000_000
 MAX_SIDE = 16_384
 MAX_RATIO = 200
 """Maximum ratio of the sides; models that see have no use for longer strips."""
+SECONDS, SECONDS_PER_PIXEL = 0.5, 1e-7
+"""Limit of processor time for a picture. Noise saved as PNG, the slowest honest kind, takes half of it."""
 _KNOWN = "PNG, JPEG, WebP, GIF or BMP"
 _ORIENTATION = 0x0112
 _TURNS = {
@@ -65,7 +69,10 @@ def decoded(data: bytes | str) -> bytes | tuple[str, str]:
         used, the cause and the fix.
     """
     try:
-        image = rgb(_opened(_raw(data) if isinstance(data, str) else data))
+        image = _opened(_raw(data) if isinstance(data, str) else data)
+        _check_size(*image.size)
+        _limit_time(image.width * image.height)
+        image = rgb(image)
         return struct.pack(">II", image.height, image.width) + image.tobytes()
     except BadImage as error:
         return error.args[0], error.args[1]
@@ -140,6 +147,13 @@ def _check_size(width: int, height: int) -> None:
         raise BadImage(
             f"the image has {width} x {height} pixels. One side must not exceed {MAX_RATIO} times the other", "Crop it"
         )
+
+
+def _limit_time(pixels: int) -> None:
+    """In a fork, replace its time limit by the limit for this number of pixels."""
+    with suppress(AttributeError):  # Windows has no timers, and no forks
+        if signal.getitimer(signal.ITIMER_PROF)[0]:
+            signal.setitimer(signal.ITIMER_PROF, SECONDS + SECONDS_PER_PIXEL * pixels)
 
 
 def _orientation(image: Image.Image) -> int | None:

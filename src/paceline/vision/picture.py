@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 32 * 2**20
 """Maximum size of an encoded picture in bytes."""
-_SECONDS, _MEMORY = 4.0, 2**30
-"""Limits for decoding one picture: processor time in seconds, and memory in bytes."""
+_SECONDS, _MEMORY = 4.1, 2**30
+"""Limits for decoding a picture of the largest size: processor time in seconds, and memory in bytes. Once the size is
+known, a smaller picture has less time."""
 _DECODED, _IMPORTED = "paceline.vision.decoding:decoded", "paceline.vision.decoding:imported"
 _HEADER = struct.Struct(">II")
 _DATA_URL_CHARS = 500
@@ -131,7 +132,7 @@ def _decoded(data: bytes | str) -> Picture:
         raise InvalidPrompt(f"the image cannot be decoded ({error})", "Save it again as PNG or JPEG") from error
     except OverLimit as error:
         raise InvalidPrompt(
-            f"decoding the image takes more than {_SECONDS:g} s or {_MEMORY >> 20} MiB",
+            f"decoding the image takes too long, or more than {_MEMORY >> 20} MiB of memory",
             "Scale it down, or save it again as PNG or JPEG",
         ) from error
     except Unfinished as error:
