@@ -1,1 +1,1 @@
-"""Images in prompts: reading them, encoding them with a model's vision tower, and placing them among tokens."""
+"""Images in prompts: reading pictures, and encoding them for models that see."""
