@@ -312,8 +312,8 @@ class Models:
         others = self._unloadable()
         if (excess := self._excess(source, others)) > 0:
             raise OutOfMemory(
-                f"{source.names[0]} needs {self._sizes[source] / 2**30:.1f} GiB, {excess / 2**30:.1f} more than there "
-                "may be",
+                f"{source.names[0]} needs {self._sizes[source] / 2**30:.1f} GiB, which exceeds the memory budget by "
+                f"{excess / 2**30:.1f} GiB",
                 "Start the server with a larger --max-memory",
             )
         idle = [one for one in others if not self._loaded[one].users]
