@@ -31,7 +31,7 @@ class ListCache:
     def __init__(self) -> None:
         self.prompts: list[int] = []  # slot -> prompt length of its request
         self.adapters: list[int] = []  # slot -> adapter number of its request
-        self.lags: list[int] = []  # slot -> difference between length and rotary position, for images
+        self.lags: list[int] = []  # slot -> see `protocols.KVCache.lags`
         self._kept: list[list[Entry]] = []  # slot -> its committed tokens
         self._fed: dict[int, list[Entry]] = {}  # slot -> its uncommitted rows
         self._begun: dict[int, int] = {}  # slot -> number of its latest pass, if that is not committed
