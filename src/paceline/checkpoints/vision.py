@@ -85,6 +85,8 @@ def _of_projector(path: Path, config: ModelConfig, dtype: torch.dtype, device: t
             f"{path} has embeddings of size {found.width}, but the model's size is {config.hidden}",
             "Use the mmproj file that was made for this model",
         )
+    if found.kind.startswith("qwen") and not any(layer.rope and layer.rope.axes for layer in config.plan):
+        raise CorruptModel(f"the model of {path} has no sections of M-RoPE", "Convert the model again")
     return Vision(VISION[found.kind], found.config, found.tensors, found.settings, dtype, device)
 
 
