@@ -72,7 +72,7 @@ def _prompt(first: int = 1, tail: int = 4) -> Any:
 
 def _tail(kind: str) -> int:
     """Return a length of the tail with which prompts have prefixes to share. Some models share only whole chunks."""
-    return 80 if kind.startswith(("qwen3_5", "gemma4")) else 4
+    return 80 if kind.startswith(("qwen3_5", "gemma4", "lfm2")) else 4
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 7])
