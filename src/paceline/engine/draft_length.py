@@ -280,7 +280,7 @@ class Controller:
         During a pause, the plan is to rest, and nothing is computed.
         """
         new = sum(request.fresh for request in requests) / together
-        if not requests or (not new and self._round < self._rest):
+        if not requests or (not new and self.resting):
             return DraftPlan([self.sizes[0]] * len(requests), resting=True)
         # Other parts of a cascade are expected to draft for some of the requests, as often as in recent rounds.
         asked = max(1, round(len(requests) * self._share))
@@ -344,23 +344,38 @@ class Controller:
         """Learn from the outcome of a plan, and count the round."""
         if outcome.plan.new:
             self._begin(outcome.plan.new)
-        for length in outcome.ended:
-            self._length.add(length, self._round)
         own = sum(len(verdict.tokens) for verdict in outcome.verdicts)
-        # If there are no tokens, all requests failed, and the round says nothing about later ones.
-        if own + outcome.others:
-            self._own.add(own, self._round)
-            self._all.add(own + outcome.others, self._round)
+        if outcome.plan.resting and outcome.drafts:
+            self.rest(own, outcome.ended, outcome.others)
+            return
+        self._count_tokens(own, outcome.ended, outcome.others)
         if not outcome.drafts:
             return
         self._round += 1
-        if outcome.plan.resting:
-            self._save(self._plain)
-            return
         self._count(outcome)
         self._learn_pass(outcome)
         if outcome.plan.at:
             self._learn_drafts(outcome)
+
+    @property
+    def resting(self) -> bool:
+        """True in a pause without drafts. A new text ends it."""
+        return self._round < self._rest
+
+    def rest(self, own: int, ended: Sequence[int], others: int = 0) -> None:
+        """Count a round of a pause. `own`: Number of tokens of this controller's requests. For the others see
+        `Outcome`."""
+        self._count_tokens(own, ended, others)
+        self._round += 1
+        self._save(self._plain)
+
+    def _count_tokens(self, own: int, ended: Sequence[int], others: int) -> None:
+        for length in ended:
+            self._length.add(length, self._round)
+        # If there are no tokens, all requests failed, and the round says nothing about later ones.
+        if own + others:
+            self._own.add(own, self._round)
+            self._all.add(own + others, self._round)
 
     def _count(self, outcome: Outcome) -> None:
         """Apply a plan that was carried out: its try, its savings, and the pause after a decision to draft nothing."""
