@@ -60,6 +60,9 @@ _SOON = 16
 """Number of rounds before a smaller size is tried again. Larger sizes already imply most of its result."""
 _AHEAD = 64
 """Expected length of a reply, in tokens, until replies have ended."""
+_SHORT = 24
+"""Length of a short reply, in tokens. Until a drafter has been measured, a reply that may be short does not wait for it
+to read the prompt, if this takes longer than a plain round."""
 _ROW, _LEVEL, _TOKEN = 0.03, 2.0, 0.04
 """Relative costs until they are measured: of each row of a pass, of each level of drafting, and of each token of
 backlog as a share of a plain pass."""
@@ -290,7 +293,11 @@ class Controller:
         best = paces.index(min(paces))
         # All requests of the round wait while the drafter catches up with one of them.
         wait = together * self._catch_up.value
-        paying = [(paces[0] - paces[best]) * self._ahead(r) > wait * r.unread for r in requests]
+        paying = [
+            (paces[0] - paces[best]) * self._ahead(r) > wait * r.unread
+            and (costs.drafting.known or r.written >= _SHORT or wait * r.unread <= seconds[0])
+            for r in requests
+        ]
         best = best if any(paying) else 0
         # The loss of a try includes the time to catch up.
         debt = wait * sum(request.unread for request in requests) / len(requests)
