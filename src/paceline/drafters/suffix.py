@@ -86,6 +86,12 @@ class Suffix(Drafter):
         if state and state.reply and len(state.reply) > 1:
             self._finished.append(state.reply)
 
+    def learn(self, reply: Sequence[int]) -> None:
+        """Add a reply of an earlier process to the memory. Call it before the first request."""
+        if self._memory:
+            self._finished.append(deque(reply, maxlen=self._limit))
+            self._remember(self._memory)
+
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         if self._memory:
             self._remember(self._memory)
