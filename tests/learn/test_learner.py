@@ -45,7 +45,7 @@ def ask(it: Serving, key: str | None = None, **changes: Any) -> dict[str, Any]:
 
 
 def rounds(answer: dict[str, Any]) -> int:
-    count: int = answer["usage"]["paceline"]["rounds"]
+    count: int = answer["usage"]["speculation"]["rounds"]
     return count
 
 
@@ -74,7 +74,7 @@ def test_clients_can_neither_name_nor_list_a_private_drafter(tmp_path: Path) -> 
     learner = Learner(llm, ["a", "b"], plan(tmp_path / "l"))
     with serving(llm, learner=learner, api_keys=("a", "b")) as it:
         answer = ask(it, "a")
-        shown = answer["usage"]["paceline"]["drafter"]
+        shown = answer["usage"]["speculation"]["drafter"]
         for name in (shown, "learned-1-0"):
             body = BODY | {"speculation": {"drafter": name}}
             refused = it.post("/v1/completions", body, headers={"Authorization": "Bearer b"})

@@ -128,10 +128,9 @@ class Fixed(Free):
 def test_a_head_trained_on_traffic_makes_new_prompts_faster(tmp_path: Path) -> None:
     """Train on a demo model's replies about animals and switch to the head, on a machine with fixed prices."""
     pupil = pupil_of(open_folder(tmp_path / "l"), None)
-    animals = ["cat", "dog", "horse", "cow", "pig", "hen", "duck", "goat", "fox", "wolf", "bear", "deer", "mouse", "rat", "frog", "owl", "bee", "ant", "fly", "crab"]
-    asked = [
-        f"{ask} a {animal}." for animal in animals for ask in ("Describe", "Write a story about", "Draw", "Praise")
-    ]
+    animals = "cat dog horse cow pig hen duck goat fox wolf bear deer mouse rat frog owl bee ant fly crab"
+    asks = ("Describe", "Write a story about", "Draw", "Praise")
+    asked = [f"{ask} a {animal}." for animal in animals.split() for ask in asks]
     with packaged_model("demo") as model:
         llm = LLM(model)
         with llm.record(pupil.traffic):

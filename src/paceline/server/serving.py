@@ -183,7 +183,7 @@ class Service:
         try:
             work = partial(prepare, model, running.id)
             prepared, made = await self.preprocess(request, pool, work, seconds_left(deadline))
-            own = {
+            own: dict[str, Any] = {
                 "client": client_of(request),
                 "key": key_of(self.settings.api_keys, authorization(request.headers)),
                 "timeout": seconds_left(deadline),
