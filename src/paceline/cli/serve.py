@@ -264,6 +264,7 @@ def application(
     has_first = argument is not None or model.model != DEMO or not several.models  # otherwise there is only --models
     model = model.with_model(argument)
     _check_installed()
+    _check_learning(server, several, model)
     _set_up_logging(quiet)
     if has_first:
         note(f"loading {model.model}")
@@ -279,7 +280,6 @@ def application(
         raise InvalidOption("several processes can share only one model", "Leave out --models")
     if server.record and several.models:
         raise InvalidOption("--record works only with one model", "Leave out --models")
-    _check_learning(server, several, model)
     recorders: list[ReplyRecorder] = []
     settings = _settings(server, limits, addresses)
     opened = partial(_open_worker, also=also or [], limits=limits, server=server, recorders=recorders)
