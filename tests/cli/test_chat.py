@@ -226,7 +226,7 @@ def test_a_conversation_is_saved_and_loaded(asked: list[list[dict[str, str]]], t
 @pytest.mark.parametrize(
     "text", ["[]", "{}", '{"messages": [{"role": "tool", "content": "x"}]}', '{"messages": [7]}', "[" * 9999]
 )
-def test_what_is_no_conversation(tmp_path: Path, text: str) -> None:
+def test_files_without_a_conversation_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "c").write_text(text)
     with pytest.raises(InvalidData, match="contains no conversation"):
         read_conversation(tmp_path / "c")

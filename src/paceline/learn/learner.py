@@ -41,8 +41,6 @@ _TOKEN = 1024
 """Maximum bytes of a remembered token."""
 _TRAFFIC = 64 << 20
 """Maximum bytes of the recorded traffic of all keys together. It is read at the start."""
-_SMALLEST = 1 << 20
-"""Minimum bytes of recorded traffic for each key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +71,7 @@ class _Key:
         self.number, self.pupil, self.llm = number, pupil, llm
         limit = max(2, _MEMORY // _TOKEN // keys)
         self.memory = Suffix(remember=limit)
-        self.recorder = _recorder(pupil, llm, max(_SMALLEST, min(_TRAFFIC, plan.disk // 4) // keys))
+        self.recorder = _recorder(pupil, llm, min(_TRAFFIC, plan.disk // 4) // keys)
         replies = pupil.replies()
         for reply in _latest(replies, limit):
             self.memory.learn(reply.reply)

@@ -15,23 +15,27 @@ from paceline.server.errors import ApiError, ContextExceeded
 from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
 from paceline.server.prepare import Prepared, prepare
+from paceline.server.replies import Usage
 from paceline.server.request import GenerateRequest
 from paceline.server.schema import Generating
-from paceline.server.usage import Usage
 from paceline.server.worker import ReplyRound
 
 Event = dict[str, Any]
 Body = TypeVar("Body", bound=Generating)
 
 _SLICE = 1000
-"""Items of a long list that are encoded at once: a millisecond or less, in which no other thread runs."""
+"""Number of items of a long list that are encoded at once. This takes at most a millisecond, during which no other
+thread runs."""
 
 
 class Encoder(ABC):
     """Writes the replies to one request as an answer of one API, whole or as a stream of events.
 
-    `last`: the end of a stream that was not cut short. `over`: the rest would not be shown, so the replies end.
-    `shows_progress`: the client asked for the progress of its prompt.
+    Attributes:
+        media_type: The media type of streams.
+        last: The bytes that end a complete stream.
+        over: True if no further text will be shown, so that the replies can be cancelled.
+        shows_progress: True if the client asked for the progress of its prompt.
     """
 
     media_type: ClassVar[str] = "text/event-stream"
@@ -40,7 +44,7 @@ class Encoder(ABC):
     shows_progress: bool = False
 
     def begin(self, usage: Usage) -> Sequence[Event]:
-        """Return the events before the first round: none, unless the API has such."""
+        """Return the events before the first round. By default there are none."""
         return ()
 
     @abstractmethod
@@ -52,7 +56,7 @@ class Encoder(ABC):
         """Return an event that adds nothing, for a stream that is silent."""
 
     def progress(self, usage: Usage) -> Event:
-        """Return an event that tells how much of the prompt has been read. An empty one unless the API has such."""
+        """Return an event that tells how much of the prompt has been read. By default it is a heartbeat."""
         return self.heartbeat()
 
     @abstractmethod
@@ -64,11 +68,11 @@ class Encoder(ABC):
         """Return the whole answer, after `end`."""
 
     def failed(self, error: ApiError) -> Event:
-        """Return the event that ends a stream early: OpenAI's error, unless the API has another."""
+        """Return the event that ends a stream early. By default it is OpenAI's error."""
         return error.body
 
     def encode(self, event: Event) -> bytes:
-        """Return an event's bytes: a server-sent event, named by its type if it has one."""
+        """Return the bytes of a server-sent event. If the event has a type, that is its name."""
         name = f"event: {event['type']}\n".encode() if "type" in event else b""
         return name + b"data: " + dumps(event) + b"\n\n"
 
@@ -102,6 +106,18 @@ class Api(ABC, Generic[Body]):
     def encoder(self, body: Body, prepared: Prepared) -> Encoder:
         """Return the encoder of an answer, which must not keep the body. Runs in a thread."""
 
+    def stored_length(self, body: Body) -> int:
+        """Return the characters of stored texts that a request continues."""
+        return 0
+
+    def unloads(self, body: Body) -> bool:
+        """Return True if the model is unloaded after the reply."""
+        return False
+
+    def without_reply(self, body: Body) -> Event | None:
+        """Return the answer to a request that only unloads the model. None for any other request."""
+        return None
+
     def overflown(self, body: Body, prepared: Prepared, error: ContextExceeded) -> Encoder:
         """Return the encoder of the answer to a prompt that is too long. By default the error is the answer."""
         raise error
@@ -123,9 +139,12 @@ def dumps(data: Any) -> bytes:
 
 
 def dumps_long(about: Event, name: str, items: Iterable[Any]) -> bytes:
-    """Return `about`, which is not empty, with a long list added under `name`, as JSON.
+    """Return an object with a long list as JSON. Other threads may run between the list's slices.
 
-    Other threads may run between the list's slices.
+    Args:
+        about: The other entries of the object, at least one.
+        name: The key of the list.
+        items: The items of the list.
     """
     remaining, slices = iter(items), []
     while part := list(islice(remaining, _SLICE)):

@@ -46,8 +46,16 @@ _ANTHROPIC = {
 
 
 class ApiError(Exception):
-    """An error response. `param`: the parameter at fault, as a path such as "messages.0.role". `details`: what
-    Anthropic's clients read of it."""
+    """An error response.
+
+    Attributes:
+        status: The HTTP status.
+        message: The message.
+        param: The path of the wrong parameter, such as "messages.0.role".
+        code: OpenAI's error code.
+        headers: Headers of the response.
+        details: The `details` of Anthropic's error.
+    """
 
     def __init__(
         self,
@@ -96,7 +104,7 @@ class ApiError(Exception):
 
 
 class WrongParameter(ValueError):
-    """A fault that validators of bodies find in one parameter by looking at several. `param`: its name."""
+    """A wrong parameter, found by a validator of the whole body. `param`: its name."""
 
     def __init__(self, message: str, param: str) -> None:
         super().__init__(message)
@@ -106,12 +114,19 @@ class WrongParameter(ValueError):
 class ContextExceeded(ApiError):
     """The error response for a prompt that is too long. The clients of each API recognise its words.
 
-    Clients that then shorten the conversation read the message: litellm, Cline and others OpenAI's, Claude Code
-    Anthropic's. `size`: tokens of the prompt, at least. `limit`: tokens that the context may have.
+    Some clients read the message and then shorten the conversation. litellm, Cline and others know OpenAI's message,
+    Claude Code knows Anthropic's.
     """
 
     def __init__(self, size: int, limit: int, param: str, exact: bool = True) -> None:
-        """`exact`: the prompt has been tokenised."""
+        """Make the response.
+
+        Args:
+            size: Tokens of the prompt, or a lower bound.
+            limit: Maximum tokens of the context.
+            param: The parameter with the prompt.
+            exact: True if `size` is exact, because the prompt has been tokenised.
+        """
         message = (
             f"This model's maximum context length is {limit} tokens. However, the prompt resulted in "
             f"{'' if exact else 'at least '}{size} tokens. Shorten it"

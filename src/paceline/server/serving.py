@@ -17,12 +17,11 @@ from paceline.errors import TimedOut
 from paceline.server.answers import EventStream, RunningRequest
 from paceline.server.api import Api, Body, dumps
 from paceline.server.apis.chat_completions import ChatCompletions
-from paceline.server.apis.compaction import Compaction
 from paceline.server.apis.completions import Completions
 from paceline.server.apis.infill import Infill
 from paceline.server.apis.messages import Messages
-from paceline.server.apis.ollama import OllamaChat, OllamaGenerate, OllamaRequest, unloaded
-from paceline.server.apis.responses import Responses, ResponsesRequest
+from paceline.server.apis.ollama import OllamaChat, OllamaGenerate
+from paceline.server.apis.responses import Compaction, Responses
 from paceline.server.apis.stored import ResponseStore
 from paceline.server.bodies import BodyReader
 from paceline.server.errors import LOG, REQUEST_ID
@@ -37,7 +36,7 @@ from paceline.server.preprocessing import (
     seconds_left,
     unless_disconnected,
 )
-from paceline.server.schema import Generating, NamedBody
+from paceline.server.schema import NamedBody
 from paceline.server.tracing import Tracer, tracer
 from paceline.server.worker import ReplyJob
 
@@ -54,21 +53,33 @@ class Jobs(Protocol):
 
 
 class PromptJobs(Jobs, Protocol):
-    """A request that is answered with what its prompts are read for."""
+    """A request whose answer is computed from its prompts, without generated text."""
 
     def answer(self, model: str, seconds: float) -> dict[str, Any]:
         """Return the answer once all jobs are over. `model`: the model's name. `seconds`: the time since arrival."""
 
 
 class Service:
-    """State shared by all routes. `apis`: the APIs for generated text."""
+    """State shared by all routes.
+
+    Attributes:
+        loader: The models.
+        settings: The configuration.
+        tracer: Records traces of replies.
+        limit: The limit on requests in progress.
+        waiting: The limit on requests that wait for a model to be loaded.
+        preprocessor: Runs work in threads.
+        responses: Stored responses.
+        bodies: Reads request bodies.
+        apis: The APIs for generated text.
+    """
 
     def __init__(self, models: Models, settings: Settings, apis: Sequence[Api[Any]] = ()) -> None:
-        """`apis`: further APIs."""
+        """Make a service with the server's own APIs and `apis`."""
         self.loader, self.settings = models, settings
         self.tracer: Tracer = tracer(settings.trace_endpoint)
         self.limit = RequestLimit(settings.max_requests)
-        # Half of all requests at most, so that models that are loaded go on answering.
+        # At most half of all requests may wait, so that loaded models can still answer.
         self.waiting = RequestLimit(max(1, settings.max_requests // 2), "already wait for a model to be loaded")
         self.preprocessor = Preprocessor()
         self.responses = ResponseStore()
@@ -89,15 +100,14 @@ class Service:
         """Answer a request for generated text."""
         arrived = time.monotonic()
         async with self.bodies.read(request, api.body, api.of_path(request.path_params)) as (body, pool):
-            unloads = isinstance(body, OllamaRequest) and body.unloads
-            if isinstance(body, OllamaRequest) and unloads and body.empty:
+            if (answer := api.without_reply(body)) is not None:
                 self.loader.unload(body.model)
-                return Response(dumps(unloaded(body)), media_type="application/json")
+                return Response(dumps(answer), media_type="application/json")
             deadline = deadline_after(arrived, self.settings.timeout if body.timeout is None else body.timeout)
             prepare = partial(api.prepare, self.settings, body)
-            pool = self._pool(body, pool)
+            pool = "grammar" if body.constrained else "long" if api.stored_length(body) > LONG else pool
             running, encoder = await self.start(request, body, pool, prepare, deadline, api.id_prefix)
-            if unloads:
+            if api.unloads(body):
                 self.loader.unload(body.model)
             stream = body.stream
         del body, prepare  # the body, which may be large, no longer counts
@@ -143,13 +153,6 @@ class Service:
 
             return await self.start(request, body, pool, prepared, deadline)
 
-    def _pool(self, body: Generating, pool: PoolName) -> PoolName:
-        """Return the pool for a request. `pool`: for one with a body of its size, without what is stored."""
-        if body.constrained:
-            return "grammar"
-        continues = isinstance(body, ResponsesRequest) and self.responses.length(body.previous_response_id) > LONG
-        return "long" if continues else pool
-
     async def start(
         self,
         request: Request,
@@ -159,13 +162,14 @@ class Service:
         deadline: float | None,
         id_prefix: str = "",
     ) -> tuple[RunningRequest, T]:
-        """Start the replies to a request: `close` must follow. Raises what its preparation raises.
+        """Start the replies to a request. `RunningRequest.close` must follow. Raises the errors of `prepare`.
 
         Args:
             request: The request.
             body: Its body.
             pool: The pool that prepares it.
-            prepare: Takes the model and the answer's id, and returns the jobs and what is made of their replies.
+            prepare: Takes the model and the answer's id. Returns the jobs, and an object for the caller, such as the
+                encoder of the answer.
             deadline: The time at which the request ends.
             id_prefix: The beginning of the answer's id.
         """
@@ -198,7 +202,8 @@ class Service:
     async def _take(self, request: Request, name: str | None, timeout: float | None) -> LoadedModel:
         """Return a model, and increment its user count: `release` must follow. Load the model first if needed.
 
-        Raises `ApiError` 404, and 429 if too many wait, `ClientDisconnect` and `TimedOut`, and what loading raises.
+        Raises `ApiError` 404, `ApiError` 429 if too many requests wait, `ClientDisconnect`, `TimedOut`, and the errors
+        of loading.
         """
         while (model := self.loader.take(name)) is None:
             self.waiting.acquire()
@@ -209,7 +214,7 @@ class Service:
         return model
 
     async def compute(self, request: Request, name: str | None, work: Callable[[LoadedModel], Any]) -> Response:
-        """Answer with what `work` returns, for requests that generate nothing."""
+        """Answer with the result of `work`, for requests that generate nothing."""
         self.limit.acquire()
         try:
             model = await self._take(request, name, self.settings.timeout)
@@ -223,7 +228,7 @@ class Service:
     async def compute_from(
         self, request: Request, kind: type[Named], work: Callable[[LoadedModel, Settings, Named], Any]
     ) -> Response:
-        """Answer with what `work` returns for a body, for requests that generate nothing."""
+        """Answer with the result of `work` for a body, for requests that generate nothing."""
         async with self.bodies.read(request, kind) as (body, _):
             return await self.compute(request, body.model, lambda model: work(model, self.settings, body))
 
@@ -242,8 +247,8 @@ class Service:
         return await self._unless_ended(request, self.preprocessor.run(pool, client_of(request), work), timeout)
 
     async def _unless_ended(self, request: Request, work: Coroutine[Any, Any, T], timeout: float | None) -> T:
-        """Return what `work` returns. Ends it and raises `ClientDisconnect` when the client leaves, `TimedOut` after
-        `timeout` seconds."""
+        """Return the result of `work`. Cancel it and raise `ClientDisconnect` if the client disconnects, or `TimedOut`
+        after `timeout` seconds."""
         try:
             return await unless_disconnected(asyncio.wait_for(work, timeout), request.receive)
         except asyncio.TimeoutError:  # another class until Python 3.11

@@ -21,7 +21,7 @@ from paceline.engine.detokenizer import Chunk
 from paceline.engine.draft_policy import Speculation
 from paceline.engine.prompt_logprobs import PromptReader
 from paceline.engine.request import Request
-from paceline.engine.scheduler import Event, Scheduler, Task
+from paceline.engine.scheduler import Scheduler, Task, TaskOutput
 from paceline.engine.stats import Stats
 from paceline.errors import PacelineError
 from paceline.learn.learner import Learner
@@ -35,7 +35,7 @@ FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled"
 _FAILURES = 3
 """Replies in a row that end with an internal error before the worker counts as failing."""
 _LAST_SECONDS = 4.0
-"""Seconds for writing the prefix cache to its folder, if replies have used up the time for stopping."""
+"""Minimum seconds for writing the prefix cache to its folder when the server stops."""
 _IDLE_TRIM = 1.0
 """Seconds without work after which free memory is returned to the system."""
 
@@ -117,8 +117,14 @@ class ReplyJob:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Replies that are running and waiting, the share of the key-value cache in use, 0 to 1, and the size of the prefix
-    cache's folder in bytes."""
+    """The load of a worker.
+
+    Attributes:
+        running: Replies that are running.
+        waiting: Replies that are waiting.
+        cache: The share of the key-value cache in use, 0 to 1.
+        disk: Size of the prefix cache's folder, in bytes.
+    """
 
     running: int
     waiting: int
@@ -278,7 +284,7 @@ class Worker:
 
     @property
     def failing(self) -> bool:
-        """True if the latest replies all ended with an internal error. The next one that succeeds ends this."""
+        """True if the latest replies all ended with an internal error, until a reply succeeds."""
         return self._failures >= _FAILURES
 
     @property
@@ -340,8 +346,8 @@ class Worker:
         if self.learner:
             await asyncio.get_running_loop().run_in_executor(None, self.learner.close)
 
-    def _deliver(self, events: Sequence[tuple[Task, list[Chunk], int, bool]]) -> None:
-        for task, chunks, drafted, over in events:
+    def _deliver(self, rounds: Sequence[tuple[Task, list[Chunk], int, bool]]) -> None:
+        for task, chunks, drafted, over in rounds:
             reply = self._replies.pop(task) if over else self._replies[task]
             reply.push(chunks, drafted, over)
 
@@ -350,11 +356,11 @@ class Worker:
     def _run(self) -> None:
         while self._wait_for_work():
             try:
-                events = self._scheduler.turn()
+                outputs = self._scheduler.turn()
             except Exception as error:
                 _log.exception("the scheduler failed")
-                events = self._start_over(error)
-            self._hand_over(events)
+                outputs = self._start_over(error)
+            self._hand_over(outputs)
         self._hand_over(self._start_over(None))
         try:
             self.llm.engine.save_prefixes(max(_LAST_SECONDS, self._ends_at - time.monotonic()))
@@ -362,7 +368,7 @@ class Worker:
             _log.exception("saving the prefix cache failed")
 
     def _wait_for_work(self) -> bool:
-        """Pass new tasks to the scheduler, sleeping while there is nothing to do. False when the thread must end."""
+        """Pass new tasks to the scheduler. Sleep while there is no work. Return False when the thread must end."""
         if not self._sleep(_IDLE_TRIM):
             trim_memory()
             self._sleep(None)
@@ -378,15 +384,15 @@ class Worker:
         with self._changed:
             return self._changed.wait_for(lambda: bool(self._inbox) or self._scheduler.busy or self._stopping, timeout)
 
-    def _hand_over(self, events: Sequence[Event]) -> None:
-        ended = [task for task, _ in events if task.done]
+    def _hand_over(self, outputs: Sequence[TaskOutput]) -> None:
+        ended = [task for task, _ in outputs if task.done]
         self._unfinished.difference_update(ended)
         for task in ended:
             self._count(task)
-        if events and self._loop and not self._loop.is_closed():
+        if outputs and self._loop and not self._loop.is_closed():
             # Read the counts here: by the time the event loop runs, the engine may be some rounds ahead.
-            outputs = [(task, chunks, _drafted(task), task.done) for task, chunks in events]
-            self._loop.call_soon_threadsafe(self._deliver, outputs)
+            rounds = [(task, chunks, _drafted(task), task.done) for task, chunks in outputs]
+            self._loop.call_soon_threadsafe(self._deliver, rounds)
 
     def _count(self, task: Task) -> None:
         """Count replies that failed because of the engine: not a request's own errors, nor cancelled replies."""
@@ -395,7 +401,7 @@ class Worker:
         elif task.error and not isinstance(task.error, PacelineError):
             self._failures += 1
 
-    def _start_over(self, error: Exception | None) -> list[Event]:
+    def _start_over(self, error: Exception | None) -> list[TaskOutput]:
         """End all replies, including replies that a failed turn has ended without delivering their end."""
         try:
             self._scheduler.close()
@@ -425,7 +431,8 @@ def _positions(state: float, rectangle: bool, lengths: Sequence[int]) -> int:
 
     Args:
         state: The size of one state of a text, in positions.
-        rectangle: True if every text takes as many positions as the longest, for a power of two of texts.
+        rectangle: True if every text takes the positions of the longest text, and their number is rounded up to a power
+            of two.
         lengths: The lengths of the texts.
     """
     if not lengths:
@@ -435,6 +442,6 @@ def _positions(state: float, rectangle: bool, lengths: Sequence[int]) -> int:
 
 
 def trim_memory() -> None:
-    """Return the C library's free memory to the system, where it can be asked to (glibc). Takes milliseconds."""
+    """Return the C library's free memory to the system, if the library supports this (glibc). Takes milliseconds."""
     if sys.platform.startswith("linux") and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):  # not in musl
         trim(0)

@@ -14,20 +14,8 @@ from paceline.sampling.json_schema import guide
 from paceline.server.api import Api, Encoder, Event
 from paceline.server.compat import Lenient, OtherServers, Strict, accepts, by_type, ignored, left_out, only
 from paceline.server.errors import ApiError
-from paceline.server.fields import (
-    MAX_TOOLS,
-    WITHOUT_EMPTY,
-    Arguments,
-    Budget,
-    CalledName,
-    Name,
-    Schema,
-    Stops,
-    Text,
-    without_none,
-)
 from paceline.server.prepare import Prepared
-from paceline.server.replies import BlockBegun, BlockEnded, BlockEvent, ChatReply, ReplyBlock
+from paceline.server.replies import BlockBegun, BlockEnded, BlockEvent, ChatReply, ReplyBlock, Usage
 from paceline.server.request import (
     ChatMessage,
     ChatPrompt,
@@ -37,17 +25,33 @@ from paceline.server.request import (
     reasoning_values,
     refuse_media,
 )
-from paceline.server.schema import Samplers, ThinkingBudgets
-from paceline.server.usage import Usage
+from paceline.server.schema import (
+    MAX_TOOLS,
+    WITHOUT_EMPTY,
+    Arguments,
+    Budget,
+    CalledName,
+    Id,
+    Name,
+    Probability,
+    Samplers,
+    Schema,
+    Stops,
+    TemplateValues,
+    Text,
+    ThinkingBudgets,
+    without_none,
+)
 from paceline.server.worker import ReplyRound
 
 _NO_THREADS = "thread: this server keeps no conversations. Send the whole conversation without thread"
 _THREAD_DETAILS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-"""Anthropic's SDK (`beta.messages.tool_runner`) and Claude Code go on without threads after an error with these."""
+"""Details of the error after which Anthropic's SDK (`beta.messages.tool_runner`) and Claude Code continue without
+threads."""
 
 BILLING = "x-anthropic-billing-header:"
-"""Beginning of a text that Claude Code puts before its instructions. It is another in every request, and no part of the
-prompt: with it no prefix could be reused."""
+"""Beginning of a text that Claude Code puts before its instructions. The text is removed, because it differs in every
+request, so that no prefix could be reused."""
 
 
 class TextBlock(Lenient):
@@ -95,7 +99,7 @@ class ToolUseBlock(Lenient):
     """A function call that the model made."""
 
     type: Literal["tool_use"]
-    id: Annotated[str, Field(min_length=1, max_length=200)]
+    id: Id
     name: CalledName
     input: Arguments
 
@@ -104,7 +108,7 @@ class ToolResultBlock(Lenient):
     """The result of a function call."""
 
     type: Literal["tool_result"]
-    tool_use_id: Annotated[str, Field(min_length=1, max_length=200)]
+    tool_use_id: Id
     content: Text | Blocks | None = None
     is_error: bool | None = None
 
@@ -213,7 +217,7 @@ class CountTokensRequest(ThinkingBudgets, Samplers, OtherServers):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     thread: Annotated[Schema, Field(description="Refused: this server keeps no conversations.")] | None = None
-    chat_template_kwargs: Annotated[Schema, Field(max_length=64)] | None = None
+    chat_template_kwargs: TemplateValues | None = None
 
     @property
     def functions(self) -> list[ClientTool]:
@@ -237,7 +241,7 @@ class MessagesRequest(CountTokensRequest):
     max_tokens: Annotated[int, Field(ge=1, le=2**31)]
     stop_sequences: Annotated[Stops | None, Field(fail_fast=True), WITHOUT_EMPTY] = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Probability | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
 
@@ -318,7 +322,8 @@ def _result(block: ToolResultBlock) -> str:
 
 
 def _tool_use(body: CountTokensRequest) -> ToolUse:
-    """Return the functions and which may be called. The choice may be "auto" although all tools were skipped."""
+    """Return the functions, and which of them may be called. A choice of "auto" is valid even if all tools were
+    skipped."""
     offered = [OfferedFunction(tool.name, tool.description, tool.input_schema) for tool in body.functions]
     choice = body.tool_choice or ToolChoice(type="auto")
     mode = {"any": "required", "tool": "required"}.get(choice.type, choice.type)
@@ -355,9 +360,16 @@ class Messages(Api[MessagesRequest]):
 
 
 class MessagesEncoder(Encoder):
-    """A message: blocks of thinking, text and tool use, one after the other. `full`: the reply may fill the context."""
+    """A message: a sequence of blocks of thinking, text and tool use."""
 
     def __init__(self, head: dict[str, Any], reply: ChatReply, full: bool) -> None:
+        """Make an encoder.
+
+        Args:
+            head: The answer's id and model.
+            reply: The reply.
+            full: True if a reply that reaches its maximum length has filled the context.
+        """
         self._head = {"type": "message", "role": "assistant", **head}
         self._reply, self._full = reply, full
 

@@ -16,11 +16,10 @@ from paceline.llm import LLM
 from paceline.server.apis.embeddings import EmbeddingUsage
 from paceline.server.compat import Ignored, Lenient, PlainAnswer
 from paceline.server.errors import bad_request
-from paceline.server.fields import Text
 from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
 from paceline.server.prepare import check_length, check_reading, reading_job, token_ids
-from paceline.server.schema import NamedBody
+from paceline.server.schema import NamedBody, Text
 from paceline.server.worker import ReplyJob
 from paceline.text.template_text import TemplateText
 from paceline.types import Forward, Want
@@ -154,7 +153,7 @@ def rerank(model: LoadedModel, settings: Settings, body: RerankRequest) -> Reran
 
 
 def _answers(model: LoadedModel) -> tuple[int, int]:
-    """Return the tokens of "yes" and "no" of a model that can judge. Raises `ApiError` 400."""
+    """Return the model's tokens of "yes" and "no". Raises `ApiError` 400 for a model that was not trained to judge."""
     words, names = model.llm.tokenizer, f"{model.name} {model.llm.model.path}".lower()
     yes, no, *others = map(words.token_id, _TOKENS)
     if _MARK not in names or yes is None or no is None or None in others:
