@@ -87,6 +87,7 @@ def _sides(target: str, base: str, options: CertifyOptions) -> tuple[Sides, dict
         options.concurrency,
         options.near_tie,
         _note,
+        "://" not in target and options.against != "none",
     )
     facts = {
         "target": _address(target),

@@ -29,6 +29,7 @@ class Sides:
         concurrency: Requests at a time, where the part does not choose them itself.
         near: Gap of log-probabilities below which two tokens are a near-tie, in nats.
         note: Called with a line on progress.
+        plain_drafts: True if the plain side is meant to speculate too, with another drafter.
     """
 
     speculative: Side
@@ -36,6 +37,7 @@ class Sides:
     concurrency: int = 4
     near: float = 0.25
     note: Callable[[str], None] = field(default=lambda text: None)
+    plain_drafts: bool = False
     _end: float = float("inf")
 
     def allow(self, seconds: float) -> None:
