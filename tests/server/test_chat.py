@@ -12,7 +12,7 @@ import pytest
 from paceline.engine.stats import Stats
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
-from paceline.server.usage import Usage
+from paceline.server.replies import Usage
 from tests.support.running import Serving, serving
 from tests.support.toys import toy_model
 

@@ -358,7 +358,7 @@ def test_additions_of_other_providers_to_messages_and_tools_have_no_effect(talke
 
 def test_agents_may_have_hundreds_of_tools(served: Serving) -> None:
     from paceline.server.apis.messages import MessagesRequest, chat_prompt
-    from paceline.server.apis.responses import ResponsesRequest
+    from paceline.server.apis.response_bodies import ResponsesRequest
 
     ask: dict[str, Any] = {"role": "user", "content": "x"}
     tools = [{"type": "function", "name": f"t{i}"} for i in range(300)]

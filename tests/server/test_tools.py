@@ -32,8 +32,7 @@ from paceline.chat.tools import (
 from paceline.engine.detokenizer import Chunk
 from paceline.errors import InvalidPrompt
 from paceline.server.apis.chat_completions import ChatChoice
-from paceline.server.replies import ChatReply
-from paceline.server.token_texts import TokenTexts
+from paceline.server.replies import ChatReply, TokenTexts
 from paceline.server.worker import ReplyRound
 from paceline.text.chat_template import check_messages, render
 from tests.support.toys import toy_tokenizer

@@ -99,25 +99,27 @@ _ODD: list[Any] = [
 ]
 
 
-def altered(body: dict[str, Any], dice: random.Random) -> dict[str, Any]:
+def altered(body: dict[str, Any], dice: random.Random) -> Any:
     """Return a copy of a body with one to three places replaced, removed, doubled or exchanged."""
     whole = {"body": copy.deepcopy(body)}
     if dice.random() < 0.5:
         name = dice.choice(sorted(OPTIONS))
         whole["body"][name] = copy.deepcopy(OPTIONS[name])
     for _ in range(dice.randint(1, 3)):
-        holder, place = dice.choice([*_places(whole)][1:] or [*_places(whole)])
+        if not (places := _places(whole["body"])):
+            break
+        holder, place = dice.choice(places)
         change = dice.randrange(5)
         if change == 0:
             del holder[place]
         elif change == 1 and isinstance(holder, list):
             holder.insert(place, copy.deepcopy(holder[place]))
         elif change == 2:
-            other, where = dice.choice([*_places(whole)])
+            other, where = dice.choice(_places(whole))
             holder[place] = copy.deepcopy(other[where])
         else:
             holder[place] = copy.deepcopy(dice.choice(_ODD))
-    return whole.get("body", {})
+    return whole["body"]
 
 
 def _places(value: Any) -> list[tuple[Any, Any]]:

@@ -87,7 +87,7 @@ class Scheduler:
     Between two rounds, at most `quota` prompt tokens are fed, so that a long prompt does not stall running replies. If
     several tasks could start, this is multiplied by their number, up to `_MAX_CATCH_UP`, until the first prompt is
     complete. Its first token then does not wait for the other prompts. A waiting task may overtake the prompts that are
-    being read if it has less than half as many unread tokens, so only few prompts are partly read at any time. If
+    being read if it has less than half of their unread tokens, so only few prompts are partly read at any time. If
     memory runs out, the latest reply releases its slot and continues later, with the same text. A reply that fails does
     not affect the others.
     """

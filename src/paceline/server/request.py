@@ -9,9 +9,8 @@ from typing import Any, Literal
 from paceline.chat.calls import Call
 from paceline.sampling.json_schema import guide
 from paceline.server.errors import bad_request
-from paceline.server.fields import Schema
 from paceline.server.grammars import Constraint
-from paceline.server.schema import SpeculationOptions
+from paceline.server.schema import Schema, SpeculationOptions
 
 _SWITCHES = ("enable_thinking", "thinking")
 """Variables of chat templates that switch reasoning on and off. Qwen, GLM and others read the first; DeepSeek, Kimi

@@ -397,7 +397,8 @@ def _positions(state: float, rectangle: bool, lengths: Sequence[int]) -> int:
 
     Args:
         state: The size of one state of a text, in positions.
-        rectangle: True if every text takes as many positions as the longest, for a power of two of texts.
+        rectangle: True if every text takes the positions of the longest text, and their number is rounded up to a power
+            of two.
         lengths: The lengths of the texts.
     """
     if not lengths:

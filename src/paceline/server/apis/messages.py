@@ -14,20 +14,8 @@ from paceline.sampling.json_schema import guide
 from paceline.server.api import Api, Encoder, Event
 from paceline.server.compat import Lenient, OtherServers, Strict, accepts, by_type, ignored, left_out, only
 from paceline.server.errors import ApiError
-from paceline.server.fields import (
-    MAX_TOOLS,
-    WITHOUT_EMPTY,
-    Arguments,
-    Budget,
-    CalledName,
-    Name,
-    Schema,
-    Stops,
-    Text,
-    without_none,
-)
 from paceline.server.prepare import Prepared
-from paceline.server.replies import BlockBegun, BlockEnded, BlockEvent, ChatReply, ReplyBlock
+from paceline.server.replies import BlockBegun, BlockEnded, BlockEvent, ChatReply, ReplyBlock, Usage
 from paceline.server.request import (
     ChatMessage,
     ChatPrompt,
@@ -37,8 +25,23 @@ from paceline.server.request import (
     reasoning_values,
     refuse_media,
 )
-from paceline.server.schema import Samplers, ThinkingBudgets
-from paceline.server.usage import Usage
+from paceline.server.schema import (
+    MAX_TOOLS,
+    WITHOUT_EMPTY,
+    Arguments,
+    Budget,
+    CalledName,
+    Id,
+    Name,
+    Probability,
+    Samplers,
+    Schema,
+    Stops,
+    TemplateValues,
+    Text,
+    ThinkingBudgets,
+    without_none,
+)
 from paceline.server.worker import ReplyRound
 
 _NO_THREADS = "thread: this server keeps no conversations. Send the whole conversation without thread"
@@ -95,7 +98,7 @@ class ToolUseBlock(Lenient):
     """A function call that the model made."""
 
     type: Literal["tool_use"]
-    id: Annotated[str, Field(min_length=1, max_length=200)]
+    id: Id
     name: CalledName
     input: Arguments
 
@@ -104,7 +107,7 @@ class ToolResultBlock(Lenient):
     """The result of a function call."""
 
     type: Literal["tool_result"]
-    tool_use_id: Annotated[str, Field(min_length=1, max_length=200)]
+    tool_use_id: Id
     content: Text | Blocks | None = None
     is_error: bool | None = None
 
@@ -213,7 +216,7 @@ class CountTokensRequest(ThinkingBudgets, Samplers, OtherServers):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     thread: Annotated[Schema, Field(description="Refused: this server keeps no conversations.")] | None = None
-    chat_template_kwargs: Annotated[Schema, Field(max_length=64)] | None = None
+    chat_template_kwargs: TemplateValues | None = None
 
     @property
     def functions(self) -> list[ClientTool]:
@@ -237,7 +240,7 @@ class MessagesRequest(CountTokensRequest):
     max_tokens: Annotated[int, Field(ge=1, le=2**31)]
     stop_sequences: Annotated[Stops | None, Field(fail_fast=True), WITHOUT_EMPTY] = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Probability | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
 
