@@ -14,7 +14,7 @@ import json
 import threading
 from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.metadata import version
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -79,48 +79,60 @@ class Transformers:
 
 
 class OpenVino:
-    """A pipeline of OpenVINO GenAI in float32 with paged attention, with and without prompt lookup."""
+    """Two pipelines of OpenVINO GenAI, one with prompt lookup. Float32, no quantised cache or activations."""
 
-    packages = ("openvino-genai", "openvino")
-    fields = COMMON | {"presence_penalty", "frequency_penalty"}
+    packages = ("openvino_genai", "openvino")
+    fields = COMMON | {"presence_penalty", "frequency_penalty", "logprobs", "top_logprobs"}
     speculation = ("prompt_lookup",)
 
     def __init__(self, path: Path) -> None:
         import openvino_genai
 
         self.genai: Any = openvino_genai
-        options = {"INFERENCE_PRECISION_HINT": "f32", "ATTENTION_BACKEND": "PA"}
-        self.plain: Any = openvino_genai.LLMPipeline(str(path), "CPU", **options)
-        self.speculative: Any = openvino_genai.LLMPipeline(str(path), "CPU", prompt_lookup=True, **options)
+        self.plain, self.speculative = (self._load(path, prompt_lookup) for prompt_lookup in (False, True))
         self.tokenizer: Any = self.plain.get_tokenizer()
+        self.requests = 0
+
+    def _load(self, path: Path, prompt_lookup: bool) -> Any:
+        scheduler = self.genai.SchedulerConfig()
+        scheduler.cache_size = 1
+        options: Body = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+        options |= {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 0} | ({"prompt_lookup": True} if prompt_lookup else {})
+        return self.genai.ContinuousBatchingPipeline(str(path), scheduler, "CPU", options)
 
     def answer(self, body: Body) -> Body:
         """Return the completion of a request."""
-        text = self.tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True)
         config = self.genai.GenerationConfig()
         config.apply_chat_template, config.max_new_tokens = False, body.get("max_tokens") or 64
         config.do_sample = body.get("temperature", 1.0) > 0
         if config.do_sample:
             config.temperature, config.top_p = body.get("temperature", 1.0), body.get("top_p", 1.0)
             config.rng_seed = body.get("seed") or 0
-        for name in self.fields & body.keys() & {"presence_penalty", "frequency_penalty"}:
+        for name in body.keys() & {"presence_penalty", "frequency_penalty"}:
             setattr(config, name, body[name])
-        if stop := body.get("stop"):
-            config.stop_strings = set(stop)
+        config.stop_strings, config.logprobs = {*(body.get("stop") or ())}, bool(body.get("logprobs"))
         pipeline = self.plain
         if drafted := body.get("prompt_lookup"):
             config.num_assistant_tokens, config.max_ngram_size, pipeline = drafted, 3, self.speculative
-        done = pipeline.generate([text], config)
-        ended = done.finish_reasons[0] == self.genai.GenerationFinishReason.STOP
-        metrics = done.perf_metrics
-        choice = _choice(done.texts[0], body, ended)
-        return _answer(choice, metrics.get_num_input_tokens(), metrics.get_num_generated_tokens())
+        prompt = self.tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True)
+        self.requests += 1
+        running = pipeline.add_request(self.requests, prompt, config)
+        while pipeline.has_non_finished_requests():
+            pipeline.step()
+        done = running.read_all()[0]
+        text = self.tokenizer.decode(done.generated_ids)
+        choice = _choice(text, body, done.finish_reason == self.genai.GenerationFinishReason.STOP)
+        if config.logprobs:
+            rows = zip(done.generated_ids, done.generated_log_probs, strict=False)
+            content = [{"token": self.tokenizer.decode([i]), "logprob": float(value)} for i, value in rows]
+            choice["logprobs"] = {"content": content}
+        return _answer(choice, self.tokenizer.encode(prompt).input_ids.shape[1], len(done.generated_ids))
 
 
 class LlamaCppPython:
     """llama-cpp-python, with and without its prompt lookup. It speaks OpenAI's format itself."""
 
-    packages = ("llama_cpp_python",)
+    packages = ("llama_cpp",)
     fields = COMMON | {"logprobs", "top_logprobs", "presence_penalty", "frequency_penalty", "logit_bias", "tools"}
     speculation = ("prompt_lookup",)
 
@@ -169,7 +181,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/version":
-            self._send(200, {"version": ", ".join(f"{name} {version(name)}" for name in self.library.packages)})
+            self._send(
+                200,
+                {"version": ", ".join(f"{name} {import_module(name).__version__}" for name in self.library.packages)},
+            )
         elif self.path == "/v1/models":
             self._send(200, {"data": [{"id": "model", "owned_by": "shim"}]})
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -119,6 +120,21 @@ def test_without_echo_each_side_scores_its_own_texts(fault: str, found: bool) ->
     assert not certificate.scored.by_plain
     assert certificate.scored.texts == 24
     assert failures(certificate) == ({("sampled", "long texts")} if found else set())
+
+
+@pytest.mark.parametrize(("endpoint", "is_real"), [({"fault": "stale_cache"}, True), ({"rounding": 0.02}, False)])
+def test_likely_tokens_need_no_alternatives(endpoint: dict[str, Any], is_real: bool) -> None:
+    """A token with more than half of the probability is no near-tie, even if the server names no other token."""
+    server = FakeEndpoint(**endpoint)
+
+    def without_top(method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, bytes]:
+        return server(method, path, {name: value for name, value in (body or {}).items() if name != "top_logprobs"})
+
+    plain = Side("plain", without_top, extra={"speculation": "off"})
+    greedy = examine(Sides(Side("speculative", without_top), plain), TEXTS, {}).greedy
+    assert (greedy.real > 0) == is_real
+    assert greedy.near_ties == 0
+    assert greedy.unknown > 0
 
 
 @pytest.mark.parametrize(

@@ -94,9 +94,11 @@ class Certificate:
         for s in self.sampled:
             seen = f"{s.contexts} contexts, {s.samples} samples each: p = {s.p_value:.2g}"
             seen += f"; fresh samples: p = {s.repeated_p_value:.2g}" if s.repeated_p_value is not None else ""
-            seen += f"; a shift of {s.detectable:.1%} would have been found with probability 0.95"
+            found = f"a shift of {s.detectable:.1%} would have been found with probability 0.95"
+            seen += f"; {found}" if s.detectable < 1 else "; too few to find a shift"
             seen += f"; equal seeds give equal replies in {s.equal_seeds:.0%}"
-            yield Check("sampled", s.setting, "fail" if s.differs else "pass", seen)
+            state = "fail" if s.differs else "pass" if s.detectable < 1 else "note"
+            yield Check("sampled", s.setting, state, seen)
         if t := self.scored:
             yield Check(
                 "sampled", "long texts", "fail" if t.differs else "pass" if t.texts else "skip", _scores_seen(t)

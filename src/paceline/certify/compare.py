@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -109,8 +110,8 @@ def first_difference(a: str, b: str) -> int:
 
 def explain(sides: Sides, name: str, prompt: str, fields: dict[str, Any], speculative: str, plain: str) -> Difference:
     """Describe how two replies to a prompt differ, and how close the two tokens are."""
-    gap = token_gap(sides.plain, prompt, fields, plain, speculative)
-    other = token_gap(sides.speculative, prompt, fields, speculative, plain)
+    gap = token_gap(sides.plain, prompt, fields, plain, speculative, sides.near)
+    other = token_gap(sides.speculative, prompt, fields, speculative, plain, sides.near)
     known = other if gap is None else gap
     at = first_difference(speculative, plain)
     return Difference(
@@ -126,12 +127,12 @@ def explain(sides: Sides, name: str, prompt: str, fields: dict[str, Any], specul
     )
 
 
-def token_gap(side: Side, prompt: str, fields: dict[str, Any], own: str, other: str) -> float | None:
+def token_gap(side: Side, prompt: str, fields: dict[str, Any], own: str, other: str, near: float) -> float | None:
     """Return how much likelier a side's own token is than the other's, where the texts first differ.
 
     Returns:
         The gap in nats, or a lower bound if the other token is not among the alternatives. None if the side gives no
-        log-probabilities, or does not repeat its text.
+        log-probabilities, does not repeat its text, or gives no alternatives and the bound is below `near`.
     """
     try:
         reply = side.ask(prompt, **(fields | {"logprobs": True, "top_logprobs": 5}))
@@ -150,12 +151,19 @@ def token_gap(side: Side, prompt: str, fields: dict[str, Any], own: str, other: 
         others = {text: value for text, value in token.top.items() if text != token.text}
         same = {text: value for text, value in others.items() if text and rest.startswith(text)}
         if not others:
-            return None
+            bound = _least_gap(token.logprob)
+            return bound if bound >= near else None
         if same:
             return token.logprob - same[max(same, key=len)]
         # The other side has ended the reply here, with a token without text, or its token is an unlikely one.
         return token.logprob - (min(others.values()) if rest else max(others.values()))
     return None
+
+
+def _least_gap(logprob: float) -> float:
+    """Return how much likelier a token is than any other, at least: all others share the remaining probability."""
+    # Some servers report 0 for tokens that they have no log-probability of.
+    return logprob - math.log(-math.expm1(logprob)) if logprob < 0 else -math.inf
 
 
 def chosen(items: Sequence[T], count: int) -> Sequence[T]:

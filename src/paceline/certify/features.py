@@ -107,6 +107,8 @@ def _top_logprobs(side: Side, plain: Side) -> Outcome:
     broken, found = set(), []
     for prompt in (_ECHO, _LINES):
         reply = _scored(side, prompt)
+        if side is plain and not any(token.top for token in reply.scores):
+            raise NotOffered("the reply has no top_logprobs")
         for own in reply.scores:
             if own.text in own.top and abs(own.top[own.text] - own.logprob) > 0.01:
                 broken.add("a token's log-probability is not its own in top_logprobs")
