@@ -206,7 +206,7 @@ class Handler(BaseHTTPRequestHandler):
                 self._send(200, answer)
 
     def _send(self, status: int, answer: Body) -> None:
-        data = json.dumps(answer).encode()
+        data = json.dumps(answer, default=float).encode()  # numpy's numbers
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()

@@ -166,6 +166,14 @@ def test_refused_fields_are_not_offered() -> None:
     assert skipped == {"stop strings", "tool calls"}
 
 
+def test_fields_that_break_the_server_on_both_sides_are_not_offered() -> None:
+    certificate = certified(TEXTS, rounding=0.02, broken=("logprobs", "stop"))
+    states = {check.name: check.state for check in certificate.checks()}
+    assert {states[name] for name in ("stop strings", "logprobs", "top_logprobs", "long texts")} == {"skip"}
+    assert certificate.greedy.unknown > 0
+    assert certificate.verdict()[0] == "inconclusive"
+
+
 def test_prompts_that_are_too_long_are_left_out() -> None:
     certificate = certified(TEXTS, longest=1500)
     assert (certificate.greedy.prompts, certificate.greedy.refused) == (12, 1)

@@ -126,6 +126,7 @@ class FakeEndpoint:
         longest: Longest prompt, in characters. Longer ones are answered with 400.
         counts: True to report the number of drafted tokens, as llama.cpp does.
         stuck: True to ignore the switch, and always speculate.
+        broken: Fields that are answered with 500.
         seed: Seed of the language model and of the noise.
     """
 
@@ -139,6 +140,7 @@ class FakeEndpoint:
         longest: int = 1_000_000,
         counts: bool = False,
         stuck: bool = False,
+        broken: tuple[str, ...] = (),
         seed: int = 0,
     ) -> None:
         assert not fault or fault in FAULTS
@@ -146,6 +148,7 @@ class FakeEndpoint:
         self.seed, self.draw = seed, random.Random(seed)
         self.longest, self.counts, self.stuck = longest, counts, stuck
         self.completed: set[str] = set()
+        self.broken = broken
         self.last_prompt, self.active, self.last_reply = "", 0, {}
         self.lock = threading.Lock()
 
@@ -156,6 +159,8 @@ class FakeEndpoint:
             return 404, b'{"error": {"message": "no such path"}}'
         if bad := [name for name in self.refused if name in body]:
             return 400, json.dumps({"error": {"message": f"{bad[0]} is not supported"}}).encode()
+        if any(name in body for name in self.broken):
+            return 500, b"Internal Server Error"
         if body.get("echo"):
             return 200, self._echo(dict(body))
         prompt = body.get("prompt") or body["messages"][-1]["content"]

@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from paceline.certify.side import NotOffered, Side
+from paceline.certify.transport import EndpointError
 
 ALPHA = 0.001
 """Probability of a false alarm that each part of a certificate may have."""
@@ -136,7 +137,7 @@ def token_gap(side: Side, prompt: str, fields: dict[str, Any], own: str, other: 
     """
     try:
         reply = side.ask(prompt, **(fields | {"logprobs": True, "top_logprobs": 5}))
-    except NotOffered:
+    except (NotOffered, EndpointError):
         return None
     if first_difference(reply.text, own) <= first_difference(own, other) and reply.text != own:
         return None

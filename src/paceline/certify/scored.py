@@ -70,7 +70,7 @@ def compare_scores(sides: Sides, tasks: Sequence[NamedPrompt], texts: int, token
             sides.allow(float("inf"))  # as many texts again as there was time for
             fresh = _score_all(sides, asked[: len(first)], tokens, by_plain, _FRESH)
             again = sign_flip([a - b for a, b, _ in fresh])
-    except NotOffered:
+    except (NotOffered, EndpointError):
         return ScoredResult(0)
     spread = math.sqrt(sum(variance for _, _, variance in first)) / len(first)
     normal = NormalDist()
