@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, TypeVar
 
 from paceline.certify.side import NotOffered, Side
@@ -60,18 +59,16 @@ class Sides:
 
     def at_once(self, function: Callable[[T], R], items: Iterable[T], width: int | None = None) -> list[R]:
         """Return the results for the items, computed in threads, as far as the time allows."""
-        found: list[R] = []
         width = width or self.concurrency
         if width == 1:
             return [function(item) for item in self.in_time(items)]
-        waiting = iter(items)
+
+        def one(numbered: tuple[int, T]) -> tuple[R] | None:
+            number, item = numbered
+            return None if number >= width and self.late else (function(item),)
+
         with ThreadPoolExecutor(width) as pool:
-            # Small portions, so that the time limit is noticed.
-            while portion := list(islice(waiting, 4 * width)):
-                found += pool.map(function, portion)
-                if self.late:
-                    break
-        return found
+            return [result[0] for result in pool.map(one, enumerate(items)) if result]
 
 
 @dataclass(frozen=True, slots=True)
