@@ -25,7 +25,7 @@ from paceline.server.apis.responses import Compaction, Responses
 from paceline.server.apis.stored import ResponseStore
 from paceline.server.bodies import BodyReader
 from paceline.server.errors import LOG, REQUEST_ID
-from paceline.server.limits import RequestLimit, Settings
+from paceline.server.limits import RequestLimit, Settings, authorization, key_of
 from paceline.server.models import LoadedModel, Models
 from paceline.server.preprocessing import (
     LONG,
@@ -183,8 +183,13 @@ class Service:
         try:
             work = partial(prepare, model, running.id)
             jobs, made = await self.preprocess(request, pool, work, seconds_left(deadline))
-            client, timeout = client_of(request), seconds_left(deadline)
-            running.start([replace(job, client=client, timeout=timeout, adapter=model.adapter) for job in jobs])
+            own: dict[str, Any] = {
+                "client": client_of(request),
+                "key": key_of(self.settings.api_keys, authorization(request.headers)),
+                "timeout": seconds_left(deadline),
+                "adapter": model.adapter,
+            }
+            running.start([replace(job, **own) for job in jobs])
         except BaseException:
             running.close()
             raise
