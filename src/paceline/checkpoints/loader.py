@@ -119,7 +119,7 @@ def load_model(
     check_kv_type(kv_type)
     limit_threads()
     fetch: dict[str, Any] = {"token": token, "allow_pickle": allow_pickle}
-    place = _Place.chosen(device, device_map, tensor_parallel, drafts=head_tokens is not None)
+    place = _LoadDevices.chosen(device, device_map, tensor_parallel, drafts=head_tokens is not None)
     where, parts, mirror = place.first, place.parts, place.mirror
     with place.in_turn():  # rank 0 fetches the model and compiles the kernels before the other ranks look for them
         with progress_bar("compiling the CPU kernels, once", progress):
@@ -160,7 +160,7 @@ def load_model(
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _LoadDevices:
     """The devices and processes that hold a model.
 
     Attributes:
@@ -174,12 +174,12 @@ class _Place:
     mirror: Mirror | None
 
     @staticmethod
-    def chosen(device: Device, device_map: DeviceMap | None, tensor_parallel: bool, drafts: bool) -> _Place:
+    def chosen(device: Device, device_map: DeviceMap | None, tensor_parallel: bool, drafts: bool) -> _LoadDevices:
         """Return the place that the options ask for. `drafts`: True for a draft model, whose device the map decides."""
         mirror = Mirror(Ranks()) if tensor_parallel else None
         parts = _checked_map(device_map, "auto" if drafts else device)
         first = pick_device(next(iter(parts), "auto") if parts is not None else device)
-        return _Place(mirror.ranks.device(first) if mirror else first, parts, mirror)
+        return _LoadDevices(mirror.ranks.device(first) if mirror else first, parts, mirror)
 
     def in_turn(self) -> AbstractContextManager[None]:
         """Return a context that the ranks enter one after the other, rank 0 first."""
