@@ -15,8 +15,10 @@ from typing import Any
 
 
 def _follow_parent() -> None:
-    with suppress(OSError, ValueError):
-        sys.stdin.buffer.read()
+    # sys.stdin would keep its lock, which Python waits for when the process ends.
+    with suppress(OSError):
+        while os.read(0, 4096):
+            pass
     os._exit(1)
 
 
