@@ -14,7 +14,7 @@ import paceline
 from paceline import LLM, Sampling
 from paceline.engine.draft_policy import Speculation
 from paceline.types import Forward, Want
-from paceline.vision.picture import Picture
+from tests.support.cover import some
 from tests.support.seeing import SEEING, chat, picture, reference, write_seeing
 
 _PICTURES = (picture(40, 70, 1), picture(20, 20, 2), picture(64, 30, 3))
@@ -42,7 +42,11 @@ def logits(llm: LLM, ids: Sequence[int], chunk: int = 256) -> Tensor:
     return torch.cat(reader.parts)
 
 
-@pytest.fixture(scope="module", params=SEEING)
+_FAST = ("smolvlm", "gemma3", "qwen3_vl")
+_KINDS = [kind if kind in _FAST else pytest.param(kind, marks=pytest.mark.slow) for kind in SEEING]
+
+
+@pytest.fixture(scope="module", params=_KINDS)
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Path, LLM]:
     folder = tmp_path_factory.mktemp(request.param)
     model = write_seeing(folder, request.param)
@@ -52,9 +56,10 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 Seen = tuple[str, Any, Path, LLM]
 
 
-@pytest.mark.parametrize("pictures", [_PICTURES[:1], _PICTURES], ids=["one", "three"])
-def test_logits_of_every_position_are_those_of_transformers(seen: Seen, pictures: Sequence[Picture]) -> None:
+@some("count", [1, 3], fast=["3"])
+def test_logits_of_every_position_are_those_of_transformers(seen: Seen, count: int) -> None:
     kind, model, folder, llm = seen
+    pictures = _PICTURES[:count]
     ids = llm.encode(chat("Look at ", *[x for one in pictures for x in (one, " and then ")], "what is it?"))
     theirs = reference(kind, model, folder, ids, pictures)
     ours = logits(llm, ids)
@@ -75,7 +80,7 @@ def _tail(kind: str) -> int:
     return 80 if kind.startswith(("qwen3_5", "gemma4", "lfm2")) else 4
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 7])
+@some("chunk", [1, 5, 7], fast=["5"])
 def test_chunks_that_cut_images_change_no_logits(seen: Seen, chunk: int) -> None:
     llm = seen[3]
     ids = llm.encode(_prompt())
