@@ -8,12 +8,15 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import transformers
+from PIL import Image
 from torch import Tensor
 
 import paceline
 from paceline import LLM, Sampling
 from paceline.engine.draft_policy import Speculation
 from paceline.types import Forward, Want
+from paceline.vision.messages import split_images
 from tests.support.cover import some
 from tests.support.seeing import SEEING, chat, picture, reference, write_seeing
 
@@ -128,3 +131,21 @@ def test_an_image_may_cross_the_end_of_a_ring(seen: Seen) -> None:
     theirs = reference(kind, model, folder, ids, _PICTURES[:1])
     ours = logits(llm, ids)
     assert torch.allclose(ours, theirs[: len(ours)], atol=2e-3)
+
+
+@pytest.mark.parametrize("seen", ["idefics3", "gemma3"], indirect=True)
+def test_the_text_around_images_is_that_of_transformers_processors(seen: Seen) -> None:
+    kind, _, folder, llm = seen
+    marks = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    words = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), extra_special_tokens=marks if kind == "gemma3" else {}
+    )
+    name = {"idefics3": "Idefics3", "gemma3": "Gemma3"}[kind]
+    images = getattr(transformers, f"{name}ImageProcessorPil").from_pretrained(folder)
+    length = {"idefics3": {"image_seq_len": 4}, "gemma3": {"image_seq_length": 9}}[kind]
+    processor = getattr(transformers, f"{name}Processor")(images, words, **length)
+    for shown in _PICTURES:
+        given = chat("Look at ", shown, "what is it?")
+        text = llm.tokenizer.apply_chat_template(split_images(given)[0]).plain()
+        theirs = processor(text=text, images=[Image.fromarray(shown.pixels)], add_special_tokens=False)
+        assert llm.encode(given) == theirs["input_ids"][0]
