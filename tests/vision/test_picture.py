@@ -207,7 +207,7 @@ def test_the_size_of_a_file_is_limited(tmp_path: Path, monkeypatch: pytest.Monke
 def test_mutated_files_are_pictures_or_clear_errors(trials: int) -> None:
     rng, files, read, longest = random.Random(trials), corpus(), 0, 0.0
     errors = list[InvalidPrompt]()
-    for i in range(trials):
+    for _ in range(trials):
         data, began = mutated(rng, files), time.monotonic()
         try:
             found = read_picture(data)
