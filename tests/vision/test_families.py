@@ -8,13 +8,16 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import transformers
+from PIL import Image
 from torch import Tensor
 
 import paceline
 from paceline import LLM, Sampling
 from paceline.engine.draft_policy import Speculation
 from paceline.types import Forward, Want
-from paceline.vision.picture import Picture
+from paceline.vision.messages import split_images
+from tests.support.cover import some
 from tests.support.seeing import SEEING, chat, picture, reference, write_seeing
 
 _PICTURES = (picture(40, 70, 1), picture(20, 20, 2), picture(64, 30, 3))
@@ -42,7 +45,11 @@ def logits(llm: LLM, ids: Sequence[int], chunk: int = 256) -> Tensor:
     return torch.cat(reader.parts)
 
 
-@pytest.fixture(scope="module", params=SEEING)
+_FAST = ("smolvlm", "gemma3", "qwen3_vl")
+_KINDS = [kind if kind in _FAST else pytest.param(kind, marks=pytest.mark.slow) for kind in SEEING]
+
+
+@pytest.fixture(scope="module", params=_KINDS)
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Path, LLM]:
     folder = tmp_path_factory.mktemp(request.param)
     model = write_seeing(folder, request.param)
@@ -52,9 +59,10 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 Seen = tuple[str, Any, Path, LLM]
 
 
-@pytest.mark.parametrize("pictures", [_PICTURES[:1], _PICTURES], ids=["one", "three"])
-def test_logits_of_every_position_are_those_of_transformers(seen: Seen, pictures: Sequence[Picture]) -> None:
+@some("count", [1, 3], fast=["3"])
+def test_logits_of_every_position_are_those_of_transformers(seen: Seen, count: int) -> None:
     kind, model, folder, llm = seen
+    pictures = _PICTURES[:count]
     ids = llm.encode(chat("Look at ", *[x for one in pictures for x in (one, " and then ")], "what is it?"))
     theirs = reference(kind, model, folder, ids, pictures)
     ours = logits(llm, ids)
@@ -75,7 +83,7 @@ def _tail(kind: str) -> int:
     return 80 if kind.startswith(("qwen3_5", "gemma4", "lfm2")) else 4
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 7])
+@some("chunk", [1, 5, 7], fast=["5"])
 def test_chunks_that_cut_images_change_no_logits(seen: Seen, chunk: int) -> None:
     llm = seen[3]
     ids = llm.encode(_prompt())
@@ -123,3 +131,21 @@ def test_an_image_may_cross_the_end_of_a_ring(seen: Seen) -> None:
     theirs = reference(kind, model, folder, ids, _PICTURES[:1])
     ours = logits(llm, ids)
     assert torch.allclose(ours, theirs[: len(ours)], atol=2e-3)
+
+
+@pytest.mark.parametrize("seen", ["idefics3", "gemma3"], indirect=True)
+def test_the_text_around_images_is_that_of_transformers_processors(seen: Seen) -> None:
+    kind, _, folder, llm = seen
+    marks = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    words = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), extra_special_tokens=marks if kind == "gemma3" else {}
+    )
+    name = {"idefics3": "Idefics3", "gemma3": "Gemma3"}[kind]
+    images = getattr(transformers, f"{name}ImageProcessorPil").from_pretrained(folder)
+    length = {"idefics3": {"image_seq_len": 4}, "gemma3": {"image_seq_length": 9}}[kind]
+    processor = getattr(transformers, f"{name}Processor")(images, words, **length)
+    for shown in _PICTURES:
+        given = chat("Look at ", shown, "what is it?")
+        text = llm.tokenizer.apply_chat_template(split_images(given)[0]).plain()
+        theirs = processor(text=text, images=[Image.fromarray(shown.pixels)], add_special_tokens=False)
+        assert llm.encode(given) == theirs["input_ids"][0]
