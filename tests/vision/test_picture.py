@@ -211,8 +211,9 @@ def test_mutated_files_are_pictures_or_clear_errors(trials: int) -> None:
         try:
             found = read_picture(data)
         except InvalidPrompt as error:
-            assert str(error).isprintable(), i
-            assert error.fix, i
+            refused = error
+            assert str(refused).isprintable(), i
+            assert refused.fix, i
         else:
             assert found.pixels.dtype == np.uint8
             assert found.pixels.shape[2:] == (3,)

@@ -181,13 +181,26 @@ def left_out(kind: str) -> str:
     return f"[{kind} left out: this server reads text only]"
 
 
-def part_as_text(part: Any, textual: Collection[str], refused_as: str) -> Any:
-    """Return a part of a message with a note for its text if it has none. `textual`: the types that are text.
-    `refused_as`: the type of a refusal, which the assistant wrote and the client sends back."""
+def text_or_nothing(value: Any) -> str:
+    """Return a text; "" for any other value."""
+    return value if isinstance(value, str) else ""
+
+
+def part_as_text(part: Any, textual: Collection[str], refused_as: str, image: str) -> Any:
+    """Return a part of a message with a note for its text if it has none.
+
+    Args:
+        part: The part.
+        textual: The types that are text.
+        refused_as: The type of a refusal, which the assistant wrote and the client sends back.
+        image: The type of an image, which is kept in addition to the note.
+    """
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "refusal":
         return {"type": refused_as, "text": part.get("refusal")}
-    return part if not isinstance(kind, str) or kind in textual else {"type": kind, "text": left_out(kind)}
+    if not isinstance(kind, str) or kind in textual:
+        return part
+    return {**(part if kind == image else {}), "type": kind, "text": left_out(kind)}
 
 
 def accepts(*rules: Rule) -> Callable[[type[M]], type[M]]:

@@ -26,6 +26,7 @@ from paceline.server.apis.responses import Responses, ResponsesRequest
 from paceline.server.apis.stored import ResponseStore
 from paceline.server.bodies import BodyReader
 from paceline.server.errors import LOG, REQUEST_ID
+from paceline.server.images import without_images
 from paceline.server.limits import RequestLimit, Settings
 from paceline.server.models import LoadedModel, Models
 from paceline.server.preprocessing import (
@@ -72,8 +73,8 @@ class Service:
         self.waiting = RequestLimit(max(1, settings.max_requests // 2), "already wait for a model to be loaded")
         self.preprocessor = Preprocessor()
         self.responses = ResponseStore()
-        self.bodies = BodyReader(self.preprocessor, settings.max_body, settings.max_bodies)
-        responses = Responses(self.responses, settings.max_body)
+        self.bodies = BodyReader(self.preprocessor, settings.max_body, settings.max_bodies, settings.max_image_chars)
+        responses = Responses(self.responses, settings.max_body + settings.max_image_chars)
         self.apis: Sequence[Api[Any]] = (
             *(ChatCompletions(), Completions(), responses, Compaction(responses), Messages()),
             *(OllamaChat(), OllamaGenerate(), Infill()),
@@ -145,10 +146,14 @@ class Service:
 
     def _pool(self, body: Generating, pool: PoolName) -> PoolName:
         """Return the pool for a request. `pool`: for one with a body of its size, without what is stored."""
+        if body.image_chars:
+            return "images"
         if body.constrained:
             return "grammar"
-        continues = isinstance(body, ResponsesRequest) and self.responses.length(body.previous_response_id) > LONG
-        return "long" if continues else pool
+        earlier = body.previous_response_id if isinstance(body, ResponsesRequest) else None
+        if self.responses.has_images(earlier):
+            return "images"
+        return "long" if self.responses.length(earlier) > LONG else pool
 
     async def start(
         self,
@@ -170,7 +175,8 @@ class Service:
             id_prefix: The beginning of the answer's id.
         """
         if self.settings.log_prompts:
-            LOG.info("%s %s", REQUEST_ID.get(), body.model_dump_json(exclude_none=True))
+            text = body.model_dump_json(exclude_none=True)
+            LOG.info("%s %s", REQUEST_ID.get(), without_images(text) if body.image_chars else text)
         self.limit.acquire()
         try:
             model = await self._take(request, body.model, seconds_left(deadline))
@@ -205,13 +211,15 @@ class Service:
                 self.waiting.release()
         return model
 
-    async def compute(self, request: Request, name: str | None, work: Callable[[LoadedModel], Any]) -> Response:
+    async def compute(
+        self, request: Request, name: str | None, work: Callable[[LoadedModel], Any], pool: PoolName = "tokens"
+    ) -> Response:
         """Answer with what `work` returns, for requests that generate nothing."""
         self.limit.acquire()
         try:
             model = await self._take(request, name, self.settings.timeout)
             try:
-                return await self.document(request, partial(work, model), "tokens")
+                return await self.document(request, partial(work, model), pool)
             finally:
                 model.release()
         finally:
@@ -222,7 +230,8 @@ class Service:
     ) -> Response:
         """Answer with what `work` returns for a body, for requests that generate nothing."""
         async with self.bodies.read(request, kind) as (body, _):
-            return await self.compute(request, body.model, lambda model: work(model, self.settings, body))
+            pool: PoolName = "images" if body.image_chars else "tokens"
+            return await self.compute(request, body.model, lambda model: work(model, self.settings, body), pool)
 
     async def document(self, request: Request, work: Callable[[], Any], pool: PoolName = "documents") -> Response:
         """Answer with the result of `work`, which is JSON or is written as JSON."""

@@ -24,6 +24,7 @@ from paceline.server.apis.response_items import (
     Namespace,
     Tools,
     chat_messages_of,
+    image_chars,
 )
 from paceline.server.apis.stored import ResponseStore, StoredResponse, memory
 from paceline.server.compat import OtherServers, Strict, accepts, ignored, only
@@ -123,6 +124,11 @@ class ResponsesRequest(ThinkingBudgets, Samplers, OtherServers):
     chat_template_kwargs: Annotated[Schema, Field(max_length=64)] | None = None
 
     @property
+    def image_chars(self) -> int:
+        """Characters of all images in the body."""
+        return image_chars(self.items)
+
+    @property
     def callable_tools(self) -> list[FunctionTool | CustomTool]:
         """The tools that the model may call. Tools in a namespace have the names that the model sees."""
         found = [tool for tool in self.tools or () if isinstance(tool, CalledTool)]
@@ -201,8 +207,9 @@ class Responses(Api[ResponsesRequest]):
 
     def decode(self, body: ResponsesRequest) -> GenerateRequest:
         """Return the request of a conversation."""
+        items = self.conversation(body)
         prompt = ChatPrompt(
-            messages=chat_messages_of(self.conversation(body), body.instructions),
+            messages=chat_messages_of(items, body.instructions, earlier=len(items) - len(body.items)),
             tools=body.tool_use,
             values={
                 **reasoning_values(body.reasoning.effort if body.reasoning else None),
@@ -228,7 +235,9 @@ class Responses(Api[ResponsesRequest]):
         last = body.input[-1] if body.input else None
         if isinstance(last, MessageItem) and not isinstance(last.content, str):
             kinds = ["" if part.textual else part.type for part in last.content]
-            refuse_media(f"input.{len(body.input) - 1}.content", kinds, ("",), "a new part must be 'input_text'")
+            refuse_media(
+                f"input.{len(body.input) - 1}.content", kinds, ("", "input_image"), "a new part must be 'input_text'"
+            )
         items: list[Item] = []
         for before in self._store.conversation(body.previous_response_id, self._limit):
             items += [*before.input, *_ITEMS.validate_python(before.document["output"])]
