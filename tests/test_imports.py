@@ -25,9 +25,9 @@ ORDER = (
         "chat",
         "verify",
         "models",
-        "vision",
     ),
     *(
+        "vision",
         "checkpoints",
         "drafters",
         "engine",

@@ -39,6 +39,8 @@ from paceline.text.prompt_ids import encode_prompt
 from paceline.text.sandbox import SANDBOX
 from paceline.types import DraftBudget, Guarantee, Prompt
 from paceline.verify.rules import text_guarantee
+from paceline.vision.encoder import Vision
+from paceline.vision.messages import has_images, split_images
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -102,6 +104,11 @@ class LLM:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self.model.tokenizer
+
+    @property
+    def vision(self) -> Vision | None:
+        """The model's vision tower. None if it does not see, or Paceline cannot run its tower."""
+        return self.model.vision
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -388,6 +395,10 @@ class LLM:
         Raises:
             InvalidPrompt: If the prompt is empty or malformed.
         """
+        if self.vision and has_images(prompt):
+            chat, pictures = split_images(prompt)  # type: ignore[arg-type]
+            text = self.tokenizer.apply_chat_template(chat)
+            return self.vision.prompt(text, pictures, partial(self.tokenizer.encode, special=False))
         return encode_prompt(prompt, self.tokenizer, self.model.target.vocab_size, raw=raw)
 
     def quantize(self, mode: Precision, draft: Precision | None = None) -> None:

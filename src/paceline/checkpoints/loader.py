@@ -22,6 +22,7 @@ from paceline.checkpoints.lora import Merged, open_model
 from paceline.checkpoints.model_config import read_config
 from paceline.checkpoints.mtp import has_mtp
 from paceline.checkpoints.registry import FAMILIES
+from paceline.checkpoints.vision import open_vision
 from paceline.errors import InvalidOption, UnsupportedModel, install_line, memory_named
 from paceline.files.progress import progress_bar
 from paceline.kernels.cpu.build import library
@@ -39,6 +40,7 @@ from paceline.models.ranks import Ranks
 from paceline.models.refusals import refuse_other_heads, refuse_other_kinds
 from paceline.protocols import Adaptable, Target
 from paceline.text.tokenizer import Tokenizer
+from paceline.vision.encoder import Vision
 
 _LOG = logging.getLogger("paceline")
 
@@ -62,6 +64,7 @@ class Loaded:
         quantize: How its weights are quantised; None if they are not.
         head_tokens: The token ids, ascending, to which a draft model's output head was reduced; None for all tokens.
         has_mtp: True if its files also hold an MTP layer.
+        vision: Its vision tower. None if it does not see, or Paceline cannot run its tower.
     """
 
     target: Target
@@ -72,6 +75,7 @@ class Loaded:
     quantize: Mode | None = None
     head_tokens: Tensor | None = None
     has_mtp: bool = False
+    vision: Vision | None = None
 
     @property
     def adapters(self) -> Sequence[str]:
@@ -155,7 +159,10 @@ def load_model(
     if mirror:
         mirror.follow()
     mtp = config is not None and has_mtp(checkpoint.tensors)
-    return Loaded(target, checkpoint.tokenizer, eos, checkpoint.generation, checkpoint.path, mode, kept, mtp)
+    vision = (
+        None if head_tokens or mirror or config is None else open_vision(checkpoint.path, kind, where, allow_pickle)
+    )
+    return Loaded(target, checkpoint.tokenizer, eos, checkpoint.generation, checkpoint.path, mode, kept, mtp, vision)
 
 
 def _checked_map(given: DeviceMap | None, device: Device) -> dict[str, int | None] | None:

@@ -22,7 +22,7 @@ ARCHITECTURES: dict[str, tuple[Family, GGUFLayout]] = {
     layout.architecture: (family, layout) for family in FAMILIES.values() for layout in family.gguf
 }
 """Family and layout by the architecture's name in GGUF files."""
-_PARTS = {family.part_of: family.name for family in FAMILIES.values() if family.part_of}
+_PARTS = {whole: family.name for family in FAMILIES.values() for whole in family.part_of}
 """Model type of a multimodal model -> model type of its language model."""
 _UNKNOWN = Family("")
 

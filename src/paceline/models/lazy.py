@@ -107,7 +107,7 @@ class Renamed(LazyTensors):
 
 _SENSES = (
     *(f"model.{part}" for part in ("visual.", "vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")),
-    *("vision_model.", "multi_modal_projector."),
+    *("vision_model.", "multi_modal_projector.", "model.vision_model.", "model.connector."),
 )
 """Prefixes of tensors that process images and audio."""
 

@@ -263,7 +263,7 @@ FAMILIES = (
         _gemma4,
         _rope_of_sliding_layers,
         names=LANGUAGE,
-        part_of="gemma4",
+        part_of=("gemma4",),
         gguf=(_GGUF,),
         goldens={
             "gemma4, small": {**_TINY, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},

@@ -138,7 +138,7 @@ FAMILIES = (
         refine=normed,
         rope=text_axes,
         names=LANGUAGE,
-        part_of="qwen3_vl",
+        part_of=("qwen3_vl",),
         gguf=(GGUFLayout("qwen3vl", _NORMED),),
     ),
 )

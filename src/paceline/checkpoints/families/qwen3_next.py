@@ -177,7 +177,7 @@ FAMILIES = (
         text_axes,
         names=LANGUAGE,
         unlike_file=_unlike_file,
-        part_of="qwen3_5",
+        part_of=("qwen3_5",),
         gguf=(replace(_NEXT, architecture="qwen35", read=_read_tiled),),
         goldens={
             "qwen3.5": _TINY,
@@ -193,7 +193,7 @@ FAMILIES = (
         text_axes,
         names=LANGUAGE,
         unlike_file=_unlike_file,
-        part_of="qwen3_5_moe",
+        part_of=("qwen3_5_moe",),
         gguf=(replace(_NEXT, architecture="qwen35moe", read=_read_tiled),),
         goldens={"qwen3.5 moe": {**_TINY_MIXTURE, "layer_types": _TYPES}},
     ),

@@ -1,0 +1,51 @@
+"""Data that describes how a family of models sees. The families are in `families.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.vision.prompt import EncodedImage
+
+
+@dataclass(frozen=True, slots=True)
+class Tower:
+    """A loaded vision tower: transformers' modules.
+
+    Attributes:
+        model: The multimodal model without its language model.
+        processor: The image processor.
+        config: The model's config.
+    """
+
+    model: Any
+    processor: Any
+    config: Any
+
+
+@dataclass(frozen=True, slots=True)
+class VisionFamily:
+    """One kind of vision tower.
+
+    Attributes:
+        types: The `model_type`s of config.json.
+        model: Name of transformers' class of the multimodal model, without output head.
+        processor: Name of transformers' class of the image processor.
+        language: Name of the language model in `model`.
+        encode: Function from the tower and a Pillow image to the image as the language model reads it.
+        mark: Text that the chat template writes for an image.
+        token: Text of the placeholder token, one of which stands for each row of an image.
+        mutual: The rows of an image see each other.
+        tensors: Prefixes of the tower's tensor names in checkpoints.
+    """
+
+    types: tuple[str, ...]
+    model: str
+    processor: str
+    language: str
+    encode: Callable[[Tower, Any], EncodedImage]
+    mark: str
+    token: str
+    tensors: tuple[str, ...]
+    mutual: bool = False
