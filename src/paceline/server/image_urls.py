@@ -100,7 +100,9 @@ def _address(host: str, port: int, private: bool) -> str:
     return str(public[0])
 
 
-def _asked(connection: _PinnedConnection, url: SplitResult, limit: int, deadline: float) -> tuple[int, str | None, bytes]:
+def _asked(
+    connection: _PinnedConnection, url: SplitResult, limit: int, deadline: float
+) -> tuple[int, str | None, bytes]:
     """Return the status of an answer, the address that it redirects to, and its body."""
     target = (url.path or "/") + (f"?{url.query}" if url.query else "")
     connection.request("GET", target, headers={"Accept": "image/*", "User-Agent": "paceline"})

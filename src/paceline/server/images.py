@@ -10,7 +10,7 @@ from paceline.llm import LLM
 from paceline.server.errors import bad_request
 from paceline.server.image_urls import fetched
 from paceline.server.limits import Settings
-from paceline.server.request import ChatMessage, ChatPrompt, ImagePart
+from paceline.server.request import ChatMessage, ChatPrompt, SentImage
 from paceline.server.worker import Busy
 from paceline.vision.picture import Picture, data_of_url, read_base64, read_picture
 
@@ -31,10 +31,10 @@ def seen(llm: LLM, settings: Settings, prompt: ChatPrompt) -> ChatPrompt:
             part of the user's last message.
         Busy: If the machine was too busy.
     """
-    parts = [part for message in prompt.messages for part in message.content if isinstance(part, ImagePart)]
+    parts = [part for message in prompt.messages for part in message.content if isinstance(part, SentImage)]
     if not parts:
         return prompt
-    if getattr(llm, "vision", None) is None:
+    if llm.vision is None:
         refusal = next((part.refusal for part in parts if part.refusal), None)
         if refusal:
             raise bad_request(f"{refusal}. This model reads text only", refusal.partition(":")[0])
@@ -58,9 +58,10 @@ def without_images(text: str) -> str:
 
 
 def _read(reader: _ImageReader, message: ChatMessage) -> ChatMessage:
-    if isinstance(message.content, str):
+    """Return a message with its images read. Only messages of the user and of tools may have any."""
+    if isinstance(message.content, str) or message.role not in ("user", "tool"):
         return message
-    content = [reader.picture(part) if isinstance(part, ImagePart) else part for part in message.content]
+    content = [reader.picture(part) if isinstance(part, SentImage) else part for part in message.content]
     return replace(message, content=content)
 
 
@@ -72,7 +73,7 @@ class _ImageReader:
         self._bytes = self._pixels = 0
         self._read: dict[tuple[str, bool], Picture] = {}
 
-    def picture(self, part: ImagePart) -> Picture:
+    def picture(self, part: SentImage) -> Picture:
         """Return an image as a picture. An image that is sent several times is read once."""
         key = part.source, part.low
         if key not in self._read:
@@ -84,7 +85,7 @@ class _ImageReader:
                 raise Busy(error.cause, error.fix) from error
         return self._read[key]
 
-    def _picture(self, part: ImagePart) -> Picture:
+    def _picture(self, part: SentImage) -> Picture:
         start = part.source[:8].lower()
         if not part.source:
             raise InvalidPrompt("the image has no data", "Send a data URL: data:image/png;base64,...")

@@ -237,11 +237,11 @@ def token_ids(llm: LLM, prompt: Any, param: str, chat: bool = False) -> list[int
 def chat_ids(llm: LLM, text: str, prompt: ChatPrompt) -> list[int]:
     """Return the token ids of a chat's text, with the images of the chat. Raises `ApiError` 400."""
     pictures = pictures_of(prompt)
-    if not pictures:
+    if not pictures or llm.vision is None:
         return token_ids(llm, text, "messages", chat=True)
     try:
         return llm.vision.prompt(text, pictures, partial(llm.tokenizer.encode, special=False))
-    except PacelineError as error:
+    except InvalidPrompt as error:
         raise bad_request(str(error), "messages") from error
 
 
@@ -267,6 +267,7 @@ def check_length(llm: LLM, settings: Settings, prompt: str | Sequence[int], para
 
 def chat_tokens(llm: LLM, settings: Settings, prompt: ChatPrompt) -> list[int]:
     """Return the token ids of a chat's prompt. Raises `ApiError` 400."""
+    prompt = seen(llm, settings, prompt)
     text = chat_text(llm, prompt)
     check_length(llm, settings, text, "messages")
     return chat_ids(llm, text, prompt)

@@ -13,6 +13,7 @@ from paceline.server.errors import bad_request
 from paceline.server.fields import Schema
 from paceline.server.grammars import Constraint
 from paceline.server.schema import SpeculationOptions
+from paceline.text.image_part import ImagePart
 from paceline.vision.picture import Picture
 
 _SWITCHES = ("enable_thinking", "thinking")
@@ -21,7 +22,7 @@ and Granite read the second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImagePart:
+class SentImage:
     """An image in a message, as it was sent.
 
     Attributes:
@@ -44,7 +45,7 @@ class ImagePart:
         return left_out(self.kind)
 
 
-Part = str | ImagePart | Picture
+Part = str | SentImage | Picture
 """A part of a message's content. Pictures replace the images that were sent before a chat template is applied."""
 
 
@@ -71,8 +72,8 @@ class ChatMessage:
     def as_dict(self) -> dict[str, Any]:
         """Return the message in the form that chat templates expect."""
         content: Any = self.content
-        if any(isinstance(part, ImagePart) for part in content):  # the model reads text only
-            content = "\n".join(part.note if isinstance(part, ImagePart) else part for part in content)
+        if any(isinstance(part, SentImage) for part in content):  # the model reads text only
+            content = "\n".join(part.note if isinstance(part, SentImage) else part for part in content)
         elif not isinstance(content, str):
             content = [*map(_part, content)]
         found: dict[str, Any] = {
@@ -90,7 +91,7 @@ class ChatMessage:
 
 
 def _part(part: Any) -> dict[str, Any]:
-    return {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part}
+    return {"type": "text", "text": part} if isinstance(part, str) else ImagePart()
 
 
 def refuse_media(param: str, kinds: Sequence[str], textual: Collection[str], wanted: str) -> None:

@@ -42,9 +42,9 @@ from paceline.server.request import (
     ChatMessage,
     ChatPrompt,
     GenerateRequest,
-    ImagePart,
     OfferedFunction,
     Part,
+    SentImage,
     ToolUse,
     reasoning_values,
     refuse_media,
@@ -116,11 +116,11 @@ class ImageBlock(Lenient):
     type: Literal["image"]
     source: Annotated[ImageSource, BeforeValidator(_source)] = Field(default_factory=ImageSource)
 
-    def part(self, param: str, new: bool) -> ImagePart:
+    def part(self, param: str, new: bool) -> SentImage:
         """Return the image. `new`: it is in the last message, which has no results of tools."""
         source = self.source.url if self.source.type == "url" else self.source.data
         refusal = f"{param}: {_WANTED}, got 'image'" if new else None
-        return ImagePart(source=source, param=f"{param}.source", kind=self.type, refusal=refusal)
+        return SentImage(source=source, param=f"{param}.source", kind=self.type, refusal=refusal)
 
 
 class OtherBlock(Lenient):
@@ -375,7 +375,7 @@ def _content_of(blocks: Sequence[Block], param: str, new: bool = False) -> str |
             texts.append(left_out(block.type))
         elif isinstance(block, ImageBlock):
             texts.append(block.part(f"{param}.{i}", new))
-    if any(isinstance(part, ImagePart) for part in texts):
+    if any(isinstance(part, SentImage) for part in texts):
         return texts
     return "\n".join(map(str, texts))
 

@@ -35,8 +35,8 @@ from paceline.server.request import (
     ChatMessage,
     ChatPrompt,
     GenerateRequest,
-    ImagePart,
     Part,
+    SentImage,
     TextPrompt,
     ToolUse,
     reasoning_values,
@@ -250,8 +250,8 @@ def _content(text: str | None, images: Sequence[str], param: str, new: bool) -> 
     if not images:
         return text or ""
     refusal = f"{param}: not supported by this server. Leave it out, or send []" if new else None
-    parts = [ImagePart(source=one, param=f"{param}.{i}", refusal=refusal) for i, one in enumerate(images)]
-    return [*filter(None, [text]), *parts]
+    parts = [SentImage(source=one, param=f"{param}.{i}", refusal=refusal) for i, one in enumerate(images)]
+    return [*parts, *filter(None, [text])]  # in the order in which Ollama shows them
 
 
 def _chat_message(message: OllamaMessage, param: str, new: bool) -> ChatMessage:

@@ -11,7 +11,7 @@ from paceline.chat.calls import Call
 from paceline.server.apis.custom_tools import CustomTool, chat_call, chat_tool
 from paceline.server.compat import Lenient, Strict, accepts, only, part_as_text, text_or_nothing
 from paceline.server.fields import MAX_TOOLS, ArgumentsText, CalledName, Name, Schema, Text
-from paceline.server.request import ChatMessage, ImagePart, OfferedFunction, refuse_media
+from paceline.server.request import ChatMessage, OfferedFunction, SentImage, refuse_media
 
 _ROLES = {"developer": "system", "function": "tool"}
 
@@ -42,13 +42,13 @@ class ContentPart(Lenient):
     def _as_text(cls, part: Any) -> Any:
         return part_as_text(part, ("text",), "text", "image_url")
 
-    def part(self, param: str, new: bool) -> str | ImagePart:
+    def part(self, param: str, new: bool) -> str | SentImage:
         """Return the text, or the image. `new`: it is in the user's last message."""
         if self.type != "image_url":
             return self.text
         refusal = f"{param}: type must be 'text', got 'image_url'" if new else None
         low = self.image_url.detail == "low"
-        return ImagePart(
+        return SentImage(
             source=self.image_url.url, param=f"{param}.image_url", kind=self.type, low=low, refusal=refusal
         )
 

@@ -13,7 +13,7 @@ from paceline.chat.calls import Call
 from paceline.server.apis.custom_tools import CustomTool, arguments_of
 from paceline.server.compat import Lenient, Strict, by_type, left_out, part_as_text, text_or_nothing
 from paceline.server.fields import MAX_TOOLS, ArgumentsText, CalledName, Name, Schema, Text
-from paceline.server.request import ChatMessage, ImagePart, OfferedFunction
+from paceline.server.request import ChatMessage, OfferedFunction, SentImage
 
 Kind = Annotated[str, Field(max_length=100)]
 _TEXTUAL = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
@@ -53,11 +53,11 @@ def joined(content: str | list[ItemPart]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
-def _parts(content: str | list[ItemPart], param: str, new: bool) -> list[str | ImagePart]:
+def _parts(content: str | list[ItemPart], param: str, new: bool) -> list[str | SentImage]:
     """Return the parts of a content with images; nothing if there are none. `new`: it is the last item."""
     if isinstance(content, str) or not any(part.type == "input_image" for part in content):
         return []
-    found: list[str | ImagePart] = []
+    found: list[str | SentImage] = []
     for i, part in enumerate(content):
         if part.type != "input_image":
             found.append(part.text)
@@ -65,7 +65,7 @@ def _parts(content: str | list[ItemPart], param: str, new: bool) -> list[str | I
         where = f"{param}.{i}"
         refusal = f"{where}: a new part must be 'input_text', got 'input_image'" if new else None
         low = part.detail == "low"
-        found.append(ImagePart(source=part.image_url or "", param=where, kind=part.type, low=low, refusal=refusal))
+        found.append(SentImage(source=part.image_url or "", param=where, kind=part.type, low=low, refusal=refusal))
     return found
 
 
@@ -276,7 +276,7 @@ class _OpenMessage:
     calls: list[Call] = field(default_factory=list)
     reasoning: str | None = None
     call_id: str | None = None
-    parts: Sequence[str | ImagePart] = ()
+    parts: Sequence[str | SentImage] = ()
 
     @property
     def message(self) -> ChatMessage:
