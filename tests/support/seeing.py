@@ -48,6 +48,4 @@ def seeing_llm(template: str = TEMPLATE) -> LLM:
     backend.add_special_tokens(["<image>"])
     model = speaker(Tokenizer(backend, words.special_tokens, template), seed=3)
     hidden = model.target.config.hidden  # type: ignore[attr-defined]
-    llm = LLM(replace(model, vision=ToyVision(hidden)), {"suffix": Suffix()})
-    llm.engine.remember(2**24)
-    return llm
+    return LLM(replace(model, vision=ToyVision(hidden)), {"suffix": Suffix()})

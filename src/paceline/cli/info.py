@@ -118,8 +118,19 @@ def _model_facts(path: Path, allow_pickle: bool) -> dict[str, Any]:
         "tokenizer": _gguf_tokenizer(header) if header else tokenizer.kind,
         "eos": [{"id": i, "token": tokenizer.decode([i], skip_special=False)} for i in eos],
         "chat_template": tokenizer.chat_template is not None,
+        "images": _images(path, bool(config)),
         "generation": checkpoint.generation,
     }
+
+
+def _images(path: Path, native: bool) -> str | None:
+    """Return the name of the model's vision tower. None if it reads text only."""
+    import torch
+
+    from paceline.checkpoints.vision import open_vision
+
+    vision = open_vision(path, torch.float32, torch.device("cpu")) if native else None
+    return vision.name if vision else None
 
 
 def _architecture(config: ModelConfig) -> dict[str, Any]:
@@ -206,6 +217,7 @@ def _model_rows(f: dict[str, Any]) -> list[tuple[str, str]]:
             f"{sampling} (recommended by the model)" if sampling else "greedy (the model recommends no other)",
         ),
         ("chat template", "yes" if f["chat_template"] else "no"),
+        ("images", f"yes ({f['images']})" if f["images"] else "no: it reads text only"),
         *(_architecture_rows(f) if native else []),
         ("vocabulary", f"{f['tokens']:,} tokens{padding} ({f['tokenizer']})"),
         ("end of sequence", ", ".join(f"{eos['token']!r} (id {eos['id']})" for eos in f["eos"]) or "none"),

@@ -39,7 +39,7 @@ def properties(model: LoadedModel, source: ModelSource) -> dict[str, Any]:
         "total_slots": model.worker.limits.slots,
         "model_alias": model.name,
         "model_path": source.path.name if source.path else source.names[0],
-        "modalities": {"vision": False, "audio": False},
+        "modalities": {"vision": llm.vision is not None, "audio": False},
         "endpoint_slots": True,
         "endpoint_props": False,
         "endpoint_metrics": True,
@@ -93,6 +93,7 @@ class ModelRoutes:
                 "drafters": [policy.name for policy in policies],
                 "default": default.name if default else None,
                 "guarantee": model.llm.guarantee,
+                "modalities": ["text", *(["image"] if model.llm.vision else [])],
                 "context_length": model.llm.model.target.context_length,
                 "sampling": {name: getattr(sampling, name) for name in defaults},
             }

@@ -125,6 +125,7 @@ class OllamaModels:
         facts = read()
         abilities = {
             "completion": True,
+            "vision": facts.vision,
             "tools": bool(facts.template),
             "insert": facts.infill,
             "thinking": thinking.family(facts.template) is not None,
@@ -250,6 +251,7 @@ def _facts(source: ModelSource, model: LoadedModel | None) -> Callable[[], Model
         context_length=target.context_length,
         vocab_size=target.vocab_size,
         template=llm.tokenizer.chat_template or "",
+        vision=llm.vision is not None,
         infill=InfillTokens.of(llm.tokenizer) is not None,
     )
 
