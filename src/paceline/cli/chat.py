@@ -290,7 +290,7 @@ def read_conversation(path: Path) -> list[dict[str, Any]]:
             return found
     except InvalidPrompt:
         raise
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         pass
     raise InvalidData(f"{path} contains no conversation", "Use a file that /save has written")
 

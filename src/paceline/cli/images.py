@@ -60,7 +60,7 @@ def data_url(picture: Any) -> str:
 
 
 def saved_content(content: Any) -> str | list[dict[str, Any]]:
-    """Return the content of a message that was saved with `data_url`.
+    """Return the content of a message that `/save` or the page has saved.
 
     Raises:
         InvalidPrompt: If an image cannot be read.
@@ -71,6 +71,8 @@ def saved_content(content: Any) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
     *images, text = content
-    if not isinstance(text["text"], str) or not all(one["image"].startswith("data:") for one in images):
+    # The page's files have the form of OpenAI's API.
+    urls = [one["image"] if "image" in one else one["image_url"]["url"] for one in images]
+    if not isinstance(text["text"], str) or not all(url.startswith("data:") for url in urls):
         raise TypeError
-    return with_images(text["text"], [read_picture(one["image"]) for one in images])
+    return with_images(text["text"], [read_picture(url) for url in urls])
