@@ -15,7 +15,7 @@ from paceline.cli import app
 from paceline.cli.options import ModelOptions
 from paceline.llm import LLM
 from tests.support.pictures import encoded, noise
-from tests.support.seeing import seeing_llm
+from tests.support.toy_vision import seeing_llm
 from tests.support.toys import toy_llm
 
 PNG = encoded(noise())

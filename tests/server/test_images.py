@@ -21,7 +21,7 @@ from paceline.vision import picture
 from paceline.vision.picture import read_picture
 from tests.support.pictures import SVG, data_url, encoded, noise, png_bomb
 from tests.support.running import Serving, serving
-from tests.support.seeing import ROWS, seeing_llm
+from tests.support.toy_vision import ROWS, seeing_llm
 
 FIRST, SECOND = encoded(noise(seed=1)), encoded(noise(seed=2), "JPEG")
 

@@ -185,9 +185,9 @@ class Engine:
             if source:
                 self.cache.truncate(slot, request.position)
             if policy and source and source.policy is policy and not replied:
-                policy.drafter.fork(slot, source.slot, request.token_ids)
+                policy.drafter.fork(slot, source.slot, request.text)
             elif policy:
-                policy.drafter.admit(slot, request.token_ids)
+                policy.drafter.admit(slot, request.text)
         return request
 
     @_exclusive
@@ -203,7 +203,7 @@ class Engine:
         request.active, request.resumed, request.num_seen_tokens = True, True, 0
         with self._holding(request):
             if request.policy:
-                request.policy.drafter.admit(request.slot, request.token_ids)
+                request.policy.drafter.admit(request.slot, request.text)
 
     def prefill(self, request: Request) -> None:
         """Feed the prompt except its last token, which is row 0 of the first round."""

@@ -69,6 +69,11 @@ class Request:
     on_finish: Callable[[Request], object] | None = None
 
     @property
+    def text(self) -> Sequence[int]:
+        """The token ids, with the images among them."""
+        return ImagePrompt(self.token_ids, self.images.images) if self.images else self.token_ids
+
+    @property
     def cache_ids(self) -> Sequence[int]:
         """The ids by which prefix caches compare the text."""
         return [*self.images.cache_ids, *self.token_ids[len(self.images) :]] if self.images else self.token_ids

@@ -38,7 +38,7 @@ from paceline.models.ranks import Ranks
 from paceline.models.stack import LayerStack
 from paceline.models.weights import Weights
 from paceline.protocols import KVCache, Pass
-from paceline.types import Forward, Rows, Want
+from paceline.types import Forward, Rows, Tap, Want
 
 _HEAD_ROWS = 256
 """Number of outputs of an excerpt's head."""

@@ -62,7 +62,7 @@ class Vision:
     @property
     def name(self) -> str:
         """Name of the family, such as "smolvlm"."""
-        return self.family.types[0]
+        return self.family.name
 
     @property
     def nbytes(self) -> int:
@@ -99,7 +99,7 @@ class Vision:
         placed = [PlacedImage(image, [*islice(rows, len(image.embeddings))]) for image in images]
         if any(len(one.rows) != len(one.image.embeddings) for one in placed) or next(rows, None) is not None:
             raise CorruptModel("the tokenizer does not fit the vision tower", "Fetch the model again")
-        return ImagePrompt(tokens, placed, self.family.mutual)
+        return ImagePrompt(tokens, placed)
 
     def encode(self, picture: Picture) -> EncodedImage:
         """Return an image as the language model reads it. Raises `UnsupportedModel` if a package is missing."""

@@ -24,32 +24,66 @@ def _idefics3(tower: Tower, image: Any) -> EncodedImage:
     return EncodedImage(f"{tiles}{fake}<global-img>{patches}{fake}", embeddings)
 
 
-_IDEFICS3 = VisionFamily(
-    types=("idefics3",),
-    model="Idefics3Model",
-    processor="Idefics3ImageProcessorPil",
-    language="text_model",
-    encode=_idefics3,
-    mark="<image>",
-    token="<image>",
-    tensors=("model.vision_model.", "model.connector."),
-)
+def _gemma3(tower: Tower, image: Any) -> EncodedImage:
+    """Encode an image as a whole, as a square."""
+    inputs = tower.processor(images=[image], return_tensors="pt", do_pan_and_scan=False)
+    (embeddings,) = tower.model.get_image_features(inputs["pixel_values"]).pooler_output
+    text = f"\n\n<start_of_image>{'<image_soft_token>' * len(embeddings)}<end_of_image>\n\n"
+    return EncodedImage(text, embeddings, mutual=True)
 
-VISION: dict[str, VisionFamily] = {
-    kind: family
-    for family in (
-        _IDEFICS3,
+
+def _qwen(tower: Tower, image: Any) -> EncodedImage:
+    """Encode an image at its own aspect ratio, with a position for each row and column of patches."""
+    inputs = tower.processor(images=[image], return_tensors="pt")
+    found = tower.model.get_image_features(**inputs, return_dict=True)
+    (embeddings,), ((time, height, width),) = found.pooler_output, inputs["image_grid_thw"].tolist()
+    merged = tower.config.vision_config.spatial_merge_size
+    deep = tuple(parts[0] for parts in getattr(found, "deepstack_features", None) or ())
+    grid = time, height // merged, width // merged
+    return EncodedImage("<|image_pad|>" * len(embeddings), embeddings, deep, grid)
+
+
+def _qwen_family(kind: str, model: str) -> VisionFamily:
+    return VisionFamily(
+        kind,
+        model,
+        processor="Qwen2VLImageProcessorPil",
+        language="language_model",
+        tensors=("visual.", "model.visual."),
+        encode=_qwen,
+        mark="<|image_pad|>",
+        token="<|image_pad|>",
+    )
+
+
+_FAMILIES = (
+    *(
         VisionFamily(
-            types=("smolvlm",),
-            model="SmolVLMModel",
-            processor="SmolVLMImageProcessorPil",
+            kind,
+            f"{name}Model",
+            processor=f"{name}ImageProcessorPil",
             language="text_model",
+            tensors=("model.vision_model.", "model.connector."),
             encode=_idefics3,
             mark="<image>",
             token="<image>",
-            tensors=("model.vision_model.", "model.connector."),
-        ),
-    )
-    for kind in family.types
-}
+        )
+        for kind, name in (("idefics3", "Idefics3"), ("smolvlm", "SmolVLM"))
+    ),
+    VisionFamily(
+        "gemma3",
+        "Gemma3Model",
+        processor="Gemma3ImageProcessorPil",
+        language="language_model",
+        tensors=tuple(at + part for at in ("", "model.") for part in ("vision_tower.", "multi_modal_projector.")),
+        encode=_gemma3,
+        mark="<start_of_image>",
+        token="<image_soft_token>",
+    ),
+    _qwen_family("qwen2_vl", "Qwen2VLModel"),
+    _qwen_family("qwen2_5_vl", "Qwen2_5_VLModel"),
+    _qwen_family("qwen3_vl", "Qwen3VLModel"),
+    _qwen_family("qwen3_5", "Qwen3_5Model"),
+)
+VISION: dict[str, VisionFamily] = {family.name: family for family in _FAMILIES}
 """Family by `model_type`."""

@@ -23,29 +23,31 @@ class Tower:
     processor: Any
     config: Any
 
+    @property
+    def dtype(self) -> Any:
+        return self.model.dtype
+
 
 @dataclass(frozen=True, slots=True)
 class VisionFamily:
-    """One kind of vision tower.
+    """One `model_type` of config.json.
 
     Attributes:
-        types: The `model_type`s of config.json.
+        name: The `model_type`.
         model: Name of transformers' class of the multimodal model, without output head.
         processor: Name of transformers' class of the image processor.
         language: Name of the language model in `model`.
+        tensors: Prefixes of the tower's tensor names in checkpoints.
         encode: Function from the tower and a Pillow image to the image as the language model reads it.
         mark: Text that the chat template writes for an image.
         token: Text of the placeholder token, one of which stands for each row of an image.
-        mutual: The rows of an image see each other.
-        tensors: Prefixes of the tower's tensor names in checkpoints.
     """
 
-    types: tuple[str, ...]
+    name: str
     model: str
     processor: str
     language: str
+    tensors: tuple[str, ...]
     encode: Callable[[Tower, Any], EncodedImage]
     mark: str
     token: str
-    tensors: tuple[str, ...]
-    mutual: bool = False

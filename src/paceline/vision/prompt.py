@@ -23,12 +23,14 @@ class EncodedImage:
         embeddings: Inputs of layer 0, [n, H].
         deep: See `Given.deep`, each [n, H].
         grid: Numbers of positions (time, height, width) of the rows, for M-RoPE. None in other models.
+        mutual: True if the rows see each other (Gemma 3). They are then adjacent in the prompt, as with a grid.
     """
 
     text: str
     embeddings: Tensor
     deep: tuple[Tensor, ...] = ()
     grid: tuple[int, int, int] | None = None
+    mutual: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -60,10 +62,10 @@ class ImagePrompt(list[int]):
     It can be used wherever a list of token ids can. Copies of the list are prompts without images.
     """
 
-    def __init__(self, tokens: Sequence[int], images: Sequence[PlacedImage], mutual: bool = False) -> None:
-        """`images` are in the order of their rows. `mutual`: The rows of an image see each other (Gemma 3)."""
+    def __init__(self, tokens: Sequence[int], images: Sequence[PlacedImage]) -> None:
+        """`images` are in the order of their rows."""
         super().__init__(tokens)
-        self.images, self._mutual = images, mutual
+        self.images = images
 
     @cached_property
     def cache_ids(self) -> list[int]:
@@ -96,12 +98,13 @@ class ImagePrompt(list[int]):
 
     def given(self, start: int, end: int) -> Given | None:
         """Return the inputs of rows `start` to `end` - 1 that do not come from token ids. None if there are none."""
-        parts, rows = list[tuple[Tensor, ...]](), list[int]()
+        parts, rows, mutual = list[tuple[Tensor, ...]](), list[int](), False
         for placed in self.images:
             inside = [i for i, row in enumerate(placed.rows) if start <= row < end]
             if inside:
                 own = slice(inside[0], inside[-1] + 1)
                 rows += [row - start for row in placed.rows[own]]
+                mutual = placed.image.mutual
                 parts.append(tuple(x[own] for x in (placed.image.embeddings, *placed.image.deep)))
         positions = self._positions(start, end)
         if not rows and positions is None:
@@ -109,7 +112,7 @@ class ImagePrompt(list[int]):
         if not rows:
             return Given(torch.tensor([], dtype=torch.int64), self.images[0].image.embeddings[:0], (), positions)
         embeddings, *deep = [torch.cat(x) for x in zip(*parts, strict=True)]
-        return Given(torch.tensor(rows), embeddings, tuple(deep), positions, self._mutual)
+        return Given(torch.tensor(rows), embeddings, tuple(deep), positions, mutual)
 
     def _positions(self, start: int, end: int) -> Tensor | None:
         """Return rotary positions [3, end - start], if those differ from the positions after the last image."""
@@ -120,17 +123,18 @@ class ImagePrompt(list[int]):
 
     def chunk_end(self, start: int, end: int) -> int:
         """Return the end of a chunk that must not cut an image whose rows see each other."""
-        for placed in self.images if self._mutual else ():
+        for placed in self.images:
             first, last = placed.rows[0], placed.rows[-1] + 1
-            if first <= start < last:
+            if placed.image.mutual and first <= start < last:
                 return last
-            if start < first < end:
+            if placed.image.mutual and start < first < end:
                 return first
         return end
 
     def whole(self, length: int) -> int:
         """Return the length of the prefix of at most `length` tokens that does not end in such an image."""
-        return next((x.rows[0] for x in self.images if self._mutual and x.rows[0] < length <= x.rows[-1]), length)
+        cut = (placed.rows[0] for placed in self.images if placed.image.mutual and length in placed.rows[1:])
+        return next(cut, length)
 
 
 def cache_ids(prompt: Sequence[int]) -> Sequence[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from paceline.checkpoints.families.qwen import LANGUAGE, text_axes
+from paceline.checkpoints.families.qwen import LANGUAGE, text_axes, with_axes
 from paceline.checkpoints.family import (
     LAYER,
     MIXTURE_KEYS,
@@ -25,6 +25,7 @@ _LINEAR = "linear_attention"
 
 
 def _dense(raw: Raw, base: ModelConfig) -> ModelConfig:
+    base = with_axes(raw, base)
     recurrent = DeltaNetConfig(
         raw["linear_num_key_heads"],
         raw["linear_num_value_heads"],
