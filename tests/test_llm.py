@@ -11,7 +11,7 @@ import torch
 
 import paceline
 import paceline.llm
-from paceline.checkpoints.loader import Loaded, _check_stored, pick_device, pick_dtype
+from paceline.checkpoints.loader import Loaded, _stored_type, pick_device, pick_dtype
 from paceline.drafters.cross import SharedTokens
 from paceline.drafters.factory import make_drafter, to_tree
 from paceline.drafters.model import DraftModel
@@ -438,6 +438,8 @@ def test_keys_and_values_in_8_bits_take_less_memory_and_any_drafter_writes_one_t
 
 
 def test_keys_and_values_on_a_gpu_keep_the_models_dtype() -> None:
-    _check_stored(True, [torch.device("cpu")])
+    assert _stored_type("int8", torch.bfloat16, True, [torch.device("cpu")]) == torch.int8
+    gpu = [torch.device("cpu"), torch.device("cuda:1")]
+    assert _stored_type("auto", torch.bfloat16, True, gpu) == torch.bfloat16
     with pytest.raises(InvalidOption, match=r"on cuda:1, keys and values have the model's dtype. Leave"):
-        _check_stored(True, [torch.device("cpu"), torch.device("cuda:1")])
+        _stored_type("int8", torch.bfloat16, True, gpu)

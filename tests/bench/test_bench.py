@@ -390,7 +390,7 @@ def test_names_are_shown_as_they_are() -> None:
     assert "| <i> | 1 |" in grid.markdown()
 
 
-def test_what_cannot_be_compared_is_refused_at_once() -> None:
+def test_impossible_comparisons_are_refused_at_once() -> None:
     with pytest.raises(InvalidOption, match="'vllm' is not a known program"):
         Comparison(against=("vllm",))
     with pytest.raises(InvalidOption, match="no drafter is called 'magic'"):
@@ -464,7 +464,7 @@ def test_the_command_shows_a_table_and_writes_files(
         (["--quantize", "int4+int3"], "int3"),
     ],
 )
-def test_what_cannot_be_done_is_said_before_anything_is_loaded(
+def test_impossible_options_are_refused_before_anything_is_loaded(
     more: list[str], said: str, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(paceline.llm, "load", lambda *_, **__: pytest.fail("loaded"))

@@ -153,7 +153,7 @@ def test_openvino_ends_where_the_model_does_and_drafts_by_lookup(monkeypatch: py
 
 
 @pytest.mark.parametrize("begin", [llama_cpp, openvino])
-def test_who_reads_gguf_on_a_cpu_alone_says_so(begin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_that_only_read_gguf_on_cpus_say_so(begin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "openvino_genai", StreamerBase=object)
     install(monkeypatch, "llama_cpp")
     with pytest.raises(PeerUnavailable, match="folder is not a GGUF file"):

@@ -140,7 +140,7 @@ def test_the_smallest_example_is_short_and_still_differs() -> None:
     assert smallest.gap > 0.25
 
 
-def test_what_there_was_no_time_for_is_said() -> None:
+def test_checks_without_time_are_reported() -> None:
     certificate = certified(WorkSizes(13, 40, 1, 1, 1, 1, 0.0))
     verdict, reason = certificate.verdict()
     assert verdict == "inconclusive"

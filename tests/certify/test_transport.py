@@ -90,7 +90,7 @@ def side(data: bytes, status: int = 200) -> Side:
     "answer",
     [b"", b"null", b"[]", b'"x"', b'{"choices": []}', b'{"choices": 3}', b"[" * 100_000, b"1" * 10_000, b"\xff\xfe"],
 )
-def test_an_answer_that_is_no_completion_is_an_error(answer: bytes) -> None:
+def test_an_answer_without_a_completion_is_an_error(answer: bytes) -> None:
     with pytest.raises(EndpointError):
         side(answer).ask("x")
 

@@ -45,7 +45,7 @@ def test_values_equal_the_gguf_library(tmp_path: Path, kind: Q) -> None:
         assert np.array_equal(tensors[hf].float().numpy(), expected[theirs])
 
 
-def test_the_size_of_the_vocabulary_alone(tmp_path: Path) -> None:
+def test_the_vocabulary_size_is_read_without_the_model(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf")
     assert gguf_vocab_size(tmp_path / "m.gguf") == VOCAB
     data = (tmp_path / "m.gguf").read_bytes()
@@ -118,7 +118,7 @@ def test_windows_tell_mistral_from_llama(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_which_layers_of_gemma_have_windows(tmp_path: Path, fields: dict[str, Any], windowed: str) -> None:
+def test_gemma_layers_have_windows_by_their_pattern(tmp_path: Path, fields: dict[str, Any], windowed: str) -> None:
     write_gguf(tmp_path / "m.gguf", "gemma3", layers=3, fields=fields)
     assert "".join(kind[0] for kind in open_gguf(tmp_path / "m.gguf")[0]["layer_types"]) == windowed
 
@@ -285,7 +285,7 @@ def test_draft_models_are_requantised_unless_told_otherwise(tmp_path: Path) -> N
         ("qwen2", {"tensors": {"blk.0.attn_q_norm.weight": (16,)}}, "attn_q_norm"),
     ],
 )
-def test_what_is_not_supported(tmp_path: Path, arch: str, options: dict[str, Any], message: str) -> None:
+def test_unsupported_files_are_refused(tmp_path: Path, arch: str, options: dict[str, Any], message: str) -> None:
     write_gguf(tmp_path / "m.gguf", arch, **options)
     with pytest.raises(UnsupportedModel, match=message):
         open_gguf(tmp_path / "m.gguf")

@@ -115,7 +115,7 @@ def test_a_window_as_wide_as_the_context_of_its_head_bounds_longer_texts(tmp_pat
         ({}, {"use_aux_hidden_state": False}, "use_aux_hidden_state"),
     ],
 )
-def test_what_only_others_do_in_a_dflash_head_is_refused_by_name(
+def test_unsupported_options_of_a_dflash_head_are_refused_by_name(
     keys: dict[str, Any], own: dict[str, Any], name: str, tmp_path: Path
 ) -> None:
     config = QWEN3 | {"architectures": ["DFlashDraftModel"], "block_size": 4, **keys}
@@ -124,7 +124,7 @@ def test_what_only_others_do_in_a_dflash_head_is_refused_by_name(
         open_head(folder_of(tmp_path / "a", config, dict(head_of(BLOCK).tensors)))
 
 
-def test_what_is_switched_off_is_no_reason_to_refuse(tmp_path: Path) -> None:
+def test_options_that_are_switched_off_are_accepted(tmp_path: Path) -> None:
     config = QWEN3 | {"architectures": ["DFlashDraftModel"], "block_size": 4, "attention_value_scale": 1.0}
     own = {"mask_token_id": 63, "target_layer_ids": [1, 4], "use_swa": False, "swa_window_size": 9}
     config |= {"dflash_config": own | {"attention_sink_bias": False, "causal": None}}
@@ -238,7 +238,7 @@ def test_sizes_of_dflash_2_that_contradict_each_other_are_refused(
         {"markov_rank": 8, "sample_from_anchor": False},
     ],
 )
-def test_what_paceline_does_not_run_of_dflash_2_is_refused_by_name(own: dict[str, Any], tmp_path: Path) -> None:
+def test_unsupported_parts_of_dflash_2_are_refused_by_name(own: dict[str, Any], tmp_path: Path) -> None:
     name = next(iter(own))
     with pytest.raises(UnsupportedModel, match=f"with {name}, which"):
         open_head(folder_of(tmp_path / "a", dflash2(CONVOLVED | own), dict(head_of(DFLASH2).tensors)))

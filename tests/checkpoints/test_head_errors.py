@@ -163,7 +163,7 @@ def test_layers_that_are_missing_and_windows_are_refused(tmp_path: Path) -> None
         open_head(configured(folder, transformer_layer_config=layer | sliding))
 
 
-def test_what_is_missing_or_cut_off(tmp_path: Path) -> None:
+def test_missing_and_truncated_files_are_named(tmp_path: Path) -> None:
     folder = write_head(tmp_path / "head", head_of(EAGLE3))
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()

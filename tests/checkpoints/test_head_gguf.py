@@ -93,7 +93,7 @@ def test_a_file_is_the_drafter_in_the_folder_that_it_was_made_of(name: str, tmp_
         assert torch.equal(file.tensors[key].to(folder.tensors[key].dtype), folder.tensors[key]), key
 
 
-def test_what_a_file_says_of_itself(tmp_path: Path) -> None:
+def test_info_describes_a_head_file(tmp_path: Path) -> None:
     path = write(tmp_path / "a.gguf", head_of(EAGLE))
     facts = json.loads(run_command("info", str(path), "--json").stdout)
     assert (facts["head"], facts["layout"], facts["taps"], facts["bytes"]) == (

@@ -94,7 +94,7 @@ def test_they_find_every_tensor_and_compute_the_same(
 
 
 @pytest.mark.parametrize("config", VARIANTS)
-def test_what_they_save_reads_the_same(config: EagleConfig, verifier: Path, tmp_path: Path) -> None:
+def test_heads_that_speculators_saves_read_the_same(config: EagleConfig, verifier: Path, tmp_path: Path) -> None:
     head = head_of(config, target=str(verifier))
     model, _ = load(write_head(tmp_path / "head", head))
     model.save_pretrained(tmp_path / "theirs")

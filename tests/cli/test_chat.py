@@ -6,13 +6,17 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import Result
 
+from paceline.cli.background import Background
 from paceline.cli.chat import read_conversation
+from paceline.cli.options import LoadFlags
 from paceline.errors import InvalidData
 from paceline.llm import LLM
 from tests.support.toy_cli import (
@@ -52,6 +56,45 @@ def test_chat_keeps_its_history_and_forgets_it_when_told(asked: list[list[dict[s
     assert asked[1][2]["role"] == "assistant"
     assert asked[1][2]["content"] in result.stdout
     assert "\x1b" not in result.output
+
+
+def test_a_conversation_shows_its_prompt_while_the_model_loads(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    typing, load = threading.Event(), LoadFlags.load
+
+    def load_later(*args: Any, **options: Any) -> LLM:
+        assert typing.wait(60)
+        return load(*args, **options)
+
+    def type_line(prompt: str) -> str:
+        typing.set()
+        return input(prompt)
+
+    monkeypatch.setattr(LoadFlags, "load", load_later)
+    module = sys.modules["paceline.cli.chat"]  # the package has a function of this name
+    monkeypatch.setattr(module, "_typed", lambda: True)
+    monkeypatch.setattr(module, "_read_line", type_line)
+    result = chat("/stats\nhi\n")
+    assert result.exit_code == 0, result.output
+    for part in ("There is no reply yet", "drafter", "8 tokens"):
+        assert part in result.output
+
+
+def test_a_model_that_fails_to_load_ends_the_wait_for_a_message() -> None:
+    reading = threading.Event()
+
+    def fail() -> None:
+        assert reading.wait(60)
+        raise InvalidData("the file is damaged", "Fetch it again")
+
+    def read() -> None:
+        reading.set()
+        time.sleep(60)
+
+    loading = Background(fail)
+    with pytest.raises(InvalidData, match="damaged"), loading.interrupting():
+        read()
+    with pytest.raises(InvalidData, match="damaged"):
+        loading.join()
 
 
 def test_chat_commands(shop: Shop) -> None:
@@ -183,7 +226,7 @@ def test_a_conversation_is_saved_and_loaded(asked: list[list[dict[str, str]]], t
 @pytest.mark.parametrize(
     "text", ["[]", "{}", '{"messages": [{"role": "tool", "content": "x"}]}', '{"messages": [7]}', "[" * 9999]
 )
-def test_what_is_no_conversation(tmp_path: Path, text: str) -> None:
+def test_files_without_a_conversation_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "c").write_text(text)
     with pytest.raises(InvalidData, match="contains no conversation"):
         read_conversation(tmp_path / "c")

@@ -148,7 +148,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Runner]]:
     build._found.cache_clear()
 
 
-def test_what_multiplies_matrices_and_the_remedy(
+def test_info_names_the_matrix_kernels_and_the_remedy(
     kernels: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     here = kernels()

@@ -263,7 +263,7 @@ def test_a_model_without_a_chat_template_is_told(shop: Shop, monkeypatch: pytest
     assert line not in generate("hello", "--raw").stderr
 
 
-def test_what_is_piped_in_follows_the_prompt(
+def test_piped_text_follows_the_prompt(
     shop: Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "f").write_text("a text\n")

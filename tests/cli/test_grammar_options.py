@@ -53,7 +53,7 @@ def test_each_form_as_text_and_as_a_file(tmp_path: Path) -> None:
     assert re.fullmatch("[xyz]{4}", text("--regex", "[xyz]{4}", "-t", "0.9"))
 
 
-def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+def test_binary_schema_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"\xff\xfe{")
     with pytest.raises(InvalidOption, match="cannot be read"):
         parse_grammar(json_schema=str(tmp_path / "x"))

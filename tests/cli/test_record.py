@@ -190,7 +190,7 @@ def test_a_text_that_the_model_would_not_write_is_refused(recorded: Path) -> Non
     assert "of the tokens of a recorded reply" in done.stderr
 
 
-def test_what_cannot_be_replayed_is_said(recorded: Path, tmp_path: Path) -> None:
+def test_replays_that_are_impossible_name_the_reason(recorded: Path, tmp_path: Path) -> None:
     assert "no drafter is called 'psychic'" in run("replay", str(recorded), "--drafters", "psychic").stderr
     assert "without sizes" in run("tune", str(recorded), "--drafters", "suffix@3").stderr
     assert "cannot be replayed" in run("replay", str(recorded), "--drafters", "early-exit:1@3").stderr

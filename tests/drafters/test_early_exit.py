@@ -376,7 +376,7 @@ def test_files_of_older_versions_are_read(tmp_path: Path) -> None:
     torch.testing.assert_close(drafter._logits(x), TOY.logits(normed))
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_impossible_early_exits_are_refused() -> None:
     with pytest.raises(InvalidOption, match="5 layers is not possible"):
         early(5)
     with pytest.raises(InvalidOption, match="0 layers"):

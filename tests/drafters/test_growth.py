@@ -135,7 +135,7 @@ def test_a_request_that_can_draft_nothing_does_not_hold_up_the_others() -> None:
     assert [len(draft.tokens) for draft in drafts] == [3, 0, 0]
 
 
-def test_rows_of_a_level_follow_those_of_the_level_before() -> None:
+def test_rows_of_a_level_follow_the_rows_of_the_level_before() -> None:
     """Tree of two, fillers in the shorter one: they leave no trace, and a child finds its parent's row."""
     bushy, thin = (
         Growth(ask_for(slot, DraftBudget(9, 3, 2), Sampling(), [1, 2]), Chosen(DraftBudget(9, 3, 2)))
@@ -181,7 +181,7 @@ def test_a_draft_ends_where_the_next_level_does_not_pay(draft: DraftBudget) -> N
     assert lengths[0] > lengths[-1]
 
 
-def test_where_nothing_was_measured_drafts_are_whole() -> None:
+def test_drafts_are_whole_until_something_was_measured() -> None:
     assert drafted(0.0, 1.0) == _CHAIN.nodes
 
 

@@ -90,7 +90,7 @@ def test_an_incomplete_character_waits_for_its_last_byte() -> None:
     assert not reader.incomplete
 
 
-def test_what_follows_changes_the_last_tokens_only() -> None:
+def test_more_text_changes_only_the_last_tokens() -> None:
     pair = words("byte-level, small", "byte-level")
     reader = Retokenizer(pair)
     reader.read(pair.target.tokenizer.encode("- First, ope"))

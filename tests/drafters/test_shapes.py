@@ -45,7 +45,7 @@ def any_chances(seed: int) -> dict[Place, float]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_no_tree_of_as_many_nodes_keeps_more(seed: int) -> None:
+def test_no_tree_of_the_same_size_keeps_more(seed: int) -> None:
     chances = any_chances(seed)
     shape = best(chances.__getitem__, DraftBudget(6, DEPTH, BRANCH))
     for nodes in range(7):
@@ -63,7 +63,7 @@ def test_the_search_keeps_to_its_budget() -> None:
     assert best(lambda place: 0.0, DraftBudget(9, 3, 2)) == (), "what never stands is not drafted"
 
 
-def test_ranks_that_were_read_count_as_those_that_were_drafted() -> None:
+def test_ranks_that_were_read_count_like_drafted_ones() -> None:
     accuracy = Accuracy()
     accuracy.add([1, 0, 7, 0], [3, 2, 4, 2])
     assert accuracy.accepted == {(1,): 1, (1, 0): 1}

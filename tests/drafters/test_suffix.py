@@ -326,7 +326,7 @@ def test_a_tree_grows_best_first(text: list[int]) -> None:
         assert (part.tokens, part.parents) == (whole.tokens[:nodes], whole.parents[:nodes])
 
 
-def test_what_a_row_costs_decides_how_likely_a_node_must_be() -> None:
+def test_the_cost_of_a_row_decides_how_likely_a_node_must_be() -> None:
     """In company rows are no longer free, and where they cost nearly a token only what is nearly certain is drafted.
     Where a text follows its drafts, company changes nothing."""
     drafter = Suffix()

@@ -100,7 +100,7 @@ def test_a_head_with_tokens_of_its_own_keeps_them() -> None:
     assert torch.equal(nets[0].subset.ids, nets[1].subset.ids)
 
 
-def test_which_tokens_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_draft_vocabulary_keeps_the_lowest_ids_and_eos(monkeypatch: pytest.MonkeyPatch) -> None:
     target = toy_model()
     keep = lambda wanted, size=37: head_tokens(wanted, target, target.tokenizer, size)  # noqa: E731
     assert keep("auto") is keep(0) is keep(37) is keep(99) is None

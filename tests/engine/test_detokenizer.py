@@ -142,7 +142,7 @@ def test_a_reply_ends_at_the_same_token_whatever_the_blocks(
     assert replies(tokens, sampling, blocks, eos) == plain
 
 
-def test_what_is_shown_at_the_end() -> None:
+def test_the_end_of_a_reply_is_shown_without_its_stop_string() -> None:
     tokens = list(map(ord, "abcdefghij"))
     assert replies(tokens, Sampling(stop="fg"), [4, 6]) == ("abcde", tokens[:7], "stop")
     assert replies(tokens, Sampling(stop_token_ids=[ord("c")]), [6, 4])[:2] == ("ab", tokens[:3])

@@ -195,7 +195,7 @@ def test_the_end_of_a_text_teaches_nothing() -> None:
     assert controller.choose() == DraftBudget.chain(4)
 
 
-def test_what_a_budget_left_out_was_not_wrong() -> None:
+def test_tokens_that_a_budget_left_out_do_not_count_as_wrong() -> None:
     """A chain of 4 cut to 1 at the end of a block says nothing of the second token."""
     controller = Driven(DraftBudget.chain(4))
     for _ in range(60):
@@ -325,7 +325,7 @@ class Uneven(World):
         return 1 + sum(kept) / self.together, drafting + verifying
 
 
-def test_what_lookups_add_to_a_chain_is_not_the_drafters() -> None:
+def test_tokens_that_lookups_add_are_not_credited_to_the_drafter() -> None:
     """Chains of two levels that became twelve tokens do not make levels look cheap."""
     world = Uneven(DraftBudget.chain(8), 0.03, 0.15, 0.42)
     world.goes_on, world.more = 0.0, 10

@@ -125,7 +125,7 @@ def test_each_text_is_judged_by_itself(name: str) -> None:
     assert fmean(hostile) > 0.93
 
 
-def test_long_chains_of_one_text_do_not_make_those_of_another_look_dear() -> None:
+def test_long_chains_of_one_text_do_not_raise_the_cost_estimate_of_another() -> None:
     """A chain ends early in a text that is hard to guess: what long ones cost elsewhere says nothing here."""
     easy, hard = [], []
     for seed in range(4):

@@ -253,7 +253,7 @@ def test_whatever_is_chosen_from_round_to_round_the_text_is_plain_decoding_s(
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_where_the_text_follows_the_draft_nothing_measured_decides_how_much_is_drafted(rule: str) -> None:
+def test_draft_lengths_ignore_measurements_if_the_text_depends_on_the_draft(rule: str) -> None:
     target, sized = tiny_target(layers=1), Sized([])
     engine = Engine(target, sized)
     sampling = Sampling(max_new_tokens=60, temperature=0.9, seed=5, rule=rule)  # type: ignore[arg-type]

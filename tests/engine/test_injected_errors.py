@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -145,9 +146,10 @@ def run(seed: int) -> None:
         _attempt(one.llm, request)
     what = f"{seed}: {kind} at {'line' if lines else 'call'} {moment} of {request!r} with {drafter!r}, {size}"
     assert one.ask() == one.answers, f"{what} changed later answers"
-    # Where the error comes into the release itself, the next request releases the slot; so it does where the request
-    # was collected as garbage within the last pass.
+    # Where the error comes into the release itself, the next request releases the slot. So it does where a request was
+    # collected as garbage during a pass.
     if any(one.leaks()):
+        gc.collect()
         one.ask()
     assert not any(one.leaks()), f"{what} left slots taken"
     assert one.llm.engine._depth == 0

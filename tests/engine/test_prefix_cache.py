@@ -205,7 +205,7 @@ def test_drafters_share_an_entry() -> None:
     assert prefixes.nbytes == 6 * 8 + 3 * 8
 
 
-def test_where_passes_leave_other_bits_only_whole_chunks_of_a_prompt_are_used() -> None:
+def test_only_whole_chunks_of_a_prompt_are_used_if_passes_change_bits() -> None:
     prefixes = PrefixCache(PLENTY)
     text = [i % 37 for i in range(4 * PREFILL_ROWS)]
     prefixes.store(text, 2 * PREFILL_ROWS + 1, saved(4 * PREFILL_ROWS - 1))
@@ -223,7 +223,7 @@ def test_where_passes_leave_other_bits_only_whole_chunks_of_a_prompt_are_used() 
     assert len(prefixes) == 1, "what nobody could use takes no room"
 
 
-def test_in_whole_chunks_the_bits_equal_those_without_a_cache() -> None:
+def test_whole_chunks_give_the_same_bits_as_no_cache() -> None:
     """On torch's own kernels, whose rows depend on the pass: logits of the first round after a hit."""
     target = tiny_target(context_length=2048, dtype=torch.bfloat16)
     engine = CachedEngine(target, None, None, PrefixCache(PLENTY))

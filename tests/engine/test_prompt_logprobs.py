@@ -27,7 +27,7 @@ def said(scores: PromptLogprobs) -> list[float]:
 
 
 @pytest.mark.parametrize("cut", [1, 7, 39, 100])
-def test_chunks_of_any_size_and_those_fed_again_give_the_same(cut: int) -> None:
+def test_chunks_of_any_size_and_repeated_chunks_give_the_same(cut: int) -> None:
     logits = torch.randn(39, 36, generator=torch.Generator().manual_seed(0))
     whole, parts = PromptLogprobs(3), PromptLogprobs(3)
     whole.push(0, PROMPT[1:], logits)

@@ -195,7 +195,7 @@ def test_seats_go_round_the_clients_and_not_to_who_asks_most() -> None:
     assert all(one.done and not one.error for one in (*many, *few))
 
 
-def test_what_may_come_again_gives_way_to_what_is_being_written() -> None:
+def test_cached_prefixes_give_way_to_running_replies() -> None:
     target, short = tiny_target(context_length=2048), [False]
     honest = target.forward
     engine = Engine(target)
@@ -217,7 +217,7 @@ def test_what_may_come_again_gives_way_to_what_is_being_written() -> None:
         short[0] = True
 
 
-def test_who_takes_too_long_is_told_so_and_the_others_go_on() -> None:
+def test_a_late_reply_ends_with_an_error_and_the_others_go_on() -> None:
     engine, now = Engine(TOY), 0.0
     scheduler = Scheduler(engine, 2, clock=lambda: now)
     slow = task(engine, [1, 2], Sampling(max_new_tokens=50), deadline=5.0)
@@ -274,7 +274,7 @@ def test_a_drafter_that_fails_for_one_request_takes_no_other_with_it() -> None:
 
 
 @pytest.mark.parametrize("often", [1, 3])
-def test_where_memory_runs_out_the_last_one_waits_and_loses_nothing(often: int) -> None:
+def test_the_last_reply_waits_when_memory_runs_out_and_loses_nothing(often: int) -> None:
     """No pass of more than two texts succeeds every so often."""
     target, rounds = tiny_target(context_length=2048), 0
     honest = target.forward

@@ -63,7 +63,7 @@ def test_a_repository_of_ggufs(hub: Hub, tmp_path: Path) -> None:
         resolve("owner/many:Q2_K", quiet=True)
 
 
-def test_what_is_here_is_not_asked_for(hub: Hub) -> None:
+def test_downloaded_models_cause_no_requests(hub: Hub) -> None:
     first = resolve("qwen3:0.6b", quiet=True)
     seen = len(hub.requests)
     assert resolve("qwen3:0.6b", quiet=True) == first
@@ -137,7 +137,7 @@ def test_a_full_disk(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         resolve("owner/many", quiet=True)
 
 
-def test_what_the_hub_does_not_have(hub: Hub) -> None:
+def test_models_that_the_hub_lacks_are_named(hub: Hub) -> None:
     with pytest.raises(UnsupportedModel, match="owner/text contains neither safetensors nor GGUF files"):
         resolve("owner/text", quiet=True)
     with pytest.raises(ModelNotFound, match="the hub model owner/none does not exist"):
@@ -186,7 +186,7 @@ def test_names_of_quantisations() -> None:
     assert {name: quantization_of(name) for name in names} == names
 
 
-def test_which_file_is_taken() -> None:
+def test_the_preferred_file_is_chosen() -> None:
     parts = [f"m-Q4_K_M-{i:05}-of-00002.gguf" for i in (1, 2)]
     assert choose([*parts, "m-Q4_K_M.gguf"], None, "x") == ["m-Q4_K_M.gguf"], "one file before two parts"
     assert choose([parts[0], "m-Q8_0.gguf"], None, "x") == ["m-Q8_0.gguf"], "a part is missing"

@@ -182,7 +182,7 @@ def test_local_paths(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "gpt2", "./nothing/here", "/no/such/x.gguf", "a/b.gguf", "a/b/c", "x" * 5000])
-def test_what_is_not_there(name: str) -> None:
+def test_missing_models_are_not_found(name: str) -> None:
     with pytest.raises(ModelNotFound):
         resolve(name)
 

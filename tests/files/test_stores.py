@@ -48,7 +48,7 @@ def test_an_empty_disk(home: Path) -> None:
         find("qwen3:0.6b")
 
 
-def test_what_paceline_downloaded(home: Path) -> None:
+def test_downloaded_models_are_listed(home: Path) -> None:
     models = home / "cache/models"
     write(models / ALIASES["qwen3:0.6b"] / "Qwen3-0.6B-Q4_K_M.gguf")
     write(models / ALIASES["qwen3:0.6b"] / ".Qwen3-0.6B-Q8_0.gguf.0123.incomplete")

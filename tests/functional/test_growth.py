@@ -123,7 +123,7 @@ def test_siblings_come_in_the_order_of_draws_without_replacement(batch: int) -> 
     assert chi_square(pairs, expected.fill_diagonal_(0.0)) < 4
 
 
-def test_a_candidate_that_cannot_be_leaves_the_q_of_the_others_alone() -> None:
+def test_impossible_candidates_do_not_change_the_q_of_the_others() -> None:
     table = torch.randn(3, 3, generator=torch.Generator().manual_seed(0))
     root = torch.tensor([[-torch.inf, -torch.inf, 0.0], [0.0, -torch.inf, -torch.inf]])
     tree, q = sample(lambda level: table[level.tokens], root, TreeConfig(2, 2, 6))
@@ -227,7 +227,7 @@ def test_half_precision_grows_the_tree_of_the_same_numbers(dtype: torch.dtype) -
     assert small.scores.dtype == torch.float32
 
 
-def test_heads_that_speak_at_once_grow_like_a_drafter_that_looks_at_depth_alone() -> None:
+def test_parallel_heads_grow_like_a_drafter_that_only_sees_depth() -> None:
     heads = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     tree = from_heads(heads, TreeConfig(6, 3, 10))
     log_probs = heads.log_softmax(-1)

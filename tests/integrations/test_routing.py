@@ -48,7 +48,7 @@ def test_prompts_that_begin_alike_share_their_keys(field: str) -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"{}", b"\xff", b'{"a": 1, "a": 2}', b"[" * 10**5, b'{"a":NaN}'])
-def test_a_body_that_is_no_request_may_go_anywhere(body: bytes) -> None:
+def test_an_invalid_body_may_go_to_any_replica(body: bytes) -> None:
     assert route_of({}, body) == Route()
     assert len(ranks(Route(), NAMES, lambda _: 0)[0]) == 2
 

@@ -254,7 +254,7 @@ CANNOT: list[tuple[dict[str, Any], Callable[[], dict[str, Any]], str]] = [
 
 
 @pytest.mark.parametrize(("inputs", "how", "said"), CANNOT, ids=[said for _, _, said in CANNOT])
-def test_what_cannot_be_drafted_is_refused(
+def test_unsupported_arguments_are_refused(
     inputs: dict[str, Any], how: Callable[[], dict[str, Any]], said: str
 ) -> None:
     with pytest.raises(InvalidOption, match=said):

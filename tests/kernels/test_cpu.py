@@ -173,7 +173,7 @@ def test_codes_give_by_torch_what_the_kernels_give(bits: int) -> None:
 
 
 @needs_kernels
-def test_what_memory_cannot_hold_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_product_without_memory_names_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, _, _ = make("8 bits", 16, 32)
     ours._run = lambda *arguments: 1  # type: ignore[assignment]
     with pytest.raises(OutOfMemory, match="product of 3 rows") as caught:

@@ -84,7 +84,7 @@ def test_a_chunk_of_a_prompt_is_cut_into_pieces_that_see_each_other(name: str, l
     same_with_threads(target, [90], run, [length])
 
 
-def test_what_a_pass_wrote_is_what_the_next_one_reads() -> None:
+def test_a_pass_reads_the_rows_that_the_last_one_wrote() -> None:
     """With ring buffers that have wrapped, and copies of parents next to their children."""
     target = native(replace(BASE, **plan(20, None), heads=2, kv_heads=1))
     after = []
@@ -159,7 +159,7 @@ def test_layers_that_begin_with_something_else_than_the_stream() -> None:
         (1, 40, 1, 3),
     ],
 )
-def test_what_is_cut(layers: int, lengths: int, rows: int, groups: int) -> None:
+def test_passes_of_many_rows_are_cut_into_groups(layers: int, lengths: int, rows: int, groups: int) -> None:
     """Many rows, but not the pieces of a text that would wait for each other, nor parts that differ much in size."""
     target = native(replace(BASE, layers=layers))
     cache, slots = filled(target, [3] * lengths)

@@ -42,7 +42,7 @@ def system(root: Path, groups: str, files: dict[str, str]) -> Path:
         (SEPARATE, {"memory/cpu.cfs_quota_us": "50000\n", "memory/cpu.cfs_period_us": "50000\n"}, None),
     ],
 )
-def test_the_least_limit_of_a_group_and_those_around_it_counts(
+def test_the_lowest_limit_of_a_group_and_its_parents_counts(
     tmp_path: Path, groups: str, files: dict[str, str], expected: int | None
 ) -> None:
     assert cpu_quota(system(tmp_path, groups, files)) == expected

@@ -57,6 +57,20 @@ def test_a_packaged_library_needs_no_compiler(tmp_path: Path, monkeypatch: pytes
         library_for(InstructionSet(best.name, ("-DOTHER",)))
 
 
+def test_compiling_clears_the_cache_of_killed_compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = tmp_path / ".compile-old", tmp_path / ".compile-new"
+    for folder in (old, new):
+        folder.mkdir()
+        (folder / "native.so").touch()
+    os.utime(old, (0, 0))
+    monkeypatch.setattr(build, "_compiler", lambda: ["c++"])
+    monkeypatch.setattr(build, "compile_command", lambda compiler, flags, path: [str(path)])
+    monkeypatch.setattr(build, "_compile", lambda command: Path(command[0]).touch())
+    monkeypatch.setattr(build, "library_path", lambda instructions: tmp_path / "native.so")
+    assert build.compiled(SETS[available()[-1]]).is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".compile-new", "native.so"]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux" or not find_compiler(), reason="needs Linux and a C++ compiler")
 def test_every_instruction_set_of_an_installed_wheel(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def raw(family: str, **changes: Any) -> dict[str, Any]:
         (raw("deepseek_v3", moe_layer_freq=2), "moe_layer_freq of 2"),
     ],
 )
-def test_what_would_be_computed_wrongly_is_refused(config: dict[str, Any], said: str) -> None:
+def test_unsupported_configs_are_refused(config: dict[str, Any], said: str) -> None:
     with pytest.raises(UnsupportedModel, match=said):
         read_config(config)
 
@@ -101,7 +101,7 @@ def test_configs_that_contradict_themselves_are_named(config: dict[str, Any], sa
         ("nemotron_h", "layers_block_type", "attention or full_attention or mamba or linear_attention or mlp or moe"),
     ],
 )
-def test_unknown_types_of_layers_are_refused_with_those_that_are_known(family: str, key: str, known: str) -> None:
+def test_unknown_layer_types_are_refused_with_a_list_of_known_ones(family: str, key: str, known: str) -> None:
     said = rf"^{key} names layers of type chunked, which are not supported in {family}\. Use a model .* {known}$"
     with pytest.raises(UnsupportedModel, match=said):
         read_config(raw(family, **{key: ["chunked"] * 4}))

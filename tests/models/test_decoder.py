@@ -110,7 +110,7 @@ def raw(**changes: Any) -> dict[str, Any]:
         (raw(rope_scaling={"type": "made-up", "factor": 2.0}), "made-up"),
     ],
 )
-def test_what_is_not_supported_is_named(config: dict[str, Any], said: str) -> None:
+def test_unsupported_features_are_named(config: dict[str, Any], said: str) -> None:
     with pytest.raises(UnsupportedModel, match=said):
         read_config(config)
 

@@ -83,7 +83,7 @@ def test_written_heads_read_the_same(config: HeadConfig, layout: str, dtype: tor
         (EAGLE, "EAGLE-1 and 2"),
     ],
 )
-def test_what_a_layout_cannot_say_is_refused(config: HeadConfig, word: str, tmp_path: Path) -> None:
+def test_heads_that_a_layout_cannot_express_are_refused(config: HeadConfig, word: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidOption, match=word):
         write_head(tmp_path / "head", head_of(config))
     assert not list(tmp_path.iterdir())
@@ -247,7 +247,7 @@ def test_a_full_disk_leaves_what_was_there(config: HeadConfig, tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["head"]
 
 
-def test_what_was_there_is_back_if_the_last_rename_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_files_are_restored_if_the_last_rename_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_head(tmp_path / "head", head_of(EXIT))
     rename = Path.rename
 

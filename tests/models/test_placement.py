@@ -94,7 +94,7 @@ def cache_of(target: Decoder, adapter: int = 0) -> Any:
     return cache
 
 
-def test_texts_are_those_of_one_device_with_trees_and_a_drafter_placed_otherwise() -> None:
+def test_trees_and_a_drafter_on_another_device_do_not_change_texts() -> None:
     whole, placed = decoder(torch.float32), decoder(torch.float32, ("cpu", "cpu:0", "cpu:0", "cpu"))
     if library() is not None:
         assert guarantee(placed) == "bits"
@@ -179,7 +179,7 @@ def test_sizes_equal_the_sizes_of_the_tensors() -> None:
     assert layers[0] == layers[1]
 
 
-def test_what_cannot_be_placed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_placements_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidOption, match="only one"):
         load_model("nowhere", device="cpu", device_map="auto")
     with pytest.raises(InvalidOption, match="not available here"):

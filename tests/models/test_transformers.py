@@ -412,7 +412,7 @@ def test_a_model_of_chains_is_loaded_and_drafted_for() -> None:
     assert llm.generate("what is it?", how).token_ids == alone.generate("what is it?", how).token_ids
 
 
-def test_what_is_no_model_or_lacks_a_tokenizer_says_what_is_needed() -> None:
+def test_objects_that_are_no_model_or_lack_a_tokenizer_are_refused() -> None:
     model = model_of("GPT2", OLD)
     with pytest.raises(InvalidOption, match=r"Linear.*PreTrainedModel"):
         paceline.load(torch.nn.Linear(2, 2), tokenizer=toy_tokenizer())  # type: ignore[arg-type]

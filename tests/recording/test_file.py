@@ -84,7 +84,7 @@ def test_the_order_is_that_in_which_replies_began(tmp_path: Path) -> None:
     assert [len(reply.reply) for reply in Recording(path)] == [9, 2, 5]
 
 
-def test_what_cannot_be_repeated_is_left_out(tmp_path: Path) -> None:
+def test_replies_that_cannot_be_repeated_are_left_out(tmp_path: Path) -> None:
     llm = toy_llm()
     with llm.record(tmp_path / "r.jsonl") as recorder:
         llm.generate("hello", replace(HOW, rule="rejection"))

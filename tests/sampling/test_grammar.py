@@ -122,7 +122,7 @@ def test_forced_text_in_another_spelling_is_forbidden() -> None:
     assert allowed(rows, [], first[:1]) == {first[1]}
 
 
-def test_an_end_that_is_spelled_like_text_is_an_end_alone() -> None:
+def test_an_end_token_spelled_like_text_only_ends_the_reply() -> None:
     x, y = WORDS.vocabulary["x"], WORDS.vocabulary["y"]
     rows = Grammar.regex("x?y").matcher(WORDS, SIZE, [x, END])
     assert allowed(rows, []) == {y}
@@ -297,13 +297,13 @@ def test_a_library_that_cannot_roll_back_is_read_anew() -> None:
         (lambda: Grammar("gbnf", "root"), "gbnf"),  # type: ignore[arg-type]
     ],
 )
-def test_what_cannot_be_enforced_is_refused_before_anything_begins(make: Callable[[], Grammar], said: str) -> None:
+def test_unsupported_grammars_are_refused_before_anything_begins(make: Callable[[], Grammar], said: str) -> None:
     with pytest.raises(InvalidOption, match=said) as caught:
         make()
     assert "\n" not in str(caught.value)
 
 
-def test_what_the_model_lacks_is_refused_before_anything_begins() -> None:
+def test_tokens_that_the_model_lacks_are_refused_before_anything_begins() -> None:
     with pytest.raises(InvalidOption, match="special token"):
         LLM(speaker(WORDS)).stream("Hi", how(Grammar.lark("start: <|tool|>"), 0.0))
     with pytest.raises(InvalidOption, match="ignore_eos"):
@@ -380,7 +380,7 @@ def test_compiled_grammars_are_kept_up_to_a_number_of_bytes(monkeypatch: pytest.
     assert module.live_bytes() - before == 2 * 13 * 2**20
 
 
-def test_what_was_thrown_out_is_not_compiled_again_while_it_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evicted_grammars_are_not_compiled_again_while_they_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_compiled", module.Cache(1))
     grammar = Grammar.regex("held[0-9]{3}")
     rows = grammar.matcher(WORDS, SIZE, [END])

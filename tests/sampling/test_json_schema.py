@@ -37,7 +37,7 @@ def thing(required: str = "", **properties: Any) -> dict[str, Any]:
 STRING, INTEGER, YES = {"type": "string"}, {"type": "integer"}, {"const": True}
 
 
-def test_what_is_an_annotation_is_ignored() -> None:
+def test_annotations_are_ignored() -> None:
     for name in ("path", "binary", "password", "url", "ipvanyaddress", "int64", "regex", "my own", ["email"], None):
         assert allows({"type": "string", "format": name}, "x") == [True]
     assert allows({"type": "string", "format": "date"}, "x", "2026-01-02") == [False, True]
@@ -70,7 +70,7 @@ def test_what_is_an_annotation_is_ignored() -> None:
         {"maximum": 1.7976931348623157e308, "minimum": -1.7976931348623157e308},
     ],
 )
-def test_what_says_nothing_is_no_error(nothing: Any) -> None:
+def test_empty_keywords_are_no_error(nothing: Any) -> None:
     assert allows(nothing, 5, {"a": 1}, [1, 1], "x") == [True] * 4
 
 

@@ -116,7 +116,7 @@ def test_the_tail_of_a_prefix(text: list[int], path: list[int], count: int) -> N
     assert prefix.tail(count) == tuple(prefix.tokens[len(prefix) - min(count, len(prefix)) :])
 
 
-def test_what_a_row_costs_does_not_grow_with_the_text() -> None:
+def test_the_cost_of_a_row_does_not_grow_with_the_text() -> None:
     class Watched(list[int]):
         """A text that counts how much of it is read."""
 
@@ -178,7 +178,7 @@ def test_whole_greedy_replies_are_transformers_own_with_any_draft(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_when_everything_is_banned_the_error_says_so(temperature: float, toy: Decoder) -> None:
+def test_banning_every_token_is_named_in_the_error(temperature: float, toy: Decoder) -> None:
     """transformers takes token 0, or fails on NaN."""
     sampling = Sampling(temperature=temperature, bad_words=[[token] for token in range(37)], seed=1)
     with pytest.raises(NoTokenLeft, match="every token is banned at position 3"):

@@ -96,7 +96,7 @@ def test_one_of_many_unknown_keys_is_named(served: Serving) -> None:
     ],
     ids=lambda data: repr(data[:24]),
 )
-def test_what_is_no_body(served: Serving, data: bytes) -> None:
+def test_malformed_bodies_are_refused(served: Serving, data: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         parse(data)
     assert caught.value.status == 400
@@ -106,7 +106,7 @@ def test_what_is_no_body(served: Serving, data: bytes) -> None:
         assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_what_is_one() -> None:
+def test_nested_bodies_with_large_numbers_are_parsed() -> None:
     nested: Any = 1
     for _ in range(90):
         nested = {"a": [nested]} if _ % 2 else nested

@@ -1,11 +1,12 @@
 """Malformed bodies by the thousand: each is answered, as the client's error or as a reply.
 
-PACELINE_FUZZ_BODIES sets their number (4000): half are drawn from what is nearly valid, half are those with bytes
-changed.
+PACELINE_FUZZ_BODIES sets their number (4000): a quarter is drawn from what is nearly valid, a quarter is the same with
+bytes changed, and half are conversations in the dialect of each API with places of their JSON changed.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from paceline.drafters.suffix import Suffix
 from paceline.llm import LLM
+from tests.support.dialects import OTHERS, altered, bodies
 from tests.support.fuzz import BODIES, PATHS, check_response
 from tests.support.running import serving
 from tests.support.toys import toy_model
@@ -31,7 +33,7 @@ Case = tuple[str, bytes]
 
 
 def draw_cases(count: int, seed: int) -> list[Case]:
-    """`count` pairs of path and body."""
+    """Return `count` pairs of path and body."""
     drawn: list[Case] = []
     paths = st.sampled_from([*PATHS, *PATHS[:2] * 4])
 
@@ -48,7 +50,7 @@ def draw_cases(count: int, seed: int) -> list[Case]:
 
 
 def mutate(cases: list[Case], count: int, seed: int) -> Iterator[Case]:
-    """Known bodies with bytes changed, cut out and doubled."""
+    """Yield known bodies with bytes changed, cut out and doubled."""
     dice = random.Random(seed)
     for _ in range(count):
         path, data = dice.choice(cases)
@@ -59,23 +61,35 @@ def mutate(cases: list[Case], count: int, seed: int) -> Iterator[Case]:
         yield path, data
 
 
-def test_malformed_bodies_are_answered() -> None:
-    drawn = draw_cases(COUNT // 2, seed=0)
-    cases = [*drawn, *mutate(drawn, COUNT - len(drawn), seed=0)]
-    with serving(LLM(toy_model(), {"suffix": Suffix()}), aliases=("other/name",)) as served:
+def alter(count: int, seed: int) -> Iterator[Case]:
+    """Yield bodies of all APIs with places of their JSON changed."""
+    dice = random.Random(seed)
+    whole = {**bodies("ab"), **OTHERS}
+    for _ in range(count):
+        path = dice.choice(sorted(whole))
+        yield path, json.dumps(altered(whole[path], dice)).encode()
 
-        def send(case: Case) -> str | None:
-            path, data = case
+
+def test_malformed_bodies_are_answered() -> None:
+    drawn = draw_cases(COUNT // 4, seed=0)
+    cases = [*drawn, *mutate(drawn, COUNT // 4, seed=0), *alter(COUNT // 2, seed=0)]
+    random.Random(0).shuffle(cases)
+    with serving(LLM(toy_model(context_length=2048), {"suffix": Suffix()}), aliases=("other/name",)) as served:
+
+        def send(numbered: tuple[int, Case]) -> str | None:
+            number, (path, data) = numbered
             try:
                 headers = {"Content-Type": "application/json"}
                 check_response(served.post(path, content=data, headers=headers, timeout=120))
+                if number % 20 == 0:
+                    assert served.post("/v1/completions", PROBE).json()["choices"] == before
             except Exception as error:
-                return f"{path} {data[:400]!r}: {type(error).__name__} {str(error)[:400]}"
+                return f"{path} {data[:400]!r}: {type(error).__name__} {str(error)[:300]} ... {str(error)[-700:]}"
             return None
 
         before = served.post("/v1/completions", PROBE).json()["choices"]
         with ThreadPoolExecutor(CLIENTS) as pool:
-            wrong = [error for error in pool.map(send, cases) if error]
-        assert not wrong, wrong[:5]
+            wrong = [error for error in pool.map(send, enumerate(cases)) if error]
+        assert not wrong, "\n".join([f"{len(wrong)} of {len(cases)}", *wrong[:5]])
         assert served.idle(), "a reply is left running"
         assert served.post("/v1/completions", PROBE).json()["choices"] == before

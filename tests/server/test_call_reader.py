@@ -205,7 +205,7 @@ def test_a_code_block_within_prose_is_no_call(step: int) -> None:
     assert read(HERMES, f"I add.\n{block}", step) == (f"I add.\n{block}", [])
 
 
-def test_json_that_is_no_call_is_not_held_back() -> None:
+def test_json_without_a_call_is_not_held_back() -> None:
     parser = CallParser(HERMES, FUNCTIONS)
     assert parser.push('{"city": ')[0] == '{"city":'
     assert parser.push('"Paris"')[0] == ' "Paris"'

@@ -12,7 +12,7 @@ import pytest
 from paceline.engine.stats import Stats
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
-from paceline.server.usage import Usage
+from paceline.server.replies import Usage
 from tests.support.running import Serving, serving
 from tests.support.toys import toy_model
 
@@ -265,7 +265,7 @@ def test_the_last_message_can_be_continued(served: Serving, plain: LLM) -> None:
         ([*CHAT, {"role": "assistant", "content": "", "tool_calls": [CALL]}], {}, "continue_final_message"),
     ],
 )
-def test_what_cannot_be_continued(served: Serving, messages: Any, more: Any, param: str) -> None:
+def test_messages_that_cannot_be_continued_are_refused(served: Serving, messages: Any, more: Any, param: str) -> None:
     body = {"messages": messages, "continue_final_message": True, **more}
     answer = served.post("/v1/chat/completions", body)
     assert answer.status_code == 400

@@ -120,7 +120,7 @@ def test_idle_connections_make_room_for_others() -> None:
             client.close()
 
 
-def test_where_every_connection_is_answered_a_new_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_connection_is_told_if_all_others_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with serving(slow_llm(monkeypatch), connections=3) as it:
         asking = []

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from paceline.sampling.lark_pattern import pattern_of
-from paceline.server.apis.custom_tools import CustomTool
-from paceline.server.apis.response_items import packed, unpacked
+from paceline.server.apis.openai_chat import CustomTool
+from paceline.server.apis.response_bodies import packed, unpacked
 from tests.support.running import Serving, serving
 from tests.support.scripted import scripted
 from tests.support.toys import toy_llm

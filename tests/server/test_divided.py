@@ -75,7 +75,7 @@ def ranks(server: ServerProcess) -> list[psutil.Process]:
     return sorted(children, key=lambda child: int(child.environ()["RANK"]))
 
 
-def test_replies_are_those_of_plain_decoding_and_it_ends_when_told(server: ServerProcess) -> None:
+def test_replies_equal_plain_decoding_and_the_server_ends_on_request(server: ServerProcess) -> None:
     ways: list[dict[str, Any]] = [{}, {"temperature": 0.8, "seed": 3}, {"prompt": "babba"}, {"model": "lora"}]
     plain = [complete(server, speculation="off", **way) for way in ways]
     with ThreadPoolExecutor(4) as pool:

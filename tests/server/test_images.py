@@ -14,7 +14,7 @@ from PIL import Image
 
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
-from paceline.server.apis.response_items import image_chars
+from paceline.server.apis.response_bodies import image_chars
 from paceline.server.errors import ApiError
 from paceline.server.image_urls import fetched
 from paceline.vision import picture

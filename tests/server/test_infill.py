@@ -12,7 +12,7 @@ import pytest
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
 from paceline.server.apis.infill import InfillEncoder
-from paceline.server.usage import Usage
+from paceline.server.replies import Usage
 from paceline.server.worker import ReplyRound
 from tests.support.filler import filler
 from tests.support.running import Serving, serving

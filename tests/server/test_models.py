@@ -161,7 +161,7 @@ def test_a_model_that_made_room_is_not_held_by_its_timer() -> None:
         gc.enable()
 
 
-def test_who_asked_for_a_model_gets_it_however_soon_it_expires() -> None:
+def test_a_request_gets_the_model_it_loaded_however_soon_that_expires() -> None:
     shelf = Shelf({"a": 1})
     models = Models(shelf.sources, keep_alive=0.0)
 
@@ -195,7 +195,7 @@ def test_free_memory_counts_too() -> None:
     run(models, work)
 
 
-def test_who_needs_memory_that_is_in_use_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_waits_for_memory_that_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     shelf = Shelf({"a": 2, "b": 2, "small": 0.5})
     models = Models(shelf.sources, max_memory=3 << 30)
 
@@ -301,7 +301,7 @@ def test_an_option_of_the_server_is_not_the_clients_mistake() -> None:
     assert answer.json()["error"]["message"] == "a cannot be loaded: no drafter is called 'x'. Choose another"
 
 
-def test_who_stops_waiting_does_not_stop_the_others() -> None:
+def test_a_client_that_stops_waiting_does_not_stop_the_others() -> None:
     gate = threading.Event()
     shelf = Shelf({"a": 1}, a=gate)
     models = Models(shelf.sources)

@@ -127,7 +127,7 @@ def test_logprobs(client: Any) -> None:
     assert "".join(each.token for each in made.logprobs) == made.message.content
 
 
-def test_what_is_served(client: Any, served: Serving) -> None:
+def test_served_models_are_listed_and_described(client: Any, served: Serving) -> None:
     (model,) = client.list().models
     assert model.model == "toy"
     assert len(model.digest) == 64

@@ -122,7 +122,7 @@ def test_other_ways_to_say_it(served: Serving, plain: LLM, asked: dict[str, Any]
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "n_predict"])
-def test_minus_one_token_is_as_many_as_fit(served: Serving, name: str) -> None:
+def test_minus_one_token_fills_the_context(served: Serving, name: str) -> None:
     made = served.post("/v1/chat/completions", {"messages": LONG, "ignore_eos": True, name: -1}).json()
     assert made["usage"]["total_tokens"] == served.llm.model.target.context_length
 
@@ -358,7 +358,7 @@ def test_additions_of_other_providers_to_messages_and_tools_have_no_effect(talke
 
 def test_agents_may_have_hundreds_of_tools(served: Serving) -> None:
     from paceline.server.apis.messages import MessagesRequest, chat_prompt
-    from paceline.server.apis.responses import ResponsesRequest
+    from paceline.server.apis.response_bodies import ResponsesRequest
 
     ask: dict[str, Any] = {"role": "user", "content": "x"}
     tools = [{"type": "function", "name": f"t{i}"} for i in range(300)]

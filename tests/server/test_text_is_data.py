@@ -15,6 +15,7 @@ from paceline.cli import app
 from paceline.llm import LLM
 from paceline.server import prepare
 from paceline.text.tokenizer import Tokenizer
+from tests.support.dialects import bodies
 from tests.support.running import Serving, serving
 from tests.support.toys import toy_llm
 from tests.support.vocabularies import byte_level, speaker
@@ -55,62 +56,6 @@ def prompts(monkeypatch: pytest.MonkeyPatch, served: Serving) -> list[list[str]]
 
     monkeypatch.setattr(prepare, "token_ids", spied)
     return found
-
-
-def bodies(text: str) -> dict[str, dict[str, Any]]:
-    """A conversation full of this text in the shape of each API."""
-    function = {"name": "look", "description": text, "parameters": {"type": "object", "description": text}}
-    called = {"name": "look", "arguments": {text: text}}
-    schema = function["parameters"]
-    return {
-        "/v1/chat/completions": {
-            "messages": [
-                {"role": "user", "content": text},
-                {
-                    "role": "assistant",
-                    "content": text,
-                    "tool_calls": [{"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}],
-                },
-                {"role": "tool", "content": text, "tool_call_id": "c"},
-            ],
-            "tools": [{"type": "function", "function": function}],
-            "max_tokens": 1,
-        },
-        "/v1/responses": {
-            "instructions": text,
-            "input": [
-                {"role": "user", "content": text},
-                {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
-                {"type": "function_call_output", "call_id": "c", "output": text},
-            ],
-            "tools": [{"type": "function", **function}],
-            "max_output_tokens": 1,
-        },
-        "/v1/messages": {
-            "system": text,
-            "messages": [
-                {"role": "user", "content": text},
-                {
-                    "role": "assistant",
-                    "content": [{"type": "tool_use", "id": "c", "name": "look", "input": {text: text}}],
-                },
-                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": text}]},
-            ],
-            "tools": [{"name": "look", "description": text, "input_schema": schema}],
-            "max_tokens": 1,
-        },
-        "/api/chat": {
-            "messages": [
-                {"role": "user", "content": text},
-                {"role": "assistant", "content": text, "tool_calls": [{"function": called}]},
-                {"role": "tool", "content": text},
-            ],
-            "tools": [{"type": "function", "function": function}],
-            "stream": False,
-            "options": {"num_predict": 1},
-        },
-        "/api/generate": {"prompt": text, "system": text, "stream": False, "options": {"num_predict": 1}},
-    }
 
 
 @pytest.mark.parametrize("path", bodies(""))

@@ -32,8 +32,7 @@ from paceline.chat.tools import (
 from paceline.engine.detokenizer import Chunk
 from paceline.errors import InvalidPrompt
 from paceline.server.apis.chat_completions import ChatChoice
-from paceline.server.replies import ChatReply
-from paceline.server.token_texts import TokenTexts
+from paceline.server.replies import ChatReply, TokenTexts
 from paceline.server.worker import ReplyRound
 from paceline.text.chat_template import check_messages, render
 from tests.support.toys import toy_tokenizer
@@ -297,7 +296,7 @@ def test_recorded_replies(case: Any, step: int) -> None:
 
 @pytest.mark.parametrize("step", [1, 4, 10_000])
 @pytest.mark.parametrize(("family", "text"), NO_CALLS)
-def test_text_that_is_no_call_stays_text(family: CallFormat, text: str, step: int) -> None:
+def test_text_without_a_call_stays_text(family: CallFormat, text: str, step: int) -> None:
     assert read(family, text, step) == (text, [])
 
 

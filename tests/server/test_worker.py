@@ -372,7 +372,7 @@ def test_states_take_room_in_addition_to_keys_and_values() -> None:
     assert not _fits(5340, partial(_positions, 100.0, False), lengths)
 
 
-def test_where_slots_lie_side_by_side_each_takes_as_much_as_the_longest() -> None:
+def test_each_slot_of_a_rectangular_cache_takes_as_much_as_the_longest() -> None:
     assert _positions(0.0, True, [300, 40, 100]) == 4 * 300, "the number of slots doubles"
     assert _positions(0.0, True, []) == _positions(0.0, False, []) == 0
 

@@ -30,7 +30,7 @@ class ToyVision(Vision):
 
     def __init__(self, hidden: int) -> None:
         unused = {"model": "", "processor": "", "language": "", "tensors": (), "encode": None}
-        family = VisionFamily(types=("toy",), mark="<image>", token="<image>", **unused)  # type: ignore[arg-type]
+        family = VisionFamily(name="toy", mark="<image>", token="<image>", **unused)  # type: ignore[arg-type]
         super().__init__(family, {}, dict, {}, torch.float64, torch.device("cpu"))
         self.hidden, self.pictures = hidden, list[Picture]()
 

@@ -134,7 +134,7 @@ def test_no_processes_left_is_unfinished_work(monkeypatch: pytest.MonkeyPatch) -
     assert own.run("math:sqrt", 4.0, *LIMITS) == 2.0
 
 
-def test_what_was_prepared_by_a_helper_that_died_is_not_counted_on() -> None:
+def test_preparations_of_a_helper_that_died_are_repeated() -> None:
     own = Sandbox()
 
     def dies() -> float:

@@ -293,7 +293,7 @@ def test_folder_damaged(folder: Path) -> None:
         Tokenizer.from_folder(folder)
 
 
-def test_where_templates_come_from(folder: Path) -> None:
+def test_templates_are_read_from_three_places(folder: Path) -> None:
     assert Tokenizer.from_folder(folder).chat_template is None
     configure(folder, chat_template=[{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}])
     assert Tokenizer.from_folder(folder).chat_template == "D"
@@ -353,7 +353,7 @@ def test_bad_messages(messages: Any, message: str) -> None:
         tokenizer.apply_chat_template(messages)
 
 
-def test_what_is_no_text() -> None:
+def test_invalid_text_and_token_ids_are_refused() -> None:
     tokenizer = Tokenizer.from_gguf(byte_level())
     with pytest.raises(InvalidPrompt, match="Unicode"):
         tokenizer.encode("\ud800")

@@ -142,7 +142,7 @@ def test_the_digest_names_what_the_documents_depend_on(llm: LLM, tmp_path: Path)
     assert len({digest(), *changed, digest(answer_tokens=7)}) == 7
 
 
-def test_what_does_not_fit_together_is_named(llm: LLM, tmp_path: Path) -> None:
+def test_answers_that_do_not_fit_the_prompts_are_named(llm: LLM, tmp_path: Path) -> None:
     prompts = some_prompts(tmp_path / "p.jsonl", 2)
     for rows, said in (
         ([answer("p0", "a"), answer("q", "a")], "line 2: no prompt has the id 'q'"),

@@ -69,7 +69,7 @@ def test_a_trained_head_drafts_as_well_as_training_said(tmp_path) -> None:
     assert tokens / rounds == pytest.approx(said, abs=0.15)
 
 
-def test_what_is_trained_is_written_with_its_vocabulary(tmp_path) -> None:
+def test_a_trained_head_is_written_with_its_vocabulary(tmp_path) -> None:
     made = trainer(tmp_path)._recipe.tensors()
     assert torch.equal(made["d2t"] + torch.arange(30), torch.arange(7, 37))
     assert made["t2d"].nonzero()[:, 0].tolist() == list(range(7, 37))

@@ -100,13 +100,13 @@ def test_an_interrupted_run_can_be_made_shorter_or_longer(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("data", [b"", b"hello world\n", pickle.dumps([1], 2), pickle.dumps(print, 2)])
-def test_what_is_no_checkpoint_is_named(data: bytes, tmp_path: Path) -> None:
+def test_files_that_are_no_checkpoint_are_named(data: bytes, tmp_path: Path) -> None:
     (tmp_path / CHECKPOINT).write_bytes(data)
     with pytest.raises(TrainingFailed, match=r"cannot be read .*Delete it"):
         trainer(tmp_path)
 
 
-def test_a_run_goes_on_with_as_many_steps_as_it_began_with(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_number_of_steps(tmp_path: Path) -> None:
     trainer(tmp_path, replace(PLAN, epochs=0.1)).run()
     states = States(TARGET, selection(documents(96)), TAPS)
     with pytest.raises(InvalidOption, match="other options"):
@@ -121,7 +121,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
         trainer(tmp_path, replace(PLAN, epochs=0.1))
 
 
-def test_a_loss_that_is_no_number_ends_training_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
+def test_a_nan_loss_ends_training_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
     run = trainer(tmp_path, replace(PLAN, every=0.0))
     steps = 0
     guess = run._recipe.guess
@@ -219,7 +219,7 @@ def test_documents_without_a_guess_are_passed_over(tmp_path: Path) -> None:
     assert all(torch.equal(before[name], weight) for name, weight in weights(run).items())
 
 
-def test_what_a_recipe_draws_does_not_depend_on_where_the_run_was_resumed(tmp_path: Path) -> None:
+def test_random_draws_of_a_recipe_do_not_depend_on_resuming(tmp_path: Path) -> None:
     def drawing(report: object = None) -> tuple[Trainer, list[float]]:
         run = trainer(tmp_path, replace(PLAN, every=0.0), count=24, **({"report": report} if report else {}))
         drawn: list[float] = []

@@ -200,7 +200,7 @@ def test_its_prompts_depend_on_the_seed_and_neither_on_width_nor_on_interruption
         write_prompts(llm, parts, 0)
 
 
-def test_what_was_said_before_is_left_out(short: None, tmp_path: Path) -> None:
+def test_repeated_prompts_are_left_out(short: None, tmp_path: Path) -> None:
     llm, path = toy_llm(), tmp_path / "own.jsonl"
     write_prompts(llm, path, 1, width=4)
     (row,) = rows_of(path)

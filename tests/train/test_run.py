@@ -152,7 +152,7 @@ def test_training_begins_from_a_trained_drafter(kind: str, llm: LLM, order: Trai
         train(llm, replace(order, kind=other, out=tmp_path / "other", start=order.out))
 
 
-def test_what_training_cannot_begin_from_is_refused_before_anything_is_answered(llm: LLM, order: TrainJob) -> None:
+def test_invalid_starting_points_are_refused_before_anything_is_answered(llm: LLM, order: TrainJob) -> None:
     with pytest.raises(ModelNotFound):
         train(llm, replace(order, start=order.out.with_name("nowhere")))
     assert not order.work.exists()

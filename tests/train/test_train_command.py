@@ -90,7 +90,7 @@ def test_quiet_says_nothing(prompts: Path) -> None:
         (["--taps", "1,4"], "taps must be layers from 0 to 3 of this target, got 4"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(more: list[str], said: str, prompts: Path) -> None:
+def test_impossible_options_give_one_line(more: list[str], said: str, prompts: Path) -> None:
     assert said in failure(train(prompts, *more))
     assert not (prompts.parent / "head").exists()
 
@@ -131,9 +131,7 @@ def test_nothing_but_held_out_prompts_is_one_line(prompts: Path) -> None:
     assert "there is nothing to train on. Give more prompts" in failure(train(prompts, "--quiet"))
 
 
-def test_what_onednn_keeps_of_shapes_is_bounded_unless_the_user_says_otherwise(
-    prompts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_onednn_cache_is_bounded_unless_the_user_sets_it(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
     monkeypatch.setenv("LRU_CACHE_CAPACITY", "9")
     failure(train(prompts, "--kind", "nothing"))

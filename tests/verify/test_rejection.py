@@ -181,7 +181,7 @@ def test_the_text_has_the_targets_distribution(walk: str, shape: str, made: str)
 
 @pytest.mark.parametrize("shape", ["chain of 2", "chain of 3", "siblings below", "siblings everywhere"])
 @pytest.mark.parametrize("walk", WALKS)
-def test_whether_a_node_has_children_may_hang_on_the_path_to_it(walk: str, shape: str) -> None:
+def test_a_node_may_have_children_depending_on_its_path(walk: str, shape: str) -> None:
     drafter = Drafter(SHAPES[shape], "drawn", least=0.35)
     assert distance(WALKS[walk], drafter, 4) < 1e-12
     assert len({len(draft.tokens) for draft in outcomes(drafter)}) > 1, "some paths end, some do not"

@@ -166,7 +166,7 @@ def contexts(count: int, seed: int = 0) -> list[NamedPrompt]:
 
 
 def answerable(count: int, seed: int = 0) -> list[tuple[NamedPrompt, str]]:
-    """Return questions with checkable answers: `count` of arithmetic, and as many of extraction."""
+    """Return questions with checkable answers: `count` of arithmetic and `count` of extraction."""
     made = []
     for i in range(count):
         draw = random.Random(f"question {seed} {i}")

@@ -51,7 +51,7 @@ def _permuted(counts: Iterable[int], size: int) -> dict[int, float]:
 
     Args:
         counts: Number of equal values, for each value.
-        size: Values of the first side. The second side has as many.
+        size: Number of values on each side.
     """
     ways: dict[tuple[int, float], float] = {(0, 0.0): 1.0}
     for count in counts:
@@ -118,8 +118,8 @@ def gamma_tail(shape: float, x: float) -> float:
 def detectable(pairs: Sequence[Pair], alpha: float, power: float = 0.95) -> float:
     """Return the smallest shift that `chi_square` would have found with this probability, in total variation.
 
-    The shift is that of a drafter which is accepted too often: a share x of the replies is replaced by the most likely
-    reply of the prompt. The statistic is then noncentral chi-square, here approximated by a normal distribution.
+    The shift stands for a drafter that is accepted too often: a share x of the replies is replaced by the most likely
+    reply to the prompt. The statistic is then noncentral chi-square, here approximated by a normal distribution.
     """
     _, freedom = chi_square(pairs)
     tops = [Counter([*a, *b]).most_common(1)[0][1] / (len(a) + len(b)) for a, b in pairs]

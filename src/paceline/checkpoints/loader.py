@@ -132,9 +132,7 @@ def load_model(
         check_divisible(str(reference), config, exact, mirror is not None, parts is not None)
     kind = pick_dtype(dtype, where, by_torch=config is None)
     _check_possible(str(reference), config is not None, quantize, bool(adapters), exact and where.type == "cuda")
-    stored = kv_dtype(kv_type, kind)
-    if stored != kind:
-        _check_stored(config is not None, [where, *map(pick_device, parts or ())])
+    stored = _stored_type(kv_type, kind, config is not None, [where, *map(pick_device, parts or ())])
     with in_turn():
         factors = [read_factors(name, one, checkpoint.config, **fetch) for name, one in (adapters or {}).items()]
     mode = weights_held(config, checkpoint.tensors, quantize, dtype, where, drafts=head_tokens is not None)
@@ -147,12 +145,10 @@ def load_model(
             target: Target = _through_transformers(checkpoint, kind, where)
         elif mirror:
             target = DividedDecoder(config, tensors, kind, where, advance, mirror, factors, stored)
-        elif parts is not None:
-            devices = _placed(parts, config, tensors, mode, kind)
-            target = Decoder(config, tensors, kind, devices[0], advance, kept, factors, devices, stored)
         else:
-            make = _decoder(exact, where)
-            target = make(config, tensors, kind, where, advance, kept, factors, (), stored)
+            devices = () if parts is None else _placed(parts, config, tensors, mode, kind)
+            first, make = (devices or (where,))[0], _decoder(exact, where)
+            target = make(config, tensors, kind, first, advance, kept, factors, devices, stored)
     eos = eos_token_ids(checkpoint.config, checkpoint.generation, checkpoint.tokenizer)
     line = "%s: loaded as %s on %s (%s) in %.1f s"
     _LOG.debug(line, checkpoint.path, mode or kind, where, type(target).__name__, time.perf_counter() - began)
@@ -250,13 +246,21 @@ def _check_possible(reference: str, native: bool, quantize: Precision, adapted: 
         )
 
 
-def _check_stored(native: bool, devices: Sequence[torch.device]) -> None:
-    """Raise `InvalidOption` if keys and values cannot have another dtype than the model.
+def _stored_type(kv_type: KVType, dtype: torch.dtype, native: bool, devices: Sequence[torch.device]) -> torch.dtype:
+    """Return the dtype of keys and values.
 
     Args:
+        kv_type: The requested type.
+        dtype: The model's dtype.
         native: The model runs natively, not through transformers.
         devices: The model's devices.
+
+    Raises:
+        InvalidOption: If keys and values cannot have another dtype than the model.
     """
+    stored = kv_dtype(kv_type, dtype)
+    if stored == dtype:
+        return stored
     if not native:
         raise InvalidOption(
             "this model runs through transformers, which keeps keys and values in the model's dtype",
@@ -267,6 +271,7 @@ def _check_stored(native: bool, devices: Sequence[torch.device]) -> None:
             f"on {other}, keys and values have the model's dtype",
             "Leave kv_type out, use device='cpu', or dtype='bfloat16' or 'float16' for half the memory of float32",
         )
+    return stored
 
 
 def weights_held(

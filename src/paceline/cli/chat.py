@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from paceline.cli.background import Background
 from paceline.cli.commands import option, print_error
 from paceline.cli.images import check_sees, data_url, read_images, saved_content, with_images
 from paceline.cli.options import LoadFlags, ModelArgument, Quiet, SamplingOptions, progress_wanted
@@ -62,11 +63,16 @@ def chat(
     accepted are green.
     """
     load = load.with_model(argument)
-    sampling.check()
+    if typed := _typed():
+        load.located(quiet=quiet)  # a name that does not exist is reported at once
     conversation = _Chat(load, sampling, system, quiet)
     if not quiet:
         legend = "Green: drafted tokens that the model accepted. " if has_colour(sys.stdout) else ""
         say(f"{legend}/help lists the commands, Ctrl-D leaves.")
+    if typed:
+        conversation.open_while_typing()
+    else:
+        conversation.open()
     conversation.run()
 
 
@@ -102,8 +108,9 @@ def run(
     if not prompt:
         chat(argument, load=load, sampling=sampling, system=system, quiet=quiet)
         return
-    sampling.check()
-    _Chat(load.with_model(argument), sampling, system, quiet).answer_once(prompt, images)
+    conversation = _Chat(load.with_model(argument), sampling, system, quiet)
+    conversation.open()
+    conversation.answer_once(prompt, images)
 
 
 class _Chat:
@@ -115,19 +122,38 @@ class _Chat:
         self._messages = list(self._opening)
         self._images: list[Picture] = []
         self._last: Completion | None = None
-        self._open(load)
-        self._sampling = options.resolve(self._llm)
+        self._loading: Background | None = None
 
-    def _open(self, load: LoadFlags) -> None:
+    def open(self, progress: bool = True) -> None:
+        """Load the model, without a word about it unless `progress`."""
+        self._options.check()
+        self._open(self._load, progress)
+        self._sampling = self._options.resolve(self._llm)
+
+    def open_while_typing(self) -> None:
+        """Start to load the model. `run` shows its prompt meanwhile."""
+        self._loading = Background(lambda: self.open(progress=False))
+
+    def _open(self, load: LoadFlags, progress: bool = True) -> None:
         """Load a model. If that fails, the previous model stays."""
-        llm = load.load(progress=progress_wanted(self._quiet))
+        llm = load.load(progress=progress and progress_wanted(self._quiet))
         if llm.tokenizer.chat_template is None:
             raise UnsupportedModel(
                 f"{load.model} has no chat template", "Use `paceline generate --raw`, or a chat model"
             )
         self._llm, self._load = llm, load
-        if not self._quiet:
+        if progress and not self._quiet:
             say(loaded_line(load.model, llm))
+
+    def _opened(self) -> None:
+        """Wait until the model that loads in the background is there. Raises what went wrong with it."""
+        loading, self._loading = self._loading, None
+        if loading:
+            if not self._quiet and not loading.done:
+                say(f"Loading {self._load.model} ...")
+            loading.join()
+            if not self._quiet:
+                say(loaded_line(self._load.model, self._llm))
 
     def run(self) -> None:
         """Read and answer messages until /quit or the end of the input."""
@@ -145,7 +171,9 @@ class _Chat:
             "/load": self._read,
             "/stats": self._stats,
         }
-        while (message := _read_message()) is not None:
+        while (message := _read_message(self._loading)) is not None:
+            if message.text:
+                self._opened()
             name, _, rest = message.text.partition(" ")
             near = get_close_matches(name, [*commands, "/quit"], 1, 0.7)
             if message.fenced or not re.fullmatch(r"/\w*", name) or (rest and not near):
@@ -311,10 +339,14 @@ class _ChatInput(NamedTuple):
     fenced: bool = False
 
 
-def _read_message() -> _ChatInput | None:
-    """Read the next message. Return None at the end of the input, and an empty message after Ctrl-C."""
+def _read_message(loading: Background | None = None) -> _ChatInput | None:
+    """Read the next message. Return None at the end of the input, and an empty message after Ctrl-C.
+
+    If `loading` fails meanwhile, raise its error.
+    """
     try:
-        line = _read_line("> ").strip()
+        with loading.interrupting() if loading else contextlib.nullcontext():
+            line = _read_line("> ").strip()
         return _read_fenced(line.removeprefix(_FENCE)) if line.startswith(_FENCE) else _ChatInput(line)
     except EOFError:
         typer.echo()
@@ -327,7 +359,12 @@ def _read_message() -> _ChatInput | None:
 
 
 def _read_line(prompt: str) -> str:
-    return input(prompt if sys.stdin.isatty() else "")
+    return input(prompt if _typed() else "")
+
+
+def _typed() -> bool:
+    """Return True if a person types the input."""
+    return sys.stdin.isatty()
 
 
 def _read_fenced(text: str) -> _ChatInput:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import MISSING, field, fields, is_dataclass
+from functools import cache
 from inspect import Parameter, Signature, cleandoc, signature
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
@@ -148,17 +149,22 @@ def parsed(function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
     return get_command(app).make_context(function.__name__, arguments)
 
 
+@cache
+def _hints(annotated: Any) -> dict[str, Any]:
+    """Return the type hints of a function or of a dataclass of options, which several commands share."""
+    return get_type_hints(annotated, include_extras=True)
+
+
 def with_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Convert `function` for typer: replace each parameter with a dataclass type by the fields of the dataclass."""
-    hints = get_type_hints(function, include_extras=True)
-    hints.pop("return", None)
+    hints = {name: hint for name, hint in _hints(function).items() if name != "return"}
     groups = {name: kind for name, kind in hints.items() if isinstance(kind, type) and is_dataclass(kind)}
     parameters: list[Parameter] = []
     for parameter in signature(function).parameters.values():
         if (group := groups.get(parameter.name)) is None:
             parameters.append(_parameter(parameter.name, hints[parameter.name], parameter.default))
         else:
-            of_group = get_type_hints(group, include_extras=True)
+            of_group = _hints(group)
             parameters += [
                 _parameter(x.name, of_group[x.name], x.default, _declared(x.metadata)) for x in fields(group)
             ]

@@ -318,7 +318,7 @@ def _models(
     warmed: Callable[..., Worker],
     progress: bool,
 ) -> Models:
-    """Return the models to serve: the one on the command line, if any, and those of --models.
+    """Return the models to serve: the model on the command line, if any, and the models of --models.
 
     Args:
         model: Options of the command line, which also apply to the models of --models.

@@ -16,8 +16,8 @@ _ID_BITS = 32
 _FREE = 3
 """Number of tokens drafted for any match. A pass of four rows costs as much as a pass of two."""
 _KEPT = 1 << 15
-"""Number of latest tokens that are always indexed. Twice as many at most, so that memory is bounded (about 0.4 kB
-each)."""
+"""Number of latest tokens that are always indexed. At most twice this number is indexed, which bounds
+memory (about 0.4 kB per token)."""
 
 
 class NGram(Drafter):

@@ -50,8 +50,8 @@ _UNFINISHED = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}\.[0-9]+-[0-9]+\.tmp")
 _MOST_FILES = 10_000
 """Files whose headers are read, the most recently used first."""
 _STALE = 600.0
-"""Seconds without a write after which an unfinished file is removed: its process has died. Process ids would tell
-sooner, but not between containers that share a folder."""
+"""Seconds without a write after which an unfinished file is removed, because its process has died. Checking process
+ids would be faster, but does not work between containers that share a folder."""
 _SETTLED = 50_000_000
 """Nanoseconds after which a folder's modification time has certainly changed if there was another write."""
 
@@ -184,7 +184,7 @@ class PrefixStore:
             self._queue = deque(job for job in self._queue if job.text is not text)
 
     def flush(self, texts: Sequence[tuple[CachedText, Sequence[CachedText]]], seconds: float) -> None:
-        """Write texts now, and those that are waiting, as far as time allows.
+        """Write these texts and the waiting ones, as far as time allows.
 
         Args:
             texts: Texts with the texts that they replace, the most recently used first.
@@ -214,7 +214,7 @@ class PrefixStore:
             self._write(job)
 
     def _write(self, job: _Job, until: float = inf) -> None:
-        """Write a file and remove those that it replaces. An error costs only the file."""
+        """Write a file and remove the files that it replaces. If this fails, only this file is lost."""
         text = job.text
         name = f"{self._key[:32]}-{_hash(text)}.prefix"
         keys = {drafter: key for drafter, (key, _) in self._drafters.items()}

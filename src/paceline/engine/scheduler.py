@@ -77,8 +77,8 @@ class Task:
         return len(self.request.token_ids if self.request else self.prompt)
 
 
-Event = tuple[Task, list[Chunk]]
-"""New chunks of a task. When the task is `done`, there is a last event, with or without chunks."""
+TaskOutput = tuple[Task, list[Chunk]]
+"""New chunks of a task. When the task is `done`, there is a last output, with or without chunks."""
 
 
 class Scheduler:
@@ -88,7 +88,7 @@ class Scheduler:
     Between two rounds, at most `quota` prompt tokens are fed, so that a long prompt does not stall running replies. If
     several tasks could start, this is multiplied by their number, up to `_MAX_CATCH_UP`, until the first prompt is
     complete. Its first token then does not wait for the other prompts. A waiting task may overtake the prompts that are
-    being read if it has less than half as many unread tokens, so only few prompts are partly read at any time. If
+    being read if it has less than half of their unread tokens, so only few prompts are partly read at any time. If
     memory runs out, the latest reply releases its slot and continues later, with the same text. A reply that fails does
     not affect the others.
     """
@@ -134,16 +134,16 @@ class Scheduler:
             task.unread = len(task.prompt) - (0 if prefixes is None else prefixes.known(cache_ids(task.prompt)))
         self.waiting.append(task)
 
-    def turn(self) -> list[Event]:
+    def turn(self) -> list[TaskOutput]:
         """End cancelled and late tasks, feed prompts and run one round. Return new chunks and ended tasks."""
         ended = [*self._expire(), *self._prefill()]
         self._make_room()
         began = self._clock()
-        events = self._round([*self.running])
+        outputs = self._round([*self.running])
         self._pace.round_seconds = self._clock() - began
-        return [*((task, []) for task in ended), *events]
+        return [*((task, []) for task in ended), *outputs]
 
-    def close(self) -> list[Event]:
+    def close(self) -> list[TaskOutput]:
         """End all tasks."""
         tasks = list(self._open)
         with ExitStack() as every:  # end all of them, even if one raises an error
@@ -280,7 +280,7 @@ class Scheduler:
         oldest = min((one.arrived for one in self.reading), default=inf)
         return [one for one in self.waiting if one.arrived <= oldest or (one.prompt and 2 * one.unread < least)]
 
-    def _fail(self, task: Task, error: Exception) -> Event:
+    def _fail(self, task: Task, error: Exception) -> TaskOutput:
         task.error = error
         if task.request:
             task.request.fail(error)
@@ -310,7 +310,7 @@ class Scheduler:
 
     # Rounds
 
-    def _round(self, batch: list[Task]) -> list[Event]:
+    def _round(self, batch: list[Task]) -> list[TaskOutput]:
         """Run one round. If it fails, repeat it for each task separately, so that only the failing tasks end."""
         try:
             chunks = self._engine.step([_request(task) for task in batch]) if batch else []
@@ -321,7 +321,7 @@ class Scheduler:
             if len(batch) == 1:
                 return [self._fail(batch[0], error)]
             _log.debug("a round of %d replies failed and is repeated for each reply", len(batch), exc_info=True)
-            return [event for task in batch for event in self._round([task])]
+            return [output for task in batch for output in self._round([task])]
         for task in batch:
             if _request(task).finish:
                 self._end(task)

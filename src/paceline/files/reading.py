@@ -13,14 +13,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from mmap import ACCESS_COPY, mmap
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from paceline.errors import CorruptModel, ModelNotFound, PacelineError, UnsupportedModel
 from paceline.files.garbage import uncollected
 from paceline.files.schema import CORRECT, FieldKind, check
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MIB = 1 << 20
 _CONFIG_LIMIT = 8 * MIB
@@ -61,6 +61,8 @@ class Mapped(NamedTuple):
 
     def bytes(self, start: int, size: int) -> Tensor:
         """Return `size` > 0 bytes of the file as uint8, without reading them."""
+        import torch  # not above: commands that only look for files start faster without it
+
         return torch.frombuffer(self.buffer, dtype=torch.uint8, count=size, offset=start)
 
 

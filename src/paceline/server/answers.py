@@ -19,8 +19,8 @@ from paceline.server.api import Encoder, Event
 from paceline.server.errors import LOG, REQUEST_ID, api_error
 from paceline.server.limits import RequestLimit, Settings
 from paceline.server.models import LoadedModel
+from paceline.server.replies import Usage
 from paceline.server.tracing import Tracer
-from paceline.server.usage import Usage
 from paceline.server.worker import ReplyHandle, ReplyJob, ReplyRound, ServerStopping
 
 _SHOWN = 40

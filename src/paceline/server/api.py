@@ -15,9 +15,9 @@ from paceline.server.errors import ApiError, ContextExceeded
 from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
 from paceline.server.prepare import Prepared, prepare
+from paceline.server.replies import Usage
 from paceline.server.request import GenerateRequest
 from paceline.server.schema import Generating
-from paceline.server.usage import Usage
 from paceline.server.worker import ReplyRound
 
 Event = dict[str, Any]
@@ -30,8 +30,11 @@ _SLICE = 1000
 class Encoder(ABC):
     """Writes the replies to one request as an answer of one API, whole or as a stream of events.
 
-    `last`: the end of a stream that was not cut short. `over`: the rest would not be shown, so the replies end.
-    `shows_progress`: the client asked for the progress of its prompt.
+    Attributes:
+        media_type: The media type of streams.
+        last: The bytes that end a complete stream.
+        over: True if no further text will be shown, so that the replies can be cancelled.
+        shows_progress: True if the client asked for the progress of its prompt.
     """
 
     media_type: ClassVar[str] = "text/event-stream"
@@ -40,7 +43,7 @@ class Encoder(ABC):
     shows_progress: bool = False
 
     def begin(self, usage: Usage) -> Sequence[Event]:
-        """Return the events before the first round: none, unless the API has such."""
+        """Return the events before the first round. By default there are none."""
         return ()
 
     @abstractmethod
@@ -52,7 +55,7 @@ class Encoder(ABC):
         """Return an event that adds nothing, for a stream that is silent."""
 
     def progress(self, usage: Usage) -> Event:
-        """Return an event that tells how much of the prompt has been read. An empty one unless the API has such."""
+        """Return an event that tells how much of the prompt has been read. By default it is a heartbeat."""
         return self.heartbeat()
 
     @abstractmethod
@@ -64,7 +67,7 @@ class Encoder(ABC):
         """Return the whole answer, after `end`."""
 
     def failed(self, error: ApiError) -> Event:
-        """Return the event that ends a stream early: OpenAI's error, unless the API has another."""
+        """Return the event that ends a stream early. By default it is OpenAI's error."""
         return error.body
 
     def encode(self, event: Event) -> bytes:

@@ -19,9 +19,8 @@ import paceline
 from paceline.server import errors
 from paceline.server.api import Api
 from paceline.server.apis import embeddings, rerank, tokens
+from paceline.server.apis.about_models import ModelRoutes, OllamaModels, refuse_change
 from paceline.server.apis.messages import CountTokensRequest
-from paceline.server.apis.model_list import ModelRoutes
-from paceline.server.apis.ollama_models import OllamaModels, refuse_change
 from paceline.server.apis.stored import ResponseRoutes
 from paceline.server.description import content, describe, errors_of
 from paceline.server.limits import RequestLog, Settings, authorization, check_host, check_key

@@ -1,8 +1,9 @@
 """Parameters of other local servers: llama.cpp's server, vLLM, SGLang, Ollama, LM Studio.
 
-Their clients send them unasked, most of them at the value that switches them off. A parameter that cannot change the
-text is accepted at any value, and the log names it once. One that would is accepted at the values that change nothing.
-All others are rejected like any unknown parameter. docs/reference/fields.md lists them: it is made from these tables.
+Their clients send these parameters by default, usually at the value that switches them off. A parameter that cannot
+change the text is accepted at any value, and the log names it once. A parameter that could change the text is accepted
+only at values that change nothing. All others are rejected like any unknown parameter. docs/reference/fields.md is made
+from these tables.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ _named: set[str] = set()
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Treatment of parameters that have no effect here. `why`: the reason. `values`: the only ones that are accepted
-    besides null; None for any value."""
+    """Treatment of parameters that have no effect here. `why`: the reason. `values`: the accepted values, in
+    addition to null; None for any value."""
 
     names: tuple[str, ...]
     why: str
@@ -119,8 +120,11 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _limit_keys(cls, body: Any) -> Any:
-        """Of more keys than there are fields, keep enough to have an unknown one: pydantic reports each of them, and
-        hundreds of thousands would take it seconds in which no other thread runs."""
+        """Drop keys beyond the number of fields plus one, so that at least one unknown key is left to report.
+
+        Pydantic reports every unknown key. Hundreds of thousands of them would take seconds, during which no other
+        thread runs.
+        """
         count = len(cls.model_fields)
         return dict(islice(body.items(), count + 1)) if isinstance(body, dict) and len(body) > count else body
 
@@ -130,7 +134,7 @@ def _is_whole(value: Any) -> bool:
 
 
 class Lenient(Strict):
-    """Model that ignores unknown keys: what servers have returned, clients send back whole."""
+    """Model that ignores unknown keys, because clients send back whole objects of other servers."""
 
     model_config = ConfigDict(extra="ignore")
 

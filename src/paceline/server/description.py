@@ -10,13 +10,13 @@ from pydantic import BaseModel, RootModel
 from pydantic.json_schema import models_json_schema
 
 from paceline.server import errors
-from paceline.server.apis import embeddings, ollama_models, rerank, tokens
+from paceline.server.apis import about_models, embeddings, rerank, tokens
 from paceline.server.apis.messages import CountTokensRequest
 from paceline.server.compat import PlainAnswer
 
 
 class Health(PlainAnswer):
-    """True if the server accepts requests and answers them; "failing" after several internal errors in a row."""
+    """State of the server. It is "failing" after several internal errors in a row."""
 
     status: Literal["ok", "stopping", "failing"]
     running: int
@@ -95,7 +95,7 @@ class Slot(PlainAnswer):
 
 
 class Slots(RootModel[list[Slot]]):
-    """The slots of a model, none if it is not loaded."""
+    """The slots of a model. Empty if it is not loaded."""
 
 
 class RenderedPrompt(PlainAnswer):
@@ -111,8 +111,11 @@ class TokenCount(PlainAnswer):
 
 
 class ServedModel(PlainAnswer):
-    """A model, for OpenAI's and Anthropic's clients. `parent`: of an adapter. `paceline`: `loaded`, and then drafters,
-    context and sampling."""
+    """A model, for OpenAI's and Anthropic's clients.
+
+    `parent` is the model of an adapter. `paceline` has the key `loaded`, and for a loaded model its drafters, context
+    length and sampling.
+    """
 
     id: str
     object: Literal["model"]
@@ -162,7 +165,7 @@ class OllamaDetails(PlainAnswer):
 
 
 class OllamaModel(PlainAnswer):
-    """A model as Ollama lists it; `size_vram` to `expires_at`: of one in memory."""
+    """A model as Ollama lists it. Only models in memory have `size_vram`, `context_length` and `expires_at`."""
 
     name: str
     model: str
@@ -176,13 +179,13 @@ class OllamaModel(PlainAnswer):
 
 
 class OllamaModelList(PlainAnswer):
-    """All models, or those in memory."""
+    """All models, or only the models in memory."""
 
     models: list[OllamaModel]
 
 
 class OllamaModelAbout(PlainAnswer):
-    """A description of a model, with its abilities."""
+    """A description of a model and of its capabilities."""
 
     license: str
     modelfile: str
@@ -243,7 +246,7 @@ class OllamaErrorBody(BaseModel):
 
 _REF = "#/components/schemas/{model}"
 _BODIES = (
-    *(CountTokensRequest, ollama_models.NamedModelRequest, ollama_models.PullRequest),
+    *(CountTokensRequest, about_models.NamedModelRequest, about_models.PullRequest),
     *(tokens.TokenizeRequest, tokens.DetokenizeRequest, tokens.ApplyTemplateRequest),
     rerank.RerankRequest,
     *(embeddings.EmbeddingsRequest, embeddings.OllamaEmbedRequest, embeddings.OllamaPromptEmbedRequest),
@@ -287,13 +290,15 @@ def errors_of(path: str) -> dict[int | str, dict[str, Any]]:
 
 
 def content(model: str) -> dict[str, Any]:
-    """Describe a JSON body. FastAPI would build a validator from a class in each of some 300 places; a name is free."""
+    """Describe a JSON body by the name of its model. With the class, FastAPI would build some 300 validators."""
     return {"application/json": {"schema": {"$ref": _REF.format(model=model)}}}
 
 
 def describe(app: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI document. FastAPI does not know the models of bodies that `BodyReader` reads: `app.state.apis`
-    has the models of requests for text."""
+    """Return the OpenAPI document.
+
+    FastAPI does not know the bodies that `BodyReader` reads. `app.state.apis` has the models of requests for text.
+    """
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         models = [(body, "validation") for body in (*(api.body for api in app.state.apis), *_BODIES, *ANSWERS)]

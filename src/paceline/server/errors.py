@@ -46,8 +46,16 @@ _ANTHROPIC = {
 
 
 class ApiError(Exception):
-    """An error response. `param`: the parameter at fault, as a path such as "messages.0.role". `details`: what
-    Anthropic's clients read of it."""
+    """An error response.
+
+    Attributes:
+        status: The HTTP status.
+        message: The message.
+        param: The path of the wrong parameter, such as "messages.0.role".
+        code: OpenAI's error code.
+        headers: Headers of the response.
+        details: The `details` of Anthropic's error.
+    """
 
     def __init__(
         self,
@@ -96,7 +104,7 @@ class ApiError(Exception):
 
 
 class WrongParameter(ValueError):
-    """A fault that validators of bodies find in one parameter by looking at several. `param`: its name."""
+    """A wrong parameter, found by a validator of the whole body. `param`: its name."""
 
     def __init__(self, message: str, param: str) -> None:
         super().__init__(message)

@@ -23,18 +23,17 @@ _SWITCH_INTERVAL = 0.001
 _MARGIN = 1.0
 """Seconds after the grace period for telling clients why their streams ended."""
 _KILL = 5.0
-"""Seconds after that at which the process is ended, whatever it is doing."""
+"""Seconds after this margin until the process is killed."""
 _MAX_CONNECTIONS, _FILES = 1024, 4096
 """Maximum connections, and the limit of open files that they need."""
 _HEADER_TIMEOUT = 10.0
 """Seconds within which the head of a request must arrive."""
 _STALL, _RATE = STALL, 100_000
-"""Seconds after which a client must have read what was written for it, or `_RATE` bytes for each of them."""
+"""Seconds within which a client must read what was written for it, or at least `_RATE` bytes per second of it."""
 
 
 def check_address(host: str, port: int) -> list[str]:
-    """Return the IP addresses that `host` stands for. Raises `InvalidOption` if one cannot be bound, before a model is
-    loaded and not after."""
+    """Return the IP addresses of `host`. Raises `InvalidOption` if one cannot be bound, before a model is loaded."""
     found = []
     try:
         for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):

@@ -58,8 +58,10 @@ class Metrics:
         self._models: dict[str, ModelMetrics] = {}
 
     def of(self, model: str, adapter: bool = False) -> ModelMetrics:
-        """Return the metrics of one model, which continue where it is loaded again. `adapter`: of an adapter, whose
-        load is a part of its model's."""
+        """Return the metrics of one model. They continue when the model is loaded again.
+
+        `adapter`: True for an adapter, whose load counts as its model's.
+        """
         if model not in self._models:
             mine = self._models[model] = ModelMetrics(self, model)
             self._speed.labels(model).set_function(mine.tokens_per_second)
@@ -112,10 +114,14 @@ class ModelMetrics:
         """Times and tokens of the rounds of the last `_SPAN` seconds."""
 
     def observe_first(self, queued: float, seconds: float, prompt: int, cached: int, from_disk: int = 0) -> None:
-        """Count a reply's first token. `queued`, `seconds`: until admission and until now, from submission.
+        """Count a reply's first token.
 
-        `prompt`: tokens of its prompt, of which `cached` came from the prefix cache, and of these `from_disk` from its
-        folder.
+        Args:
+            queued: Seconds from submission to admission.
+            seconds: Seconds from submission to the first token.
+            prompt: Tokens of the prompt.
+            cached: Tokens of the prompt that came from the prefix cache.
+            from_disk: Tokens of the prompt that came from its folder on disk.
         """
         self._queue.observe(queued)
         self._first.observe(seconds)
@@ -125,7 +131,7 @@ class ModelMetrics:
         self._disk_hits.inc(from_disk)
 
     def observe_round(self, round_: ReplyRound, first: bool) -> None:
-        """Count a reply's round. `first`: it is the first round. Its tokens have no time between them."""
+        """Count a reply's round. `first`: True for the first round, which has no time between tokens."""
         tokens, accepted = len(round_.chunks), round_.accepted
         for _ in () if first else round_.chunks:
             self._later.observe(round_.ms / 1000 / tokens)

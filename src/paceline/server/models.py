@@ -19,15 +19,15 @@ from paceline.models.held import held_bytes
 from paceline.server.errors import LOG, ApiError
 from paceline.server.grammars import GrammarTrials
 from paceline.server.metrics import Metrics
-from paceline.server.token_texts import TokenTexts
+from paceline.server.replies import TokenTexts
 from paceline.server.worker import Busy, Load, ServerStopping, Worker, trim_memory
 
 T = TypeVar("T")
 
 _PATIENCE = 60.0
-"""Seconds that a model waits for memory that others use."""
+"""Seconds that a model waits until other models release their memory."""
 _FIRST = 1.0
-"""Seconds for which a model stays loaded until it is used first, at least."""
+"""Minimum seconds that a model stays loaded before its first use."""
 _LISTED = 20
 """Names in an error message."""
 
@@ -117,11 +117,17 @@ class Models:
         free_memory: Callable[[], int] | None = None,
         pull: Pull | None = None,
     ) -> None:
-        """Load the models that stay, and raise what that raises.
+        """Load the models that stay.
 
-        `keep_alive`: seconds that an idle model stays loaded (None: for ever). `max_memory`: bytes that all loaded
-        models may need together (None: what is free). `free_memory` returns the bytes that are free now.
-        `pull` fetches further models for requests; None: they may fetch none.
+        Args:
+            sources: The models.
+            keep_alive: Seconds that an idle model stays loaded. None for ever.
+            max_memory: Maximum bytes of all loaded models together. None for the free memory.
+            free_memory: Returns the bytes that are free now.
+            pull: Fetches further models for requests. None if requests may not fetch models.
+
+        Raises:
+            PacelineError: If a model cannot be loaded.
         """
         self.pull = pull
         self.sources: list[ModelSource] = []
@@ -317,8 +323,10 @@ class Models:
         return self._fits(source) or not any(model.users for one, model in self._loaded.items() if not one.stays)
 
     async def _keep_within(self, source: ModelSource) -> bool:
-        """Unload idle models until one that has just been read, and with its drafters may need more than was expected,
-        is within `max_memory` too. False if models in use prevent it."""
+        """Unload idle models until all loaded models fit into `max_memory`. Return False if models in use prevent it.
+
+        A model that has just been loaded may need more than was expected, because of its drafters.
+        """
         for one in self._unloadable():
             if self._excess(source) > 0 and not self._loaded[one].users:
                 await self._unload(one)
@@ -348,14 +356,17 @@ class Models:
         trim_memory()
 
     def _watch(self, source: ModelSource, model: LoadedModel) -> None:
-        """Unload the model once it has been idle for `keep_alive` seconds; who asked for it has a moment to take it."""
+        """Unload the model once it has been idle for `keep_alive` seconds, but not before the request that loaded it
+        had time to take it."""
         model.keep_alive = self._keep_alive
         model.on_idle = partial(self._idle, source)
         self._idle(source, _FIRST)
 
     def _idle(self, source: ModelSource, least: float = 0.0) -> None:
-        """Look again in `keep_alive` seconds, or in `least`. Neither this nor the timer refers to the model: that would
-        keep its memory."""
+        """Check again after `keep_alive` seconds, and at least `least` seconds.
+
+        Neither this method nor the timer refers to the model, because a reference would keep its memory.
+        """
         self._freed.set()
         seconds = self._loaded[source].keep_alive
         if seconds is not None:
@@ -390,7 +401,7 @@ def in_own_thread(work: Callable[[], T]) -> Future[T]:
     engine's nearly half of its speed where torch runs the layers.
     """
     future: Future[T] = Future()
-    future.set_running_or_notify_cancel()  # it cannot be cancelled from now on
+    future.set_running_or_notify_cancel()  # so that it cannot be cancelled
 
     def run() -> None:
         try:

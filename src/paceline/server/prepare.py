@@ -1,38 +1,45 @@
-"""From a request to the jobs of its replies: tokens, sampling, speculation, grammar."""
+"""From a request to the jobs of its replies: prompt, tokens, sampling, speculation, grammar."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import uuid
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from paceline.chat import thinking
+from paceline.chat import thinking, tools
 from paceline.chat.calls import CallParser, ForcedCallParser, ReasonedCalls
+from paceline.chat.tools import CallFormat
 from paceline.engine.draft_policy import OFF, Speculation
 from paceline.engine.prediction import predicted_ids
 from paceline.engine.prompt_logprobs import PromptReader
-from paceline.errors import InvalidPrompt, PacelineError
+from paceline.errors import InvalidPrompt, PacelineError, TimedOut
 from paceline.llm import LLM
 from paceline.sampling.grammar import Grammar
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import not_finite
 from paceline.server import grammars
-from paceline.server.errors import ContextExceeded, bad_request
+from paceline.server.errors import LOG, REQUEST_ID, ContextExceeded, bad_request
 from paceline.server.images import pictures_of, seen
 from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
-from paceline.server.prompts import call_format, chat_text, truncated
 from paceline.server.replies import ChatReply
-from paceline.server.request import ChatPrompt, GenerateRequest, TextPrompt
+from paceline.server.request import ChatMessage, ChatPrompt, GenerateRequest, TextPrompt
 from paceline.server.schema import SpeculationOptions
-from paceline.server.worker import ReplyJob, ServerStopping
+from paceline.server.worker import Busy, ReplyJob, ServerStopping
+from paceline.text.chat_template import check_messages
 from paceline.text.infill import infill_prompt, infill_tokens
 from paceline.types import DraftBudget
 
 _MAX_BRANCHES = 512
-"""Branches of a drafted tree: no limit of its own."""
+"""Maximum branches of a drafted tree. It is large enough not to limit any tree."""
+_RESERVED = {"messages", "tools", "add_generation_prompt", "self"}
+"""Variables of a template that a request cannot set."""
+_SHARE = 4
+"""If messages are left out, 1 / `_SHARE` of the context is kept for a reply without a length limit."""
 
 
 @dataclass(slots=True)
@@ -171,7 +178,7 @@ def _prompt_ids(llm: LLM, prompt: TextPrompt, text: str | Sequence[int], param: 
     if prompt.after is None:
         return token_ids(llm, text, param)
     if not isinstance(text, str):
-        raise bad_request(f"{param} must be text, not token ids, beside suffix", param)
+        raise bad_request(f"with suffix, {param} must be text, got token ids", param)
     try:
         return infill_prompt(llm.tokenizer, text, prompt.after, prompt.files)
     except InvalidPrompt as error:
@@ -226,8 +233,10 @@ def _speculation(llm: LLM, options: str | SpeculationOptions | None) -> Speculat
 
 
 def token_ids(llm: LLM, prompt: Any, param: str, chat: bool = False) -> list[int]:
-    """Return the token ids of a text, or of a prompt that is token ids already. `chat`: the text of a chat, which has
-    its special tokens. Raises `ApiError` 400 naming the parameter."""
+    """Return the token ids of a prompt, which is text or token ids.
+
+    `chat`: True for the text of a chat template, which already has its special tokens. Raises `ApiError` 400.
+    """
     try:
         return llm.encode(llm.tokenizer.encode(prompt, special=False) if chat else prompt, raw=True)
     except PacelineError as error:
@@ -285,3 +294,100 @@ def _special(llm: LLM, *markers: str) -> dict[str, int]:
     """Return those markers that are special tokens, which a reply's text leaves out, with their ids."""
     ids = {marker: llm.tokenizer.token_id(marker) for marker in markers}
     return {marker: token for marker, token in ids.items() if token is not None and token in llm.tokenizer.special_ids}
+
+
+def call_format(llm: LLM) -> CallFormat:
+    """Return the format in which a model writes calls."""
+    template, token_id = llm.tokenizer.template_for(tools=True), llm.tokenizer.token_id
+    return tools.family(template if tools.knows_tools(template) else None, lambda text: token_id(text) is not None)
+
+
+def chat_text(llm: LLM, prompt: ChatPrompt) -> str:
+    """Return a chat's prompt as text. Raises `ApiError` 400 naming the messages."""
+    if reserved := prompt.values.keys() & _RESERVED:
+        raise bad_request(f"chat_template_kwargs must not contain {reserved.pop()!r}", "chat_template_kwargs")
+    try:
+        return _rendered(llm, prompt)
+    except TimedOut as error:
+        raise Busy(error.cause, error.fix) from error
+    except PacelineError as error:
+        raise bad_request(str(error), "messages") from error
+
+
+def _rendered(llm: LLM, prompt: ChatPrompt) -> str:
+    chat = [message.as_dict() for message in prompt.messages]
+    given = [function.shown for function in prompt.tools.offered]
+    template = llm.tokenizer.template_for(bool(given))
+    if tools.knows_tools(template):
+        chat, given = tools.fitted(template, call_format(llm), check_messages(chat), given)
+        return _applied(llm, prompt, chat, given)
+    if given:
+        return _applied(llm, prompt, tools.with_tools(check_messages(chat), given), [])
+    try:
+        return _applied(llm, prompt, chat, [])
+    except InvalidPrompt:
+        if not any(message["role"] == "tool" or "tool_calls" in message for message in chat):
+            raise
+        return _applied(llm, prompt, tools.with_tools(check_messages(chat), []), [])
+
+
+def _applied(llm: LLM, prompt: ChatPrompt, chat: list[dict[str, Any]], given: list[dict[str, Any]]) -> str:
+    values = {"tools": given or None, **prompt.values}
+    if prompt.continued:
+        return _continued(llm, chat, values)
+    text = llm.tokenizer.apply_chat_template(chat, prompt.answered, **values)
+    form = thinking.family(llm.tokenizer.template_for(bool(given)))
+    return form.skip(text) if form and values.get("enable_thinking") is False else text
+
+
+def _continued(llm: LLM, chat: list[dict[str, Any]], values: dict[str, Any]) -> str:
+    """Return the prompt up to the end of the last message, where a marker shows what the template adds to close it."""
+    marker = f"[{uuid.uuid4().hex}]"
+    content = check_messages(chat[-1:])[0]["content"]
+    text = llm.tokenizer.apply_chat_template([*chat[:-1], {**chat[-1], "content": content + marker}], False, **values)
+    before, found, _ = text.partition(marker)
+    if not found:
+        raise InvalidPrompt(
+            "the chat template does not show the last message, which the reply is to continue",
+            "Send it as the user's, or leave out continue_final_message",
+        )
+    return before
+
+
+def truncated(prompt: ChatPrompt, size: Callable[[ChatPrompt], int], limit: int, wanted: int) -> ChatPrompt:
+    """Return a chat without its oldest messages. It drops as few as possible so that prompt and reply fit.
+
+    Instructions and the last message stay, and the first message that stays is no tool result.
+
+    Args:
+        prompt: A chat that is too long.
+        size: Returns the tokens of a chat's prompt.
+        limit: The most tokens of a prompt.
+        wanted: The most tokens of the reply; -1: as many as fit.
+    """
+    messages = prompt.messages
+    room = limit - min(limit // _SHARE, wanted if wanted > 0 else limit)
+    last = len(messages) - 1
+    starts = [i for i in range(1, last + 1) if i == last or messages[i].role in ("user", "assistant")]
+
+    def without(start: int) -> ChatPrompt:
+        return replace(prompt, messages=_from(messages, start))
+
+    # The later the start, the shorter the prompt.
+    index = bisect_left(starts, True, key=lambda start: size(without(start)) <= room)
+    if not starts:
+        return prompt
+    shorter = without(starts[min(index, len(starts) - 1)])
+    LOG.warning(
+        "%s the prompt exceeds %d tokens: the oldest %d of %d messages are left out",
+        REQUEST_ID.get(),
+        limit,
+        len(messages) - len(shorter.messages),
+        len(messages),
+    )
+    return shorter
+
+
+def _from(messages: Sequence[ChatMessage], start: int) -> list[ChatMessage]:
+    """Return all instructions, and the other messages beginning with `start`."""
+    return [message for i, message in enumerate(messages) if i >= start or message.role == "system"]

@@ -22,8 +22,8 @@ from paceline.text.sandbox import ABANDONED
 
 T = TypeVar("T")
 PoolName = Literal["parse", "short", "long", "grammar", "tokens", "documents", "images"]
-"""Kind of work: parse a large body; prepare a request with little text, with much, or with a grammar; tokenise without
-generating; prepare a request with images, or tokenise it; write what the server knows already, such as its models."""
+"""Kind of work: parse a large body; prepare a request with a short text, a long text, or a grammar; tokenise without
+generating; prepare or tokenise a request with images; write documents about the server, such as its list of models."""
 
 LONG = 1 << 16
 """Bytes of the shortest long body. It takes milliseconds to parse, and longer to tokenise."""
@@ -67,7 +67,7 @@ class _Pool:
         self.executor = ThreadPoolExecutor(count, f"paceline-{name}", None if name == "short" else _lower_priority)
         self._free = asyncio.Semaphore(count)
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """By client: who holds its lock waits for a thread, in the order of arrival among the clients."""
+        """Client -> its lock. The holder waits for a thread; the holders get threads in the order of arrival."""
 
     async def run(self, client: str, work: Callable[[], T]) -> T:
         async with self._turns.setdefault(client, asyncio.Lock()):
@@ -77,7 +77,7 @@ class _Pool:
         context.run(ABANDONED.set, abandoned)
         future = self.executor.submit(context.run, work)
         loop = asyncio.get_running_loop()
-        # Not when this coroutine ends: cancelled or not, the thread is busy until the work is done.
+        # Release the thread when the work is done, not when this coroutine ends: cancelling does not stop a thread.
         future.add_done_callback(lambda _: self._release_from_thread(loop))
         try:
             return await asyncio.wrap_future(future)

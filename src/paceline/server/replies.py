@@ -1,15 +1,23 @@
-"""Replies as they grow: blocks of reasoning, text and function calls, which each API writes in its own shape."""
+"""Replies as they grow: blocks of reasoning, text and calls, texts of tokens, and counts.
+
+Each API writes them in its own shape.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise, zip_longest
 from typing import Any, Literal
 
 from paceline.chat.calls import Call, CallParser, ForcedCallParser, Piece, ReasonedCalls
 from paceline.chat.harmony import HarmonyParser
 from paceline.chat.thinking import ThoughtParser
+from paceline.engine.detokenizer import Chunk, Logprobs
+from paceline.engine.stats import Stats
 from paceline.server.worker import FINISH_REASONS, ReplyRound
+from paceline.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True, eq=False)
@@ -176,3 +184,156 @@ class ChatReply:
         if self.calls and reason != "length" and not incomplete:
             return "tool_calls"
         return FINISH_REASONS.get(reason, reason)
+
+
+_MIN_LOGPROB = -9999.0
+"""OpenAI's value for a log-probability of minus infinity, which JSON cannot express."""
+
+
+class TokenTexts:
+    """Tokens of a model as text and bytes, in the shapes of OpenAI's API."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def _names(self) -> dict[int, str]:
+        return {index: name for name, index in self._tokenizer.vocabulary.items()}
+
+    def bytes(self, token: int) -> bytes:
+        """Return a token's bytes: a special token's name; nothing for an unused row of the vocabulary."""
+        found = self._tokenizer.token_bytes.get(token)
+        return self._names.get(token, "").encode(errors="replace") if found is None else found
+
+    def text(self, token: int) -> str:
+        """Return a token's bytes as text."""
+        return self.bytes(token).decode(errors="replace")
+
+    def chat_logprobs(self, chunk: Chunk) -> dict[str, Any]:
+        """Return one token's log-probabilities in the shape of chats."""
+        logprobs = logprobs_of(chunk)
+        top = [self._entry(token, logprob) for token, logprob in logprobs.top]
+        return {**self._entry(chunk.token_id, logprobs.chosen), "top_logprobs": top}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        return {"token": self.text(token), "logprob": max(logprob, _MIN_LOGPROB), "bytes": list(self.bytes(token))}
+
+    def text_logprobs(self, chunks: Sequence[Chunk], offset: int) -> dict[str, Any]:
+        """Return log-probabilities in the shape of completions, null for a prompt's first token.
+
+        `offset`: characters of the text before them.
+        """
+        offsets = []
+        for chunk in chunks:
+            offsets.append(offset)
+            offset += len(chunk.text)
+        return {
+            "tokens": [self.text(chunk.token_id) for chunk in chunks],
+            "token_logprobs": [chunk.logprobs and max(chunk.logprobs.chosen, _MIN_LOGPROB) for chunk in chunks],
+            "top_logprobs": [self._top(chunk) for chunk in chunks],
+            "text_offset": offsets,
+        }
+
+    def _top(self, chunk: Chunk) -> dict[str, float] | None:
+        """The likeliest tokens and the chosen one."""
+        if not chunk.logprobs or not chunk.logprobs.top:
+            return None
+        found: dict[str, float] = {}
+        for token, logprob in (*chunk.logprobs.top, (chunk.token_id, chunk.logprobs.chosen)):
+            found.setdefault(self.text(token), max(logprob, _MIN_LOGPROB))
+        return found
+
+
+def logprobs_of(chunk: Chunk) -> Logprobs:
+    """Return the log-probabilities of a token that was generated with them."""
+    assert chunk.logprobs is not None
+    return chunk.logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Counts over all replies to a request.
+
+    Attributes:
+        prompt: Tokens of the prompts.
+        written: Tokens of the replies.
+        stats: Statistics of each reply.
+        cached: Tokens of the prompts that came from the prefix cache.
+        drafter: The drafter's name. None for plain decoding.
+        queued: Seconds from submission until a reply had a slot.
+        first: Seconds from submission until a reply had its first token.
+        total: Seconds from submission until all replies had ended.
+        read: Tokens of the prompts read so far.
+    """
+
+    prompt: int
+    written: int
+    stats: Sequence[Stats]
+    cached: int = 0
+    drafter: str | None = None
+    queued: float = 0.0
+    first: float = 0.0
+    total: float = 0.0
+    read: int = 0
+
+    def openai(self, reasoning: int = 0) -> dict[str, Any]:
+        """Return OpenAI's token counts, and the statistics of speculation. `reasoning`: tokens of the reasoning."""
+        details = {**({"reasoning_tokens": reasoning} if reasoning else {}), **self._predicted()}
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.written,
+            "total_tokens": self.prompt + self.written,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+            **({"completion_tokens_details": details} if details else {}),
+            "speculation": self.speculation(),
+        }
+
+    def _predicted(self) -> dict[str, int]:
+        """Return the counts of predicted tokens that the replies accepted and rejected; {} without a prediction."""
+        predicted, accepted = sum(s.predicted for s in self.stats), sum(s.confirmed for s in self.stats)
+        if not predicted:
+            return {}
+        return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": predicted - accepted}
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of all replies."""
+        return sum(each.rounds for each in self.stats)
+
+    @property
+    def _accepted_at(self) -> list[int]:
+        return [sum(counts) for counts in zip_longest(*(each.accepted_at for each in self.stats), fillvalue=0)]
+
+    def speculation(self) -> dict[str, Any]:
+        """Return the statistics of speculation."""
+        return {
+            "rounds": self.rounds,
+            "drafted": sum(each.drafted for each in self.stats),
+            "accepted": sum(each.accepted for each in self.stats),
+            "accepted_at": self._accepted_at,
+            "drafter": self.drafter,
+            "tokens_per_round": round(self.written / self.rounds, 4) if self.rounds else 0.0,
+        }
+
+    def prompt_progress(self) -> dict[str, int]:
+        """Return how much of the prompts has been read, as llama.cpp's server does for `return_progress`."""
+        milliseconds = round(1000 * self.total)
+        return {"total": self.prompt, "cache": self.cached, "processed": self.read, "time_ms": milliseconds}
+
+    def vllm(self) -> dict[str, Any]:
+        """Return the same statistics as vLLM's `metrics` has them (`--per-request-spec-decode-metrics`).
+
+        `acceptance_histogram[i]`: rounds in which i drafted tokens were accepted.
+        """
+        drafted, accepted = sum(each.drafted for each in self.stats), sum(each.accepted for each in self.stats)
+        histogram = [more - deeper for more, deeper in pairwise([self.rounds, *self._accepted_at, 0])]
+        return {
+            "speculative_decoding": {
+                "mean_acceptance_length": 1 + accepted / self.rounds if self.rounds else 0.0,
+                "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+                "acceptance_histogram": histogram,
+                "num_spec_steps": self.rounds,
+                "num_accepted_draft_tokens": accepted,
+                "num_draft_tokens": drafted,
+            }
+        }

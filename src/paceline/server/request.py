@@ -10,9 +10,8 @@ from paceline.chat.calls import Call
 from paceline.sampling.json_schema import guide
 from paceline.server.compat import left_out
 from paceline.server.errors import bad_request
-from paceline.server.fields import Schema
 from paceline.server.grammars import Constraint
-from paceline.server.schema import SpeculationOptions
+from paceline.server.schema import Schema, SpeculationOptions
 from paceline.text.image_part import ImagePart
 from paceline.vision.picture import Picture
 

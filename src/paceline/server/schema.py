@@ -1,33 +1,158 @@
-"""Parameters that requests for text share, whatever their API. Unknown parameters are rejected, not ignored."""
+"""Types of fields, formats of replies, and parameters that requests for text share, whatever their API."""
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from paceline.sampling.json_schema import guide
 from paceline.server import grammars
 from paceline.server.compat import BUDGETS, Ignored, Lenient, OtherServers, Strict, accepts, ignored, only
 from paceline.server.errors import WrongParameter
-from paceline.server.fields import (
-    MAX_BIASES,
-    MAX_STOPS,
-    WITHOUT_EMPTY,
-    Biases,
-    Budget,
-    Effort,
-    Length,
-    ModelName,
-    Penalty,
-    Schema,
-    Stop,
-    Stops,
-    TokenId,
-    at_most,
-    without_none,
-)
-from paceline.server.formats import Choices, GrammarText, ResponseFormat, StructuredOutputs, format_constraint
 from paceline.server.grammars import ANY_OBJECT, Constraint
+from paceline.text.past_calls import as_object
+
+MAX_STOPS, MAX_BIASES, MAX_TOOLS = 16, 4096, 512
+
+Text = Annotated[str, Field(max_length=4_000_000)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+# Without fail_fast pydantic reports each of a million wrong entries, which takes seconds and holds up other requests.
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS)]
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+BiasKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Biases = Annotated[dict[BiasKey, Bias], Field(max_length=MAX_BIASES)]
+Schema = dict[str, Any]
+TemplateValues = Annotated[Schema, Field(max_length=64)]
+Id = Annotated[str, Field(min_length=1, max_length=200)]
+ModelName = Annotated[str, Field(max_length=500)]
+
+
+def at_most(limit: int, name: str) -> BeforeValidator:
+    """A limit that is checked before pydantic reports each of a hundred thousand wrong entries."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict | list) and len(value) > limit:
+            raise ValueError(f"at most {limit} {name} are allowed, got {len(value)}")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _without_empty(stop: Any) -> Any:
+    """Return stop strings without empty ones, which clients send for none."""
+    if isinstance(stop, list) and len(stop) <= MAX_STOPS:
+        return [text for text in stop if text != ""]
+    return None if stop == "" else stop
+
+
+WITHOUT_EMPTY = BeforeValidator(_without_empty)
+Length = Annotated[int, Field(ge=-1, le=2**31, description="-1: as many as fit.")]
+Penalty = Annotated[float, Field(ge=0.01, le=1000)]
+TokenPenalty = Annotated[float, Field(ge=-2, le=2)]
+Temperature = Annotated[float, Field(ge=0, le=2)]
+Probability = Annotated[float, Field(ge=0, le=1)]
+TopLogprobs = Annotated[int, Field(ge=0, le=20)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Budget = Annotated[int, Field(ge=-1, lt=2**31, description="Maximum tokens of reasoning. -1: no limit.")]
+
+
+def _argument_text(value: Any) -> Any:
+    """Return a past call's arguments as text, as which they should have been sent."""
+    return "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+ArgumentsText = Annotated[
+    Text,
+    BeforeValidator(_argument_text),
+    Field(description="A JSON object, as text. Any other text is shown as it is."),
+]
+Arguments = Annotated[Schema, BeforeValidator(as_object)]
+"""A past call's arguments as an object, however they were sent."""
+CalledName = Annotated[str, Field(max_length=500)]
+"""Name in a past call, which a model may have made up."""
+
+
+def without_none(**values: Any) -> dict[str, Any]:
+    """Return the values that are not None."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+class JsonSchema(Strict):
+    name: Name = "schema"
+    description: Text | None = None
+    schema_: Annotated[Schema | None, Field(alias="schema", description="Left out: any JSON object.")] = None
+    strict: bool | None = None
+
+
+class PlainFormat(Strict):
+    type: Literal["text", "json_object"]
+
+
+class SchemaFormat(Strict):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+_OF_SCHEMAS = {"type", "properties", "items", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "$defs"}
+"""Keywords that tell a JSON schema from an object that contains one."""
+
+
+def schema_format(form: Any) -> Any:
+    """Return response formats of other servers in OpenAI's shape. Some lack the envelope around the schema."""
+    if not isinstance(form, dict):
+        return form
+    plain, schema = {key: value for key, value in form.items() if key != "schema"}, form.get("schema")
+    if form.get("type") == "json_object" and isinstance(schema, dict):
+        return {**plain, "type": "json_schema", "json_schema": {"schema": schema}}
+    inner = form.get("json_schema")
+    if form.get("type") == "json_schema" and isinstance(schema, dict) and inner is None:
+        return {"type": "json_schema", "json_schema": {key: value for key, value in form.items() if key != "type"}}
+    if isinstance(inner, dict) and "schema" not in inner and inner.keys() & _OF_SCHEMAS:
+        return {**form, "json_schema": {"schema": inner}}
+    return form
+
+
+ResponseFormat = Annotated[
+    Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")], BeforeValidator(schema_format)
+]
+
+
+def schema_constraint(asked: JsonSchema) -> Constraint:
+    """Return the constraint of a JSON schema. It is a guide unless it is strict."""
+    return "json_schema", guide(ANY_OBJECT if asked.schema_ is None else asked.schema_, lenient=not asked.strict)
+
+
+def format_constraint(form: PlainFormat | SchemaFormat | None) -> Constraint | None:
+    """Return the constraint of a response format."""
+    if form is None or form.type == "text":
+        return None
+    return schema_constraint(form.json_schema if isinstance(form, SchemaFormat) else JsonSchema())
+
+
+Choices = Annotated[list[Annotated[str, Field(min_length=1, max_length=10_000)]], Field(min_length=1, max_length=1000)]
+GrammarText = Annotated[str, Field(min_length=1, max_length=100_000)]
+
+
+@accepts(
+    ignored(
+        "disable_fallback disable_any_whitespace disable_additional_properties whitespace_pattern backend",
+        "grammars are compiled in one way, JSON on one line",
+    ),
+    only((), "structural_tag", "`tools` and `response_format` have the model's own form"),
+)
+class StructuredOutputs(Strict):
+    """vLLM's constraints. A request has one of them."""
+
+    json_: Annotated[Schema | str | None, Field(alias="json")] = None
+    regex: GrammarText | None = None
+    choice: Choices | None = None
+    grammar: GrammarText | None = None
+    json_object: bool | None = None
 
 
 def _as_biases(value: Any) -> Any:
@@ -81,7 +206,7 @@ class SpeculationOptions(Strict):
     """`drafter`: a name from `/v1/models`, by default the server's. `max_draft`: maximum draft tokens per round; 0 is
     off."""
 
-    drafter: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    drafter: Id | None = None
     max_draft: Annotated[int, Field(ge=0, le=512)] | None = None
 
 
@@ -129,8 +254,8 @@ class Samplers(Generating):
         Annotated[list[Annotated[str, Field(min_length=1, max_length=40)]], Field(max_length=64, fail_fast=True)] | None
     ) = None
     top_n_sigma: Annotated[float, Field(ge=-1, le=1000, description="0 and -1: off.")] | None = None
-    xtc_probability: Annotated[float, Field(ge=0, le=1)] | None = None
-    xtc_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
+    xtc_probability: Probability | None = None
+    xtc_threshold: Probability | None = None
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -176,19 +301,19 @@ class RequestBody(Samplers, OtherServers):
     """Parameters of both chats and completions."""
 
     max_tokens: Length | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    temperature: Temperature | None = None
+    top_p: Probability | None = None
     n: Annotated[int, Field(ge=1, le=1024)] | None = None
     stop: Annotated[Stop | Stops | None, at_most(MAX_STOPS, "stop strings"), WITHOUT_EMPTY] = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: TokenPenalty | None = None
+    frequency_penalty: TokenPenalty | None = None
     logit_bias: Annotated[Biases | None, BeforeValidator(_as_biases), at_most(MAX_BIASES, "tokens")] = None
     stream_options: StreamOptions | None = None
     user: Ignored = None
 
     # Beyond OpenAI's
     top_k: Annotated[int, Field(ge=-1, lt=2**31, description="-1 and 0: all tokens.")] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    min_p: Probability | None = None
     typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
     repetition_penalty: Penalty | None = None
     no_repeat_ngram_size: Annotated[int, Field(ge=0, lt=2**31)] | None = None

@@ -17,12 +17,12 @@ from paceline.errors import TimedOut
 from paceline.server.answers import EventStream, RunningRequest
 from paceline.server.api import Api, Body, dumps
 from paceline.server.apis.chat_completions import ChatCompletions
-from paceline.server.apis.compaction import Compaction
 from paceline.server.apis.completions import Completions
 from paceline.server.apis.infill import Infill
 from paceline.server.apis.messages import Messages
 from paceline.server.apis.ollama import OllamaChat, OllamaGenerate, OllamaRequest, unloaded
-from paceline.server.apis.responses import Responses, ResponsesRequest
+from paceline.server.apis.response_bodies import ResponsesRequest
+from paceline.server.apis.responses import Compaction, Responses
 from paceline.server.apis.stored import ResponseStore
 from paceline.server.bodies import BodyReader
 from paceline.server.errors import LOG, REQUEST_ID
@@ -55,7 +55,7 @@ class Jobs(Protocol):
 
 
 class PromptJobs(Jobs, Protocol):
-    """A request that is answered with what its prompts are read for."""
+    """A request whose answer is computed from its prompts, without generated text."""
 
     def answer(self, model: str, seconds: float) -> dict[str, Any]:
         """Return the answer once all jobs are over. `model`: the model's name. `seconds`: the time since arrival."""
@@ -69,7 +69,7 @@ class Service:
         self.loader, self.settings = models, settings
         self.tracer: Tracer = tracer(settings.trace_endpoint)
         self.limit = RequestLimit(settings.max_requests)
-        # Half of all requests at most, so that models that are loaded go on answering.
+        # At most half of all requests may wait, so that loaded models can still answer.
         self.waiting = RequestLimit(max(1, settings.max_requests // 2), "already wait for a model to be loaded")
         self.preprocessor = Preprocessor()
         self.responses = ResponseStore()
@@ -145,7 +145,7 @@ class Service:
             return await self.start(request, body, pool, prepared, deadline)
 
     def _pool(self, body: Generating, pool: PoolName) -> PoolName:
-        """Return the pool for a request. `pool`: for one with a body of its size, without what is stored."""
+        """Return the pool for a request. `pool`: the pool for bodies of this size, without the stored conversation."""
         if body.image_chars:
             return "images"
         if body.constrained:
@@ -164,13 +164,14 @@ class Service:
         deadline: float | None,
         id_prefix: str = "",
     ) -> tuple[RunningRequest, T]:
-        """Start the replies to a request: `close` must follow. Raises what its preparation raises.
+        """Start the replies to a request. `RunningRequest.close` must follow. Raises the errors of `prepare`.
 
         Args:
             request: The request.
             body: Its body.
             pool: The pool that prepares it.
-            prepare: Takes the model and the answer's id, and returns the jobs and what is made of their replies.
+            prepare: Takes the model and the answer's id. Returns the jobs, and an object for the caller, such as the
+                encoder of the answer.
             deadline: The time at which the request ends.
             id_prefix: The beginning of the answer's id.
         """
@@ -201,7 +202,8 @@ class Service:
     async def _take(self, request: Request, name: str | None, timeout: float | None) -> LoadedModel:
         """Return a model, and increment its user count: `release` must follow. Load the model first if needed.
 
-        Raises `ApiError` 404, and 429 if too many wait, `ClientDisconnect` and `TimedOut`, and what loading raises.
+        Raises `ApiError` 404, `ApiError` 429 if too many requests wait, `ClientDisconnect`, `TimedOut`, and the errors
+        of loading.
         """
         while (model := self.loader.take(name)) is None:
             self.waiting.acquire()

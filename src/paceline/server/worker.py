@@ -21,7 +21,7 @@ from paceline.engine.detokenizer import Chunk
 from paceline.engine.draft_policy import Speculation
 from paceline.engine.prompt_logprobs import PromptReader
 from paceline.engine.request import Request
-from paceline.engine.scheduler import Event, Scheduler, Task
+from paceline.engine.scheduler import Scheduler, Task, TaskOutput
 from paceline.engine.stats import Stats
 from paceline.errors import PacelineError
 from paceline.llm import LLM
@@ -312,8 +312,8 @@ class Worker:
         self.drain(grace)
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
 
-    def _deliver(self, events: Sequence[tuple[Task, list[Chunk], int, bool]]) -> None:
-        for task, chunks, drafted, over in events:
+    def _deliver(self, rounds: Sequence[tuple[Task, list[Chunk], int, bool]]) -> None:
+        for task, chunks, drafted, over in rounds:
             reply = self._replies.pop(task) if over else self._replies[task]
             reply.push(chunks, drafted, over)
 
@@ -322,11 +322,11 @@ class Worker:
     def _run(self) -> None:
         while self._wait_for_work():
             try:
-                events = self._scheduler.turn()
+                outputs = self._scheduler.turn()
             except Exception as error:
                 _log.exception("the scheduler failed")
-                events = self._start_over(error)
-            self._hand_over(events)
+                outputs = self._start_over(error)
+            self._hand_over(outputs)
         self._hand_over(self._start_over(None))
         try:
             self.llm.engine.save_prefixes(max(_LAST_SECONDS, self._ends_at - time.monotonic()))
@@ -350,15 +350,15 @@ class Worker:
         with self._changed:
             return self._changed.wait_for(lambda: bool(self._inbox) or self._scheduler.busy or self._stopping, timeout)
 
-    def _hand_over(self, events: Sequence[Event]) -> None:
-        ended = [task for task, _ in events if task.done]
+    def _hand_over(self, outputs: Sequence[TaskOutput]) -> None:
+        ended = [task for task, _ in outputs if task.done]
         self._unfinished.difference_update(ended)
         for task in ended:
             self._count(task)
-        if events and self._loop and not self._loop.is_closed():
+        if outputs and self._loop and not self._loop.is_closed():
             # Read the counts here: by the time the event loop runs, the engine may be some rounds ahead.
-            outputs = [(task, chunks, _drafted(task), task.done) for task, chunks in events]
-            self._loop.call_soon_threadsafe(self._deliver, outputs)
+            rounds = [(task, chunks, _drafted(task), task.done) for task, chunks in outputs]
+            self._loop.call_soon_threadsafe(self._deliver, rounds)
 
     def _count(self, task: Task) -> None:
         """Count replies that failed because of the engine: not a request's own errors, nor cancelled replies."""
@@ -367,7 +367,7 @@ class Worker:
         elif task.error and not isinstance(task.error, PacelineError):
             self._failures += 1
 
-    def _start_over(self, error: Exception | None) -> list[Event]:
+    def _start_over(self, error: Exception | None) -> list[TaskOutput]:
         """End all replies, including replies that a failed turn has ended without delivering their end."""
         try:
             self._scheduler.close()
@@ -397,7 +397,8 @@ def _positions(state: float, rectangle: bool, lengths: Sequence[int]) -> int:
 
     Args:
         state: The size of one state of a text, in positions.
-        rectangle: True if every text takes as many positions as the longest, for a power of two of texts.
+        rectangle: True if every text takes the positions of the longest text, and their number is rounded up to a power
+            of two.
         lengths: The lengths of the texts.
     """
     if not lengths:

@@ -72,7 +72,7 @@ def test_the_others_decode_the_same_model(shape: str) -> None:
     assert peers.transformers_static(raw, weights)(PROMPT, 16) == ours
 
 
-def test_the_shapes_are_those_of_the_published_models() -> None:
+def test_the_shapes_equal_the_published_models() -> None:
     """Parameters: 8,030,261,248 and 7,615,616,512."""
     for shape, count in (("llama-8b", 8_030_261_248), ("qwen2.5-7b", 7_615_616_512)):
         weights = models.RandomWeights(models.SHAPES[shape], torch.bfloat16, torch.device("meta"))

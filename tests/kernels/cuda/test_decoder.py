@@ -113,7 +113,7 @@ def test_a_graph_is_made_when_its_size_has_come_up_often_enough() -> None:
     assert len(made) == 1, "a pass that no graph holds runs without one"
 
 
-def test_what_left_a_graph_outlasts_its_next_run() -> None:
+def test_outputs_of_a_graph_outlast_its_next_run() -> None:
     found = []
     for capture in (tape, None):
         target = device_target(capture)

@@ -63,7 +63,7 @@ class Marked:
         self._weight = weight
 
 
-def test_products_are_those_of_the_innermost_block_alone() -> None:
+def test_the_innermost_block_decides_the_product() -> None:
     weight = torch.eye(3)
     with products(Marked):  # type: ignore[arg-type]
         assert isinstance(linear(weight), Marked)

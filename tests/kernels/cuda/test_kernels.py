@@ -78,7 +78,7 @@ def test_a_ring_that_has_wrapped_is_read_in_the_order_of_positions() -> None:
     torch.testing.assert_close(ours, reference(q, keys, values, table, how), rtol=0, atol=1e-5)
 
 
-def test_what_is_not_seen_may_be_anything() -> None:
+def test_unseen_rows_may_be_anything() -> None:
     """Garbage beyond the rows, and in the rows of other branches."""
     table = table_of([TREE], [SPLIT - 3], [1])
     q, (keys, values) = queries(table, torch.float32), slab(512, torch.float32)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
@@ -27,6 +29,9 @@ from paceline.kernels.cpu.toolchain import (
 )
 
 _PACKAGED = Path(__file__).with_name("lib")
+
+_PREFIX, _DAY = ".compile-", 86400
+"""Prefix of the folders in which libraries are compiled; age in seconds at which one of them is a leftover."""
 
 SETS = sets_of(platform.machine())
 """Instruction sets of this machine's architecture by name, best last."""
@@ -116,7 +121,8 @@ def compiled(instructions: InstructionSet) -> Path:
         )
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=place.parent) as folder:
+        _clear(place.parent)
+        with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=place.parent) as folder:
             built = Path(folder) / place.name
             _compile(compile_command(compiler, flags_of(instructions), built))
             built.replace(place)
@@ -126,6 +132,14 @@ def compiled(instructions: InstructionSet) -> Path:
             "Set PACELINE_CACHE to a writable folder",
         ) from error
     return place
+
+
+def _clear(cache: Path) -> None:
+    """Remove what killed compilations have left in the cache. A compilation that is running is younger than a day."""
+    for folder in cache.glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            if time.time() - folder.stat().st_mtime > _DAY:
+                shutil.rmtree(folder)
 
 
 def library_path(instructions: InstructionSet) -> Path:

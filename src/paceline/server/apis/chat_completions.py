@@ -11,7 +11,6 @@ from pydantic import Field, model_validator
 from paceline.chat.calls import Call
 from paceline.server.api import Api
 from paceline.server.apis.choices import Choice, ChoicesEncoder
-from paceline.server.apis.custom_tools import text_of
 from paceline.server.apis.openai_chat import (
     AllowedTools,
     ContentPart,
@@ -22,14 +21,26 @@ from paceline.server.apis.openai_chat import (
     Tools,
     chat_messages,
     image_chars,
+    text_of,
 )
 from paceline.server.compat import Strict, accepts, ignored, only
 from paceline.server.errors import WrongParameter
-from paceline.server.fields import MAX_TOOLS, Effort, Length, Schema, Text
 from paceline.server.prepare import Prepared
 from paceline.server.replies import BlockBegun, BlockEnded, BlockGrown, ChatReply, ReplyBlock
 from paceline.server.request import ChatPrompt, GenerateRequest, ToolUse, reasoning_values, requested_logprobs
-from paceline.server.schema import LENGTHS, ReasoningOptions, RequestBody, ThinkingBudgets, ThinkingOptions
+from paceline.server.schema import (
+    LENGTHS,
+    MAX_TOOLS,
+    Effort,
+    Length,
+    ReasoningOptions,
+    RequestBody,
+    TemplateValues,
+    Text,
+    ThinkingBudgets,
+    ThinkingOptions,
+    TopLogprobs,
+)
 from paceline.server.worker import ReplyRound
 
 
@@ -77,12 +88,12 @@ class ChatRequest(ThinkingBudgets, RequestBody):
     messages: Messages
     max_completion_tokens: Length | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: TopLogprobs | None = None
     prediction: PredictedContent | None = None
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: Annotated[Schema, Field(max_length=64)] | None = None
+    chat_template_kwargs: TemplateValues | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: Annotated[
         bool | None, Field(description="The reply continues the last message, which must be the assistant's.")

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.server.api import Encoder, Event
-from paceline.server.token_texts import TokenTexts, logprobs_of
-from paceline.server.usage import Usage
+from paceline.server.replies import TokenTexts, Usage, logprobs_of
 from paceline.server.worker import FINISH_REASONS, ReplyRound
 
 

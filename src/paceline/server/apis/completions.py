@@ -17,11 +17,10 @@ from paceline.server.api import Api, Event
 from paceline.server.apis.choices import Choice, ChoicesEncoder
 from paceline.server.compat import RAW, accepts, only
 from paceline.server.errors import WrongParameter
-from paceline.server.fields import Text, TokenIds
 from paceline.server.prepare import Prepared
+from paceline.server.replies import Usage
 from paceline.server.request import GenerateRequest, TextPrompt
-from paceline.server.schema import RequestBody
-from paceline.server.usage import Usage
+from paceline.server.schema import RequestBody, Text, TokenIds, TopLogprobs
 from paceline.server.worker import ReplyRound
 from paceline.text.sandbox import ABANDONED, Unfinished
 
@@ -43,7 +42,7 @@ class CompletionRequest(RequestBody):
         | Annotated[list[Text], Field(min_length=1, max_length=1024, fail_fast=True)]
         | Annotated[list[TokenIds], Field(min_length=1, max_length=1024, fail_fast=True)]
     )
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: TopLogprobs | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=1024)] | None = None
     suffix: Annotated[Text | None, Field(description="Text after the gap that the reply fills.")] = None

@@ -19,11 +19,10 @@ from paceline.llm import LLM
 from paceline.models.decoder import Decoder
 from paceline.server.compat import Ignored, OllamaObject, PlainAnswer, accepts, ignored
 from paceline.server.errors import bad_request
-from paceline.server.fields import Text, TokenIds
 from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
 from paceline.server.prepare import check_length, check_reading, prompt_limit, reading_job, token_ids
-from paceline.server.schema import NamedBody
+from paceline.server.schema import NamedBody, Text, TokenIds
 from paceline.server.worker import ReplyJob
 
 _MOST_TEXTS = 128

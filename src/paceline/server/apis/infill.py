@@ -11,11 +11,10 @@ from pydantic import Field
 from paceline.server.api import Api, Encoder, Event
 from paceline.server.compat import RAW, Strict, accepts, ignored
 from paceline.server.errors import bad_request
-from paceline.server.fields import Text
 from paceline.server.prepare import Prepared
+from paceline.server.replies import Usage
 from paceline.server.request import GenerateRequest, TextPrompt
-from paceline.server.schema import RequestBody
-from paceline.server.usage import Usage
+from paceline.server.schema import RequestBody, Text
 from paceline.server.worker import ReplyRound
 
 

@@ -24,20 +24,8 @@ from paceline.server.compat import (
     text_or_nothing,
 )
 from paceline.server.errors import ApiError
-from paceline.server.fields import (
-    MAX_TOOLS,
-    WITHOUT_EMPTY,
-    Arguments,
-    Budget,
-    CalledName,
-    Name,
-    Schema,
-    Stops,
-    Text,
-    without_none,
-)
 from paceline.server.prepare import Prepared
-from paceline.server.replies import BlockBegun, BlockEnded, BlockEvent, ChatReply, ReplyBlock
+from paceline.server.replies import BlockBegun, BlockEnded, BlockEvent, ChatReply, ReplyBlock, Usage
 from paceline.server.request import (
     ChatMessage,
     ChatPrompt,
@@ -49,8 +37,23 @@ from paceline.server.request import (
     reasoning_values,
     refuse_media,
 )
-from paceline.server.schema import Samplers, ThinkingBudgets
-from paceline.server.usage import Usage
+from paceline.server.schema import (
+    MAX_TOOLS,
+    WITHOUT_EMPTY,
+    Arguments,
+    Budget,
+    CalledName,
+    Id,
+    Name,
+    Probability,
+    Samplers,
+    Schema,
+    Stops,
+    TemplateValues,
+    Text,
+    ThinkingBudgets,
+    without_none,
+)
 from paceline.server.worker import ReplyRound
 
 _NO_THREADS = "thread: this server keeps no conversations. Send the whole conversation without thread"
@@ -133,7 +136,7 @@ class ToolUseBlock(Lenient):
     """A function call that the model made."""
 
     type: Literal["tool_use"]
-    id: Annotated[str, Field(min_length=1, max_length=200)]
+    id: Id
     name: CalledName
     input: Arguments
 
@@ -142,7 +145,7 @@ class ToolResultBlock(Lenient):
     """The result of a function call."""
 
     type: Literal["tool_result"]
-    tool_use_id: Annotated[str, Field(min_length=1, max_length=200)]
+    tool_use_id: Id
     content: Text | Blocks | None = None
     is_error: bool | None = None
 
@@ -253,7 +256,7 @@ class CountTokensRequest(ThinkingBudgets, Samplers, OtherServers):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     thread: Annotated[Schema, Field(description="Refused: this server keeps no conversations.")] | None = None
-    chat_template_kwargs: Annotated[Schema, Field(max_length=64)] | None = None
+    chat_template_kwargs: TemplateValues | None = None
 
     @property
     def image_chars(self) -> int:
@@ -293,7 +296,7 @@ class MessagesRequest(CountTokensRequest):
     max_tokens: Annotated[int, Field(ge=1, le=2**31)]
     stop_sequences: Annotated[Stops | None, Field(fail_fast=True), WITHOUT_EMPTY] = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Probability | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
 

@@ -17,20 +17,9 @@ from paceline.server.api import Api, Encoder, Event, dumps
 from paceline.server.apis.openai_chat import Tools
 from paceline.server.compat import Lenient, OllamaObject, accepts, ignored, only, text_or_nothing
 from paceline.server.errors import ApiError, bad_request
-from paceline.server.fields import (
-    WITHOUT_EMPTY,
-    Arguments,
-    CalledName,
-    ModelName,
-    Schema,
-    Stop,
-    Stops,
-    Text,
-    without_none,
-)
 from paceline.server.grammars import ANY_OBJECT
 from paceline.server.prepare import Prepared
-from paceline.server.replies import BlockEnded, ChatReply
+from paceline.server.replies import BlockEnded, ChatReply, TokenTexts, Usage
 from paceline.server.request import (
     ChatMessage,
     ChatPrompt,
@@ -42,9 +31,22 @@ from paceline.server.request import (
     reasoning_values,
     requested_logprobs,
 )
-from paceline.server.schema import Generating
-from paceline.server.token_texts import TokenTexts
-from paceline.server.usage import Usage
+from paceline.server.schema import (
+    WITHOUT_EMPTY,
+    Arguments,
+    CalledName,
+    Generating,
+    ModelName,
+    Penalty,
+    Probability,
+    Schema,
+    Stop,
+    Stops,
+    Text,
+    TokenPenalty,
+    TopLogprobs,
+    without_none,
+)
 from paceline.server.worker import ReplyRound
 
 
@@ -64,15 +66,15 @@ class OllamaOptions(OllamaObject):
     num_predict: Annotated[int, Field(ge=-2, le=2**31, description="0, -1, -2: as many as fit.")] | None = None
     temperature: Annotated[float, Field(ge=0, le=1000)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Probability | None = None
+    min_p: Probability | None = None
     typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    repeat_penalty: Annotated[float, Field(ge=0.01, le=1000)] | None = None
+    repeat_penalty: Penalty | None = None
     repeat_last_n: (
         Annotated[int, Field(ge=-1, description="0: no penalty. Else it applies to the whole text.")] | None
     ) = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: TokenPenalty | None = None
+    frequency_penalty: TokenPenalty | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[Stop | Stops | None, WITHOUT_EMPTY] = None
 
@@ -138,7 +140,7 @@ class OllamaRequest(OllamaObject, Generating, extra="ignore"):
     options: OllamaOptions | None = None
     think: bool | Literal["low", "medium", "high", "max"] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: TopLogprobs | None = None
     truncate: (
         Annotated[bool, Field(description="Leave out the oldest messages of a chat that is too long. True by default.")]
         | None

@@ -16,11 +16,10 @@ from paceline.llm import LLM
 from paceline.server.apis.embeddings import EmbeddingUsage
 from paceline.server.compat import Ignored, Lenient, PlainAnswer
 from paceline.server.errors import bad_request
-from paceline.server.fields import Text
 from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
 from paceline.server.prepare import check_length, check_reading, reading_job, token_ids
-from paceline.server.schema import NamedBody
+from paceline.server.schema import NamedBody, Text
 from paceline.server.worker import ReplyJob
 from paceline.text.template_text import TemplateText
 from paceline.types import Forward, Want

@@ -1,4 +1,7 @@
-"""/v1/responses: chats in the shape of OpenAI's Responses API."""
+"""/v1/responses and /v1/responses/compact: chats in the shape of OpenAI's Responses API, and their summaries.
+
+Codex sends a conversation to /v1/responses/compact, and continues with the summary item that replaces it.
+"""
 
 from __future__ import annotations
 
@@ -7,190 +10,42 @@ import uuid
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BeforeValidator, Field, TypeAdapter
+from pydantic import TypeAdapter
 
 from paceline.server.api import Api, Encoder, Event, dumps
-from paceline.server.apis.custom_tools import CustomTool, text_of
-from paceline.server.apis.response_items import (
-    AllowedFunctions,
-    CalledTool,
+from paceline.server.apis.openai_chat import CustomTool, text_of
+from paceline.server.apis.response_bodies import (
     FunctionTool,
     Item,
-    Items,
     MessageItem,
-    NamedFunction,
-    Namespace,
-    Tools,
+    ResponsesRequest,
+    SchemaText,
     chat_messages_of,
-    image_chars,
+    listed,
+    packed,
 )
 from paceline.server.apis.stored import ResponseStore, StoredResponse, memory
-from paceline.server.compat import OtherServers, Strict, accepts, ignored, only
 from paceline.server.errors import LOG, REQUEST_ID, ApiError, ContextExceeded, bad_request
-from paceline.server.fields import WITHOUT_EMPTY, Budget, Effort, Penalty, Schema, Stop, Stops, Text
-from paceline.server.formats import JsonSchema, PlainFormat, schema_constraint, schema_format
 from paceline.server.prepare import Prepared
-from paceline.server.replies import BlockBegun, BlockEnded, BlockEvent, ChatReply, ReplyBlock
-from paceline.server.request import ChatPrompt, GenerateRequest, ToolUse, reasoning_values, refuse_media
-from paceline.server.schema import Samplers, ThinkingBudgets
-from paceline.server.token_texts import TokenTexts
-from paceline.server.usage import Usage
+from paceline.server.replies import BlockBegun, BlockEnded, BlockEvent, ChatReply, ReplyBlock, TokenTexts, Usage
+from paceline.server.request import ChatPrompt, GenerateRequest, reasoning_values, refuse_media
+from paceline.server.schema import (
+    JsonSchema,
+    schema_constraint,
+    without_none,
+)
 from paceline.server.worker import ReplyRound
 
 _CONVERSATION = 4
 """Size of a stored conversation in memory, for each byte that a body may have."""
 _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
-
-ResponseId = Annotated[str, Field(min_length=1, max_length=200)]
-
-
-class SchemaText(JsonSchema):
-    type: Literal["json_schema"]
-    schema_: Annotated[Schema, Field(alias="schema")]
-
-
-def _flat_format(form: Any) -> Any:
-    """Return a text format in the shape of this API: the schema of a chat's `response_format` lies one level deeper."""
-    form = schema_format(form)
-    inner = form.get("json_schema") if isinstance(form, dict) and form.get("type") == "json_schema" else None
-    if not isinstance(inner, dict):
-        return form
-    return {**inner, **{key: value for key, value in form.items() if key != "json_schema"}}
-
-
-class TextOptions(Strict):
-    format: Annotated[
-        Annotated[PlainFormat | SchemaText, Field(discriminator="type")] | None, BeforeValidator(_flat_format)
-    ] = None
-    verbosity: Annotated[Literal["medium"], Field(description="The only value that changes nothing.")] | None = None
-
-
-@accepts(ignored("summary generate_summary", "the reasoning itself is returned"))
-class ResponseReasoning(Strict):
-    effort: Effort | None = None
-    max_tokens: Annotated[Budget | None, Field(description="OpenRouter's.")] = None
-
-
-@accepts(ignored("include_obfuscation", "streams are not padded"))
-class ResponseStreamOptions(Strict):
-    pass
-
-
-@accepts(
-    ignored(
-        "client_metadata max_tool_calls prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier "
-        "service_tier user enable_response_messages",
-        "it has no effect on a local server",
-    ),
-    only((False,), "background", "a response is written while its client waits"),
-    only((), "conversation prompt previous_input_messages", "send the whole conversation, or `previous_response_id`"),
-    only((), "access_programs background_options context_management image moderation", "OpenAI's servers run it"),
-)
-class ResponsesRequest(ThinkingBudgets, Samplers, OtherServers):
-    """Body of /v1/responses."""
-
-    input: Text | Items = Field(default_factory=list)
-    instructions: Text | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Penalty | None = None
-    stop: Annotated[Stop | Stops | None, WITHOUT_EMPTY] = None
-    tools: Tools | None = None
-    tool_choice: (
-        Literal["none", "auto", "required"]
-        | Annotated[NamedFunction | AllowedFunctions, Field(discriminator="type")]
-        | None
-    ) = None
-    parallel_tool_calls: bool | None = None
-    text: TextOptions | None = None
-    reasoning: ResponseReasoning | None = None
-    previous_response_id: ResponseId | None = None
-    store: bool | None = None
-    truncation: (
-        Annotated[Literal["auto", "disabled"], Field(description="auto: leave out the oldest items that do not fit.")]
-        | None
-    ) = None
-    include: Annotated[list[Annotated[str, Field(max_length=100)]], Field(max_length=32)] | None = None
-    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
-    stream_options: ResponseStreamOptions | None = None
-    chat_template_kwargs: Annotated[Schema, Field(max_length=64)] | None = None
-
-    @property
-    def image_chars(self) -> int:
-        """Characters of all images in the body."""
-        return image_chars(self.items)
-
-    @property
-    def callable_tools(self) -> list[FunctionTool | CustomTool]:
-        """The tools that the model may call. Tools in a namespace have the names that the model sees."""
-        found = [tool for tool in self.tools or () if isinstance(tool, CalledTool)]
-        for space in self._namespaces:
-            found += [tool.model_copy(update={"name": name}) for name, tool in space.functions.items()]
-        return found
-
-    @property
-    def tool_use(self) -> ToolUse:
-        """The functions and which of them may be called. Raises `ApiError` 400 for a choice that contradicts them."""
-        offered = [tool.offered for tool in self.callable_tools]
-        for i, function in enumerate(offered):
-            if len(function.name) > 128:  # a namespace has its own name
-                param = f"tools.{i}.function.name"
-                raise bad_request(f"{param}: String should match pattern '^[a-zA-Z0-9_.-]{{1,128}}$'", param)
-        choice = self.tool_choice or "auto"
-        mode, names = "required", None
-        if isinstance(choice, str):
-            mode = choice
-        elif isinstance(choice, NamedFunction):
-            names = [choice.name]
-        else:
-            mode, names = choice.mode, [tool.name for tool in choice.tools]
-        return ToolUse.chosen(offered, mode, names, single=self.parallel_tool_calls is False)
-
-    @property
-    def custom(self) -> frozenset[str]:
-        """Names of the custom tools, as the model sees them."""
-        return frozenset(tool.name for tool in self.callable_tools if isinstance(tool, CustomTool))
-
-    @property
-    def origins(self) -> dict[str, dict[str, str]]:
-        """Name and namespace of the functions in namespaces, by the names that the model sees."""
-        return {
-            name: {"name": tool.name, "namespace": space.name}
-            for space in self._namespaces
-            for name, tool in space.functions.items()
-        }
-
-    @property
-    def _namespaces(self) -> list[Namespace]:
-        return [tool for tool in self.tools or () if isinstance(tool, Namespace)]
-
-    @property
-    def items(self) -> list[Item]:
-        """The input; a text is the user's message."""
-        return self.input if isinstance(self.input, list) else [MessageItem(role="user", content=self.input)]
-
-    @property
-    def with_logprobs(self) -> bool:
-        """True if the text has log-probabilities."""
-        return self.top_logprobs is not None or "message.output_text.logprobs" in (self.include or ())
-
-    @property
-    def format(self) -> PlainFormat | SchemaText:
-        """The form of the text."""
-        return (self.text.format if self.text else None) or PlainFormat(type="text")
-
-    @property
-    def constrained(self) -> bool:
-        """True if a grammar must be compiled for the reply."""
-        return self.format.type != "text" or self.tool_choice not in (None, "none", "auto")
+_ASK = """Another assistant will continue this conversation and sees nothing of it but your summary. Write that summary:
+what the user asked for, in the user's words; what has been done; what was found, with the names of files, commands and
+values; what was decided; what is left to do. Write nothing else."""
+_SHARE = 4
+"""A summary may take this part of the context."""
 
 
 class Responses(Api[ResponsesRequest]):
@@ -511,3 +366,75 @@ def usage_of(usage: Usage, reasoning: int) -> dict[str, Any]:
         "total_tokens": usage.prompt + usage.written,
         "speculation": usage.speculation(),
     }
+
+
+class CompactRequest(ResponsesRequest):
+    """Body of /v1/responses/compact: the conversation that is to be summarised."""
+
+
+class Compaction(Api[CompactRequest]):
+    """Summaries of conversations."""
+
+    path = "/v1/responses/compact"
+    body = CompactRequest
+    id_prefix = "resp_"
+    about = "Summarise a conversation in an item that replaces it."
+    media_type = ""
+
+    def __init__(self, responses: Responses) -> None:
+        self._responses = responses
+
+    def decode(self, body: CompactRequest) -> GenerateRequest:
+        """Return the request of a summary. The oldest messages are left out if the conversation does not fit."""
+        items = [*self._responses.conversation(body), MessageItem(role="user", content=_ASK)]
+        messages = chat_messages_of(items, body.instructions)
+        return GenerateRequest(
+            prompt=ChatPrompt(messages=messages, values=reasoning_values("none"), truncated=True),
+            sampling=without_none(seed=body.seed),
+            share=_SHARE,
+            speculation=body.speculation,
+        )
+
+    def encoder(self, body: CompactRequest, prepared: Prepared) -> Encoder:
+        """Return the encoder of the summary."""
+        items = reversed(self._responses.conversation(body))
+        last = next((item for item in items if isinstance(item, MessageItem) and item.role == "user"), None)
+        [reply] = prepared.replies
+        return CompactionEncoder(prepared.id, reply, last)
+
+
+class CompactionEncoder(Encoder):
+    """The user's last message, and the summary as an item that only this server reads."""
+
+    def __init__(self, answer_id: str, reply: ChatReply, last: Item | None) -> None:
+        self._id, self._reply, self._last = answer_id, reply, last
+
+    def add(self, round_: ReplyRound) -> list[Event]:
+        """Add a round."""
+        self._reply.add(round_)
+        return []
+
+    def heartbeat(self) -> Event:
+        """Return an event that adds nothing."""
+        return {"type": "response.in_progress"}
+
+    def end(self, usage: Usage) -> list[Event]:
+        """Return the whole answer, for clients that ask for a stream."""
+        return [{"type": "response.compaction", **self.document(usage)}]
+
+    def document(self, usage: Usage) -> dict[str, Any]:
+        """Return the whole answer. Raises `ApiError` without a summary: the conversation would be lost."""
+        if not self._reply.text.strip():
+            raise bad_request("the model wrote no summary. Start a new conversation, or send a shorter one", "input")
+        summary = {"type": "compaction", "id": f"cmp_{uuid.uuid4().hex}", "encrypted_content": packed(self._reply.text)}
+        return {
+            "id": self._id,
+            "object": "response.compaction",
+            "created_at": int(time.time()),
+            "output": [*([listed(self._last)] if self._last else []), summary],
+            "usage": usage_of(usage, self._reply.reasoning_tokens),
+        }
+
+    def failed(self, error: ApiError) -> Event:
+        """Return the event of an answer that failed."""
+        return {"type": "error", "code": error.code, "message": error.message}

@@ -10,14 +10,12 @@ from paceline.server.api import dumps_long
 from paceline.server.apis.messages import CountTokensRequest, chat_prompt
 from paceline.server.apis.openai_chat import Messages, Tools, chat_messages, image_chars
 from paceline.server.errors import bad_request
-from paceline.server.fields import Schema, Text, TokenId
 from paceline.server.images import seen
 from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
-from paceline.server.prepare import chat_ids, chat_tokens
-from paceline.server.prompts import chat_text
+from paceline.server.prepare import chat_ids, chat_text, chat_tokens
 from paceline.server.request import ChatPrompt, ToolUse
-from paceline.server.schema import NamedBody
+from paceline.server.schema import NamedBody, TemplateValues, Text, TokenId
 from paceline.text.template_text import TemplateText
 
 
@@ -28,7 +26,7 @@ class PromptRequest(NamedBody):
     tools: Tools | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: Annotated[Schema, Field(max_length=64)] | None = None
+    chat_template_kwargs: TemplateValues | None = None
 
     @property
     def image_chars(self) -> int:

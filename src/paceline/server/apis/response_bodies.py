@@ -1,4 +1,4 @@
-"""Items and tools of /v1/responses: what clients send, and the messages of a chat that they become."""
+"""Bodies of /v1/responses: items, tools and parameters, and the messages of a chat that items become."""
 
 from __future__ import annotations
 
@@ -10,10 +10,51 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, Tag, model_validator
 
 from paceline.chat.calls import Call
-from paceline.server.apis.custom_tools import CustomTool, arguments_of
-from paceline.server.compat import Lenient, Strict, by_type, left_out, part_as_text, text_or_nothing
-from paceline.server.fields import MAX_TOOLS, ArgumentsText, CalledName, Name, Schema, Text
-from paceline.server.request import ChatMessage, OfferedFunction, SentImage
+from paceline.server.apis.openai_chat import CustomTool, arguments_of
+from paceline.server.compat import (
+    Lenient,
+    OtherServers,
+    Strict,
+    accepts,
+    by_type,
+    ignored,
+    left_out,
+    only,
+    part_as_text,
+    text_or_nothing,
+)
+from paceline.server.errors import bad_request
+from paceline.server.request import (
+    ChatMessage,
+    OfferedFunction,
+    SentImage,
+    ToolUse,
+)
+from paceline.server.schema import (
+    MAX_TOOLS,
+    WITHOUT_EMPTY,
+    ArgumentsText,
+    Budget,
+    CalledName,
+    Effort,
+    Id,
+    JsonSchema,
+    Name,
+    Penalty,
+    PlainFormat,
+    Probability,
+    Samplers,
+    Schema,
+    Stop,
+    Stops,
+    Temperature,
+    TemplateValues,
+    Text,
+    ThinkingBudgets,
+    TokenPenalty,
+    TopLogprobs,
+    schema_format,
+)
 
 Kind = Annotated[str, Field(max_length=100)]
 _TEXTUAL = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
@@ -45,7 +86,6 @@ class ItemPart(Lenient):
 
 
 Parts = Annotated[list[ItemPart], Field(fail_fast=True, max_length=10_000)]
-CallId = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 def joined(content: str | list[ItemPart]) -> str:
@@ -81,7 +121,7 @@ class CallItem(Lenient):
     """A function call that the model made."""
 
     type: Literal["function_call"]
-    call_id: CallId
+    call_id: Id
     name: CalledName
     namespace: Name | None = None
     arguments: ArgumentsText = ""
@@ -91,7 +131,7 @@ class CallOutputItem(Lenient):
     """The result of a function call."""
 
     type: Literal["function_call_output"]
-    call_id: CallId
+    call_id: Id
     output: Text | Parts
 
 
@@ -129,8 +169,7 @@ def unpacked(content: Any) -> str | None:
 
 
 def _as_function(item: Any) -> Any:
-    """Return the call of a tool that takes plain text, or its result, as those of a function, and a compaction as a
-    message."""
+    """Return a custom tool's call and its result as a function's call and result, and a compaction as a message."""
     kind = item.get("type") if isinstance(item, dict) else None
     if kind == "item_reference":
         raise ValueError("an item_reference is not resolved here. Send the item itself, or previous_response_id")
@@ -303,3 +342,150 @@ def _instruct(drafts: list[_OpenMessage], text: str) -> None:
         drafts[-1].text = f"{drafts[-1].text}\n\n{text}"
     else:
         drafts.append(_OpenMessage("system", text))
+
+
+class SchemaText(JsonSchema):
+    type: Literal["json_schema"]
+    schema_: Annotated[Schema, Field(alias="schema")]
+
+
+def _flat_format(form: Any) -> Any:
+    """Return a text format in the shape of this API: the schema of a chat's `response_format` lies one level deeper."""
+    form = schema_format(form)
+    inner = form.get("json_schema") if isinstance(form, dict) and form.get("type") == "json_schema" else None
+    if not isinstance(inner, dict):
+        return form
+    return {**inner, **{key: value for key, value in form.items() if key != "json_schema"}}
+
+
+class TextOptions(Strict):
+    format: Annotated[
+        Annotated[PlainFormat | SchemaText, Field(discriminator="type")] | None, BeforeValidator(_flat_format)
+    ] = None
+    verbosity: Annotated[Literal["medium"], Field(description="The only value that changes nothing.")] | None = None
+
+
+@accepts(ignored("summary generate_summary", "the reasoning itself is returned"))
+class ResponseReasoning(Strict):
+    effort: Effort | None = None
+    max_tokens: Annotated[Budget | None, Field(description="OpenRouter's.")] = None
+
+
+@accepts(ignored("include_obfuscation", "streams are not padded"))
+class ResponseStreamOptions(Strict):
+    pass
+
+
+@accepts(
+    ignored(
+        "client_metadata max_tool_calls prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier "
+        "service_tier user enable_response_messages",
+        "it has no effect on a local server",
+    ),
+    only((False,), "background", "a response is written while its client waits"),
+    only((), "conversation prompt previous_input_messages", "send the whole conversation, or `previous_response_id`"),
+    only((), "access_programs background_options context_management image moderation", "OpenAI's servers run it"),
+)
+class ResponsesRequest(ThinkingBudgets, Samplers, OtherServers):
+    """Body of /v1/responses."""
+
+    input: Text | Items = Field(default_factory=list)
+    instructions: Text | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    temperature: Temperature | None = None
+    top_p: Probability | None = None
+    top_logprobs: TopLogprobs | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Probability | None = None
+    presence_penalty: TokenPenalty | None = None
+    frequency_penalty: TokenPenalty | None = None
+    repetition_penalty: Penalty | None = None
+    stop: Annotated[Stop | Stops | None, WITHOUT_EMPTY] = None
+    tools: Tools | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"]
+        | Annotated[NamedFunction | AllowedFunctions, Field(discriminator="type")]
+        | None
+    ) = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ResponseReasoning | None = None
+    previous_response_id: Id | None = None
+    store: bool | None = None
+    truncation: (
+        Annotated[Literal["auto", "disabled"], Field(description="auto: leave out the oldest items that do not fit.")]
+        | None
+    ) = None
+    include: Annotated[list[Annotated[str, Field(max_length=100)]], Field(max_length=32)] | None = None
+    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
+    stream_options: ResponseStreamOptions | None = None
+    chat_template_kwargs: TemplateValues | None = None
+
+    @property
+    def image_chars(self) -> int:
+        """Characters of all images in the body."""
+        return image_chars(self.items)
+
+    @property
+    def callable_tools(self) -> list[FunctionTool | CustomTool]:
+        """The tools that the model may call. Tools in a namespace have the names that the model sees."""
+        found = [tool for tool in self.tools or () if isinstance(tool, CalledTool)]
+        for space in self._namespaces:
+            found += [tool.model_copy(update={"name": name}) for name, tool in space.functions.items()]
+        return found
+
+    @property
+    def tool_use(self) -> ToolUse:
+        """The functions and which of them may be called. Raises `ApiError` 400 for a choice that contradicts them."""
+        offered = [tool.offered for tool in self.callable_tools]
+        for i, function in enumerate(offered):
+            if len(function.name) > 128:  # a namespace has its own name
+                param = f"tools.{i}.function.name"
+                raise bad_request(f"{param}: String should match pattern '^[a-zA-Z0-9_.-]{{1,128}}$'", param)
+        choice = self.tool_choice or "auto"
+        mode, names = "required", None
+        if isinstance(choice, str):
+            mode = choice
+        elif isinstance(choice, NamedFunction):
+            names = [choice.name]
+        else:
+            mode, names = choice.mode, [tool.name for tool in choice.tools]
+        return ToolUse.chosen(offered, mode, names, single=self.parallel_tool_calls is False)
+
+    @property
+    def custom(self) -> frozenset[str]:
+        """Names of the custom tools, as the model sees them."""
+        return frozenset(tool.name for tool in self.callable_tools if isinstance(tool, CustomTool))
+
+    @property
+    def origins(self) -> dict[str, dict[str, str]]:
+        """Name and namespace of the functions in namespaces, by the names that the model sees."""
+        return {
+            name: {"name": tool.name, "namespace": space.name}
+            for space in self._namespaces
+            for name, tool in space.functions.items()
+        }
+
+    @property
+    def _namespaces(self) -> list[Namespace]:
+        return [tool for tool in self.tools or () if isinstance(tool, Namespace)]
+
+    @property
+    def items(self) -> list[Item]:
+        """The input; a text is the user's message."""
+        return self.input if isinstance(self.input, list) else [MessageItem(role="user", content=self.input)]
+
+    @property
+    def with_logprobs(self) -> bool:
+        """True if the text has log-probabilities."""
+        return self.top_logprobs is not None or "message.output_text.logprobs" in (self.include or ())
+
+    @property
+    def format(self) -> PlainFormat | SchemaText:
+        """The form of the text."""
+        return (self.text.format if self.text else None) or PlainFormat(type="text")
+
+    @property
+    def constrained(self) -> bool:
+        """True if a grammar must be compiled for the reply."""
+        return self.format.type != "text" or self.tool_choice not in (None, "none", "auto")
