@@ -121,6 +121,37 @@ def _qwen(model: str, text: Mapping[str, Any], vision: Mapping[str, Any]) -> See
     )
 
 
+def _gemma4(bidirectional: str | None) -> Seeing:
+    return Seeing(
+        "Gemma4ForConditionalGeneration",
+        {
+            "vision_config": {
+                **_SIGLIP,
+                "num_key_value_heads": 2,
+                "head_dim": 12,
+                "patch_size": 4,
+                "pooling_kernel_size": 2,
+                "position_embedding_size": 64,
+            },
+            "audio_config": None,
+        },
+        ["<|image|>", "<|image>", "<image|>"],
+        "Gemma4ImageProcessorPil",
+        {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70},
+        _PARTS.replace("MARK", "<|image|>"),
+        {
+            "model_type": "gemma4_text",
+            "sliding_window": 96,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+            "num_hidden_layers": 4,
+            "global_head_dim": 24,
+            "hidden_size_per_layer_input": 12,
+            "num_kv_shared_layers": 2,
+            "use_bidirectional_attention": bidirectional,
+        },
+    )
+
+
 SEEING: dict[str, Seeing] = {
     "smolvlm": _idefics("SmolVLM"),
     "idefics3": _idefics("Idefics3"),
@@ -139,6 +170,8 @@ SEEING: dict[str, Seeing] = {
         },
         "image_token_index",
     ),
+    "gemma4": _gemma4(None),
+    "gemma4, bidirectional": _gemma4("vision"),
     "qwen2_vl": _qwen(
         "Qwen2VLForConditionalGeneration",
         {"model_type": "qwen2_vl_text", "rope_parameters": _MROPE, "hidden_size": 64},
@@ -182,6 +215,7 @@ SEEING: dict[str, Seeing] = {
 def write_seeing(folder: Path, kind: str, **text: Any) -> Any:
     """Write a tiny random model with tokenizer, template and image processor. Return transformers' model."""
     one, words = SEEING[kind], byte_level()
+    kind = kind.partition(",")[0]
     backend = words._backend
     backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in one.tokens])
     folder.mkdir(exist_ok=True)
@@ -190,6 +224,8 @@ def write_seeing(folder: Path, kind: str, **text: Any) -> Any:
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
     sizes = {"vocab_size": backend.get_vocab_size(), "bos_token_id": None, "eos_token_id": words.eos_token_id}
     own = {**_TEXT, **one.text, **sizes, **text}
+    if "hidden_size_per_layer_input" in own:
+        own["vocab_size_per_layer_input"] = own["vocab_size"]
     about = {one.token: backend.token_to_id(one.tokens[0]), "tie_word_embeddings": False}
     if kind.startswith("qwen"):
         about |= {
@@ -232,7 +268,10 @@ def reference(kind: str, model: Any, folder: Path, ids: Sequence[int], pictures:
     shown = (tokens == getattr(model.config, SEEING[kind].token)).long()
     if kind.startswith("qwen"):
         inputs["mm_token_type_ids"] = shown
-    elif kind.startswith("gemma"):
+    elif kind.startswith("gemma4"):
+        inputs = {key: value for key, value in inputs.items() if key != "num_soft_tokens_per_image"}
+        inputs["mm_token_type_ids"] = shown
+    elif kind.startswith("gemma3"):
         inputs["token_type_ids"] = shown
     with torch.inference_mode():
         return model(input_ids=tokens, **inputs).logits[0]

@@ -71,9 +71,8 @@ def _prompt(first: int = 1, tail: int = 4) -> Any:
 
 
 def _tail(kind: str) -> int:
-    """Return a length of the tail with which prompts have prefixes to share. Recurrent states are kept every 256
-    tokens."""
-    return 80 if kind == "qwen3_5" else 4
+    """Return a length of the tail with which prompts have prefixes to share. Some models share only whole chunks."""
+    return 80 if kind.startswith(("qwen3_5", "gemma4")) else 4
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 7])

@@ -29,7 +29,17 @@ def _gemma3(tower: Tower, image: Any) -> EncodedImage:
     inputs = tower.processor(images=[image], return_tensors="pt", do_pan_and_scan=False)
     (embeddings,) = tower.model.get_image_features(inputs["pixel_values"]).pooler_output
     text = f"\n\n<start_of_image>{'<image_soft_token>' * len(embeddings)}<end_of_image>\n\n"
-    return EncodedImage(text, embeddings, mutual=True)
+    return EncodedImage(text, embeddings, mutual="all")
+
+
+def _gemma4(tower: Tower, image: Any) -> EncodedImage:
+    """Encode an image at its own aspect ratio."""
+    inputs = tower.processor(images=[image], return_tensors="pt")
+    found = tower.model.get_image_features(inputs["pixel_values"], inputs["image_position_ids"], return_dict=True)
+    (embeddings,) = found.pooler_output
+    mutual = tower.config.get_text_config().use_bidirectional_attention == "vision"
+    text = f"<|image>{'<|image|>' * len(embeddings)}<image|>"
+    return EncodedImage(text, embeddings, mutual="windows" if mutual else "none")
 
 
 def _qwen(tower: Tower, image: Any) -> EncodedImage:
@@ -79,6 +89,16 @@ _FAMILIES = (
         encode=_gemma3,
         mark="<start_of_image>",
         token="<image_soft_token>",
+    ),
+    VisionFamily(
+        "gemma4",
+        "Gemma4Model",
+        processor="Gemma4ImageProcessorPil",
+        language="language_model",
+        tensors=("model.vision_tower.", "model.embed_vision."),
+        encode=_gemma4,
+        mark="<|image|>",
+        token="<|image|>",
     ),
     _qwen_family("qwen2_vl", "Qwen2VLModel"),
     _qwen_family("qwen2_5_vl", "Qwen2_5_VLModel"),

@@ -40,6 +40,8 @@ def load_tower(
         shape.num_hidden_layers, shape.vocab_size, shape.pad_token_id = 0, 1, None
         if getattr(shape, "layer_types", None):
             shape.layer_types = []
+        if getattr(own, "audio_config", None):
+            own.audio_config = None
         names = [name for name in tensors if name.startswith(family.tensors)]
         model, report = _class(family.model).from_pretrained(
             None,
