@@ -106,13 +106,13 @@ def _asked(
     """Return the status of an answer, the address that it redirects to, and its body."""
     target = (url.path or "/") + (f"?{url.query}" if url.query else "")
     connection.request("GET", target, headers={"Accept": "image/*", "User-Agent": "paceline"})
+    opened = connection.sock  # the answer may take it away from the connection
     answer = connection.getresponse()
     if answer.status != 200:
         return answer.status, answer.headers.get("location"), b""
     data = bytearray()
     while True:
-        if connection.sock is not None:
-            connection.sock.settimeout(_left(deadline))
+        opened.settimeout(_left(deadline))
         part = answer.read1(_CHUNK)
         if not part:
             return answer.status, None, bytes(data)
