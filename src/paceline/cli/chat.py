@@ -266,7 +266,7 @@ class _Chat:
 
     def _answer(self, line: str | list[dict[str, Any]]) -> bool:
         """Answer a message. Return True if there is an answer."""
-        messages = [*self._messages, {"role": "user", "content": line}]
+        messages: list[dict[str, Any]] = [*self._messages, {"role": "user", "content": line}]
         try:
             text = self._reply(messages)
         except PacelineError as error:
@@ -289,7 +289,7 @@ class _Chat:
         return self._last.text
 
 
-def _system_message(text: str | None) -> list[dict[str, str]]:
+def _system_message(text: str | None) -> list[dict[str, Any]]:
     return [] if text is None else [{"role": "system", "content": text}]
 
 

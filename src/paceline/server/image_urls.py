@@ -44,6 +44,8 @@ def fetched(url: str, hosts: Sequence[str], limit: int) -> bytes:
         connection = _connection(urlsplit(url), hosts, deadline)
         try:
             status, location, data = _asked(connection, urlsplit(url), limit, deadline)
+        except TimeoutError as error:
+            raise _too_slow() from error
         except (OSError, http.client.HTTPException) as error:
             raise InvalidPrompt(f"the image could not be fetched ({error})", "Send its data instead") from error
         finally:
@@ -122,7 +124,12 @@ def _asked(
 
 
 def _left(deadline: float) -> float:
+    """Return the seconds until the deadline. Raise `InvalidPrompt` after it."""
     left = deadline - time.monotonic()
     if left <= 0:
-        raise InvalidPrompt(f"the image did not arrive within {SECONDS:g} seconds", "Send its data instead")
+        raise _too_slow()
     return left
+
+
+def _too_slow() -> InvalidPrompt:
+    return InvalidPrompt(f"the image did not arrive within {SECONDS:g} seconds", "Send its data instead")

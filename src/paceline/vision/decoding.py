@@ -9,7 +9,7 @@ import struct
 from contextlib import suppress
 from io import BytesIO
 
-from PIL import Image, ImageFile
+from PIL import Image, ImageFile, UnidentifiedImageError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_PIXELS = 36_000_000
@@ -125,7 +125,7 @@ def _opened(data: bytes) -> Image.Image:
         image = Image.open(BytesIO(data), formats=FORMATS)
     except Image.DecompressionBombError:
         raise BadImage(f"the image has more than {MAX_PIXELS // 1_000_000} million pixels", "Scale it down") from None
-    except (Image.UnidentifiedImageError, OSError) as error:
+    except (UnidentifiedImageError, OSError) as error:
         kind = _kind(data)
         cause = f"the image is {kind}" if kind else f"the image is not a {_KNOWN} file, or its header is damaged"
         raise BadImage(cause, f"Convert it to {_KNOWN}") from error
@@ -164,9 +164,9 @@ def _limit_time(pixels: int) -> None:
             signal.setitimer(signal.ITIMER_PROF, SECONDS + SECONDS_PER_PIXEL * pixels)
 
 
-def _orientation(image: Image.Image) -> int | None:
-    """Return the orientation in the EXIF data; None if there is none or it is damaged."""
+def _orientation(image: Image.Image) -> int:
+    """Return the orientation in the EXIF data; 1, which is upright, if there is none or it is damaged."""
     try:
-        return image.getexif().get(_ORIENTATION)
+        return int(image.getexif().get(_ORIENTATION, 1))
     except Exception:  # Pillow raises errors of many types for damaged EXIF data
-        return None
+        return 1
