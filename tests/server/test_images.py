@@ -21,7 +21,7 @@ from paceline.vision import picture
 from paceline.vision.picture import read_picture
 from tests.support.pictures import SVG, data_url, encoded, noise, png_bomb
 from tests.support.running import Serving, serving
-from tests.support.toy_vision import ROWS, seeing_llm
+from tests.support.toy_vision import ROWS, TOO_NARROW, seeing_llm
 
 FIRST, SECOND = encoded(noise(seed=1)), encoded(noise(seed=2), "JPEG")
 
@@ -128,11 +128,11 @@ def test_a_continued_response_still_sees_its_image(it: Serving, llm: LLM) -> Non
     listed = it.get(f"/v1/responses/{first['id']}/input_items").json()["data"]
     assert listed[0]["content"][0]["image_url"] == data_url(FIRST)
     assert llm.vision
-    before = len(llm.vision.pictures)  # type: ignore[attr-defined]
+    before = len(llm.vision.sizes)  # type: ignore[attr-defined]
     more = {"input": "and?", "previous_response_id": first["id"], "max_output_tokens": 4}
     again = it.post("/v1/responses", {"model": "toy", **more}).json()
     assert again["usage"]["input_tokens"] > first["usage"]["input_tokens"] + 4
-    assert len(llm.vision.pictures) == before, "an image is encoded once"  # type: ignore[attr-defined]
+    assert len(llm.vision.sizes) == before, "an image is encoded once"  # type: ignore[attr-defined]
 
 
 def test_tokens_and_templates_count_images(it: Serving) -> None:
@@ -145,10 +145,10 @@ def test_tokens_and_templates_count_images(it: Serving) -> None:
 
 def test_little_detail_scales_an_image_down(it: Serving, llm: LLM) -> None:
     large = encoded(Image.new("RGB", (1500, 700), "red"))
-    for detail, shape in (("low", (239, 512, 3)), ("high", (700, 1500, 3))):
+    for detail, shape in (("low", (512, 239)), ("high", (1500, 700))):
         reply(it, "/v1/chat/completions", {"messages": [user(url(large, detail=detail))]})
         assert llm.vision
-        assert llm.vision.pictures[-1].pixels.shape == shape  # type: ignore[attr-defined]
+        assert llm.vision.sizes[-1] == shape  # type: ignore[attr-defined]
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
@@ -174,6 +174,13 @@ def test_an_image_that_cannot_be_used_is_a_clear_400(it: Serving, name: str) -> 
     assert answer.status_code == 400
     assert cause in error["message"]
     assert error["param"] == "messages.1.content.1.image_url"
+
+
+def test_an_image_that_the_tower_cannot_encode_is_a_clear_400(it: Serving) -> None:
+    narrow = url(encoded(Image.new("RGB", TOO_NARROW)))
+    answer = it.post("/v1/chat/completions", {"messages": [user(narrow)], "max_tokens": 2})
+    assert answer.status_code == 400
+    assert "toy cannot encode an image of 1 x 50 pixels" in answer.json()["error"]["message"]
 
 
 def test_images_of_other_apis_that_cannot_be_used_are_named(it: Serving) -> None:
