@@ -19,7 +19,7 @@ from paceline.server.errors import LOG, REQUEST_ID, ApiError, api_error, retry_l
 from paceline.server.worker import ServerStopping
 
 STALL = 30.0
-"""Seconds that a client may leave unread what it is sent before it is disconnected."""
+"""Seconds without reading after which a client is disconnected."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ class _Pool:
 
 
 def _lower_priority() -> None:
-    """Let the engine's threads go first on the processor. Only Linux has a priority for each thread."""
+    """Give this thread a lower priority than the engine's threads. Only Linux has a priority for each thread."""
     if sys.platform == "linux":
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

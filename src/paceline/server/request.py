@@ -96,8 +96,8 @@ def _part(part: Any) -> dict[str, Any]:
 def refuse_media(param: str, kinds: Sequence[str], textual: Collection[str], wanted: str) -> None:
     """Raise `ApiError` 400 if a part of a new message is not text.
 
-    In earlier messages and in results of tools a note stands for such a part, because the client that sent it cannot
-    take it back.
+    In earlier messages and in tool results, a note replaces such a part, because the client cannot remove it from the
+    conversation.
 
     Args:
         param: The path of the parts in the body.
@@ -197,7 +197,8 @@ class ToolUse:
 
 
 def reasoning_values(effort: str | None) -> dict[str, Any]:
-    """Return the variables of a chat template for an effort: "none", a level, or "on" for any; None says nothing."""
+    """Return the variables of a chat template for an effort: "none", a level, or "on" for any level. None sets no
+    variable."""
     if effort is None:
         return {}
     values: dict[str, Any] = dict.fromkeys(_SWITCHES, effort != "none")

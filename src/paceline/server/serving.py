@@ -20,8 +20,7 @@ from paceline.server.apis.chat_completions import ChatCompletions
 from paceline.server.apis.completions import Completions
 from paceline.server.apis.infill import Infill
 from paceline.server.apis.messages import Messages
-from paceline.server.apis.ollama import OllamaChat, OllamaGenerate, OllamaRequest, unloaded
-from paceline.server.apis.response_bodies import ResponsesRequest
+from paceline.server.apis.ollama import OllamaChat, OllamaGenerate
 from paceline.server.apis.responses import Compaction, Responses
 from paceline.server.apis.stored import ResponseStore
 from paceline.server.bodies import BodyReader
@@ -38,7 +37,7 @@ from paceline.server.preprocessing import (
     seconds_left,
     unless_disconnected,
 )
-from paceline.server.schema import Generating, NamedBody
+from paceline.server.schema import NamedBody
 from paceline.server.tracing import Tracer, tracer
 from paceline.server.worker import ReplyJob
 
@@ -62,10 +61,22 @@ class PromptJobs(Jobs, Protocol):
 
 
 class Service:
-    """State shared by all routes. `apis`: the APIs for generated text."""
+    """State shared by all routes.
+
+    Attributes:
+        loader: The models.
+        settings: The configuration.
+        tracer: Records traces of replies.
+        limit: The limit on requests in progress.
+        waiting: The limit on requests that wait for a model to be loaded.
+        preprocessor: Runs work in threads.
+        responses: Stored responses.
+        bodies: Reads request bodies.
+        apis: The APIs for generated text.
+    """
 
     def __init__(self, models: Models, settings: Settings, apis: Sequence[Api[Any]] = ()) -> None:
-        """`apis`: further APIs."""
+        """Make a service with the server's own APIs and `apis`."""
         self.loader, self.settings = models, settings
         self.tracer: Tracer = tracer(settings.trace_endpoint)
         self.limit = RequestLimit(settings.max_requests)
@@ -90,15 +101,19 @@ class Service:
         """Answer a request for generated text."""
         arrived = time.monotonic()
         async with self.bodies.read(request, api.body, api.of_path(request.path_params)) as (body, pool):
-            unloads = isinstance(body, OllamaRequest) and body.unloads
-            if isinstance(body, OllamaRequest) and unloads and body.empty:
+            if (answer := api.without_reply(body)) is not None:
                 self.loader.unload(body.model)
-                return Response(dumps(unloaded(body)), media_type="application/json")
+                return Response(dumps(answer), media_type="application/json")
             deadline = deadline_after(arrived, self.settings.timeout if body.timeout is None else body.timeout)
             prepare = partial(api.prepare, self.settings, body)
-            pool = self._pool(body, pool)
+            if api.has_images(body):
+                pool = "images"
+            elif body.constrained:
+                pool = "grammar"
+            elif api.stored_length(body) > LONG:
+                pool = "long"
             running, encoder = await self.start(request, body, pool, prepare, deadline, api.id_prefix)
-            if unloads:
+            if api.unloads(body):
                 self.loader.unload(body.model)
             stream = body.stream
         del body, prepare  # the body, which may be large, no longer counts
@@ -143,17 +158,6 @@ class Service:
                 return jobs, jobs
 
             return await self.start(request, body, pool, prepared, deadline)
-
-    def _pool(self, body: Generating, pool: PoolName) -> PoolName:
-        """Return the pool for a request. `pool`: the pool for bodies of this size, without the stored conversation."""
-        if body.image_chars:
-            return "images"
-        if body.constrained:
-            return "grammar"
-        earlier = body.previous_response_id if isinstance(body, ResponsesRequest) else None
-        if self.responses.has_images(earlier):
-            return "images"
-        return "long" if self.responses.length(earlier) > LONG else pool
 
     async def start(
         self,
@@ -216,7 +220,7 @@ class Service:
     async def compute(
         self, request: Request, name: str | None, work: Callable[[LoadedModel], Any], pool: PoolName = "tokens"
     ) -> Response:
-        """Answer with what `work` returns, for requests that generate nothing."""
+        """Answer with the result of `work`, for requests that generate nothing."""
         self.limit.acquire()
         try:
             model = await self._take(request, name, self.settings.timeout)
@@ -230,7 +234,7 @@ class Service:
     async def compute_from(
         self, request: Request, kind: type[Named], work: Callable[[LoadedModel, Settings, Named], Any]
     ) -> Response:
-        """Answer with what `work` returns for a body, for requests that generate nothing."""
+        """Answer with the result of `work` for a body, for requests that generate nothing."""
         async with self.bodies.read(request, kind) as (body, _):
             pool: PoolName = "images" if body.image_chars else "tokens"
             return await self.compute(request, body.model, lambda model: work(model, self.settings, body), pool)
@@ -250,8 +254,8 @@ class Service:
         return await self._unless_ended(request, self.preprocessor.run(pool, client_of(request), work), timeout)
 
     async def _unless_ended(self, request: Request, work: Coroutine[Any, Any, T], timeout: float | None) -> T:
-        """Return what `work` returns. Ends it and raises `ClientDisconnect` when the client leaves, `TimedOut` after
-        `timeout` seconds."""
+        """Return the result of `work`. Cancel it and raise `ClientDisconnect` if the client disconnects, or `TimedOut`
+        after `timeout` seconds."""
         try:
             return await unless_disconnected(asyncio.wait_for(work, timeout), request.receive)
         except asyncio.TimeoutError:  # another class until Python 3.11

@@ -34,7 +34,7 @@ FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled"
 _FAILURES = 3
 """Replies in a row that end with an internal error before the worker counts as failing."""
 _LAST_SECONDS = 4.0
-"""Seconds for writing the prefix cache to its folder, if replies have used up the time for stopping."""
+"""Minimum seconds for writing the prefix cache to its folder when the server stops."""
 _IDLE_TRIM = 1.0
 """Seconds without work after which free memory is returned to the system."""
 
@@ -114,8 +114,14 @@ class ReplyJob:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Replies that are running and waiting, the share of the key-value cache in use, 0 to 1, and the size of the prefix
-    cache's folder in bytes."""
+    """The load of a worker.
+
+    Attributes:
+        running: Replies that are running.
+        waiting: Replies that are waiting.
+        cache: The share of the key-value cache in use, 0 to 1.
+        disk: Size of the prefix cache's folder, in bytes.
+    """
 
     running: int
     waiting: int
@@ -259,7 +265,7 @@ class Worker:
 
     @property
     def failing(self) -> bool:
-        """True if the latest replies all ended with an internal error. The next one that succeeds ends this."""
+        """True if the latest replies all ended with an internal error, until a reply succeeds."""
         return self._failures >= _FAILURES
 
     @property
@@ -334,7 +340,7 @@ class Worker:
             _log.exception("saving the prefix cache failed")
 
     def _wait_for_work(self) -> bool:
-        """Pass new tasks to the scheduler, sleeping while there is nothing to do. False when the thread must end."""
+        """Pass new tasks to the scheduler. Sleep while there is no work. Return False when the thread must end."""
         if not self._sleep(_IDLE_TRIM):
             trim_memory()
             self._sleep(None)
@@ -408,6 +414,6 @@ def _positions(state: float, rectangle: bool, lengths: Sequence[int]) -> int:
 
 
 def trim_memory() -> None:
-    """Return the C library's free memory to the system, where it can be asked to (glibc). Takes milliseconds."""
+    """Return the C library's free memory to the system, if the library supports this (glibc). Takes milliseconds."""
     if sys.platform.startswith("linux") and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):  # not in musl
         trim(0)

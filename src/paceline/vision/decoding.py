@@ -91,7 +91,7 @@ def rgb(image: Image.Image, most: int | None = None) -> Image.Image:
     """
     _check_size(*image.size)
     image.load()
-    turn = _TURNS.get(_orientation(image))
+    turn = _TURNS.get(_orientation(image) or 1)
     if image.mode.startswith("I;16"):
         image = image.point(lambda value: value / 256).convert("L")  # Pillow would clip at 255
     elif image.mode == "I":

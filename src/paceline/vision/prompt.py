@@ -46,7 +46,7 @@ class EncodedImage:
         for part in (self.embeddings, *self.deep):
             whole.update(part.cpu().contiguous().view(torch.uint8).numpy().data)
         numbers = np.frombuffer(shake_256(whole.digest()).digest(4 * len(self.embeddings)), "<i4")
-        return (numbers | np.int32(-(2**31))).tolist()
+        return [int(number) for number in numbers | np.int32(-(2**31))]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

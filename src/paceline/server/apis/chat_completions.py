@@ -138,7 +138,7 @@ class ChatRequest(ThinkingBudgets, RequestBody):
 
     @property
     def _efforts(self) -> dict[str, str]:
-        """The efforts that the request asks for, with the parameters that do: "none", a level, or "on" for any."""
+        """Effort ("none", a level, or "on" for any level) -> the parameter that asks for it."""
         reasoning, thinking = self.reasoning, self.thinking
         given: dict[str, Any] = {
             "reasoning": "none" if reasoning == "off" else None,
@@ -156,7 +156,7 @@ class ChatRequest(ThinkingBudgets, RequestBody):
 
     @property
     def reasoning_limit(self) -> int | None:
-        """Maximum tokens of reasoning; None for no limit. Raises `WrongParameter` for several that differ."""
+        """Maximum tokens of reasoning; None for no limit. Raises `WrongParameter` if several limits differ."""
         return self.budget(
             reasoning=self.reasoning.max_tokens if isinstance(self.reasoning, ReasoningOptions) else None,
             thinking=self.thinking.budget_tokens if isinstance(self.thinking, ThinkingOptions) else None,

@@ -58,11 +58,12 @@ from paceline.server.worker import ReplyRound
 
 _NO_THREADS = "thread: this server keeps no conversations. Send the whole conversation without thread"
 _THREAD_DETAILS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-"""Anthropic's SDK (`beta.messages.tool_runner`) and Claude Code go on without threads after an error with these."""
+"""Details of the error after which Anthropic's SDK (`beta.messages.tool_runner`) and Claude Code continue without
+threads."""
 
 BILLING = "x-anthropic-billing-header:"
-"""Beginning of a text that Claude Code puts before its instructions. It is another in every request, and no part of the
-prompt: with it no prefix could be reused."""
+"""Beginning of a text that Claude Code puts before its instructions. The text is removed, because it differs in every
+request, so that no prefix could be reused."""
 
 
 class TextBlock(Lenient):
@@ -391,7 +392,8 @@ def _result(block: ToolResultBlock, param: str) -> str | list[Part]:
 
 
 def _tool_use(body: CountTokensRequest) -> ToolUse:
-    """Return the functions and which may be called. The choice may be "auto" although all tools were skipped."""
+    """Return the functions, and which of them may be called. A choice of "auto" is valid even if all tools were
+    skipped."""
     offered = [OfferedFunction(tool.name, tool.description, tool.input_schema) for tool in body.functions]
     choice = body.tool_choice or ToolChoice(type="auto")
     mode = {"any": "required", "tool": "required"}.get(choice.type, choice.type)
@@ -428,9 +430,16 @@ class Messages(Api[MessagesRequest]):
 
 
 class MessagesEncoder(Encoder):
-    """A message: blocks of thinking, text and tool use, one after the other. `full`: the reply may fill the context."""
+    """A message: a sequence of blocks of thinking, text and tool use."""
 
     def __init__(self, head: dict[str, Any], reply: ChatReply, full: bool) -> None:
+        """Make an encoder.
+
+        Args:
+            head: The answer's id and model.
+            reply: The reply.
+            full: True if a reply that reaches its maximum length has filled the context.
+        """
         self._head = {"type": "message", "role": "assistant", **head}
         self._reply, self._full = reply, full
 

@@ -7,7 +7,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Sequence
 from datetime import datetime, timezone
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field
 
@@ -61,7 +61,7 @@ from paceline.server.worker import ReplyRound
     only((1,), "tfs_z", "this sampler is not implemented"),
 )
 class OllamaOptions(OllamaObject):
-    """`options` of a request. Those of the machine have no effect, since the model is loaded already."""
+    """`options` of a request. Options of the machine have no effect, because the model is already loaded."""
 
     num_predict: Annotated[int, Field(ge=-2, le=2**31, description="0, -1, -2: as many as fit.")] | None = None
     temperature: Annotated[float, Field(ge=0, le=1000)] | None = None
@@ -154,7 +154,7 @@ class OllamaRequest(OllamaObject, Generating, extra="ignore"):
     @property
     @abstractmethod
     def empty(self) -> bool:
-        """True if there is nothing to reply to: the model is only loaded, or unloaded."""
+        """True if the request has no prompt, and only loads or unloads the model."""
 
     @property
     def constrained(self) -> bool:
@@ -247,6 +247,9 @@ class OllamaGenerateRequest(OllamaRequest):
         return not self.prompt and not self.suffix
 
 
+Asked = TypeVar("Asked", bound=OllamaRequest)
+
+
 def _content(text: str | None, images: Sequence[str], param: str, new: bool) -> str | list[Part]:
     """Return the content of a message: its text, or the images and the text. `new`: it is the user's last message."""
     if not images:
@@ -271,13 +274,40 @@ def _chat_message(message: OllamaMessage, param: str, new: bool) -> ChatMessage:
     )
 
 
-class OllamaChat(Api[OllamaChatRequest]):
+class _OllamaApi(Api[Asked]):
+    """An API of Ollama, whose requests can load and unload models.
+
+    Attributes:
+        kind: The key of the reply in the answers.
+    """
+
+    media_type = "application/x-ndjson"
+    kind: ClassVar[Literal["message", "response"]]
+
+    def unloads(self, body: Asked) -> bool:
+        """Return True if the model is unloaded after the reply."""
+        return bool(body.unloads)
+
+    def without_reply(self, body: Asked) -> Event | None:
+        """Return the answer to a request that only unloads the model. None for any other request."""
+        if not (body.unloads and body.empty):
+            return None
+        return {**_head(body.model), **_reply(self.kind, ""), "done": True, "done_reason": "unload"}
+
+    def encoder(self, body: Asked, prepared: Prepared) -> OllamaEncoder:
+        """Return the encoder of the reply."""
+        texts = prepared.model.token_texts if body.logprobs and not body.empty else None
+        [reply] = prepared.replies
+        return OllamaEncoder(body.model, reply, texts, self.kind)
+
+
+class OllamaChat(_OllamaApi[OllamaChatRequest]):
     """Ollama's chats."""
 
+    kind = "message"
     path = "/api/chat"
     body = OllamaChatRequest
     about = "Generate the next message of a chat (Ollama's API)."
-    media_type = "application/x-ndjson"
 
     def decode(self, body: OllamaChatRequest) -> GenerateRequest | None:
         """Return the request of a chat; None without messages, which loads the model."""
@@ -293,18 +323,14 @@ class OllamaChat(Api[OllamaChatRequest]):
             )
         )
 
-    def encoder(self, body: OllamaChatRequest, prepared: Prepared) -> OllamaEncoder:
-        """Return the encoder of the message."""
-        return _encoder(body, prepared, "message")
 
-
-class OllamaGenerate(Api[OllamaGenerateRequest]):
+class OllamaGenerate(_OllamaApi[OllamaGenerateRequest]):
     """Ollama's replies to one prompt."""
 
+    kind = "response"
     path = "/api/generate"
     body = OllamaGenerateRequest
     about = "Answer or continue one prompt (Ollama's API)."
-    media_type = "application/x-ndjson"
 
     def decode(self, body: OllamaGenerateRequest) -> GenerateRequest | None:
         """Return the request of one prompt; None without a prompt, which loads the model."""
@@ -319,30 +345,21 @@ class OllamaGenerate(Api[OllamaGenerateRequest]):
         messages = [*system, ChatMessage(role="user", content=_content(prompt, body.images, "images", True))]
         return body.request(ChatPrompt(messages=messages, values=body.template_values))
 
-    def encoder(self, body: OllamaGenerateRequest, prepared: Prepared) -> OllamaEncoder:
-        """Return the encoder of the text."""
-        return _encoder(body, prepared, "response")
-
-
-def _encoder(body: OllamaRequest, prepared: Prepared, kind: str) -> OllamaEncoder:
-    texts = prepared.model.token_texts if body.logprobs and not body.empty else None
-    [reply] = prepared.replies
-    return OllamaEncoder(body.model, reply, texts, kind)
-
-
-def unloaded(body: OllamaRequest) -> dict[str, Any]:
-    """Return the answer to a request that only unloads the model."""
-    nothing = {"response": ""} if isinstance(body, OllamaGenerateRequest) else {"message": _message("")}
-    return {**_head(body.model), **nothing, "done": True, "done_reason": "unload"}
-
 
 class OllamaEncoder(Encoder):
-    """A reply as lines of JSON. `token_texts`: None without log-probabilities. `kind`: "message", or "response" for the
-    reply to one prompt."""
+    """A reply as lines of JSON."""
 
     media_type = "application/x-ndjson"
 
     def __init__(self, model: str, reply: ChatReply, token_texts: TokenTexts | None, kind: str) -> None:
+        """Make an encoder.
+
+        Args:
+            model: The model's name, as in the request.
+            reply: The reply.
+            token_texts: Texts of the model's tokens. None without log-probabilities.
+            kind: "message" for chats, "response" for single prompts.
+        """
         self._model, self._reply, self._token_texts, self._kind = model, reply, token_texts, kind
         self._logprobs: list[dict[str, Any]] = []
 
@@ -390,7 +407,7 @@ class OllamaEncoder(Encoder):
             more["tool_calls"] = calls
         return {
             **_head(self._model),
-            **({"message": {**_message(text), **more}} if self._kind == "message" else {"response": text, **more}),
+            **_reply(self._kind, text, **more),
             "done": False,
         }
 
@@ -418,8 +435,11 @@ class OllamaEncoder(Encoder):
         return {"done": True, "done_reason": reason, **durations, **counts, "speculation": usage.speculation()}
 
 
-def _message(text: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": text}
+def _reply(kind: str, text: str, **more: Any) -> dict[str, Any]:
+    """Return the part of an answer that has the reply. `kind`: see `_OllamaApi`."""
+    if kind == "message":
+        return {"message": {"role": "assistant", "content": text, **more}}
+    return {"response": text, **more}
 
 
 def _head(model: str) -> dict[str, Any]:

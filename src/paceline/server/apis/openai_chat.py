@@ -52,7 +52,8 @@ class CustomTool(Lenient):
 
 
 def chat_tool(tool: Any) -> CustomTool | None:
-    """Return the custom tool that a chat's tool is, if any. Its grammar is one level deeper than in Responses."""
+    """Return a chat's tool as a custom tool, or None if it is a function. Its grammar is one level deeper than in the
+    Responses API."""
     custom = tool.get("custom") if isinstance(tool, dict) and tool.get("type") == "custom" else None
     if not isinstance(custom, dict):
         return None
@@ -67,7 +68,8 @@ def chat_tool(tool: Any) -> CustomTool | None:
 
 
 def chat_call(call: Any) -> Any:
-    """Return a call of a custom tool in a chat as a call of its function; a choice of such a tool likewise."""
+    """Return a chat's call of a custom tool as a call of its function, and a choice of a custom tool as a choice of its
+    function."""
     custom = call.get("custom") if isinstance(call, dict) and call.get("type") == "custom" else None
     if not isinstance(custom, dict):
         return call
@@ -77,7 +79,7 @@ def chat_call(call: Any) -> Any:
 
 
 class GrammarFormat(Lenient):
-    """A grammar of the input, in the Responses API; in chats it lies in `grammar`."""
+    """A grammar of the input, in the form of the Responses API. In chats, these fields are in `grammar`."""
 
     type: Literal["grammar"]
     syntax: Literal["lark", "regex"]
@@ -151,7 +153,8 @@ class CalledFunction(Lenient):
 
 
 class ToolCall(Lenient):
-    """A function call in an assistant's message. One of a custom tool counts as a function of one text, `input`."""
+    """A function call in an assistant's message. A call of a custom tool becomes a call of a function with one text,
+    `input`."""
 
     _custom = model_validator(mode="before")(chat_call)
 

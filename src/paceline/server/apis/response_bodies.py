@@ -277,8 +277,14 @@ def listed(item: Item) -> dict[str, Any]:
 
 
 def chat_messages_of(items: Sequence[Item], instructions: str | None = None, earlier: int = 0) -> list[ChatMessage]:
-    """Return the messages of a chat. Reasoning, text and calls in a row are one message of the assistant; without any
-    item there is one of the user, without text. `earlier`: the number of items that an earlier request has sent."""
+    """Return the messages of a chat. Consecutive reasoning, text and calls are one message of the assistant. Without
+    any item, the chat is one empty message of the user.
+
+    Args:
+        items: The items.
+        instructions: The system message.
+        earlier: Number of items that belong to earlier requests.
+    """
     drafts = [_OpenMessage("system", instructions)] if instructions else list[_OpenMessage]()
     for i, item in enumerate(items, -earlier):
         param = f"input.{i}" if i >= 0 else "previous_response_id"
@@ -337,7 +343,7 @@ def _assistant(drafts: list[_OpenMessage], call: bool) -> _OpenMessage:
 
 
 def _instruct(drafts: list[_OpenMessage], text: str) -> None:
-    """Add instructions. Instructions in a row are one message, since templates expect one."""
+    """Add instructions. Consecutive instructions are one message, because templates expect one."""
     if drafts and drafts[-1].role == "system":
         drafts[-1].text = f"{drafts[-1].text}\n\n{text}"
     else:
@@ -350,7 +356,7 @@ class SchemaText(JsonSchema):
 
 
 def _flat_format(form: Any) -> Any:
-    """Return a text format in the shape of this API: the schema of a chat's `response_format` lies one level deeper."""
+    """Return a text format in the shape of this API. In a chat's `response_format`, the schema is one level deeper."""
     form = schema_format(form)
     inner = form.get("json_schema") if isinstance(form, dict) and form.get("type") == "json_schema" else None
     if not isinstance(inner, dict):

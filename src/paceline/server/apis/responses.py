@@ -39,7 +39,7 @@ from paceline.server.schema import (
 from paceline.server.worker import ReplyRound
 
 _CONVERSATION = 4
-"""Size of a stored conversation in memory, for each byte that a body may have."""
+"""Maximum bytes in memory of a stored conversation, per byte of the maximum size of a body."""
 _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 _ASK = """Another assistant will continue this conversation and sees nothing of it but your summary. Write that summary:
 what the user asked for, in the user's words; what has been done; what was found, with the names of files, commands and
@@ -57,7 +57,12 @@ class Responses(Api[ResponsesRequest]):
     about = "Generate the next items of a conversation."
 
     def __init__(self, store: ResponseStore, max_body: int) -> None:
-        """`store`: the responses that requests may continue. `max_body`: bytes that a body may have."""
+        """Make the API.
+
+        Args:
+            store: The responses that requests may continue.
+            max_body: Maximum bytes of a body.
+        """
         self._store, self._limit = store, _CONVERSATION * max_body
 
     def decode(self, body: ResponsesRequest) -> GenerateRequest:
@@ -83,6 +88,14 @@ class Responses(Api[ResponsesRequest]):
             thinking_budget=body.budget(reasoning=body.reasoning.max_tokens if body.reasoning else None),
             speculation=body.speculation,
         )
+
+    def has_images(self, body: ResponsesRequest) -> bool:
+        """Return True if the request, or the stored conversation that it continues, contains images."""
+        return body.image_chars > 0 or self._store.has_images(body.previous_response_id)
+
+    def stored_length(self, body: ResponsesRequest) -> int:
+        """Return the characters of the stored conversation."""
+        return self._store.length(body.previous_response_id)
 
     def conversation(self, body: ResponsesRequest) -> list[Item]:
         """Return the stored items that a request continues, and its own. Raises `ApiError` 400, also for a new part
@@ -307,8 +320,14 @@ class ResponsesEncoder(Encoder):
 
 @dataclass(slots=True)
 class _Kept:
-    """The place of a growing response in the store. `items`: its input. `size`: bytes of memory so far. `length`:
-    characters of its items so far."""
+    """The place of a growing response in the store.
+
+    Attributes:
+        store: The store.
+        items: The items of the request.
+        size: Approximate bytes of memory so far.
+        length: Characters of all items so far, as JSON.
+    """
 
     store: ResponseStore
     items: Sequence[Item]
@@ -394,6 +413,14 @@ class Compaction(Api[CompactRequest]):
             share=_SHARE,
             speculation=body.speculation,
         )
+
+    def has_images(self, body: CompactRequest) -> bool:
+        """Return True if the conversation contains images."""
+        return self._responses.has_images(body)
+
+    def stored_length(self, body: CompactRequest) -> int:
+        """Return the characters of the stored conversation."""
+        return self._responses.stored_length(body)
 
     def encoder(self, body: CompactRequest, prepared: Prepared) -> Encoder:
         """Return the encoder of the summary."""

@@ -104,9 +104,10 @@ class ResponseStore:
         return False
 
     def conversation(self, name: str | None, limit: int) -> list[StoredResponse]:
-        """Return a response and those before it, the first one first. `limit`: bytes of memory of all together.
+        """Return a response and the responses that it continues, the first one first. `limit`: maximum bytes of memory
+        of all of them.
 
-        Raises `ApiError` 400 if one is missing, or they are larger.
+        Raises `ApiError` 400 if one is missing, or if they exceed the limit.
         """
         found: list[StoredResponse] = []
         size = 0

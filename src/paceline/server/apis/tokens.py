@@ -46,8 +46,8 @@ class PromptRequest(NamedBody):
 
 
 class TokenizeRequest(PromptRequest):
-    """Body of /tokenize: either text as it is, or messages for the chat template. `content`, `add_special`,
-    `parse_special` and `with_pieces` are llama.cpp's, the others vLLM's."""
+    """Body of /tokenize: either text, or messages for the chat template. `content`, `add_special`, `parse_special` and
+    `with_pieces` are llama.cpp's parameters, the others are vLLM's."""
 
     prompt: Text | None = None
     add_special_tokens: bool | None = None
