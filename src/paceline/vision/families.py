@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from paceline.vision.family import Tower, VisionFamily
+from paceline.vision.lfm2 import TileProcessor
 from paceline.vision.prompt import EncodedImage
 
 
@@ -22,6 +23,16 @@ def _idefics3(tower: Tower, image: Any) -> EncodedImage:
     ]
     tiles = "".join(lines) + "\n" if lines else ""
     return EncodedImage(f"{tiles}{fake}<global-img>{patches}{fake}", embeddings)
+
+
+def _lfm2(tower: Tower, image: Any) -> EncodedImage:
+    """Encode an image, as tiles in rows and columns followed by the whole image, or as the whole image only."""
+    inputs, rows, columns = tower.processor(image)
+    parts = tower.model.get_image_features(**inputs, return_dict=True).pooler_output
+    names = [f"<|img_row_{row}_col_{column}|>" for row in range(1, rows + 1) for column in range(1, columns + 1)]
+    names = [*names, "<|img_thumbnail|>"] if len(names) > 1 else [""]
+    text = "".join(name + "<image>" * len(part) for name, part in zip(names, parts, strict=False))
+    return EncodedImage(f"<|image_start|>{text}<|image_end|>", torch.cat(list(parts)))
 
 
 def _gemma3(tower: Tower, image: Any) -> EncodedImage:
@@ -79,6 +90,16 @@ _FAMILIES = (
             token="<image>",
         )
         for kind, name in (("idefics3", "Idefics3"), ("smolvlm", "SmolVLM"))
+    ),
+    VisionFamily(
+        "lfm2_vl",
+        "Lfm2VlModel",
+        processor=TileProcessor,
+        language="language_model",
+        tensors=("model.vision_tower.", "model.multi_modal_projector."),
+        encode=_lfm2,
+        mark="<image>",
+        token="<image>",
     ),
     VisionFamily(
         "gemma3",

@@ -55,9 +55,15 @@ def load_tower(
             one = min([*missing, *report["unexpected_keys"]])
             raise CorruptModel(f"the vision tower's tensor {one} is {'missing' if missing else 'unknown'}", _AGAIN)
         setattr(model, family.language, None)
-        kind = _class(family.processor)
-        processor = kind.from_pretrained(settings) if isinstance(settings, Path) else kind(**settings)
+        processor = _processor(family, settings)
     return Tower(model.eval().to(device), processor, own)
+
+
+def _processor(family: VisionFamily, settings: Path | Mapping[str, Any]) -> Any:
+    if not isinstance(family.processor, str):
+        return family.processor(settings)
+    kind = _class(family.processor)
+    return kind.from_pretrained(settings) if isinstance(settings, Path) else kind(**settings)
 
 
 def _class(name: str) -> Any:
