@@ -241,7 +241,7 @@ class _Chat:
 
     def _model(self, name: str) -> None:
         if name:
-            self._open(replace(self._load, model=name, adapter=None, revision=None))
+            self._open(replace(self._load, model=name, adapter=None, revision=None, mmproj=None))
             self._sampling = self._llm.sampling(**(self._options.given() | self._changes))
         else:
             say(loaded_line(self._load.model, self._llm), err=False)

@@ -336,7 +336,7 @@ def _models(
     from paceline.server.models import Models, ModelSource
 
     def on_request(name: str, path: Path, size: int) -> ModelSource:
-        other = replace(model, model=str(path), adapter=None, revision=None, chat_template=None)
+        other = replace(model, model=str(path), adapter=None, revision=None, chat_template=None, mmproj=None)
         load = partial(opened, other, progress=False)
         return ModelSource((name,), load, int(size * _IN_MEMORY), path=path.resolve())
 
