@@ -40,7 +40,7 @@ ORDER = (
         "functional",
         "train",
     ),
-    *("bench", "server", "certify", "cli", "integrations", "__main__"),
+    *("bench", "learn", "server", "certify", "cli", "integrations", "__main__"),
 )
 """Rooms and root modules, bottom to top."""
 Graph = Mapping[str, set[str]]

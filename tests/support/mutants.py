@@ -38,6 +38,7 @@ TESTS = {
     "functional": ["functional"],
     "integrations": ["integrations"],
     "kernels": ["kernels", "cache", "models"],
+    "learn": ["learn"],
     "models": ["models", "drafters", "checkpoints"],
     "native": ["kernels", "cache", "models"],
     "recording": ["recording", "cli/test_record.py"],

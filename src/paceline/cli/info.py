@@ -131,7 +131,7 @@ def _images(path: Path, config: ModelConfig, mmproj: Path | None) -> str | None:
 
     from paceline.checkpoints.vision import open_vision
 
-    vision = open_vision(path, config, torch.float32, torch.device("cpu"), mmproj=mmproj)
+    vision = open_vision(path, torch.float32, torch.device("cpu"), config=config, mmproj=mmproj)
     return vision.name if vision else None
 
 

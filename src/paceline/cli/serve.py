@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from paceline.files.stores import StoredModel
+    from paceline.learn.learner import Learner
     from paceline.llm import LLM
     from paceline.recording.file import ReplyRecorder
     from paceline.server.limits import Settings
@@ -86,6 +87,19 @@ class ServerOptions:
         "Append all prompts and replies to this recording, for replay and tune.\n\nIt contains what users write, as "
         "token ids. Only the owner can read a new file. Tell your users.",
         metavar="FILE",
+    )
+    learn: Path | None = _server(
+        "Learn from the traffic, in this folder, to draft better.\n\nThe folder keeps what users write and read, as "
+        "token ids, on this disk. Tell your users. Earlier replies are drafted from at once. A head is trained while "
+        "the server is idle for three minutes, and used if it is faster on replies that it was not trained on. Clients "
+        "with different API keys share nothing. `paceline learn` shows the state, and deletes it.",
+        metavar="DIR",
+    )
+    learn_disk: str = _server(
+        "Maximum size of recorded traffic and of the states to train on, in GiB.\n\nTrained heads are not counted. The "
+        "oldest replies are removed first.",
+        metavar="SIZE",
+        default="2G",
     )
     warm: list[Path] | None = _server(
         "Read this prompt before the server starts. Repeatable.\n\nA text file is a system prompt. A file that ends "
@@ -257,6 +271,7 @@ def application(
     has_first = argument is not None or model.model != DEMO or not several.models  # otherwise there is only --models
     model = model.with_model(argument)
     _check_installed()
+    _check_learning(server, several, model)
     _set_up_logging(quiet)
     if has_first:
         note(f"loading {model.model}")
@@ -436,7 +451,39 @@ def _open_worker(
     llm.tokenizer.special_tokens_in_messages = server.special_tokens_in_messages
     if server.record:
         recorders.append(llm.record(server.record))
-    return Worker(llm, limits.worker_limits(llm), OFF if off else None)
+    learner = _learner(llm, model, server) if server.learn else None
+    return Worker(llm, limits.worker_limits(llm), OFF if off else None, learner)
+
+
+def _check_learning(server: ServerOptions, several: ModelsOptions, model: LoadFlags) -> None:
+    """Raise `InvalidOption` if --learn does not work with the other options."""
+    if not server.learn:
+        return
+    others = {
+        "--models": bool(several.models),
+        "--record": bool(server.record),
+        "--adapter": bool(model.adapter),
+        "--drafter none": model.drafter == "none",
+        "several processes": processes() > 1,
+    }
+    if named := [name for name, given in others.items() if given]:
+        raise InvalidOption(f"--learn does not work with {named[0]}", "Leave out one of them")
+
+
+def _learner(llm: LLM, model: LoadFlags, server: ServerOptions) -> Learner:
+    """Return what learns from the traffic of a server with this model."""
+    from paceline.learn.learner import Learner, LearningPlan
+
+    assert server.learn
+    names = ("dtype", "device", "kv_type", "quantize", "allow_pickle")
+    plan = LearningPlan(
+        server.learn,
+        disk=int(_gibibytes("--learn-disk", server.learn_disk) * 2**30),
+        load={name: getattr(model, name) for name in names},
+        free_memory=free_memory,
+    )
+    note(f"learning in {plan.folder}, which keeps prompts and replies on this disk")
+    return Learner(llm, tuple(server.api_key or ()), plan)
 
 
 def _warm_prompts(server: ServerOptions, limits: LimitOptions, has_first: bool) -> list[WarmPrompt]:

@@ -96,6 +96,12 @@ def check_key(keys: Sequence[str], authorization: str) -> None:
         )
 
 
+def key_of(keys: Sequence[str], authorization: str) -> int:
+    """Return the number of the key that an accepted header holds; 0 for a server without keys."""
+    given = authorization.partition(" ")[2].strip().encode(errors="replace")
+    return next((n for n, key in enumerate(keys) if hmac.compare_digest(key.encode(), given)), 0)
+
+
 def check_host(hosts: Sequence[str], header: str) -> None:
     """Raise `ApiError` 403 unless the Host header names one of `hosts`, with any port."""
     try:

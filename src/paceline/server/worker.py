@@ -24,6 +24,7 @@ from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler, Task, TaskOutput
 from paceline.engine.stats import Stats
 from paceline.errors import PacelineError
+from paceline.learn.learner import Learner
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
 
@@ -86,6 +87,7 @@ class ReplyJob:
         timeout: Seconds from now.
         group: A key that is equal for jobs with the same prompt.
         client: The client. Waiting clients get slots in turn.
+        key: Number of the client's API key. Only clients of one key share what the server learns.
         scores: Collects log-probabilities or hidden states of the prompt.
         prompt_only: True if the generated tokens are not returned.
         adapter: The name of a LoRA adapter.
@@ -100,6 +102,7 @@ class ReplyJob:
     timeout: float | None = None
     group: Hashable | None = None
     client: Hashable | None = None
+    key: int = 0
     scores: PromptReader | None = None
     prompt_only: bool = False
     adapter: str | None = None
@@ -229,8 +232,22 @@ class Worker:
     itself fails, the replies it held end with that error and a new scheduler takes over.
     """
 
-    def __init__(self, llm: LLM, limits: WorkerLimits | None = None, default: Speculation | None = None) -> None:
-        """`default`: speculation of a job if neither the job nor its adapter sets it. None: the first drafter."""
+    def __init__(
+        self,
+        llm: LLM,
+        limits: WorkerLimits | None = None,
+        default: Speculation | None = None,
+        learner: Learner | None = None,
+    ) -> None:
+        """Make a worker.
+
+        Args:
+            llm: The model.
+            limits: Its capacity.
+            default: Speculation of a job if neither the job nor its adapter sets it. None: the first drafter.
+            learner: Learns from the replies, and chooses the speculation of jobs that set none. `stop` closes it.
+        """
+        self.learner = learner
         self.llm, self.limits = llm, limits or WorkerLimits()
         self.default = default or llm.engine.policies.default
         if self.limits.prefix_bytes:
@@ -257,6 +274,8 @@ class Worker:
         """Start the thread. Replies are delivered on the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
+        if self.learner:
+            self.learner.start(lambda: bool(self._replies))
 
     @property
     def alive(self) -> bool:
@@ -291,11 +310,18 @@ class Worker:
             raise ServerStopping
         if len(self._replies) >= self.limits.slots + self.limits.queue:
             raise Busy(f"the server is full, {len(self._replies)} replies are running or waiting")
-        speculation = job.speculation or self.default_for(job.adapter)
+        learner = self.learner
+        if learner:
+            learner.wake()
+        speculation = job.speculation or (learner.speculation(job.key) if learner else self.default_for(job.adapter))
         _ = self.llm.engine.policies[speculation.drafter]
 
         def begin(like: Request | None) -> Request:
-            return self.llm.start(job.tokens, job.sampling, job.sample, like, speculation, job.scores, job.adapter)
+            how = (job.sample, like, speculation, job.scores, job.adapter)
+            request = self.llm.start(job.tokens, job.sampling, *how)
+            if learner and job.sampling.max_new_tokens and not job.prompt_only:
+                learner.watch(job.key, request, job.sampling, job.sample)
+            return request
 
         task = Task(begin, job.tokens, job.group, job.client, unread=len(job.tokens))
         if job.timeout is not None:
@@ -317,6 +343,8 @@ class Worker:
         """`drain`, and wait until the thread has ended."""
         self.drain(grace)
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
+        if self.learner:
+            await asyncio.get_running_loop().run_in_executor(None, self.learner.close)
 
     def _deliver(self, rounds: Sequence[tuple[Task, list[Chunk], int, bool]]) -> None:
         for task, chunks, drafted, over in rounds:

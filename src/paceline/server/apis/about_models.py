@@ -104,7 +104,7 @@ class ModelRoutes:
             defaults = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
             about = {
                 "loaded": True,
-                "drafters": [policy.name for policy in policies],
+                "drafters": [policy.name for policy in policies.public],
                 "default": default.name if default else None,
                 "guarantee": model.llm.guarantee,
                 "modalities": ["text", *(["image"] if model.llm.vision else [])],
