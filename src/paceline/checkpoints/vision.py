@@ -66,6 +66,14 @@ def open_vision(
         return None
 
 
+def sees(path: Path) -> bool:
+    """Return True if a folder holds a vision tower of a known family, or a GGUF file has an mmproj file beside it."""
+    if path.is_file():
+        return any(is_projector(one.name) for one in path.parent.glob("*.gguf"))
+    config = read_json(path / "config.json", IDENTITY)
+    return "vision_config" in config and config.get("model_type") in VISION
+
+
 def _of_folder(path: Path, dtype: torch.dtype, device: torch.device, allow_pickle: bool) -> Vision | None:
     raw = read_json(path / "config.json", IDENTITY)
     if "vision_config" not in raw:

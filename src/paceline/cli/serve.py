@@ -76,6 +76,11 @@ class ServerOptions:
         metavar="NAME",
     )
     cors: list[str] | None = _server("Origin whose web pages may use the server. Repeatable.", metavar="ORIGIN")
+    allow_image_urls: list[str] | None = _server(
+        "Host from which images may be fetched. Repeatable.\n\nBy default, requests must contain their images. "
+        "*.example.com means all hosts of a domain. Addresses of private networks are used only for hosts without *.",
+        metavar="HOST",
+    )
     grace: float = _server("Seconds for active replies to finish after SIGTERM.", min=0, default=20.0)
     log_prompts: bool = _server("Log requests with their prompts.", default=False)
     record: Path | None = _server(
@@ -150,7 +155,9 @@ class LimitOptions:
         default="8G",
     )
     max_prompt: int | None = _limit("Maximum length of a prompt, in tokens.", min=1, show_default="the model's context")
-    max_body: int = _limit("Maximum size of a request, in bytes.", min=1, default=4 << 20)
+    max_body: int = _limit("Maximum size of a request without its images, in bytes.", min=1, default=4 << 20)
+    max_images: int = _limit("Maximum images in a request.", min=0, default=64)
+    max_image_bytes: int = _limit("Maximum size of all images in a request, in bytes.", min=0, default=24 << 20)
     timeout: float | None = _limit(
         "Seconds from the arrival of a request to the end of its reply.", min=0.001, show_default="none"
     )
@@ -344,7 +351,7 @@ def _models(
     from paceline.server.models import Models, ModelSource
 
     def on_request(name: str, path: Path, size: int) -> ModelSource:
-        other = replace(model, model=str(path), adapter=None, revision=None, chat_template=None)
+        other = replace(model, model=str(path), adapter=None, revision=None, chat_template=None, mmproj=None)
         load = partial(opened, other, progress=False)
         return ModelSource((name,), load, int(size * _IN_MEMORY), path=path.resolve())
 
@@ -373,6 +380,9 @@ def _settings(server: ServerOptions, limits: LimitOptions, addresses: Collection
         hosts=server.hosts(addresses),
         cors_origins=tuple(server.cors or ()),
         max_body=limits.max_body,
+        max_images=limits.max_images,
+        max_image_bytes=limits.max_image_bytes,
+        image_hosts=tuple(server.allow_image_urls or ()),
         max_prompt=limits.max_prompt,
         timeout=limits.timeout,
         log_prompts=server.log_prompts,

@@ -106,6 +106,10 @@ class Api(ABC, Generic[Body]):
     def encoder(self, body: Body, prepared: Prepared) -> Encoder:
         """Return the encoder of an answer, which must not keep the body. Runs in a thread."""
 
+    def has_images(self, body: Body) -> bool:
+        """Return True if the prompt of a request contains images."""
+        return body.image_chars > 0
+
     def stored_length(self, body: Body) -> int:
         """Return the characters of stored texts that a request continues."""
         return 0

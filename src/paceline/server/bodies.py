@@ -17,6 +17,7 @@ from starlette.datastructures import Headers
 
 from paceline.server.errors import ApiError, bad_request, invalid_body, retry_later
 from paceline.server.preprocessing import LONG, PoolName, Preprocessor, client_of
+from paceline.server.schema import NamedBody
 
 _MAX_DEPTH = 100
 """Levels of nested lists and objects; real chats and JSON schemas have about ten."""
@@ -57,16 +58,17 @@ class _HeldBytes:
 class BodyReader:
     """Reads bodies. Limits the size of each, and of all large ones that are arriving or being prepared."""
 
-    def __init__(self, preprocessor: Preprocessor, limit: int, total: int) -> None:
+    def __init__(self, preprocessor: Preprocessor, limit: int, total: int, images: int = 0) -> None:
         """Make a reader.
 
         Args:
             preprocessor: Parses large bodies.
-            limit: Maximum bytes of one body.
+            limit: Maximum bytes of one body without its images.
             total: Maximum bytes of all large bodies together, from their arrival until their requests are prepared. A
                 parsed body counts with the memory that it takes.
+            images: Maximum characters of the images in one body.
         """
-        self._preprocessor, self._limit, self._total = preprocessor, limit, total
+        self._preprocessor, self._limit, self._total, self._images = preprocessor, limit, total, images
         self._held: list[_HeldBytes] = []
         """Oldest first."""
 
@@ -82,7 +84,7 @@ class BodyReader:
         _check_type(request.headers)
         async with self.receive(request) as (data, held):
             pool: PoolName = "long" if len(data) > LONG else "short"
-            work = partial(_parsed, data, kind, more or {})
+            work = partial(self._parsed, data, kind, more or {})
             run = partial(self._preprocessor.run, "parse", client_of(request))
             body, memory = work() if pool == "short" else await run(work)
             del data, work  # no longer needed while the request is prepared
@@ -103,17 +105,17 @@ class BodyReader:
 
     async def _receive(self, request: Request, held: _HeldBytes) -> bytes:
         """Return the whole body. A chunked body, which has no Content-Length, is also read only up to the limit."""
-        too_long = ApiError(413, f"the body must not exceed {self._limit} bytes", code="body_too_large")
+        most = self._limit + self._images
         declared = request.headers.get("content-length", "")
-        if declared.isdecimal() and len(declared) < 20 and int(declared) > self._limit:
-            raise too_long
+        if declared.isdecimal() and len(declared) < 20 and int(declared) > most:
+            raise self._too_long()
         data = bytearray()
         with anyio.CancelScope(deadline=anyio.current_time() + _ARRIVAL) as arrival:
             held.arrival = arrival
             async for part in request.stream():
                 data += part
-                if len(data) > self._limit:
-                    raise too_long
+                if len(data) > most:
+                    raise self._too_long()
                 arrival.deadline += len(part) / _RATE
                 self._count(held, len(data))
         held.arrival = None
@@ -123,6 +125,20 @@ class BodyReader:
             limit = f"{_ARRIVAL:g} seconds, plus one for each {_RATE // 1000} kB"
             raise ApiError(408, f"the body arrived too slowly. It must arrive within {limit}", code="timeout")
         return bytes(data)
+
+    def _parsed(self, data: bytes, kind: type[Body], more: Mapping[str, Any]) -> tuple[Body, int]:
+        """Return the body as a `kind`, and the bytes of memory that it takes. Raises `ApiError` 400 and 413."""
+        if len(data) > self._limit and data.count(b",") > _MAX_VALUES:  # many numbers would take seconds to parse
+            raise self._too_long()
+        raw, memory = parse(data)
+        body = validated({**raw, **more}, kind)
+        if len(data) - (body.image_chars if isinstance(body, NamedBody) else 0) > self._limit:
+            raise self._too_long()
+        return body, memory
+
+    def _too_long(self) -> ApiError:
+        images = f" without its images, and its images must not exceed {self._images}" if self._images else ""
+        return ApiError(413, f"the body must not exceed {self._limit} bytes{images}", code="body_too_large")
 
     def _count(self, held: _HeldBytes, size: int) -> None:
         """Count a body with `size` bytes; small ones do not count.
@@ -144,12 +160,6 @@ class BodyReader:
 
 def _too_many_bytes() -> ApiError:
     return retry_later(503, "too many large requests at once. Try again in a moment", "too_many_bytes")
-
-
-def _parsed(data: bytes, kind: type[Body], more: Mapping[str, Any]) -> tuple[Body, int]:
-    """Return the body as a `kind`, and the bytes of memory that it takes."""
-    body, memory = parse(data)
-    return validated({**body, **more}, kind), memory
 
 
 def validated(body: dict[str, Any], kind: type[Body]) -> Body:

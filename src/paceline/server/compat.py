@@ -190,18 +190,26 @@ def left_out(kind: str) -> str:
     return f"[{kind} left out: this server reads text only]"
 
 
-def part_as_text(part: Any, textual: Collection[str], refused_as: str) -> Any:
+def text_or_nothing(value: Any) -> str:
+    """Return a text; "" for any other value."""
+    return value if isinstance(value, str) else ""
+
+
+def part_as_text(part: Any, textual: Collection[str], refused_as: str, image: str) -> Any:
     """Return a part of a message. If it has no text, a note becomes its text.
 
     Args:
         part: The part, as it was sent.
         textual: The types that are text.
         refused_as: The type to give to a refusal, which the assistant wrote and the client sends back.
+        image: The type of an image, which is kept in addition to the note.
     """
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "refusal":
         return {"type": refused_as, "text": part.get("refusal")}
-    return part if not isinstance(kind, str) or kind in textual else {"type": kind, "text": left_out(kind)}
+    if not isinstance(kind, str) or kind in textual:
+        return part
+    return {**(part if kind == image else {}), "type": kind, "text": left_out(kind)}
 
 
 def accepts(*rules: Rule) -> Callable[[type[M]], type[M]]:

@@ -7,6 +7,7 @@ import uuid
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from paceline.chat import thinking, tools
@@ -22,6 +23,7 @@ from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import not_finite
 from paceline.server import grammars
 from paceline.server.errors import LOG, REQUEST_ID, ContextExceeded, bad_request
+from paceline.server.images import pictures_of, seen
 from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
 from paceline.server.replies import ChatReply
@@ -88,7 +90,7 @@ def prepare(model: LoadedModel, settings: Settings, request: GenerateRequest | N
     if isinstance(request.prompt, TextPrompt):
         jobs = _text_jobs(model, settings, request, request.prompt)
         return Prepared(answer_id, model, jobs, [ChatReply() for _ in jobs])
-    prompt = request.prompt
+    prompt = seen(model.llm, settings, request.prompt)
     try:
         jobs, replies = _chat(model, settings, request, prompt)
     except ContextExceeded:
@@ -124,7 +126,7 @@ def _chat(
     grammar = grammars.grammar(model.grammar_trials, request.constraints, calls, thought)
     if grammar and form is None:
         budget = None  # the grammar has no reasoning
-    tokens = token_ids(llm, text, "messages", chat=True)
+    tokens = chat_ids(llm, text, prompt)
     check_length(llm, settings, tokens, "messages")
     sampling = replace(_sampling(llm, request, grammar), thinking_budget=budget)
     if form:
@@ -241,6 +243,17 @@ def token_ids(llm: LLM, prompt: Any, param: str, chat: bool = False) -> list[int
         raise bad_request(str(error), param) from error
 
 
+def chat_ids(llm: LLM, text: str, prompt: ChatPrompt) -> list[int]:
+    """Return the token ids of a chat's text, with the images of the chat. Raises `ApiError` 400."""
+    pictures = pictures_of(prompt)
+    if not pictures or llm.vision is None:
+        return token_ids(llm, text, "messages", chat=True)
+    try:
+        return llm.vision.prompt(text, pictures, partial(llm.tokenizer.encode, special=False))
+    except InvalidPrompt as error:
+        raise bad_request(str(error), "messages") from error
+
+
 def prompt_limit(llm: LLM, settings: Settings) -> int:
     """Return the most tokens of a prompt, which leaves room for one of the reply."""
     context = llm.model.target.context_length
@@ -263,9 +276,10 @@ def check_length(llm: LLM, settings: Settings, prompt: str | Sequence[int], para
 
 def chat_tokens(llm: LLM, settings: Settings, prompt: ChatPrompt) -> list[int]:
     """Return the token ids of a chat's prompt. Raises `ApiError` 400."""
+    prompt = seen(llm, settings, prompt)
     text = chat_text(llm, prompt)
     check_length(llm, settings, text, "messages")
-    return token_ids(llm, text, "messages", chat=True)
+    return chat_ids(llm, text, prompt)
 
 
 def _size(llm: LLM, settings: Settings, prompt: ChatPrompt) -> int:

@@ -216,6 +216,11 @@ class NamedBody(Strict):
 
     model: ModelName | None = None
 
+    @property
+    def image_chars(self) -> int:
+        """Characters of all images in the body."""
+        return 0
+
 
 class Generating(NamedBody):
     """Parameters of every request for generated text."""

@@ -25,6 +25,7 @@ from paceline.server.apis.responses import Compaction, Responses
 from paceline.server.apis.stored import ResponseStore
 from paceline.server.bodies import BodyReader
 from paceline.server.errors import LOG, REQUEST_ID
+from paceline.server.images import without_images
 from paceline.server.limits import RequestLimit, Settings, authorization, key_of
 from paceline.server.models import LoadedModel, Models
 from paceline.server.preprocessing import (
@@ -79,8 +80,8 @@ class Service:
         self.waiting = RequestLimit(max(1, settings.max_requests // 2), "already wait for a model to be loaded")
         self.preprocessor = Preprocessor()
         self.responses = ResponseStore()
-        self.bodies = BodyReader(self.preprocessor, settings.max_body, settings.max_bodies)
-        responses = Responses(self.responses, settings.max_body)
+        self.bodies = BodyReader(self.preprocessor, settings.max_body, settings.max_bodies, settings.max_image_chars)
+        responses = Responses(self.responses, settings.max_body + settings.max_image_chars)
         self.apis: Sequence[Api[Any]] = (
             *(ChatCompletions(), Completions(), responses, Compaction(responses), Messages()),
             *(OllamaChat(), OllamaGenerate(), Infill()),
@@ -101,7 +102,12 @@ class Service:
                 return Response(dumps(answer), media_type="application/json")
             deadline = deadline_after(arrived, self.settings.timeout if body.timeout is None else body.timeout)
             prepare = partial(api.prepare, self.settings, body)
-            pool = "grammar" if body.constrained else "long" if api.stored_length(body) > LONG else pool
+            if api.has_images(body):
+                pool = "images"
+            elif body.constrained:
+                pool = "grammar"
+            elif api.stored_length(body) > LONG:
+                pool = "long"
             running, encoder = await self.start(request, body, pool, prepare, deadline, api.id_prefix)
             if api.unloads(body):
                 self.loader.unload(body.model)
@@ -170,7 +176,8 @@ class Service:
             id_prefix: The beginning of the answer's id.
         """
         if self.settings.log_prompts:
-            LOG.info("%s %s", REQUEST_ID.get(), body.model_dump_json(exclude_none=True))
+            text = body.model_dump_json(exclude_none=True)
+            LOG.info("%s %s", REQUEST_ID.get(), without_images(text) if body.image_chars else text)
         self.limit.acquire()
         try:
             model = await self._take(request, body.model, seconds_left(deadline))
@@ -209,13 +216,15 @@ class Service:
                 self.waiting.release()
         return model
 
-    async def compute(self, request: Request, name: str | None, work: Callable[[LoadedModel], Any]) -> Response:
+    async def compute(
+        self, request: Request, name: str | None, work: Callable[[LoadedModel], Any], pool: PoolName = "tokens"
+    ) -> Response:
         """Answer with the result of `work`, for requests that generate nothing."""
         self.limit.acquire()
         try:
             model = await self._take(request, name, self.settings.timeout)
             try:
-                return await self.document(request, partial(work, model), "tokens")
+                return await self.document(request, partial(work, model), pool)
             finally:
                 model.release()
         finally:
@@ -226,7 +235,8 @@ class Service:
     ) -> Response:
         """Answer with the result of `work` for a body, for requests that generate nothing."""
         async with self.bodies.read(request, kind) as (body, _):
-            return await self.compute(request, body.model, lambda model: work(model, self.settings, body))
+            pool: PoolName = "images" if body.image_chars else "tokens"
+            return await self.compute(request, body.model, lambda model: work(model, self.settings, body), pool)
 
     async def document(self, request: Request, work: Callable[[], Any], pool: PoolName = "documents") -> Response:
         """Answer with the result of `work`, which is JSON or is written as JSON."""

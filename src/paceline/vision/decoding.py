@@ -58,28 +58,33 @@ def imported(_: None) -> None:
     ImageFile.LOAD_TRUNCATED_IMAGES = False
 
 
-def decoded(data: bytes | str) -> bytes | tuple[str, str]:
+def decoded(argument: tuple[bytes | str, int | None]) -> bytes | tuple[str, str]:
     """Decode a picture.
 
     Args:
-        data: The bytes of a file, or the same as base64.
+        argument: The bytes of a file, or the same as base64. The maximum side to which the picture is scaled down.
 
     Returns:
         Height and width as big-endian 32-bit integers, then RGB values [height, width, 3]. For a picture that cannot be
         used, the cause and the fix.
     """
+    data, most = argument
     try:
         image = _opened(_raw(data) if isinstance(data, str) else data)
         _check_size(*image.size)
         _limit_time(image.width * image.height)
-        image = rgb(image)
+        image = rgb(image, most)
         return struct.pack(">II", image.height, image.width) + image.tobytes()
     except BadImage as error:
         return error.args[0], error.args[1]
 
 
-def rgb(image: Image.Image) -> Image.Image:
+def rgb(image: Image.Image, most: int | None = None) -> Image.Image:
     """Return an image as RGB, turned as its EXIF data says, with transparent pixels on white.
+
+    Args:
+        image: The image.
+        most: The maximum side, to which it is scaled down.
 
     Raises:
         BadImage: If it has too many pixels.
@@ -97,6 +102,9 @@ def rgb(image: Image.Image) -> Image.Image:
         white.paste(image, mask=image)
         image = white
     image = image if image.mode == "RGB" else image.convert("RGB")
+    if most is not None and max(image.size) > most:
+        image = image.copy()
+        image.thumbnail((most, most), Image.Resampling.LANCZOS)
     return image if turn is None else image.transpose(turn)
 
 
@@ -156,9 +164,9 @@ def _limit_time(pixels: int) -> None:
             signal.setitimer(signal.ITIMER_PROF, SECONDS + SECONDS_PER_PIXEL * pixels)
 
 
-def _orientation(image: Image.Image) -> int | None:
-    """Return the orientation in the EXIF data; None if there is none or it is damaged."""
+def _orientation(image: Image.Image) -> int:
+    """Return the orientation in the EXIF data; 1, which is upright, if there is none or it is damaged."""
     try:
-        return image.getexif().get(_ORIENTATION)
+        return int(image.getexif().get(_ORIENTATION, 1))
     except Exception:  # Pillow raises errors of many types for damaged EXIF data
-        return None
+        return 1

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.errors import CorruptModel, InvalidPrompt, UnsupportedModel, install_line
+from paceline.errors import CorruptModel, InvalidPrompt, UnsupportedModel, install_line, memory_named
 from paceline.text.template_text import TemplateText, concat, flags_of
 from paceline.vision.family import Tower, VisionFamily
 from paceline.vision.picture import Picture
@@ -115,7 +115,15 @@ class Vision:
     def _encode(self, picture: Picture) -> EncodedImage:
         from PIL import Image
 
-        return self.family.encode(self._tower, Image.fromarray(picture.pixels))
+        tower, image = self._tower, Image.fromarray(picture.pixels)
+        try:
+            with memory_named("no memory to encode the image", "Scale it down"):
+                return self.family.encode(tower, image)
+        except (ValueError, IndexError, RuntimeError, ZeroDivisionError) as error:  # of transformers' processors
+            raise InvalidPrompt(
+                f"{self.name} cannot encode an image of {image.width} x {image.height} pixels ({error})",
+                "Crop or scale it",
+            ) from error
 
     @cached_property
     def _tower(self) -> Tower:

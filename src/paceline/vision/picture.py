@@ -56,11 +56,12 @@ class Picture:
         return Picture(pixels, found.hexdigest())
 
 
-def read_picture(source: str | Path | bytes | Image | Picture) -> Picture:
+def read_picture(source: str | Path | bytes | Image | Picture, most: int | None = None) -> Picture:
     """Read a picture. PNG, JPEG, WebP, GIF and BMP are known; an animation is read as its first frame.
 
     Args:
         source: A path, a data URL, the bytes of a file, a Pillow image, or a picture, which is returned.
+        most: Scale the picture down if a side has more pixels than this.
 
     Raises:
         InvalidPrompt: If the source is no picture of a known format, is damaged, or exceeds the limits.
@@ -72,11 +73,11 @@ def read_picture(source: str | Path | bytes | Image | Picture) -> Picture:
     _check_installed()
     pillow = sys.modules.get("PIL.Image")
     if pillow is not None and isinstance(source, pillow.Image):
-        return _of_image(source)
+        return _of_image(source, most)
     if isinstance(source, str) and source[:5].lower() == "data:":
-        return read_base64(data_of_url(source))
+        return read_base64(data_of_url(source), most)
     if isinstance(source, (bytes, bytearray, memoryview)):
-        return _decoded(bytes(source))
+        return _decoded(bytes(source), most)
     if not isinstance(source, (str, Path)):
         raise InvalidPrompt(
             f"an image must be a path, bytes, a data URL or a Pillow image, got {type(source).__name__}",
@@ -84,13 +85,13 @@ def read_picture(source: str | Path | bytes | Image | Picture) -> Picture:
         )
     if isinstance(source, str) and source[:8].lower().startswith(("http://", "https://")):
         raise InvalidPrompt("images are not fetched from URLs", "Download the image, and give its path or its bytes")
-    return _decoded(_file_bytes(Path(source)))
+    return _decoded(_file_bytes(Path(source)), most)
 
 
-def read_base64(text: str) -> Picture:
-    """Read a picture from base64. Raises as `read_picture` does."""
+def read_base64(text: str, most: int | None = None) -> Picture:
+    """Read a picture from base64. `most` and errors: as for `read_picture`."""
     _check_installed()
-    return _decoded(text)
+    return _decoded(text, most)
 
 
 def data_of_url(url: str) -> str:
@@ -121,13 +122,13 @@ def _file_bytes(path: Path) -> bytes:
         raise InvalidPrompt(f"cannot read the image {path}: {reason}", "Check the path and its permissions") from error
 
 
-def _decoded(data: bytes | str) -> Picture:
+def _decoded(data: bytes | str, most: int | None) -> Picture:
     """Decode the bytes of a file, or base64, within the limits."""
     if (len(data) * 3 // 4 if isinstance(data, str) else len(data)) > MAX_BYTES:
         raise InvalidPrompt(f"an image must not exceed {MAX_BYTES >> 20} MiB", "Scale it down, or save it as JPEG")
     try:
         SANDBOX.prepare(_IMPORTED, _IMPORTED, lambda: None)
-        found = SANDBOX.run(_DECODED, data, _SECONDS, _MEMORY, prepared=_IMPORTED)
+        found = SANDBOX.run(_DECODED, (data, most), _SECONDS, _MEMORY, prepared=_IMPORTED)
     except JobFailed as error:
         raise InvalidPrompt(f"the image cannot be decoded ({error})", "Save it again as PNG or JPEG") from error
     except OverLimit as error:
@@ -143,12 +144,12 @@ def _decoded(data: bytes | str) -> Picture:
     return Picture.of(np.frombuffer(found, np.uint8, offset=_HEADER.size).reshape(shape))
 
 
-def _of_image(image: Image) -> Picture:
+def _of_image(image: Image, most: int | None) -> Picture:
     """Return a Pillow image as a picture, decoding it in this process if that has not been done."""
     from paceline.vision.decoding import BadImage, rgb
 
     try:
-        converted = rgb(image)
+        converted = rgb(image, most)
     except BadImage as error:
         raise InvalidPrompt(*error.args) from error
     except Exception as error:  # Pillow's decoders raise errors of any type

@@ -54,7 +54,7 @@ def properties(model: LoadedModel, source: ModelSource) -> dict[str, Any]:
         "total_slots": model.worker.limits.slots,
         "model_alias": model.name,
         "model_path": source.path.name if source.path else source.names[0],
-        "modalities": {"vision": False, "audio": False},
+        "modalities": {"vision": llm.vision is not None, "audio": False},
         "endpoint_slots": True,
         "endpoint_props": False,
         "endpoint_metrics": True,
@@ -107,6 +107,7 @@ class ModelRoutes:
                 "drafters": [policy.name for policy in policies.public],
                 "default": default.name if default else None,
                 "guarantee": model.llm.guarantee,
+                "modalities": ["text", *(["image"] if model.llm.vision else [])],
                 "context_length": model.llm.model.target.context_length,
                 "sampling": {name: getattr(sampling, name) for name in defaults},
             }
@@ -232,6 +233,7 @@ class OllamaModels:
         facts = read()
         abilities = {
             "completion": True,
+            "vision": facts.vision,
             "tools": bool(facts.template),
             "insert": facts.infill,
             "thinking": thinking.family(facts.template) is not None,
@@ -358,6 +360,7 @@ def _facts(source: ModelSource, model: LoadedModel | None) -> Callable[[], Model
         context_length=target.context_length,
         vocab_size=target.vocab_size,
         template=llm.tokenizer.chat_template or "",
+        vision=llm.vision is not None,
         infill=InfillTokens.of(llm.tokenizer) is not None,
     )
 

@@ -20,6 +20,7 @@ from paceline.server.apis.openai_chat import (
     NamedTool,
     Tools,
     chat_messages,
+    image_chars,
     text_of,
 )
 from paceline.server.compat import Strict, accepts, ignored, only
@@ -124,6 +125,11 @@ class ChatRequest(ThinkingBudgets, RequestBody):
     def constrained(self) -> bool:
         """True if a grammar must be compiled for the reply."""
         return self.choice not in ("none", "auto") or super().constrained
+
+    @property
+    def image_chars(self) -> int:
+        """Characters of all images in the body."""
+        return image_chars(self.messages)
 
     @property
     def template_values(self) -> dict[str, Any]:

@@ -67,8 +67,9 @@ class Responses(Api[ResponsesRequest]):
 
     def decode(self, body: ResponsesRequest) -> GenerateRequest:
         """Return the request of a conversation."""
+        items = self.conversation(body)
         prompt = ChatPrompt(
-            messages=chat_messages_of(self.conversation(body), body.instructions),
+            messages=chat_messages_of(items, body.instructions, earlier=len(items) - len(body.items)),
             tools=body.tool_use,
             values={
                 **reasoning_values(body.reasoning.effort if body.reasoning else None),
@@ -88,6 +89,10 @@ class Responses(Api[ResponsesRequest]):
             speculation=body.speculation,
         )
 
+    def has_images(self, body: ResponsesRequest) -> bool:
+        """Return True if the request, or the stored conversation that it continues, contains images."""
+        return body.image_chars > 0 or self._store.has_images(body.previous_response_id)
+
     def stored_length(self, body: ResponsesRequest) -> int:
         """Return the characters of the stored conversation."""
         return self._store.length(body.previous_response_id)
@@ -98,7 +103,9 @@ class Responses(Api[ResponsesRequest]):
         last = body.input[-1] if body.input else None
         if isinstance(last, MessageItem) and not isinstance(last.content, str):
             kinds = ["" if part.textual else part.type for part in last.content]
-            refuse_media(f"input.{len(body.input) - 1}.content", kinds, ("",), "a new part must be 'input_text'")
+            refuse_media(
+                f"input.{len(body.input) - 1}.content", kinds, ("", "input_image"), "a new part must be 'input_text'"
+            )
         items: list[Item] = []
         for before in self._store.conversation(body.previous_response_id, self._limit):
             items += [*before.input, *_ITEMS.validate_python(before.document["output"])]
@@ -406,6 +413,10 @@ class Compaction(Api[CompactRequest]):
             share=_SHARE,
             speculation=body.speculation,
         )
+
+    def has_images(self, body: CompactRequest) -> bool:
+        """Return True if the conversation contains images."""
+        return self._responses.has_images(body)
 
     def stored_length(self, body: CompactRequest) -> int:
         """Return the characters of the stored conversation."""
