@@ -452,6 +452,7 @@ def load(
     chat_template: str | Path | None = None,
     prefix_dir: str | Path | None = None,
     prefix_disk: float = 8.0,
+    mmproj: str | Path | None = None,
 ) -> LLM:
     """Load a target model and its drafter.
 
@@ -503,6 +504,8 @@ def load(
             read again, even after a restart. Files contain the prompts' tokens; only their owner can read them. The
             latest texts stay in memory, up to 1 GiB. By default, no text is kept.
         prefix_disk: Maximum size of this folder, in GiB. The least recently used files are removed first.
+        mmproj: The vision tower of a GGUF file, as llama.cpp writes it. By default, a file named "mmproj" in
+            the model's folder.
 
     Raises:
         PacelineError: With the cause and what to do about it.
@@ -532,6 +535,7 @@ def load(
         chat_template=chat_template,
         prefix_dir=prefix_dir,
         prefix_disk=prefix_disk,
+        mmproj=mmproj,
     )
     return _load(arguments if preset is None else arguments.with_preset(preset))
 

@@ -41,6 +41,10 @@ same text, up to rounding of logits. "distribution": another text with the same 
 block). "lossy": another distribution (the rule typical)."""
 
 
+Mutual = Literal["none", "windows", "all"]
+"""Layers in which the rows of an image see each other: none, the layers with a sliding window (Gemma 4), or all."""
+
+
 @dataclass(frozen=True, slots=True)
 class DraftBudget:
     """Budget of a draft. `DraftBudget.chain(n)` is the classic draft of n consecutive tokens.
@@ -143,14 +147,18 @@ class Given:
         embeddings: Their inputs of layer 0, [n, H].
         deep: Added to these rows after layer 0, 1, ..., each [n, H] (Qwen3-VL's deepstack).
         positions: Rotary positions (time, height, width) of all rows, int64 [3, T]. None for the positions of the rows.
-        mutual: True if all rows of the chunk see each other, as the rows of an image do in Gemma 3.
+        mutual: Layers in which all rows of the chunk see each other, as the rows of an image do in Gemma 3.
     """
 
     rows: Tensor
     embeddings: Tensor
     deep: tuple[Tensor, ...] = ()
     positions: Tensor | None = None
-    mutual: bool = False
+    mutual: Mutual = "none"
+
+    def is_mutual(self, window: int | None) -> bool:
+        """Return True if all rows see each other in layers with this window, None for no window."""
+        return self.mutual == "all" or (self.mutual == "windows" and window is not None)
 
     def place(self, x: Tensor, values: Tensor, add: bool = False) -> Tensor:
         """Return x [1, T, H] with `values` [n, H] in the rows of images, or added to them."""

@@ -27,7 +27,7 @@ from paceline.cli import app
 from paceline.errors import InvalidOption
 from tests.support.fake_endpoint import FakeEndpoint, listening
 
-TINY = WorkSizes(5, 12, 1, 2, 1, 1, 1000)
+TINY = WorkSizes(5, 12, 1, 2, 1, 1, 1, 1000)
 OFF = '{"speculation": "off"}'
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -14,18 +15,19 @@ from paceline.certify.sizes import WorkSizes
 from tests.support.cover import some
 from tests.support.fake_endpoint import FAULTS, FakeEndpoint
 
-TEXTS = WorkSizes(13, 40, 1, 1, 1, 1, 1000)
+TEXTS = WorkSizes(13, 40, 1, 1, 1, 1, 1, 1000)
 """Enough for faults that change greedy texts or features."""
-SAMPLES = WorkSizes(5, 16, 2, 100, 1, 1, 1000)
+SAMPLES = WorkSizes(5, 16, 2, 100, 24, 1, 1, 1000)
 """Enough for faults of sampling only."""
-LARGE = WorkSizes(39, 160, 4, 300, 8, 1, 1000)
+LARGE = WorkSizes(39, 160, 4, 300, 24, 8, 1, 1000)
 """Needed for faults of long replies, of long prompts, and of few positions."""
 
-SAMPLED = {"temperature_twice", "top_p_ignored", "drop_residual"}
+SAMPLED = {"temperature_twice", "top_p_ignored", "drop_residual", "late_sampling", "late_distribution"}
 HIDDEN = {"late", "long_prompt", "greedy_sampling"}
 """Faults that the small amounts of work do not find."""
 FAST = [
     *("one_percent", "off_by_one_commit", "accepts_runner_up", "temperature_twice", "top_p_ignored"),
+    *("late_sampling", "late_distribution"),
     *("stop_inside_block", "draft_logprobs", "lost_chunk", "counts_drafts", "row_swap"),
 ]
 """Faults of the fast tier: one of each kind."""
@@ -59,6 +61,8 @@ PARTS = {
     "long_prompt": ("greedy", "texts"),
     "temperature_twice": ("sampled", "temperature 0.6"),
     "top_p_ignored": ("sampled", "top_p 0.7"),
+    "late_sampling": ("sampled", "long texts"),
+    "late_distribution": ("sampled", "long texts"),
 }
 """Fault -> a check that must fail, where it is clear which."""
 
@@ -108,10 +112,66 @@ def test_a_clean_endpoint_passes(endpoint: dict[str, Any], verdict: str) -> None
     assert certificate.exit_code == 0
 
 
+@pytest.mark.parametrize(("fault", "found"), [("late_sampling", True), ("late_distribution", False)])
+def test_without_echo_each_side_scores_its_own_texts(fault: str, found: bool) -> None:
+    """A side that reports the log-probabilities of its wrong distribution deceives this, but not the plain side."""
+    certificate = certified(SAMPLES, fault=fault, refused=("echo",))
+    assert certificate.scored is not None
+    assert not certificate.scored.by_plain
+    assert certificate.scored.texts == 24
+    assert failures(certificate) == ({("sampled", "long texts")} if found else set())
+
+
+@pytest.mark.parametrize(("endpoint", "is_real"), [({"fault": "stale_cache"}, True), ({"rounding": 0.02}, False)])
+def test_likely_tokens_need_no_alternatives(endpoint: dict[str, Any], is_real: bool) -> None:
+    """A token with more than half of the probability is no near-tie, even if the server names no other token."""
+    server = FakeEndpoint(**endpoint)
+
+    def without_top(method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, bytes]:
+        return server(method, path, {name: value for name, value in (body or {}).items() if name != "top_logprobs"})
+
+    plain = Side("plain", without_top, extra={"speculation": "off"})
+    greedy = examine(Sides(Side("speculative", without_top), plain), TEXTS, {}).greedy
+    assert (greedy.real > 0) == is_real
+    assert greedy.near_ties == 0
+    assert greedy.unknown > 0
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "verdict", "reason"),
+    [
+        ({}, BITWISE, "identical"),
+        ({"stuck": True}, "inconclusive", "the plain side drafted"),
+        ({"fault": "always_accept", "stuck": True}, "inconclusive", "the plain side drafted"),
+    ],
+)
+def test_a_switch_that_does_nothing_is_noticed(endpoint: dict[str, Any], verdict: str, reason: str) -> None:
+    certificate = certified(TEXTS, counts=True, **endpoint)
+    assert certificate.verdict()[0] == verdict
+    assert reason in certificate.verdict()[1]
+
+
+def test_an_endpoint_that_drafts_nothing_is_not_certified() -> None:
+    sides = Sides(*(Side(name, FakeEndpoint(counts=True), extra={"speculation": "off"}) for name in ("a", "b")))
+    certificate = examine(sides, TEXTS, {})
+    assert certificate.verdict() == (
+        "inconclusive",
+        "the endpoint reports no drafted tokens, so there was no speculation to test",
+    )
+
+
 def test_refused_fields_are_not_offered() -> None:
     certificate = certified(TEXTS, refused=("stop", "tools"))
     skipped = {check.name for check in certificate.checks() if check.state == "skip"}
     assert skipped == {"stop strings", "tool calls"}
+
+
+def test_fields_that_break_the_server_on_both_sides_are_not_offered() -> None:
+    certificate = certified(TEXTS, rounding=0.02, broken=("logprobs", "stop"))
+    states = {check.name: check.state for check in certificate.checks()}
+    assert {states[name] for name in ("stop strings", "logprobs", "top_logprobs", "long texts")} == {"skip"}
+    assert certificate.greedy.unknown > 0
+    assert certificate.verdict()[0] == "inconclusive"
 
 
 def test_prompts_that_are_too_long_are_left_out() -> None:
@@ -141,7 +201,7 @@ def test_the_smallest_example_is_short_and_still_differs() -> None:
 
 
 def test_checks_without_time_are_reported() -> None:
-    certificate = certified(WorkSizes(13, 40, 1, 1, 1, 1, 0.0))
+    certificate = certified(WorkSizes(13, 40, 1, 1, 1, 1, 1, 0.0))
     verdict, reason = certificate.verdict()
     assert verdict == "inconclusive"
     assert "time" in reason

@@ -54,7 +54,7 @@ def _seamless(target: Decoder) -> Engine:
 def _image_of(kind: str, seed: int) -> EncodedImage:
     if kind == "m-rope":
         return image(seed, grid=(1, 2, 3), deep=(0.3 * image(seed + 10).embeddings,))
-    return image(seed, mutual=kind == "attention")
+    return image(seed, mutual={"attention": "all", "window": "windows"}.get(kind, "none"))
 
 
 @some("name", [*EVERY], fast=["suffix", "eagle-3", "mtp", "block", "early exit"])
@@ -129,7 +129,7 @@ def test_images_share_a_prefix_only_if_their_inputs_are_equal(kind: str, tmp_pat
 
 def test_a_prefix_that_ends_in_an_image_whose_rows_see_each_other_is_shortened() -> None:
     target = KINDS["attention"](1)
-    given = prompt(image(1, mutual=True), image(2, mutual=True))
+    given = prompt(image(1, mutual="all"), image(2, mutual="all"))
     engine = _seamless(target)
     request = start(engine, given, _SAMPLING, (), None)
     fed = []

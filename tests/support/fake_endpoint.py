@@ -88,6 +88,8 @@ FAULTS = {
     "stale_prefix": "reuses the cache of the prompt before although a word was edited",
     "broken_characters": "splits characters at the end of a block",
     "server_error": "fails if a request has a stop string",
+    "late_sampling": "accepts every drafted token of a sampled reply from token 8 on",
+    "late_distribution": "samples from the drafter's distribution from token 8 on, and reports its log-probabilities",
 }
 """Name of a fault -> what speculation does wrong."""
 
@@ -122,6 +124,9 @@ class FakeEndpoint:
         own_noise: True if speculation samples with other random numbers than plain decoding.
         refused: Fields that are answered with 400.
         longest: Longest prompt, in characters. Longer ones are answered with 400.
+        counts: True to report the number of drafted tokens, as llama.cpp does.
+        stuck: True to ignore the switch, and always speculate.
+        broken: Fields that are answered with 500.
         seed: Seed of the language model and of the noise.
     """
 
@@ -133,25 +138,37 @@ class FakeEndpoint:
         own_noise: bool = False,
         refused: tuple[str, ...] = (),
         longest: int = 1_000_000,
+        counts: bool = False,
+        stuck: bool = False,
+        broken: tuple[str, ...] = (),
         seed: int = 0,
     ) -> None:
         assert not fault or fault in FAULTS
         self.fault, self.noise, self.rounding, self.own_noise, self.refused = fault, noise, rounding, own_noise, refused
         self.seed, self.draw = seed, random.Random(seed)
-        self.longest = longest
+        self.longest, self.counts, self.stuck = longest, counts, stuck
+        self.completed: set[str] = set()
+        self.broken = broken
         self.last_prompt, self.active, self.last_reply = "", 0, {}
         self.lock = threading.Lock()
 
     def __call__(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, bytes]:
         if path == "/models":
             return 200, json.dumps({"data": [{"id": "toy", "owned_by": "nobody"}]}).encode()
-        if method != "POST" or path != "/chat/completions" or body is None:
+        if method != "POST" or path not in ("/chat/completions", "/completions") or body is None:
             return 404, b'{"error": {"message": "no such path"}}'
         if bad := [name for name in self.refused if name in body]:
             return 400, json.dumps({"error": {"message": f"{bad[0]} is not supported"}}).encode()
-        if len(body["messages"][-1]["content"]) > self.longest:
+        if any(name in body for name in self.broken):
+            return 500, b"Internal Server Error"
+        if body.get("echo"):
+            return 200, self._echo(dict(body))
+        prompt = body.get("prompt") or body["messages"][-1]["content"]
+        if path == "/completions":
+            self.completed.add(prompt)
+        if len(prompt) > self.longest:
             return 400, b'{"error": {"message": "the prompt is too long"}}'
-        speculates = body.get("speculation") != "off"
+        speculates = self.stuck or body.get("speculation") != "off"
         if speculates and self.fault == "server_error" and body.get("stop"):
             return 500, b"Internal Server Error"
         with self.lock:
@@ -159,13 +176,25 @@ class FakeEndpoint:
         try:
             if self.fault == "row_swap":
                 time.sleep(0.002)
-            return 200, self._answer(dict(body), speculates)
+            return 200, self._answer(dict(body), prompt, speculates)
         finally:
             with self.lock:
                 self.active -= 1
 
-    def _answer(self, body: dict[str, Any], speculates: bool) -> bytes:
-        prompt = body["messages"][-1]["content"]
+    def _echo(self, body: dict[str, Any]) -> bytes:
+        """Score the text that follows a prompt of an earlier request."""
+        given = body["prompt"]
+        prompt = max((one for one in self.completed if given.startswith(one)), key=len, default=given[:16])
+        writer = Writer(self, prompt, body | {"top_logprobs": body["logprobs"], "max_tokens": 10**6}, False, 0)
+        for word in re.findall("|".join(map(re.escape, [*WORDS, *writer.forced, "."])), given[len(prompt) :]):
+            writer._commit(word, writer._logits(), False)
+        steps = writer.written.steps
+        scores: dict[str, list[Any]] = {"tokens": [prompt, *(step.text for step in steps)]}
+        scores["token_logprobs"] = [None, *(step.logprob for step in steps)]
+        scores["top_logprobs"] = [None, *(step.top for step in steps)]
+        return json.dumps({"choices": [{"index": 0, "text": "".join(scores["tokens"]), "logprobs": scores}]}).encode()
+
+    def _answer(self, body: dict[str, Any], prompt: str, speculates: bool) -> bytes:
         if self.fault == "stale_prefix" and speculates:
             before, self.last_prompt = self.last_prompt, prompt
             if before != prompt and before[:100] == prompt[:100] and len(prompt) > 100:
@@ -186,7 +215,8 @@ class FakeEndpoint:
         if body.get("stream"):
             return self._stream(replies[0], usage, speculates)
         choices = [_choice(i, reply, body, self.fault if speculates else "") for i, reply in enumerate(replies)]
-        return json.dumps({"choices": choices, "usage": usage}).encode()
+        timings = {"draft_n": first.drafted} if first.drafted else {"prompt_n": 1}
+        return json.dumps({"choices": choices, "usage": usage} | ({"timings": timings} if self.counts else {})).encode()
 
     def _stream(self, reply: Written, usage: dict[str, int], speculates: bool) -> bytes:
         chunks = list(reply.chunks)
@@ -349,6 +379,8 @@ class Writer:
         found[END] = -4.0 + (7 if len(self.prompt) < 50 and position > 3 else 0) + (position > 30)
         if position < len(self.forced):
             found[self.forced[position]] = found.get(self.forced[position], 0.0) + 12
+        if self.fault == "late_distribution" and self.temperature and position >= 8:
+            found = {word: value / 2 for word, value in found.items()}
         amplitude = self.server.noise
         for word in found if amplitude else ():
             found[word] += self.server.draw.gauss(0, amplitude)
@@ -417,6 +449,7 @@ class Writer:
             or (self.fault == "accepts_runner_up" and near)
             or (self.fault == "one_percent" and random.Random(f"{self.digest} {position}").random() < 0.01)
             or (self.fault == "late" and position >= 100)
+            or (self.fault == "late_sampling" and self.temperature > 0 and position >= 8)
             or (self.fault == "long_prompt" and len(self.prompt) > 5000)
         )
 

@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import transformers
 from tokenizers import AddedToken
 from torch import Tensor
 
 from paceline.types import Message
+from paceline.vision.lfm2 import TileProcessor
 from paceline.vision.picture import Picture
 from tests.support.vocabularies import byte_level
 
@@ -121,9 +123,62 @@ def _qwen(model: str, text: Mapping[str, Any], vision: Mapping[str, Any]) -> See
     )
 
 
+def _gemma4(bidirectional: str | None) -> Seeing:
+    return Seeing(
+        "Gemma4ForConditionalGeneration",
+        {
+            "vision_config": {
+                **_SIGLIP,
+                "num_key_value_heads": 2,
+                "head_dim": 12,
+                "patch_size": 4,
+                "pooling_kernel_size": 2,
+                "position_embedding_size": 64,
+            },
+            "audio_config": None,
+        },
+        ["<|image|>", "<|image>", "<image|>"],
+        "Gemma4ImageProcessorPil",
+        {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70},
+        _PARTS.replace("MARK", "<|image|>"),
+        {
+            "model_type": "gemma4_text",
+            "sliding_window": 96,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+            "num_hidden_layers": 4,
+            "global_head_dim": 24,
+            "hidden_size_per_layer_input": 12,
+            "num_kv_shared_layers": 2,
+            "use_bidirectional_attention": bidirectional,
+        },
+    )
+
+
 SEEING: dict[str, Seeing] = {
     "smolvlm": _idefics("SmolVLM"),
     "idefics3": _idefics("Idefics3"),
+    "lfm2_vl": Seeing(
+        "Lfm2VlForConditionalGeneration",
+        {
+            "vision_config": {
+                **_SIGLIP,
+                "model_type": "siglip2_vision_model",
+                "num_patches": 16,
+                "vision_use_head": False,
+            },
+            "projector_hidden_size": 40,
+        },
+        ["<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>", *(f"<|img_{x[1:-1]}|>" for x in _TILES)],
+        "",
+        {"encoder_patch_size": 8, "tile_size": 32, "min_image_tokens": 2, "max_image_tokens": 6, "max_tiles": 4},
+        _PARTS.replace("MARK", "<image>"),
+        {
+            "model_type": "lfm2",
+            "layer_types": ["conv", "full_attention", "conv"],
+            "block_auto_adjust_ff_dim": False,
+            "block_ff_dim": 48,
+        },
+    ),
     "gemma3": Seeing(
         "Gemma3ForConditionalGeneration",
         {"vision_config": {**_SIGLIP, "image_size": 48}, "mm_tokens_per_image": 9},
@@ -139,6 +194,8 @@ SEEING: dict[str, Seeing] = {
         },
         "image_token_index",
     ),
+    "gemma4": _gemma4(None),
+    "gemma4, bidirectional": _gemma4("vision"),
     "qwen2_vl": _qwen(
         "Qwen2VLForConditionalGeneration",
         {"model_type": "qwen2_vl_text", "rope_parameters": _MROPE, "hidden_size": 64},
@@ -182,6 +239,7 @@ SEEING: dict[str, Seeing] = {
 def write_seeing(folder: Path, kind: str, **text: Any) -> Any:
     """Write a tiny random model with tokenizer, template and image processor. Return transformers' model."""
     one, words = SEEING[kind], byte_level()
+    kind = kind.partition(",")[0]
     backend = words._backend
     backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in one.tokens])
     folder.mkdir(exist_ok=True)
@@ -190,6 +248,8 @@ def write_seeing(folder: Path, kind: str, **text: Any) -> Any:
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
     sizes = {"vocab_size": backend.get_vocab_size(), "bos_token_id": None, "eos_token_id": words.eos_token_id}
     own = {**_TEXT, **one.text, **sizes, **text}
+    if "hidden_size_per_layer_input" in own:
+        own["vocab_size_per_layer_input"] = own["vocab_size"]
     about = {one.token: backend.token_to_id(one.tokens[0]), "tie_word_embeddings": False}
     if kind.startswith("qwen"):
         about |= {
@@ -204,7 +264,10 @@ def write_seeing(folder: Path, kind: str, **text: Any) -> Any:
             if name.endswith("position_embedding.weight") or "pos_embed" in name or "mm_input_projection" in name:
                 parameter.normal_(0, 0.3)
     model.save_pretrained(folder)
-    getattr(transformers, one.processor)(**one.settings).save_pretrained(folder)
+    if one.processor:
+        getattr(transformers, one.processor)(**one.settings).save_pretrained(folder)
+    else:
+        (folder / "preprocessor_config.json").write_text(json.dumps(one.settings))
     return model
 
 
@@ -224,6 +287,8 @@ def reference(kind: str, model: Any, folder: Path, ids: Sequence[int], pictures:
     from PIL import Image
 
     images = [Image.fromarray(one.pixels) for one in pictures]
+    if kind == "lfm2_vl":
+        return _lfm2_logits(model, folder, ids, images)
     processor = getattr(transformers, SEEING[kind].processor).from_pretrained(folder)
     nested: Callable[[Any], Any] = (lambda x: [x]) if kind in ("smolvlm", "idefics3") else lambda x: x
     inputs = processor(images=nested(images), return_tensors="pt") if images else {}
@@ -232,7 +297,25 @@ def reference(kind: str, model: Any, folder: Path, ids: Sequence[int], pictures:
     shown = (tokens == getattr(model.config, SEEING[kind].token)).long()
     if kind.startswith("qwen"):
         inputs["mm_token_type_ids"] = shown
-    elif kind.startswith("gemma"):
+    elif kind.startswith("gemma4"):
+        inputs = {key: value for key, value in inputs.items() if key != "num_soft_tokens_per_image"}
+        inputs["mm_token_type_ids"] = shown
+    elif kind.startswith("gemma3"):
         inputs["token_type_ids"] = shown
     with torch.inference_mode():
         return model(input_ids=tokens, **inputs).logits[0]
+
+
+def _lfm2_logits(model: Any, folder: Path, ids: Sequence[int], images: Sequence[Any]) -> Tensor:
+    """See `reference`. transformers' processor would need torchvision, so this uses ours."""
+    process = TileProcessor(folder)
+    found = [process(image)[0] for image in images]
+    most = max(one["pixel_values"].shape[1] for one in found)
+    joined: dict[str, Tensor] = {"spatial_shapes": torch.cat([one["spatial_shapes"] for one in found])}
+    for key in ("pixel_values", "pixel_attention_mask"):
+        parts = [one[key] for one in found]
+        widths = [(0, 0) * (part.dim() - 2) + (0, most - part.shape[1]) for part in parts]
+        joined[key] = torch.cat([F.pad(part, width) for part, width in zip(parts, widths, strict=True)])
+    with torch.inference_mode():
+        logits: Tensor = model(input_ids=torch.tensor([list(ids)]), **joined).logits[0]
+    return logits

@@ -71,9 +71,8 @@ def _prompt(first: int = 1, tail: int = 4) -> Any:
 
 
 def _tail(kind: str) -> int:
-    """Return a length of the tail with which prompts have prefixes to share. Recurrent states are kept every 256
-    tokens."""
-    return 80 if kind == "qwen3_5" else 4
+    """Return a length of the tail with which prompts have prefixes to share. Some models share only whole chunks."""
+    return 80 if kind.startswith(("qwen3_5", "gemma4", "lfm2")) else 4
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 7])
@@ -113,3 +112,14 @@ def test_two_images_never_share_a_prefix(seen: Seen) -> None:
         if seed == 4:
             assert reply.stats.cached <= first, "only the text before the image is shared"
     assert reply.stats.cached > first
+
+
+@pytest.mark.parametrize("seen", ["gemma3", "gemma4, bidirectional"], indirect=True)
+def test_an_image_may_cross_the_end_of_a_ring(seen: Seen) -> None:
+    kind, model, folder, llm = seen
+    before = llm.encode(chat("x", _PICTURES[0])).images[0].rows[0]
+    ids = llm.encode(chat("x" * (509 - before), _PICTURES[0], " and then?"))
+    assert ids.images[0].rows[0] < 512 < ids.images[0].rows[-1]
+    theirs = reference(kind, model, folder, ids, _PICTURES[:1])
+    ours = logits(llm, ids)
+    assert torch.allclose(ours, theirs[: len(ours)], atol=2e-3)

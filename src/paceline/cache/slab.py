@@ -380,7 +380,7 @@ class SlabCache(SlotTable):
         """Return the plans of each kind of attention for a pass with these layouts."""
         groups, plans = self._groups(rows.slots), []
         for kind, (window, mutual, *_, chunked) in enumerate(self._kinds):
-            seen = [x.mutual() for x in layouts] if mutual or (rows.given and rows.given.mutual) else layouts
+            seen = [x.mutual() for x in layouts] if mutual or (rows.given and rows.given.is_mutual(window)) else layouts
             plans.append(
                 [
                     SlabPlan(slabs[kind].tensors, window, rows, members, places, [seen[i] for i in members], chunked)

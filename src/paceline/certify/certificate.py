@@ -11,6 +11,7 @@ from paceline.certify.features import FeatureResult
 from paceline.certify.greedy import GreedyResult
 from paceline.certify.load import LoadResult
 from paceline.certify.sampled import SampledResult
+from paceline.certify.scored import ScoredResult
 from paceline.certify.sizes import WorkSizes
 from paceline.certify.work import QualityResult, SpeedResult
 
@@ -44,27 +45,38 @@ class Certificate:
         sizes: The amounts of work that were planned.
         greedy: Greedy texts.
         sampled: Distributions, by setting.
+        scored: Long sampled texts.
         features: Features, by probe.
         load: Replies under load.
         quality: Right answers.
         speed: Tokens per second. None if the endpoint counts no tokens.
         smallest: The smallest example of a real divergence, if there is one.
+        drafted: Tokens that were drafted with speculation, and on the plain side, where it should be none. None if the
+            endpoint does not report it.
     """
 
     facts: dict[str, Any]
     sizes: WorkSizes
     greedy: GreedyResult
     sampled: Sequence[SampledResult] = ()
+    scored: ScoredResult | None = None
     features: Sequence[FeatureResult] = ()
     load: Sequence[LoadResult] = ()
     quality: QualityResult | None = None
     speed: SpeedResult | None = None
     smallest: Difference | None = None
+    drafted: tuple[int | None, int | None] = (None, None)
     usage: dict[str, float] = field(default_factory=dict)
 
     def checks(self) -> list[Check]:
         """Return all results as lines."""
-        return [*self._greedy_checks(), *self._other_checks()]
+        return [*self._draft_checks(), *self._greedy_checks(), *self._other_checks()]
+
+    def _draft_checks(self) -> Iterator[Check]:
+        own, plain = self.drafted
+        if own is not None:
+            seen = f"{own} with speculation, {plain or 0} on the plain side"
+            yield Check("drafts", "drafted tokens", "pass" if own and not plain else "note", seen)
 
     def _greedy_checks(self) -> Iterator[Check]:
         g = self.greedy
@@ -82,9 +94,15 @@ class Certificate:
         for s in self.sampled:
             seen = f"{s.contexts} contexts, {s.samples} samples each: p = {s.p_value:.2g}"
             seen += f"; fresh samples: p = {s.repeated_p_value:.2g}" if s.repeated_p_value is not None else ""
-            seen += f"; a shift of {s.detectable:.1%} would have been found with probability 0.95"
+            found = f"a shift of {s.detectable:.1%} would have been found with probability 0.95"
+            seen += f"; {found}" if s.detectable < 1 else "; too few to find a shift"
             seen += f"; equal seeds give equal replies in {s.equal_seeds:.0%}"
-            yield Check("sampled", s.setting, "fail" if s.differs else "pass", seen)
+            state = "fail" if s.differs else "pass" if s.detectable < 1 else "note"
+            yield Check("sampled", s.setting, state, seen)
+        if t := self.scored:
+            yield Check(
+                "sampled", "long texts", "fail" if t.differs else "pass" if t.texts else "skip", _scores_seen(t)
+            )
         states = {"same": "pass", "differs": "fail", "rounding": "note", "not offered": "skip", "not run": "skip"}
         for f in self.features:
             yield Check("features", f.feature, states[f.state], f.detail or f.state)
@@ -107,6 +125,14 @@ class Certificate:
         g = self.greedy
         if failed:
             return LOSSY, " | ".join(failed)
+        own, plain = self.drafted
+        if own == 0:
+            return INCONCLUSIVE, "the endpoint reports no drafted tokens, so there was no speculation to test"
+        if plain:
+            return INCONCLUSIVE, (
+                f"the plain side drafted {plain} tokens, so the sides are the same. Start a second server without "
+                "speculation, and give --plain URL"
+            )
         if g.differs:
             return INCONCLUSIVE, (
                 f"{g.unknown} of {g.prompts} greedy texts differ. Rounding is possible, since the endpoints give no "
@@ -145,3 +171,13 @@ class Certificate:
         parts = asdict(self)
         parts["greedy"].pop("texts")
         return {"verdict": verdict, "reason": reason, **parts, "checks": [asdict(check) for check in self.checks()]}
+
+
+def _scores_seen(t: ScoredResult) -> str:
+    if not t.texts:
+        return "the endpoints give no log-probabilities"
+    scorer = "the plain endpoint's" if t.by_plain else "each side's own"
+    seen = f"{t.texts} texts on each side, scored by {scorer} log-probabilities: the most likely token is sampled "
+    seen += f"{t.excess:+.1%} more often; p = {t.p_value:.2g}"
+    seen += f"; fresh samples: p = {t.repeated_p_value:.2g}" if t.repeated_p_value is not None else ""
+    return f"{seen}; {t.detectable:.1%} would have been found with probability 0.95"

@@ -86,7 +86,8 @@ def _sides(target: str, base: str, options: CertifyOptions) -> tuple[Sides, dict
         Side("plain", plain, plain_model, plain_extra, raw),
         options.concurrency,
         options.near_tie,
-        _note,
+        _StatusLine(),
+        "://" not in target and options.against != "none",
     )
     facts = {
         "target": _address(target),
@@ -151,10 +152,19 @@ def _read_prompts(path: Path) -> list[NamedPrompt]:
     return found
 
 
-def _note(text: str) -> None:
-    """Show progress on a terminal, in one line."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{one_line(text, 70)}", end="", file=sys.stderr, flush=True)
+class _StatusLine:
+    """Shows progress on a terminal in one line, and elsewhere the name of each part."""
+
+    def __init__(self) -> None:
+        self.part = ""
+
+    def __call__(self, text: str) -> None:
+        part = text.partition(":")[0]
+        if sys.stderr.isatty():
+            print(f"\r\x1b[K{one_line(text, 70)}", end="", file=sys.stderr, flush=True)
+        elif part != self.part:
+            print(f"{time.strftime('%H:%M:%S')} {part}", file=sys.stderr, flush=True)
+        self.part = part
 
 
 def _print(certificate: Certificate) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, TypeVar
 
 from paceline.certify.side import NotOffered, Side
+from paceline.certify.transport import EndpointError
 
 ALPHA = 0.001
 """Probability of a false alarm that each part of a certificate may have."""
@@ -29,6 +30,7 @@ class Sides:
         concurrency: Requests at a time, where the part does not choose them itself.
         near: Gap of log-probabilities below which two tokens are a near-tie, in nats.
         note: Called with a line on progress.
+        plain_drafts: True if the plain side is meant to speculate too, with another drafter.
     """
 
     speculative: Side
@@ -36,6 +38,7 @@ class Sides:
     concurrency: int = 4
     near: float = 0.25
     note: Callable[[str], None] = field(default=lambda text: None)
+    plain_drafts: bool = False
     _end: float = float("inf")
 
     def allow(self, seconds: float) -> None:
@@ -56,18 +59,16 @@ class Sides:
 
     def at_once(self, function: Callable[[T], R], items: Iterable[T], width: int | None = None) -> list[R]:
         """Return the results for the items, computed in threads, as far as the time allows."""
-        found: list[R] = []
         width = width or self.concurrency
         if width == 1:
             return [function(item) for item in self.in_time(items)]
-        waiting = iter(items)
+
+        def one(numbered: tuple[int, T]) -> tuple[R] | None:
+            number, item = numbered
+            return None if number >= width and self.late else (function(item),)
+
         with ThreadPoolExecutor(width) as pool:
-            # Small portions, so that the time limit is noticed.
-            while portion := list(islice(waiting, 4 * width)):
-                found += pool.map(function, portion)
-                if self.late:
-                    break
-        return found
+            return [result[0] for result in pool.map(one, enumerate(items)) if result]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +108,8 @@ def first_difference(a: str, b: str) -> int:
 
 def explain(sides: Sides, name: str, prompt: str, fields: dict[str, Any], speculative: str, plain: str) -> Difference:
     """Describe how two replies to a prompt differ, and how close the two tokens are."""
-    gap = token_gap(sides.plain, prompt, fields, plain, speculative)
-    other = token_gap(sides.speculative, prompt, fields, speculative, plain)
+    gap = token_gap(sides.plain, prompt, fields, plain, speculative, sides.near)
+    other = token_gap(sides.speculative, prompt, fields, speculative, plain, sides.near)
     known = other if gap is None else gap
     at = first_difference(speculative, plain)
     return Difference(
@@ -124,16 +125,16 @@ def explain(sides: Sides, name: str, prompt: str, fields: dict[str, Any], specul
     )
 
 
-def token_gap(side: Side, prompt: str, fields: dict[str, Any], own: str, other: str) -> float | None:
+def token_gap(side: Side, prompt: str, fields: dict[str, Any], own: str, other: str, near: float) -> float | None:
     """Return how much likelier a side's own token is than the other's, where the texts first differ.
 
     Returns:
         The gap in nats, or a lower bound if the other token is not among the alternatives. None if the side gives no
-        log-probabilities, or does not repeat its text.
+        log-probabilities, does not repeat its text, or gives no alternatives and the bound is below `near`.
     """
     try:
         reply = side.ask(prompt, **(fields | {"logprobs": True, "top_logprobs": 5}))
-    except NotOffered:
+    except (NotOffered, EndpointError):
         return None
     if first_difference(reply.text, own) <= first_difference(own, other) and reply.text != own:
         return None
@@ -148,12 +149,19 @@ def token_gap(side: Side, prompt: str, fields: dict[str, Any], own: str, other: 
         others = {text: value for text, value in token.top.items() if text != token.text}
         same = {text: value for text, value in others.items() if text and rest.startswith(text)}
         if not others:
-            return None
+            bound = _least_gap(token.logprob)
+            return bound if bound >= near else None
         if same:
             return token.logprob - same[max(same, key=len)]
         # The other side has ended the reply here, with a token without text, or its token is an unlikely one.
         return token.logprob - (min(others.values()) if rest else max(others.values()))
     return None
+
+
+def _least_gap(logprob: float) -> float:
+    """Return how much likelier a token is than any other, at least: all others share the remaining probability."""
+    # Some servers report 0 for tokens that they have no log-probability of.
+    return logprob - math.log(-math.expm1(logprob)) if logprob < 0 else -math.inf
 
 
 def chosen(items: Sequence[T], count: int) -> Sequence[T]:

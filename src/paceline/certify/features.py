@@ -107,6 +107,8 @@ def _top_logprobs(side: Side, plain: Side) -> Outcome:
     broken, found = set(), []
     for prompt in (_ECHO, _LINES):
         reply = _scored(side, prompt)
+        if side is plain and not any(token.top for token in reply.scores):
+            raise NotOffered("the reply has no top_logprobs")
         for own in reply.scores:
             if own.text in own.top and abs(own.top[own.text] - own.logprob) > 0.01:
                 broken.add("a token's log-probability is not its own in top_logprobs")
@@ -252,7 +254,7 @@ def _compare(sides: Sides, feature: str, probe: Callable[[Side, Side], Outcome],
     try:
         plain = _outcome(probe, sides.plain, sides.plain)
         own = _outcome(probe, sides.speculative, sides.plain)
-    except NotOffered as error:
+    except (NotOffered, EndpointError) as error:
         return FeatureResult(feature, "not offered", str(error)[:200])
     if own == plain:
         return FeatureResult(feature, "same", "; ".join(own[0]))
@@ -288,9 +290,9 @@ def _outcome(probe: Callable[[Side, Side], Outcome], side: Side, plain: Side) ->
     try:
         return probe(side, plain)
     except EndpointError as error:
-        if side is plain or not 500 <= error.status < 600:
+        if side is plain:
             raise
-        return (f"the server fails: {error.status}",), ()
+        return (f"the server fails: {error.status or error}",), ()
 
 
 def _shown(own: Hashable, plain: Hashable) -> str:

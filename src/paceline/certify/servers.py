@@ -30,7 +30,9 @@ class KnownServer:
 
 SERVERS = (
     KnownServer("Paceline", "/models", "owned_by=paceline", {"speculation": "off"}, ""),
-    KnownServer("llama.cpp", "//props", "default_generation_settings", {"speculative.n_max": 0}, ""),
+    KnownServer(
+        "llama.cpp", "//props", "default_generation_settings", {}, "Start a second server without --spec-type and -md"
+    ),
     KnownServer("vLLM", "/models", "owned_by=vllm", {}, "Start a second server without --speculative-config"),
     KnownServer("SGLang", "//get_server_info", "tokenizer_path", {}, "Start a second server without --speculative-*"),
     KnownServer("LM Studio", "//api/v0/models", "data", {}, 'Add --body \'{"draft_model": "NAME"}\' --plain-body "{}"'),

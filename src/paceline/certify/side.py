@@ -54,6 +54,7 @@ class Reply:
         scores: Tokens with log-probabilities. Empty unless requested.
         calls: Tool calls as (name, arguments).
         others: Texts of the other choices if n > 1.
+        drafted: Number of drafted tokens, None if the endpoint does not report it.
         seconds: Time of the request.
     """
 
@@ -64,6 +65,7 @@ class Reply:
     scores: tuple[ScoredToken, ...] = ()
     calls: tuple[tuple[str, str], ...] = ()
     others: tuple[str, ...] = ()
+    drafted: int | None = None
     seconds: float = field(default=0.0, compare=False)
 
 
@@ -79,6 +81,7 @@ class Side:
         raw: True to send prompts as plain text (/completions) instead of chats.
         requests: Number of requests so far.
         tokens: Number of tokens that were received so far.
+        drafted: Number of tokens that were drafted so far, None if the endpoint does not report it.
         history: The latest requests: (prompt, fields as JSON) -> text.
     """
 
@@ -89,6 +92,7 @@ class Side:
     raw: bool = False
     requests: int = 0
     tokens: int = 0
+    drafted: int | None = None
     history: dict[tuple[str, str], str] = field(default_factory=dict, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -113,6 +117,8 @@ class Side:
             raise EndpointError("the answer is nested too deeply", "Check the address") from None
         with self._lock:
             self.tokens += reply.tokens or 0
+            if reply.drafted is not None:
+                self.drafted = (self.drafted or 0) + reply.drafted
             self.history[prompt, json.dumps(fields, sort_keys=True)] = reply.text
             if len(self.history) > _REMEMBERED:
                 del self.history[next(iter(self.history))]
@@ -162,7 +168,15 @@ def _whole(answer: Any) -> Reply:
         _scores(as_dict(first.get("logprobs"))),
         calls,
         tuple(texts[1:]),
+        _drafted(answer),
     )
+
+
+def _drafted(answer: Body) -> int | None:
+    """Return the number of drafted tokens, as llama.cpp ("timings"), vLLM and Paceline ("metrics") report it."""
+    if timings := as_dict(answer.get("timings")):
+        return _count(timings, "draft_n") or 0  # llama.cpp omits zero
+    return _count(as_dict(as_dict(answer.get("metrics")).get("speculative_decoding")), "num_draft_tokens")
 
 
 def _content(choice: Body, message: Body) -> str:

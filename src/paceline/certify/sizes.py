@@ -17,6 +17,7 @@ class WorkSizes:
         tokens: Longest greedy reply, in tokens.
         contexts: Contexts of the sampled part.
         seeds: Samples per context and setting.
+        texts: Long sampled texts of each side.
         questions: Questions of each kind.
         timed: Prompts of the speed part.
         seconds: Time limit of all parts together.
@@ -26,6 +27,7 @@ class WorkSizes:
     tokens: int
     contexts: int
     seeds: int
+    texts: int
     questions: int
     timed: int
     seconds: float
@@ -33,15 +35,15 @@ class WorkSizes:
     def requests(self) -> int:
         """Return the number of requests. Differences cause further requests, which are not counted."""
         sampled = 2 * 3 * self.contexts * self.seeds
-        return 4 * self.prompts + sampled + 110 + 64 + 4 * self.questions + 4 * self.timed
+        return 4 * self.prompts + sampled + 4 * self.texts + 110 + 64 + 4 * self.questions + 4 * self.timed
 
     def most_tokens(self) -> int:
         """Return the largest number of tokens that these requests generate."""
         sampled = 2 * 3 * self.contexts * self.seeds * SAMPLED_TOKENS
-        greedy = (4 * self.prompts + 64 + 4 * self.timed) * self.tokens
+        greedy = (4 * self.prompts + 2 * self.texts + 64 + 4 * self.timed) * self.tokens
         return greedy + sampled + 110 * 48 + 4 * self.questions * 96
 
 
-QUICK = WorkSizes(26, 48, 3, 80, 10, 4, 120)
-STANDARD = WorkSizes(65, 96, 6, 200, 40, 10, 900)
-FULL = WorkSizes(200, 256, 12, 600, 100, 20, 3600)
+QUICK = WorkSizes(26, 48, 3, 80, 24, 10, 4, 120)
+STANDARD = WorkSizes(65, 96, 6, 200, 60, 40, 10, 900)
+FULL = WorkSizes(200, 256, 12, 600, 200, 100, 20, 3600)

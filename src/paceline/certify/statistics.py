@@ -153,6 +153,15 @@ def mcnemar(worse: int, better: int) -> float:
     return min(1.0, 2 * ways / int(2**n))
 
 
+def sign_flip(differences: Sequence[float]) -> float:
+    """Return the two-sided p-value of paired differences that are as likely positive as negative.
+
+    The normal approximation of the sign-flip test: n differences of one sign have a statistic of at most sqrt(n).
+    """
+    squares = sum(x * x for x in differences)
+    return math.erfc(abs(sum(differences)) / math.sqrt(2 * squares)) if squares else 1.0
+
+
 def fisher(hits: int, of: int, plain_hits: int, plain_of: int) -> float:
     """Return the one-sided p-value of Fisher's exact test: does the first side have more hits?"""
     drawn = hits + plain_hits

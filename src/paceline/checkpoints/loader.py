@@ -108,6 +108,7 @@ def load_model(
     adapters: Mapping[str, Adapter] | None = None,
     device_map: DeviceMap | None = None,
     tensor_parallel: bool = False,
+    mmproj: str | Path | None = None,
 ) -> Loaded:
     """Load a model. See `paceline.load` for the arguments.
 
@@ -156,7 +157,9 @@ def load_model(
         mirror.follow()
     mtp = config is not None and has_mtp(checkpoint.tensors)
     vision = (
-        None if head_tokens or mirror or config is None else open_vision(checkpoint.path, kind, where, allow_pickle)
+        None
+        if head_tokens or mirror or config is None
+        else open_vision(checkpoint.path, kind, where, allow_pickle, config, mmproj)
     )
     return Loaded(target, checkpoint.tokenizer, eos, checkpoint.generation, checkpoint.path, mode, kept, mtp, vision)
 

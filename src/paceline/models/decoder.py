@@ -43,6 +43,9 @@ from paceline.types import Forward, Rows, Tap, Want
 _HEAD_ROWS = 256
 """Number of outputs of an excerpt's head."""
 
+_PADDING = 0
+"""The padding token of all models with per-layer embeddings (Gemma 4)."""
+
 Progress = Callable[[int, int], None]
 """Called with the number of layers loaded so far and the total number of layers."""
 
@@ -176,7 +179,7 @@ class Decoder:
         inner = sorted(tap for tap in want.taps if tap != "final" and first <= tap <= end)
         ropes = self._stack.ropes(rows.positions, rows.end, prompts)
         with adapted_pass(adapters):
-            inputs = self._token_inputs(rows.tokens, self.embed(rows.tokens)) if self._token_inputs else None
+            inputs = self._per_layer(rows) if self._token_inputs else None
         taps: dict[Tap, Tensor] = {}
         for deep in (rows.given.deep if rows.given else ())[: end - first]:
             own = [tap for tap in inner if tap == first]
@@ -195,6 +198,15 @@ class Decoder:
             return Forward(self._logits(self._head, x, rows), taps)
         x = {"all": x, "last": x[:, max(rows.counts) - 1, None], "none": x[:, :0]}[want.logits]
         return Forward(self.logits(x), taps)
+
+    def _per_layer(self, rows: Rows) -> Tensor:
+        """Return the per-layer embeddings of the rows. Rows of images have those of the padding token."""
+        assert self._token_inputs
+        tokens, x = rows.tokens, self.embed(rows.tokens)
+        if rows.given:
+            x = rows.given.place(x, rows.given.embeddings)
+            tokens = tokens.index_fill(1, rows.given.rows.to(tokens.device), _PADDING)
+        return self._token_inputs(tokens, x)
 
     def _logits(self, head: NativeLinear, x: Tensor, rows: Rows) -> Tensor:
         """Compute logits of the real rows, without padding.

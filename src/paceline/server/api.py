@@ -18,7 +18,7 @@ from paceline.server.prepare import Prepared, prepare
 from paceline.server.replies import Usage
 from paceline.server.request import GenerateRequest
 from paceline.server.schema import Generating
-from paceline.server.worker import ReplyRound
+from paceline.server.worker import ReplyJob, ReplyRound
 
 Event = dict[str, Any]
 Body = TypeVar("Body", bound=Generating)
@@ -122,15 +122,17 @@ class Api(ABC, Generic[Body]):
         """Return the encoder of the answer to a prompt that is too long. By default the error is the answer."""
         raise error
 
-    def prepare(self, settings: Settings, body: Body, model: LoadedModel, answer_id: str) -> tuple[Prepared, Encoder]:
+    def prepare(
+        self, settings: Settings, body: Body, model: LoadedModel, answer_id: str
+    ) -> tuple[Sequence[ReplyJob], Encoder]:
         """Return the jobs of a request, and the encoder of its answer. Raises `PacelineError` and `ApiError`."""
         request = self.decode(body)
         try:
             prepared = prepare(model, settings, request, answer_id)
         except ContextExceeded as error:
-            prepared = Prepared(answer_id, model, [], [])
-            return prepared, self.overflown(body, prepared, error)
-        return prepared, self.encoder(body, prepared)
+            return [], self.overflown(body, Prepared(answer_id, model, [], []), error)
+        encoder = self.encoder(body, prepared)  # it may replace jobs
+        return prepared.jobs, encoder
 
 
 def dumps(data: Any) -> bytes:

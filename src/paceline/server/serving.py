@@ -44,16 +44,12 @@ T = TypeVar("T")
 Named = TypeVar("Named", bound=NamedBody)
 
 
-class Jobs(Protocol):
-    """A request that is ready to run."""
+class PromptJobs(Protocol):
+    """A request whose answer is computed from its prompts, without generated text."""
 
     @property
     def jobs(self) -> Sequence[ReplyJob]:
-        """The jobs of its replies."""
-
-
-class PromptJobs(Jobs, Protocol):
-    """A request whose answer is computed from its prompts, without generated text."""
+        """The jobs that read the prompts."""
 
     def answer(self, model: str, seconds: float) -> dict[str, Any]:
         """Return the answer once all jobs are over. `model`: the model's name. `seconds`: the time since arrival."""
@@ -147,9 +143,9 @@ class Service:
         """Start the jobs of a request. Its body, which may be large, is not kept."""
         async with self.bodies.read(request, kind) as (body, pool):
 
-            def prepared(model: LoadedModel, _: str) -> tuple[PromptJobs, PromptJobs]:
-                jobs = prepare(model, self.settings, body)
-                return jobs, jobs
+            def prepared(model: LoadedModel, _: str) -> tuple[Sequence[ReplyJob], PromptJobs]:
+                made = prepare(model, self.settings, body)
+                return made.jobs, made
 
             return await self.start(request, body, pool, prepared, deadline)
 
@@ -158,7 +154,7 @@ class Service:
         request: Request,
         body: NamedBody,
         pool: PoolName,
-        prepare: Callable[[LoadedModel, str], tuple[Jobs, T]],
+        prepare: Callable[[LoadedModel, str], tuple[Sequence[ReplyJob], T]],
         deadline: float | None,
         id_prefix: str = "",
     ) -> tuple[RunningRequest, T]:
@@ -186,14 +182,14 @@ class Service:
         running = RunningRequest(name, model, self.limit, trace, logs_texts=self.settings.log_prompts)
         try:
             work = partial(prepare, model, running.id)
-            prepared, made = await self.preprocess(request, pool, work, seconds_left(deadline))
+            jobs, made = await self.preprocess(request, pool, work, seconds_left(deadline))
             own: dict[str, Any] = {
                 "client": client_of(request),
                 "key": key_of(self.settings.api_keys, authorization(request.headers)),
                 "timeout": seconds_left(deadline),
                 "adapter": model.adapter,
             }
-            running.start([replace(job, **own) for job in prepared.jobs])
+            running.start([replace(job, **own) for job in jobs])
         except BaseException:
             running.close()
             raise

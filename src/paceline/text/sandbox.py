@@ -218,7 +218,7 @@ def _read(connection: socket.socket, deadline: float) -> bytes:
 
 
 def _result(answer: memoryview) -> Any:
-    if answer[:1] == b"b":
+    if answer[:1].tobytes() == b"b":
         if len(answer) < _RAW.size or len(answer) != _RAW.size + _RAW.unpack_from(answer)[1]:
             raise OverLimit
         return bytes(answer[_RAW.size :])

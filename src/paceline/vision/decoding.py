@@ -9,7 +9,7 @@ import struct
 from contextlib import suppress
 from io import BytesIO
 
-from PIL import Image, ImageFile
+from PIL import Image, ImageFile, UnidentifiedImageError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_PIXELS = 36_000_000
@@ -86,7 +86,7 @@ def rgb(image: Image.Image) -> Image.Image:
     """
     _check_size(*image.size)
     image.load()
-    turn = _TURNS.get(_orientation(image))
+    turn = _TURNS.get(_orientation(image) or 1)
     if image.mode.startswith("I;16"):
         image = image.point(lambda value: value / 256).convert("L")  # Pillow would clip at 255
     elif image.mode == "I":
@@ -117,7 +117,7 @@ def _opened(data: bytes) -> Image.Image:
         image = Image.open(BytesIO(data), formats=FORMATS)
     except Image.DecompressionBombError:
         raise BadImage(f"the image has more than {MAX_PIXELS // 1_000_000} million pixels", "Scale it down") from None
-    except (Image.UnidentifiedImageError, OSError) as error:
+    except (UnidentifiedImageError, OSError) as error:
         kind = _kind(data)
         cause = f"the image is {kind}" if kind else f"the image is not a {_KNOWN} file, or its header is damaged"
         raise BadImage(cause, f"Convert it to {_KNOWN}") from error

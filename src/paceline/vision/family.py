@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from paceline.vision.prompt import EncodedImage
@@ -35,7 +36,7 @@ class VisionFamily:
     Attributes:
         name: The `model_type`.
         model: Name of transformers' class of the multimodal model, without output head.
-        processor: Name of transformers' class of the image processor.
+        processor: Name of transformers' class of the image processor, or a class of Paceline.
         language: Name of the language model in `model`.
         tensors: Prefixes of the tower's tensor names in checkpoints.
         encode: Function from the tower and a Pillow image to the image as the language model reads it.
@@ -45,7 +46,7 @@ class VisionFamily:
 
     name: str
     model: str
-    processor: str
+    processor: str | Callable[[Path | Mapping[str, Any]], Any]
     language: str
     tensors: tuple[str, ...]
     encode: Callable[[Tower, Any], EncodedImage]

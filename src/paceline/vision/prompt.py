@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.types import Given
+from paceline.types import Given, Mutual
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,14 +23,15 @@ class EncodedImage:
         embeddings: Inputs of layer 0, [n, H].
         deep: See `Given.deep`, each [n, H].
         grid: Numbers of positions (time, height, width) of the rows, for M-RoPE. None in other models.
-        mutual: True if the rows see each other (Gemma 3). They are then adjacent in the prompt, as with a grid.
+        mutual: Layers in which the rows see each other. If there are any, the rows are adjacent in the prompt, as with
+            a grid.
     """
 
     text: str
     embeddings: Tensor
     deep: tuple[Tensor, ...] = ()
     grid: tuple[int, int, int] | None = None
-    mutual: bool = False
+    mutual: Mutual = "none"
 
     @property
     def nbytes(self) -> int:
@@ -45,7 +46,7 @@ class EncodedImage:
         for part in (self.embeddings, *self.deep):
             whole.update(part.cpu().contiguous().view(torch.uint8).numpy().data)
         numbers = np.frombuffer(shake_256(whole.digest()).digest(4 * len(self.embeddings)), "<i4")
-        return (numbers | np.int32(-(2**31))).tolist()
+        return [int(number) for number in numbers | np.int32(-(2**31))]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +99,8 @@ class ImagePrompt(list[int]):
 
     def given(self, start: int, end: int) -> Given | None:
         """Return the inputs of rows `start` to `end` - 1 that do not come from token ids. None if there are none."""
-        parts, rows, mutual = list[tuple[Tensor, ...]](), list[int](), False
+        parts, rows = list[tuple[Tensor, ...]](), list[int]()
+        mutual: Mutual = "none"
         for placed in self.images:
             inside = [i for i, row in enumerate(placed.rows) if start <= row < end]
             if inside:
@@ -125,15 +127,15 @@ class ImagePrompt(list[int]):
         """Return the end of a chunk that must not cut an image whose rows see each other."""
         for placed in self.images:
             first, last = placed.rows[0], placed.rows[-1] + 1
-            if placed.image.mutual and first <= start < last:
+            if placed.image.mutual != "none" and first <= start < last:
                 return last
-            if placed.image.mutual and start < first < end:
+            if placed.image.mutual != "none" and start < first < end:
                 return first
         return end
 
     def whole(self, length: int) -> int:
         """Return the length of the prefix of at most `length` tokens that does not end in such an image."""
-        cut = (placed.rows[0] for placed in self.images if placed.image.mutual and length in placed.rows[1:])
+        cut = (placed.rows[0] for placed in self.images if placed.image.mutual != "none" and length in placed.rows[1:])
         return next(cut, length)
 
 

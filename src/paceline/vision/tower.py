@@ -40,6 +40,8 @@ def load_tower(
         shape.num_hidden_layers, shape.vocab_size, shape.pad_token_id = 0, 1, None
         if getattr(shape, "layer_types", None):
             shape.layer_types = []
+        if getattr(own, "audio_config", None):
+            own.audio_config = None
         names = [name for name in tensors if name.startswith(family.tensors)]
         model, report = _class(family.model).from_pretrained(
             None,
@@ -53,9 +55,15 @@ def load_tower(
             one = min([*missing, *report["unexpected_keys"]])
             raise CorruptModel(f"the vision tower's tensor {one} is {'missing' if missing else 'unknown'}", _AGAIN)
         setattr(model, family.language, None)
-        kind = _class(family.processor)
-        processor = kind.from_pretrained(settings) if isinstance(settings, Path) else kind(**settings)
+        processor = _processor(family, settings)
     return Tower(model.eval().to(device), processor, own)
+
+
+def _processor(family: VisionFamily, settings: Path | Mapping[str, Any]) -> Any:
+    if not isinstance(family.processor, str):
+        return family.processor(settings)
+    kind = _class(family.processor)
+    return kind.from_pretrained(settings) if isinstance(settings, Path) else kind(**settings)
 
 
 def _class(name: str) -> Any:

@@ -41,6 +41,15 @@ def with_axes(raw: Raw, base: ModelConfig) -> ModelConfig:
     return replace(base, rope=replace(base.rope, axes=axes))
 
 
+def read_axes(meta: Metadata, config: Config) -> Config:
+    """Read the sections of M-RoPE, whose planes take turns in all models with a GGUF layout."""
+    sections = meta.get("rope.dimension_sections")
+    if not sections:
+        return {}
+    scaling = config["rope_scaling"] or {"rope_type": "default"}
+    return {"rope_scaling": {**scaling, "mrope_section": sections[:3], "mrope_interleaved": True}}
+
+
 def _qwen2_vl(raw: Raw, base: ModelConfig) -> ModelConfig:
     return _qwen2(raw, with_axes(raw, base))
 
@@ -179,6 +188,6 @@ FAMILIES = (
         rope=text_axes,
         names=LANGUAGE,
         part_of=("qwen3_vl",),
-        gguf=(GGUFLayout("qwen3vl", _NORMED),),
+        gguf=(GGUFLayout("qwen3vl", _NORMED, read=read_axes),),
     ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from paceline.checkpoints.families.qwen import LANGUAGE, text_axes, with_axes
+from paceline.checkpoints.families.qwen import LANGUAGE, read_axes, text_axes, with_axes
 from paceline.checkpoints.family import (
     LAYER,
     MIXTURE_KEYS,
@@ -85,7 +85,7 @@ def _read(meta: Metadata, config: Config) -> Config:
 
 def _read_tiled(meta: Metadata, config: Config) -> Config:
     """Read Qwen3.5, whose files order heads by their keys (`MatrixConfig.tiled`)."""
-    return {**_read(meta, config), "linear_heads_tiled": True}
+    return {**_read(meta, config), **read_axes(meta, config), "linear_heads_tiled": True}
 
 
 _NEXT = GGUFLayout(
