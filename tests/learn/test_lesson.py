@@ -18,7 +18,7 @@ from paceline.drafters.suffix import Suffix
 from paceline.learn import lesson
 from paceline.learn.folder import LEAST_HELD, Pupil, described, open_folder, pupil_of
 from paceline.learn.learner import Learner, LearningPlan
-from paceline.learn.lesson import job_for, replayed, teach
+from paceline.learn.lesson import job_for, teach
 from paceline.llm import LLM
 from paceline.recording.file import Recording
 from paceline.recording.rows import RecordedReply
@@ -134,16 +134,16 @@ def test_a_head_trained_on_traffic_makes_new_prompts_faster(tmp_path: Path) -> N
     with packaged_model("demo") as model:
         llm = LLM(model)
         with llm.record(pupil.traffic):
-            llm.generate(asked, Sampling(max_new_tokens=48), width=16)
+            llm.generate(asked, Sampling(max_new_tokens=32), width=16)
 
         def compare(llm: LLM, held: Sequence[RecordedReply], drafter: str, other: str) -> dict[str, float]:
-            assert replayed(llm, held[:LEAST_HELD], drafter, other).keys() == {"value", "low", "high"}
             replayer = Replayer(llm.model, Fixed(), timer=lambda: 0.0)
             drafters = [open_drafter(name, llm.model) for name in (drafter, other)]
             return ratio_of_sums(*(replayer.run(held, one, DraftBudget.chain(4)).shares for one in drafters))
 
         job = job_for("demo", model.target.vocab_size, 1 << 30)
-        status = teach(llm, pupil, "suffix:remember", replace(job, vocabulary=4096), compare)
+        job = replace(job, vocabulary=4096, plan=replace(job.plan, epochs=1.25))
+        status = teach(llm, pupil, "suffix:remember", job, compare)
         assert status["switched"], status
         served = LLM(model, {"suffix": Suffix()})
         with Learner(served, [], LearningPlan(pupil.folder.parent)) as learner:

@@ -28,11 +28,18 @@ def _follow_parent() -> None:
     os._exit(1)
 
 
+def _be_nice() -> None:
+    """Take the lowest priority. Linux may weigh whole sessions against each other, so that `nice` has no effect."""
+    if hasattr(os, "nice"):
+        os.nice(19)
+    with suppress(OSError):
+        Path("/proc/self/autogroup").write_text("19")
+
+
 def main(text: str) -> None:
     """Give a lesson with these settings (`Learner._settings`), as JSON."""
     threading.Thread(target=_follow_parent, daemon=True).start()
-    if hasattr(os, "nice"):
-        os.nice(19)
+    _be_nice()
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     settings: dict[str, Any] = json.loads(text)

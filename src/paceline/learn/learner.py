@@ -252,7 +252,9 @@ class Learner(Closable):
             return
         fresh, key.fresh = key.fresh, 0
         command = [*COMMAND, json.dumps(self._settings(number))]
-        self._child = child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        quiet: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
+        # Its own session has its own priority, and Ctrl-C does not reach it.
+        self._child = child = subprocess.Popen(command, start_new_session=True, **quiet)
         if self._used != used or self._closed.is_set():  # a request came before `wake` could see the child
             child.kill()
         code = child.wait()
