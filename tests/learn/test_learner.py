@@ -15,17 +15,21 @@ from paceline.drafters.suffix import Suffix
 from paceline.errors import InvalidOption
 from paceline.files.jsonl import older
 from paceline.learn import learner as learner_module
-from paceline.learn.folder import forget, open_folder, pupil_of, pupils
+from paceline.learn.folder import LEAST_HELD, forget, open_folder, pupil_of, pupils
 from paceline.learn.learner import Learner, LearningPlan
-from paceline.llm import LLM
+from paceline.llm import LLM, load
 from paceline.recording.file import Recording
 from paceline.sampling.parameters import Sampling
 from paceline.types import DraftBudget
 from tests.support.running import Serving, serving
+from tests.support.tiny_model import write_tiny
 from tests.support.toys import toy_model
 
 MODEL = toy_model(layers=2)
 BODY = {"prompt": "hello", "max_tokens": 24, "temperature": 0.9, "seed": 5, "ignore_eos": True, "stream": False}
+
+SAMPLING = Sampling(max_new_tokens=24, temperature=0.9, seed=5, ignore_eos=True)
+"""The same parameters."""
 
 
 def fresh_llm() -> LLM:
@@ -54,8 +58,7 @@ def test_a_key_drafts_from_its_own_replies_only(tmp_path: Path) -> None:
     with serving(llm, learner=Learner(llm, ["a", "b"], plan(tmp_path / "l")), api_keys=("a", "b")) as it:
         first, second, other = ask(it, "a"), ask(it, "a"), ask(it, "b")
     texts = [answer["choices"][0]["text"] for answer in (first, second, other)]
-    how = Sampling(max_new_tokens=24, temperature=0.9, seed=5, ignore_eos=True)
-    assert texts == [LLM(MODEL).generate("hello", how, raw=True).text] * 3
+    assert texts == [LLM(MODEL).generate("hello", SAMPLING, raw=True).text] * 3
     assert rounds(second) < rounds(first)
     assert rounds(other) == rounds(first), "a reply to another key must not make this one faster"
 
@@ -196,3 +199,25 @@ def test_status_is_json(tmp_path: Path) -> None:
     pupil = pupil_of(open_folder(tmp_path / "l"), None)
     pupil.write_status({"switched": True})
     assert json.loads((pupil.folder / "status.json").read_text()) == pupil.status() == {"switched": True}
+
+
+@pytest.mark.slow
+def test_a_server_that_is_left_alone_gives_itself_a_lesson(tmp_path: Path) -> None:
+    source = load(write_tiny(tmp_path / "model"), drafter=None, dtype="float32").model
+    llm = LLM(source, {"suffix": Suffix()})
+    how = plan(tmp_path / "l", idle=1.0, fresh=1000, load={"dtype": "float32"})
+    learner = Learner(llm, [], how)
+    pupil = pupils(how.folder)[0]
+    with serving(llm, learner=learner) as it:
+        for number in range(120):
+            ask(it, prompt=f"{number} and {number * 7}", max_tokens=12)
+        until = time.monotonic() + 300
+        while time.monotonic() < until and not pupil.status():
+            time.sleep(0.5)
+        status = pupil.status()
+        assert status["replies"] <= 120
+        assert status["held"] >= LEAST_HELD
+        assert status["gain"].keys() == {"value", "low", "high"}
+        assert status["switched"] is (status["gain"]["low"] > 1.0)
+        assert soon(lambda: learner._child is None)
+        assert ask(it)["choices"][0]["text"] == LLM(source).generate("hello", SAMPLING, raw=True).text

@@ -67,6 +67,7 @@ def parts() -> list[Part]:
         room(6, "certify"),
         room(4, "cli", "bench"),
         room(6, "train", "recording", "learn"),
+        room(4, "vision"),
         room(2, *roots),
         Part("integrations", 2, (*PYTEST, "tests/integrations")),
         Part("parity with transformers", 2, (sys.executable, "benchmarks/parity.py")),

@@ -40,22 +40,22 @@ def test_a_tower_of_an_mmproj_file_encodes_as_the_original(name: str) -> None:
 def test_a_file_beside_the_model_is_found_and_must_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = tmp_path / "model-Q4_0.gguf"
     model.touch()
-    assert open_vision(model, TINY, torch.float32, _CPU) is None
+    assert open_vision(model, torch.float32, _CPU, False, TINY) is None
     shutil.copy(_GOLDEN / "smolvlm.gguf", tmp_path / "mmproj-model-f16.gguf")
-    found = open_vision(model, TINY, torch.float32, _CPU)
+    found = open_vision(model, torch.float32, _CPU, False, TINY)
     assert found
     assert found.name == "idefics3"
     assert not caplog.records
-    assert open_vision(model, _wide(), torch.float32, _CPU) is None
+    assert open_vision(model, torch.float32, _CPU, False, _wide()) is None
     assert "runs as text" in caplog.text
 
 
 def test_a_given_file_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     file, model = _GOLDEN / "smolvlm.gguf", tmp_path / "model.gguf"
     with pytest.raises(InvalidOption, match="only works with a GGUF file"):
-        open_vision(tmp_path, TINY, torch.float32, _CPU, mmproj=file)
+        open_vision(tmp_path, torch.float32, _CPU, mmproj=file)
     model.touch()
     with pytest.raises(CorruptModel, match="embeddings of size 32"):
-        open_vision(model, _wide(), torch.float32, _CPU, mmproj=file)
+        open_vision(model, torch.float32, _CPU, False, _wide(), mmproj=file)
     with pytest.raises(CorruptModel, match="no sections of M-RoPE"):
-        open_vision(model, TINY, torch.float32, _CPU, mmproj=_GOLDEN / "qwen3_vl.gguf")
+        open_vision(model, torch.float32, _CPU, False, TINY, mmproj=_GOLDEN / "qwen3_vl.gguf")

@@ -159,7 +159,7 @@ def load_model(
     vision = (
         None
         if head_tokens or mirror or config is None
-        else open_vision(checkpoint.path, config, kind, where, allow_pickle, mmproj)
+        else open_vision(checkpoint.path, kind, where, allow_pickle, config, mmproj)
     )
     return Loaded(target, checkpoint.tokenizer, eos, checkpoint.generation, checkpoint.path, mode, kept, mtp, vision)
 

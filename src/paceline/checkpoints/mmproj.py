@@ -67,7 +67,7 @@ class Projector:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class _ProjectorLayout:
     """Layout of a projector type.
 
     Attributes:
@@ -139,7 +139,7 @@ def _qwen3(fields: Fields, shapes: Shapes) -> tuple[str, dict[str, Any], dict[st
 
 
 _LAYOUTS = {
-    "idefics3": _Layout(
+    "idefics3": _ProjectorLayout(
         _idefics3,
         {
             "mm.model.fc.": "model.connector.modality_projection.proj.",
@@ -161,7 +161,7 @@ _LAYOUTS = {
             },
         },
     ),
-    "qwen3vl_merger": _Layout(
+    "qwen3vl_merger": _ProjectorLayout(
         _qwen3,
         {
             "mm.0.": "model.visual.merger.linear_fc1.",

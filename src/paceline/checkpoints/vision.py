@@ -25,20 +25,20 @@ _LOG = logging.getLogger("paceline")
 
 def open_vision(
     path: Path,
-    config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
     allow_pickle: bool = False,
+    config: ModelConfig | None = None,
     mmproj: str | Path | None = None,
 ) -> Vision | None:
     """Open the vision tower of a checkpoint. Only its config is read before the first image.
 
     Args:
         path: The checkpoint's folder or GGUF file.
-        config: The language model.
         dtype: Type of the computation.
         device: The tower's device.
         allow_pickle: See `open_checkpoint`.
+        config: The language model, which an mmproj file must fit. None skips this check.
         mmproj: The mmproj file of a GGUF file. None: a file beside it.
 
     Returns:
@@ -55,12 +55,12 @@ def open_vision(
             raise InvalidOption("mmproj only works with a GGUF file", "Leave it out: a folder holds its vision tower")
         return _of_folder(path, dtype, device, allow_pickle)
     if mmproj is not None:
-        return _of_projector(Path(mmproj).expanduser(), config, dtype, device)
+        return _of_projector(Path(mmproj).expanduser(), dtype, device, config)
     found = [one for one in sorted(path.parent.glob("*.gguf")) if is_projector(one.name)]
     if not found:
         return None
     try:
-        return _of_projector(_best(found, path), config, dtype, device)
+        return _of_projector(_best(found, path), dtype, device, config)
     except PacelineError as error:
         _LOG.warning("%s: images are not supported, so it runs as text: %s", path, error)
         return None
@@ -78,14 +78,14 @@ def _of_folder(path: Path, dtype: torch.dtype, device: torch.device, allow_pickl
     return Vision(VISION[kind], raw, tensors, path, dtype, device)
 
 
-def _of_projector(path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Vision:
+def _of_projector(path: Path, dtype: torch.dtype, device: torch.device, config: ModelConfig | None) -> Vision:
     found = read_projector(path)
-    if found.width != config.hidden:
+    if config and found.width != config.hidden:
         raise CorruptModel(
             f"{path} has embeddings of size {found.width}, but the model's size is {config.hidden}",
             "Use the mmproj file that was made for this model",
         )
-    if found.kind.startswith("qwen") and not any(layer.rope and layer.rope.axes for layer in config.plan):
+    if config and found.kind.startswith("qwen") and not any(layer.rope and layer.rope.axes for layer in config.plan):
         raise CorruptModel(f"the model of {path} has no sections of M-RoPE", "Convert the model again")
     return Vision(VISION[found.kind], found.config, found.tensors, found.settings, dtype, device)
 

@@ -14,9 +14,18 @@ from pathlib import Path
 from typing import Any
 
 
+_ENVIRONMENT = {
+    "GOMP_SPINCOUNT": "10000",
+    **dict.fromkeys(("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), "64"),
+}
+"""Variables that torch reads when it is imported. `cli.main` and `cli.train` give the reasons."""
+
+
 def _follow_parent() -> None:
-    with suppress(OSError, ValueError):
-        sys.stdin.buffer.read()
+    # sys.stdin would keep its lock, which Python waits for when the process ends.
+    with suppress(OSError):
+        while os.read(0, 4096):
+            pass
     os._exit(1)
 
 
@@ -25,6 +34,8 @@ def main(text: str) -> None:
     threading.Thread(target=_follow_parent, daemon=True).start()
     if hasattr(os, "nice"):
         os.nice(19)
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     settings: dict[str, Any] = json.loads(text)
     from paceline.learn.folder import Pupil
     from paceline.learn.lesson import job_for, teach

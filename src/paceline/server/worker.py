@@ -27,6 +27,7 @@ from paceline.errors import PacelineError
 from paceline.learn.learner import Learner
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
+from paceline.vision.prompt import ImagePrompt
 
 _log = logging.getLogger("paceline.serve")
 
@@ -319,7 +320,8 @@ class Worker:
         def begin(like: Request | None) -> Request:
             how = (job.sample, like, speculation, job.scores, job.adapter)
             request = self.llm.start(job.tokens, job.sampling, *how)
-            if learner and job.sampling.max_new_tokens and not job.prompt_only:
+            # A recording has no images, so a drafter would be trained on other states than it will see.
+            if learner and job.sampling.max_new_tokens and not (job.prompt_only or isinstance(job.tokens, ImagePrompt)):
                 learner.watch(job.key, request, job.sampling, job.sample)
             return request
 
