@@ -184,7 +184,7 @@ class FakeEndpoint:
     def _echo(self, body: dict[str, Any]) -> bytes:
         """Score the text that follows a prompt of an earlier request."""
         given = body["prompt"]
-        prompt = max((one for one in self.completed if given.startswith(one)), key=len, default=given[:16])
+        prompt = max((one for one in tuple(self.completed) if given.startswith(one)), key=len, default=given[:16])
         writer = Writer(self, prompt, body | {"top_logprobs": body["logprobs"], "max_tokens": 10**6}, False, 0)
         for word in re.findall("|".join(map(re.escape, [*WORDS, *writer.forced, "."])), given[len(prompt) :]):
             writer._commit(word, writer._logits(), False)
