@@ -228,12 +228,12 @@ LAYOUTS = {
     "qwen2.5vl_merger": ProjectorLayout(
         _qwen2_5,
         {
-            "mm.0.": "model.visual.merger.mlp.0.",
-            "mm.2.": "model.visual.merger.mlp.2.",
-            "v.post_ln.": "model.visual.merger.ln_q.",
-            "v.patch_embd.": "model.visual.patch_embed.proj.",
+            "mm.0.": "visual.merger.mlp.0.",
+            "mm.2.": "visual.merger.mlp.2.",
+            "v.post_ln.": "visual.merger.ln_q.",
+            "v.patch_embd.": "visual.patch_embed.proj.",
             **{
-                f"v.blk.{{}}.{ours}.": f"model.visual.blocks.{{}}.{theirs}."
+                f"v.blk.{{}}.{ours}.": f"visual.blocks.{{}}.{theirs}."
                 for ours, theirs in {
                     "ln1": "norm1",
                     "ln2": "norm2",
