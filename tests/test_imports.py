@@ -13,8 +13,21 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "paceline"
 ROOT = {"__init__", "__main__", "errors", "types", "protocols", "session", "speculation", "llm"}
 ORDER = (
-    *("errors", "types", "protocols", "files", "text", "cache", "kernels", "sampling", "chat", "verify", "models"),
     *(
+        "errors",
+        "types",
+        "protocols",
+        "files",
+        "text",
+        "cache",
+        "kernels",
+        "sampling",
+        "chat",
+        "verify",
+        "models",
+    ),
+    *(
+        "vision",
         "checkpoints",
         "drafters",
         "engine",
@@ -27,7 +40,7 @@ ORDER = (
         "functional",
         "train",
     ),
-    *("bench", "server", "certify", "cli", "integrations", "__main__"),
+    *("bench", "learn", "server", "certify", "cli", "integrations", "__main__"),
 )
 """Rooms and root modules, bottom to top."""
 Graph = Mapping[str, set[str]]

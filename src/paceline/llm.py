@@ -39,6 +39,8 @@ from paceline.text.prompt_ids import encode_prompt
 from paceline.text.sandbox import SANDBOX
 from paceline.types import DraftBudget, Guarantee, Prompt
 from paceline.verify.rules import text_guarantee
+from paceline.vision.encoder import Vision
+from paceline.vision.messages import has_images, split_images
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -102,6 +104,11 @@ class LLM:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self.model.tokenizer
+
+    @property
+    def vision(self) -> Vision | None:
+        """The model's vision tower. None if it does not see, or Paceline cannot run its tower."""
+        return self.model.vision
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -388,6 +395,10 @@ class LLM:
         Raises:
             InvalidPrompt: If the prompt is empty or malformed.
         """
+        if self.vision and has_images(prompt):
+            chat, pictures = split_images(prompt)  # type: ignore[arg-type]
+            text = self.tokenizer.apply_chat_template(chat)
+            return self.vision.prompt(text, pictures, partial(self.tokenizer.encode, special=False))
         return encode_prompt(prompt, self.tokenizer, self.model.target.vocab_size, raw=raw)
 
     def quantize(self, mode: Precision, draft: Precision | None = None) -> None:
@@ -441,6 +452,7 @@ def load(
     chat_template: str | Path | None = None,
     prefix_dir: str | Path | None = None,
     prefix_disk: float = 8.0,
+    mmproj: str | Path | None = None,
 ) -> LLM:
     """Load a target model and its drafter.
 
@@ -492,6 +504,8 @@ def load(
             read again, even after a restart. Files contain the prompts' tokens; only their owner can read them. The
             latest texts stay in memory, up to 1 GiB. By default, no text is kept.
         prefix_disk: Maximum size of this folder, in GiB. The least recently used files are removed first.
+        mmproj: The vision tower of a GGUF file, as llama.cpp writes it. By default, a file named "mmproj" in
+            the model's folder.
 
     Raises:
         PacelineError: With the cause and what to do about it.
@@ -521,6 +535,7 @@ def load(
         chat_template=chat_template,
         prefix_dir=prefix_dir,
         prefix_disk=prefix_disk,
+        mmproj=mmproj,
     )
     return _load(arguments if preset is None else arguments.with_preset(preset))
 

@@ -137,12 +137,20 @@ class KVCache(Protocol[PassT]):
     def adapters(self) -> Sequence[int]:
         """Adapter of each slot's request: a number in `Adaptable.adapters` starting at 1, or 0 for none."""
 
-    def acquire(self, prompt: int = 0, adapter: int = 0) -> int:
+    @property
+    def lags(self) -> Sequence[int]:
+        """Difference between the length of each slot's text and its next rotary position, after the prompt.
+
+        It is above 0 after images in models with M-RoPE: an image takes fewer positions than rows.
+        """
+
+    def acquire(self, prompt: int = 0, adapter: int = 0, lag: int = 0) -> int:
         """Return a free slot of length 0.
 
         Args:
             prompt: Length of the request's prompt, in tokens.
             adapter: See `adapters`.
+            lag: See `lags`.
 
         Raises:
             OutOfMemory: If there is no memory for a slot.

@@ -13,6 +13,7 @@ from paceline.errors import SessionError, memory_named
 from paceline.protocols import Closable, KVCache, Target
 from paceline.types import Draft, DraftBudget, Forward, Prompt, Rows, Tap, Want
 from paceline.verify.tree import MIN_ROWS, PREFILL_ROWS, check, chunk_end, depths, pack, pack_prefix, paths_of
+from paceline.vision.prompt import ImagePrompt
 
 _Results = tuple[Tensor, dict[Tap, Tensor]]
 """Logits and taps of several rows, or of a single row."""
@@ -439,6 +440,8 @@ def _ids(ids: Sequence[int]) -> list[int]:
     """Return token ids as a list. They may be a tensor [T]. Raise `SessionError` for other types."""
     if isinstance(ids, Tensor) and ids.dim() == 1:
         return ids.tolist()
+    if isinstance(ids, ImagePrompt):
+        raise SessionError("a session does not support images", "Use generate, stream or batch")
     if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):
         raise SessionError(
             f"token ids must be a list, got {type(ids).__name__}", "Use [id, ...], even for a single token"

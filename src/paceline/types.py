@@ -41,6 +41,10 @@ same text, up to rounding of logits. "distribution": another text with the same 
 block). "lossy": another distribution (the rule typical)."""
 
 
+Mutual = Literal["none", "windows", "all"]
+"""Layers in which the rows of an image see each other: none, the layers with a sliding window (Gemma 4), or all."""
+
+
 @dataclass(frozen=True, slots=True)
 class DraftBudget:
     """Budget of a draft. `DraftBudget.chain(n)` is the classic draft of n consecutive tokens.
@@ -134,6 +138,36 @@ class Draft:
         return Draft(tuple(tokens), tuple(range(len(tokens))))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Given:
+    """Inputs of a prompt chunk that do not come from token ids: rows of images, and positions in them.
+
+    Attributes:
+        rows: Rows of the chunk that show an image, int64 [n].
+        embeddings: Their inputs of layer 0, [n, H].
+        deep: Added to these rows after layer 0, 1, ..., each [n, H] (Qwen3-VL's deepstack).
+        positions: Rotary positions (time, height, width) of all rows, int64 [3, T]. None for the positions of the rows.
+        mutual: Layers in which all rows of the chunk see each other, as the rows of an image do in Gemma 3.
+    """
+
+    rows: Tensor
+    embeddings: Tensor
+    deep: tuple[Tensor, ...] = ()
+    positions: Tensor | None = None
+    mutual: Mutual = "none"
+
+    def is_mutual(self, window: int | None) -> bool:
+        """Return True if all rows see each other in layers with this window, None for no window."""
+        return self.mutual == "all" or (self.mutual == "windows" and window is not None)
+
+    def place(self, x: Tensor, values: Tensor, add: bool = False) -> Tensor:
+        """Return x [1, T, H] with `values` [n, H] in the rows of images, or added to them."""
+        x, rows = x.clone(), self.rows.to(x.device)
+        values = values.to(x)
+        x[0, rows] = x[0, rows] + values if add else values
+        return x
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Input of a pass: T rows for each of B slots, padded where a slot has fewer rows.
@@ -153,6 +187,7 @@ class Rows:
             computed. Empty means that all rows are real.
         prefill: True for a chunk of a prompt. It does not depend on drafts, so its bits may depend on its shape.
         resume: Set if the rows do not begin at the first layer.
+        given: Inputs of a prompt chunk that do not come from token ids.
         number: Identifies the pass (`KVCache.commit`). Copies by `replace` keep it.
     """
 
@@ -165,6 +200,7 @@ class Rows:
     counts: tuple[int, ...] = ()
     prefill: bool = False
     resume: Resume | None = None
+    given: Given | None = field(default=None, compare=False)
     number: int = field(default_factory=count().__next__, compare=False)
 
     def __post_init__(self) -> None:

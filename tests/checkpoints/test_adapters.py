@@ -123,7 +123,7 @@ def test_x_lora_is_refused_with_its_reason(tmp_path: Path) -> None:
     train(base_model(tmp_path / "base"), tmp_path / "lora", target_modules=ATTENTION, r=4)
     config = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())
     (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps(config | {"peft_type": "XLORA"}))
-    with pytest.raises(UnsupportedModel, match="X-LoRA, which weighs its adapters anew for every token"):
+    with pytest.raises(UnsupportedModel, match="X-LoRA, which weights its adapters for every token"):
         paceline.load(tmp_path / "base", adapters={"x": tmp_path / "lora"})
 
 

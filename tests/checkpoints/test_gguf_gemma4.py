@@ -97,5 +97,5 @@ def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
 
 def test_wavelengths_that_are_neither_turned_nor_still_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "m.gguf", models("gemma4, large")[0], torch.tensor([1.0, 1.0, 4.0, 1e30, 1e30, 1e30, 1e30, 1e30]))
-    with pytest.raises(UnsupportedModel, match="stretches some wavelengths"):
+    with pytest.raises(UnsupportedModel, match="scales some rotary wavelengths"):
         open_gguf(tmp_path / "m.gguf")

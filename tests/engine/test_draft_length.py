@@ -210,12 +210,12 @@ def late(ahead: int) -> DraftBudget:
     for turn in range(60):
         # At first little, which says what much will cost.
         behind = 40 if turn < 10 else 1000 if turn % 10 == 0 else 3
-        size = controller.choose(unread=behind)
+        size = controller.choose(unread=behind, written=100)
         kept = tuple(range(1, size.nodes))
         seconds = (0.05 * size.nodes + 0.01 * behind) if size.nodes else 0.0
         draft, verdict = Draft.chain((0,) * size.nodes), Verdict(kept, (0, *kept))
         controller.take([size], [draft], [verdict], seconds, 1.0, 1, 1 + size.nodes)
-    return controller.choose(unread=1000, left=ahead)
+    return controller.choose(unread=1000, left=ahead, written=100)
 
 
 def test_catching_up_with_a_prompt_must_pay_within_what_is_left_to_write() -> None:

@@ -22,7 +22,7 @@ PROCESSORS = {"neon": "cortex-a53", "neondot": "cortex-a76", "neoni8mm": "max"}
 """Instruction sets of ARM, and a processor that has no larger one."""
 
 VANISHING = "product BF16 vanishing"
-"""The result that AVX-512 BF16 has otherwise: sums below 2^-126."""
+"""The result that AVX-512 BF16 may have otherwise, since AMD's processors run it: sums below 2^-126."""
 
 needs_arm = pytest.mark.skipif(
     platform.machine() == "aarch64" or not (shutil.which(ARM) and shutil.which(EMULATOR)),
@@ -57,7 +57,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_sets_of_this_processor(one: InstructionSet, expected: dict[str, str], tmp_path: Path) -> None:
     found = bits(one, tmp_path)
     differing = {key for key in expected if found[key] != expected[key]}
-    assert differing == ({VANISHING} if one.name == "avx512bf16" else set())
+    assert differing <= ({VANISHING} if one.name == "avx512bf16" else set())
 
 
 @needs_arm

@@ -17,7 +17,7 @@ from paceline.errors import InvalidOption, PacelineError
 from paceline.llm import LLM
 from paceline.server import errors
 from paceline.server.app import PAGE, POLICY, add_page
-from paceline.server.description import ANSWERS, Health
+from paceline.server.description import Health
 from paceline.server.models import ModelSource
 from paceline.server.worker import Busy, ServerStopping, Worker
 from tests.support.pages import ROOT
@@ -246,7 +246,7 @@ def test_answers_are_as_the_description_says(served: Serving, path: str, body: A
     route = path if path in described else "/v1/models/{name}"
     said = described[route]["get" if body is None else "post"]["responses"][str(answer.status_code)]
     model = said["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
-    (kind,) = (kind for kind in ANSWERS if kind.__name__ == model)
+    (kind,) = (kind for kind in served.thread.app.state.models if kind.__name__ == model)
     kind.model_validate(answer.json())
 
 

@@ -105,9 +105,10 @@ def test_an_old_image_is_a_note_and_a_new_one_an_error(served: Serving) -> None:
     assert "[input_audio left out" in text
     assert served.post("/v1/chat/completions", {"messages": later, "max_tokens": 2}).status_code == 200
     for path in ("/v1/chat/completions", "/apply-template", "/tokenize"):
-        refused = served.post(path, {"messages": [asked]})
-        assert refused.status_code == 400
-        assert "messages.0.content.1: type must be 'text', got 'image_url'" in refused.text
+        for i, part in ((1, image), (1, sound)):
+            refused = served.post(path, {"messages": [{"role": "user", "content": [asked["content"][0], part]}]})  # type: ignore[index]
+            assert refused.status_code == 400
+            assert f"messages.0.content.{i}: type must be 'text', got '{part['type']}'" in refused.text
     shot = [USER, {"role": "assistant", "content": "", "tool_calls": []}, {"role": "tool", "content": [image]}]
     assert "[image_url left out" in prompt(served, shot)
 

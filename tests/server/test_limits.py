@@ -118,7 +118,7 @@ def test_a_key_may_be_any_text() -> None:
 
 
 def test_bodies_that_are_too_large() -> None:
-    with serving(toy_llm(), max_body=1000) as it:
+    with serving(toy_llm(), max_body=1000, max_images=0, max_image_bytes=0) as it:
         small = {"messages": [{"role": "user", "content": "a" * 100}], "max_tokens": 2}
         large = {"messages": [{"role": "user", "content": "a" * 1000}], "max_tokens": 2}
         assert it.post("/v1/chat/completions", small).status_code == 200

@@ -12,10 +12,13 @@ from paceline.sampling.parameters import Sampling
 from paceline.server.apis.messages import MessagesRequest, chat_prompt
 from paceline.server.compat import left_out
 from paceline.server.errors import ApiError
+from paceline.server.images import seen
+from paceline.server.limits import Settings
 from tests.support.calling import SCHEMA, THINKS, user
 from tests.support.plain_anthropic import PlainAnthropic
 from tests.support.running import Serving, serving
 from tests.support.scripted import fail_before_the_end, scripted
+from tests.support.toys import toy_llm
 
 TOOL: Any = {"name": "add", "input_schema": SCHEMA}
 
@@ -144,8 +147,11 @@ def test_parts_that_are_not_text_leave_a_note_in_history_and_results() -> None:
         left_out("image"),
     ]
     new = {"role": "user", "content": [{"type": "text", "text": "this:"}, IMAGE]}
-    with pytest.raises(ApiError, match=r"messages.2.content.1: .*'image'"):
-        converted(messages=[user("a"), {"role": "assistant", "content": "b"}, new])
+    body = MessagesRequest.model_validate(
+        {"model": "m", "max_tokens": 1, "messages": [user("a"), {"role": "assistant", "content": "b"}, new]}
+    )
+    with pytest.raises(ApiError, match=r"messages.2.content.1: .*'image'. This model reads text only"):
+        seen(toy_llm(), Settings(), chat_prompt(body))
 
 
 @pytest.mark.parametrize("system", [BILLED + "\n\nBe brief.", [{"type": "text", "text": BILLED + "\nBe brief."}]])

@@ -223,7 +223,7 @@ def test_a_model_that_can_never_fit_is_refused() -> None:
     models = Models([stays, *Shelf({"a": 2}).sources], max_memory=5 << 29)
 
     async def work() -> None:
-        with pytest.raises(OutOfMemory, match=r"a needs 2\.0 GiB, 0\.5 more than there may be"):
+        with pytest.raises(OutOfMemory, match=r"a needs 2\.0 GiB, which exceeds the memory budget by 0\.5 GiB"):
             await models.ready("a")
         assert loaded(models) == ["stays"]
 
@@ -255,7 +255,7 @@ def test_a_model_that_cannot_fit_with_its_draft_model_is_refused() -> None:
     models = Models([ModelSource(("a",), heavy, 1 << 29)], max_memory=1 << 30)
 
     async def work() -> None:
-        with pytest.raises(OutOfMemory, match=r"a needs 1\.5 GiB, 0\.5 more than there may be"):
+        with pytest.raises(OutOfMemory, match=r"a needs 1\.5 GiB, which exceeds the memory budget by 0\.5 GiB"):
             await models.ready("a")
 
     run(models, work)
@@ -265,7 +265,7 @@ def test_the_model_that_stays_is_counted_with_its_draft_model() -> None:
     models = Models([ModelSource(("stays",), heavy, stays=True), *Shelf({"a": 1}).sources], max_memory=3 << 29)
 
     async def work() -> None:
-        with pytest.raises(OutOfMemory, match=r"a needs 1\.0 GiB, 0\.5 more"):
+        with pytest.raises(OutOfMemory, match=r"a needs 1\.0 GiB, which exceeds the memory budget by 0\.5 GiB"):
             await models.ready("a")
 
     run(models, work)

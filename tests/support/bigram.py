@@ -19,7 +19,7 @@ class Lengths:
         self.lengths: list[int] = []
         self.prompts: list[int] = []
 
-    def acquire(self, prompt: int = 0, adapter: int = 0) -> int:
+    def acquire(self, prompt: int = 0, adapter: int = 0, lag: int = 0) -> int:
         self.lengths.append(0)
         self.prompts.append(prompt)
         return len(self.lengths) - 1

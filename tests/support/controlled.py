@@ -12,7 +12,9 @@ def fixed_plan(
     controller: Controller, requests: Sequence[Standing], budget: DraftBudget, pace: float = 0.0
 ) -> DraftPlan:
     """Return the plan to give each request this budget, one of the controller's sizes."""
-    return DraftPlan([budget] * len(requests), pace=pace, at=controller.sizes.index(budget))
+    # No pause follows a plan in which some size seems best, so every round has such a plan.
+    best = len(controller.sizes) - 1
+    return DraftPlan([budget] * len(requests), pace=pace, at=controller.sizes.index(budget), best=best)
 
 
 class Driven(Controller):

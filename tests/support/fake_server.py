@@ -74,6 +74,8 @@ class Fake:
     """The number of events after which the connection ends without an error."""
     others: tuple[str, ...] = ()
     """Further models, not loaded until they are asked."""
+    sees: bool = False
+    """The models see images."""
     loaded: set[str] = field(default_factory=lambda: {MODEL})
     load_until: threading.Event | None = None
     """A model that is not loaded is loaded once this is set."""
@@ -104,6 +106,7 @@ class Fake:
             return {"loaded": False}
         return {
             "loaded": True,
+            "modalities": ["text", "image"] if self.sees else ["text"],
             "drafters": ["suffix", "ngram", "eagle3"],
             "default": "suffix",
             "guarantee": self.guarantee,

@@ -38,6 +38,7 @@ TESTS = {
     "functional": ["functional"],
     "integrations": ["integrations"],
     "kernels": ["kernels", "cache", "models"],
+    "learn": ["learn"],
     "models": ["models", "drafters", "checkpoints"],
     "native": ["kernels", "cache", "models"],
     "recording": ["recording", "cli/test_record.py"],
@@ -47,6 +48,7 @@ TESTS = {
     "server": ["server"],
     "text": ["text", "drafters/test_cross.py", "drafters/test_retokenizer.py", "server"],
     "train": ["train"],
+    "vision": ["vision", "engine"],
     "verify": ["verify", "functional", "engine"],
     ".": ["test_llm.py", "test_session.py", "test_speculation.py", "test_testing.py", "test_seams.py", "engine"],
 }

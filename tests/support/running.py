@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx2 as httpx
 
+from paceline.learn.learner import Learner
 from paceline.llm import LLM
 from paceline.server.app import create_app
 from paceline.server.limits import Settings
@@ -81,10 +82,15 @@ class Serving:
 
 @contextmanager
 def serving(
-    llm: LLM, limits: WorkerLimits | None = None, model: str = "toy", aliases: Sequence[str] = (), **more: Any
+    llm: LLM,
+    limits: WorkerLimits | None = None,
+    model: str = "toy",
+    aliases: Sequence[str] = (),
+    learner: Learner | None = None,
+    **more: Any,
 ) -> Iterator[Serving]:
     """Serves one model until the block is left. `more`: as for `serving_models`."""
-    worker = Worker(llm, limits)
+    worker = Worker(llm, limits, learner=learner)
     source = ModelSource((model, *aliases), lambda: worker, stays=True, adapters=tuple(llm.adapters))
     with serving_models([source], **more) as it:
         it.llm, it.worker = llm, worker

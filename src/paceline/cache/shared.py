@@ -34,12 +34,12 @@ class SharedSlabCache(SlabCache):
         return self._slabs
 
     @torch.inference_mode()
-    def acquire(self, prompt: int = 0, adapter: int = 0) -> int:
+    def acquire(self, prompt: int = 0, adapter: int = 0, lag: int = 0) -> int:
         for slab in self.slabs:
             if slab.places == len(self._places):
                 capacity = self._fits(slab, self.initial_capacity)
                 slab.resize(max(1, 2 * slab.places), capacity, max(self._tops.values(), default=0))
-        slot = super(SlabCache, self).acquire(prompt, adapter)
+        slot = super(SlabCache, self).acquire(prompt, adapter, lag)
         self._places[slot], self._tops[slot] = len(self._places), 0
         return slot
 

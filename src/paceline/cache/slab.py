@@ -268,11 +268,11 @@ class SlabCache(SlotTable):
         return sum(x.numel() * x.element_size() for slab in self.slabs for x in slab.tensors)
 
     @torch.inference_mode()
-    def acquire(self, prompt: int = 0, adapter: int = 0) -> int:
+    def acquire(self, prompt: int = 0, adapter: int = 0, lag: int = 0) -> int:
         slabs = self._new_slabs()
         for slab in slabs:
             slab.resize(1, self._fits(slab, max(1, prompt)), 0)
-        slot = super().acquire(prompt, adapter)
+        slot = super().acquire(prompt, adapter, lag)
         self._held[slot], self._tops[slot] = slabs, 0
         return slot
 
@@ -280,7 +280,7 @@ class SlabCache(SlotTable):
     def fork(self, slot: int) -> int:
         """See `protocols.KVCache.fork`."""
         self.check_taken(slot)
-        new = self.acquire(self.prompts[slot], self.adapters[slot])
+        new = self.acquire(self.prompts[slot], self.adapters[slot], self.lags[slot])
         try:
             self._reserve([new], [self._tops[slot]])
         except BaseException:
@@ -380,7 +380,7 @@ class SlabCache(SlotTable):
         """Return the plans of each kind of attention for a pass with these layouts."""
         groups, plans = self._groups(rows.slots), []
         for kind, (window, mutual, *_, chunked) in enumerate(self._kinds):
-            seen = [x.mutual() for x in layouts] if mutual else layouts
+            seen = [x.mutual() for x in layouts] if mutual or (rows.given and rows.given.is_mutual(window)) else layouts
             plans.append(
                 [
                     SlabPlan(slabs[kind].tensors, window, rows, members, places, [seen[i] for i in members], chunked)

@@ -24,22 +24,25 @@ class SlotTable(ABC):
         """Prompt length of each slot's request."""
         self.adapters: list[int] = []
         """Adapter of each slot's request."""
+        self.lags: list[int] = []
+        """Difference between length and rotary position of each slot's text (see `protocols.KVCache.lags`)."""
         self._free: list[int] = []
         self._begun: dict[int, int] = {}
         """Slot -> number of its latest pass, until that is committed."""
         self._before: dict[int, int] = {}
         """Slot -> its length before its latest commit."""
 
-    def acquire(self, prompt: int = 0, adapter: int = 0) -> int:
+    def acquire(self, prompt: int = 0, adapter: int = 0, lag: int = 0) -> int:
         """See `protocols.KVCache.acquire`."""
         if not self._free:
             # List the new slot last, so that an interrupt never leaves a free slot without entries in the other lists.
             self.prompts.append(0)
             self.adapters.append(0)
+            self.lags.append(0)
             self.lengths.append(0)
             self._free.append(len(self.lengths) - 1)
         slot = self._free.pop()
-        self.lengths[slot], self.prompts[slot], self.adapters[slot] = 0, prompt, adapter
+        self.lengths[slot], self.prompts[slot], self.adapters[slot], self.lags[slot] = 0, prompt, adapter, lag
         return slot
 
     def release(self, slot: int) -> None:

@@ -148,8 +148,8 @@ class StateCache(SlabCache):
         self._fed: dict[int, _Fed] = {}
 
     @torch.inference_mode()
-    def acquire(self, prompt: int = 0, adapter: int = 0) -> int:
-        slot = super().acquire(prompt, adapter)
+    def acquire(self, prompt: int = 0, adapter: int = 0, lag: int = 0) -> int:
+        slot = super().acquire(prompt, adapter, lag)
         self._states[slot] = {0: {layer: one.empty() for layer, one in self.recurrences.items()}}
         self._fed[slot] = _Fed()
         return slot

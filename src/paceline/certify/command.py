@@ -86,7 +86,7 @@ def _sides(target: str, base: str, options: CertifyOptions) -> tuple[Sides, dict
         Side("plain", plain, plain_model, plain_extra, raw),
         options.concurrency,
         options.near_tie,
-        _Progress(),
+        _StatusLine(),
         "://" not in target and options.against != "none",
     )
     facts = {
@@ -152,7 +152,7 @@ def _read_prompts(path: Path) -> list[NamedPrompt]:
     return found
 
 
-class _Progress:
+class _StatusLine:
     """Shows progress on a terminal in one line, and elsewhere the name of each part."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Several requests at a time: does a reply depend on the batch, and is it somebody else's?"""
+"""Replies under load: do they depend on the batch, and does each request get its own reply?"""
 
 from __future__ import annotations
 

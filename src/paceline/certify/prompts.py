@@ -155,7 +155,7 @@ def tasks(count: int, seed: int = 0) -> list[NamedPrompt]:
 
 
 def contexts(count: int, seed: int = 0) -> list[NamedPrompt]:
-    """Return short prompts with repetition, which drafters propose something for, and many possible replies."""
+    """Return short prompts with many possible replies. They repeat text, so that drafters propose tokens."""
     made = []
     for i in range(count):
         draw = random.Random(f"context {seed} {i}")

@@ -33,7 +33,7 @@ class WorkSizes:
     seconds: float
 
     def requests(self) -> int:
-        """Return the number of requests, without repetitions of what differs."""
+        """Return the number of requests. Differences cause further requests, which are not counted."""
         sampled = 2 * 3 * self.contexts * self.seeds
         return 4 * self.prompts + sampled + 4 * self.texts + 110 + 64 + 4 * self.questions + 4 * self.timed
 

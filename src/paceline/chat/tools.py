@@ -406,7 +406,11 @@ def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Schema]) -
 
 def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
     if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"}
+        content = message.get("content") or ""
+        if isinstance(content, list):  # with images
+            first, last = ({"type": "text", "text": tag} for tag in ("<tool_response>\n", "\n</tool_response>"))
+            return {"role": "user", "content": [first, *content, last]}
+        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
     return _calls_as_text(message, HERMES)
 
 

@@ -115,7 +115,7 @@ class Family:
         unlike_file: Function from the config and a module to the reason why the decoder's weights of this module differ
             from the trained weights in more than their names; None if they do not.
         quantised: Quantisation methods whose tensors the family reads.
-        part_of: `model_type` of multimodal models that contain this language model.
+        part_of: `model_type`s of multimodal models that contain this language model.
         mtp_follows: MTP layers follow the model's own layers, under DeepSeek's names.
         mtp_early: An MTP layer reads the stream before the final norm, and before the embedding.
         gguf: Layouts of the family's architectures in GGUF files.
@@ -135,7 +135,7 @@ class Family:
     turned: bool = False
     unlike_file: Callable[[Raw, str], str | None] = lambda raw, module: None
     quantised: tuple[str, ...] = ()
-    part_of: str = ""
+    part_of: tuple[str, ...] = ()
     mtp_follows: bool = False
     mtp_early: bool = False
     gguf: tuple[GGUFLayout, ...] = ()

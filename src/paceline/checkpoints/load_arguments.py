@@ -52,6 +52,7 @@ class LoadArguments:
     chat_template: str | Path | None
     prefix_dir: str | Path | None
     prefix_disk: float
+    mmproj: str | Path | None
 
     def with_preset(self, name: str) -> LoadArguments:
         """Return these arguments with a preset applied. A preset only changes arguments that are "auto" or False.

@@ -22,6 +22,7 @@ from paceline.checkpoints.lora import Merged, open_model
 from paceline.checkpoints.model_config import read_config
 from paceline.checkpoints.mtp import has_mtp
 from paceline.checkpoints.registry import FAMILIES
+from paceline.checkpoints.vision import open_vision
 from paceline.errors import InvalidOption, UnsupportedModel, install_line, memory_named
 from paceline.files.progress import progress_bar
 from paceline.kernels.cpu.build import library
@@ -39,6 +40,7 @@ from paceline.models.ranks import Ranks
 from paceline.models.refusals import refuse_other_heads, refuse_other_kinds
 from paceline.protocols import Adaptable, Target
 from paceline.text.tokenizer import Tokenizer
+from paceline.vision.encoder import Vision
 
 _LOG = logging.getLogger("paceline")
 
@@ -62,6 +64,7 @@ class Loaded:
         quantize: How its weights are quantised; None if they are not.
         head_tokens: The token ids, ascending, to which a draft model's output head was reduced; None for all tokens.
         has_mtp: True if its files also hold an MTP layer.
+        vision: Its vision tower. None if it does not see, or Paceline cannot run its tower.
     """
 
     target: Target
@@ -72,6 +75,7 @@ class Loaded:
     quantize: Mode | None = None
     head_tokens: Tensor | None = None
     has_mtp: bool = False
+    vision: Vision | None = None
 
     @property
     def adapters(self) -> Sequence[str]:
@@ -104,6 +108,7 @@ def load_model(
     adapters: Mapping[str, Adapter] | None = None,
     device_map: DeviceMap | None = None,
     tensor_parallel: bool = False,
+    mmproj: str | Path | None = None,
 ) -> Loaded:
     """Load a model. See `paceline.load` for the arguments.
 
@@ -114,12 +119,9 @@ def load_model(
     check_kv_type(kv_type)
     limit_threads()
     fetch: dict[str, Any] = {"token": token, "allow_pickle": allow_pickle}
-    mirror = Mirror(Ranks()) if tensor_parallel else None
-    parts = _checked_map(device_map, "auto" if head_tokens else device)
-    where = pick_device(next(iter(parts), "auto") if parts is not None else device)
-    where = mirror.ranks.device(where) if mirror else where
-    in_turn: Callable[[], AbstractContextManager[None]] = mirror.ranks.one_by_one if mirror else nullcontext
-    with in_turn():  # rank 0 fetches the model and compiles the kernels before the other ranks look for them
+    place = _LoadDevices.chosen(device, device_map, tensor_parallel, drafts=head_tokens is not None)
+    where, parts, mirror = place.first, place.parts, place.mirror
+    with place.in_turn():  # rank 0 fetches the model and compiles the kernels before the other ranks look for them
         with progress_bar("compiling the CPU kernels, once", progress):
             pick_dtype(dtype, where)  # raises before anything is fetched
         checkpoint = open_model(reference, adapter, revision=revision, quiet=not progress, **fetch)
@@ -129,12 +131,12 @@ def load_model(
     kind = pick_dtype(dtype, where, by_torch=config is None)
     _check_possible(str(reference), config is not None, quantize, bool(adapters), exact and where.type == "cuda")
     stored = _stored_type(kv_type, kind, config is not None, [where, *map(pick_device, parts or ())])
-    with in_turn():
+    with place.in_turn():
         factors = [read_factors(name, one, checkpoint.config, **fetch) for name, one in (adapters or {}).items()]
     mode = weights_held(config, checkpoint.tensors, quantize, dtype, where, drafts=head_tokens is not None)
     tensors = Quantised(checkpoint.tensors, mode, requantise=head_tokens is not None) if mode else checkpoint.tensors
-    chooses = head_tokens if where.type == "cpu" else None
-    kept = chooses(checkpoint.tokenizer, config.vocab_size) if chooses and config else None
+    reduces = head_tokens if where.type == "cpu" else None
+    kept = reduces(checkpoint.tokenizer, config.vocab_size) if reduces and config else None
     too_large = memory_named(f"{reference} does not fit on {where} in {kind}", "Use a smaller dtype or model")
     with too_large, progress_bar(f"loading {reference}", progress) as advance:
         if config is None:
@@ -151,7 +153,37 @@ def load_model(
     if mirror:
         mirror.follow()
     mtp = config is not None and has_mtp(checkpoint.tensors)
-    return Loaded(target, checkpoint.tokenizer, eos, checkpoint.generation, checkpoint.path, mode, kept, mtp)
+    vision = None
+    if config and not (mirror or head_tokens):
+        vision = open_vision(checkpoint.path, kind, where, allow_pickle, config, mmproj)
+    return Loaded(target, checkpoint.tokenizer, eos, checkpoint.generation, checkpoint.path, mode, kept, mtp, vision)
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadDevices:
+    """The devices and processes that hold a model.
+
+    Attributes:
+        first: The device of the first layer.
+        parts: Device -> number of layers. {} places the layers by free memory. None uses one device.
+        mirror: Repeats the calls on all ranks. None for one process.
+    """
+
+    first: torch.device
+    parts: dict[str, int | None] | None
+    mirror: Mirror | None
+
+    @staticmethod
+    def chosen(device: Device, device_map: DeviceMap | None, tensor_parallel: bool, drafts: bool) -> _LoadDevices:
+        """Return the place that the options ask for. `drafts`: True for a draft model, whose device the map decides."""
+        mirror = Mirror(Ranks()) if tensor_parallel else None
+        parts = _checked_map(device_map, "auto" if drafts else device)
+        first = pick_device(next(iter(parts), "auto") if parts is not None else device)
+        return _LoadDevices(mirror.ranks.device(first) if mirror else first, parts, mirror)
+
+    def in_turn(self) -> AbstractContextManager[None]:
+        """Return a context that the ranks enter one after the other, rank 0 first."""
+        return self.mirror.ranks.one_by_one() if self.mirror else nullcontext()
 
 
 def _checked_map(given: DeviceMap | None, device: Device) -> dict[str, int | None] | None:

@@ -123,7 +123,7 @@ def _refuse_other_kinds(path: Path, raw: Mapping[str, Any]) -> None:
     merge = "Merge it with the peft package and load the result, or use a plain LoRA"
     if raw.get("peft_type") == "XLORA":
         raise UnsupportedModel(
-            f"{path} is an X-LoRA, which weighs its adapters anew for every token, with an additional pass",
+            f"{path} is an X-LoRA, which weights its adapters for every token. This is not supported",
             "Give its adapters as a list, with fixed weights",
         )
     if raw.get("peft_type") != "LORA":

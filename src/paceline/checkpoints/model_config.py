@@ -101,16 +101,18 @@ def _check(c: ModelConfig) -> None:
     if c.activation not in known:
         raise UnsupportedModel(f"activation {c.activation!r} is not known", f"Known: {', '.join(known)}")
     if c.heads % c.kv_heads or c.head_dim < 2 or c.head_dim % 2:
-        raise CorruptModel(f"{c.heads} heads of size {c.head_dim} over {c.kv_heads} key heads do not fit", CORRECT)
+        raise CorruptModel(
+            f"{c.heads} heads of size {c.head_dim} do not fit {c.kv_heads} key heads, or the size is odd", CORRECT
+        )
     for one in {layer.recurrent for layer in c.plan if layer.recurrent}:
         uneven = isinstance(one, MatrixConfig) and one.heads % one.key_heads
         if uneven or one.state_size > MOST_ROWS:
             raise CorruptModel(f"{one} does not fit: its state has {one.state_size:,} numbers", CORRECT)
     if any(c.heads % own.kv_heads or own.head_dim < 2 or own.head_dim % 2 for own in map(c.of, c.plan)):
-        raise CorruptModel(f"{c.heads} heads do not fit the key heads of every layer", CORRECT)
+        raise CorruptModel(f"{c.heads} heads do not fit the key heads of every layer, or a size is odd", CORRECT)
     widest = max(own.head_dim for own in map(c.of, c.plan))
     if c.heads * widest > MOST_ROWS or c.layers * c.token_inputs > MOST_ROWS:
-        raise CorruptModel(f"{c.heads} heads of size {widest} are more than a matrix can have", CORRECT)
+        raise CorruptModel(f"{c.heads} heads of size {widest} exceed the maximum of {MOST_ROWS:,} rows", CORRECT)
 
 
 def _refuse_peculiar(raw: Raw, family: Family) -> None:

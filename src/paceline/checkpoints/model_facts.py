@@ -14,6 +14,7 @@ from typing import Any, Literal
 from paceline.checkpoints.checkpoint import open_folder
 from paceline.checkpoints.gguf_file import read_gguf
 from paceline.checkpoints.gguf_metadata import Metadata
+from paceline.checkpoints.vision import sees
 from paceline.errors import PacelineError
 from paceline.files.gguf_names import parts_of
 from paceline.files.reading import read_json_if_exists, read_text
@@ -40,6 +41,7 @@ class ModelFacts:
         context_length: Context length in tokens.
         vocab_size: Number of tokens.
         template: Chat template; "" for none.
+        vision: The files contain a vision tower that Paceline knows.
         infill: The tokenizer has tokens for fill-in-the-middle.
         generation: Contents of generation_config.json.
     """
@@ -52,6 +54,7 @@ class ModelFacts:
     context_length: int = 0
     vocab_size: int = 0
     template: str = ""
+    vision: bool = False
     infill: bool = False
     generation: dict[str, Any] = field(default_factory=dict)
 
@@ -91,6 +94,7 @@ def _of_gguf(path: Path) -> ModelFacts:
         context_length=Metadata(file, family).get("context_length", 0),
         vocab_size=len(tokens),
         template=file.fields.get("tokenizer.chat_template") or "",
+        vision=sees(path),
         infill=fills_gaps({*tokens}.__contains__),
     )
 
@@ -110,6 +114,7 @@ def _of_folder(path: Path) -> ModelFacts:
         context_length=config.get(_CONTEXT) or 0,
         vocab_size=config.get("vocab_size") or 0,
         template=template_of(path) or "",
+        vision=sees(path),
         infill=fills_gaps(lambda token: f'"{token}"' in words),
         generation=read_json_if_exists(path / "generation_config.json", GENERATION),
     )

@@ -22,7 +22,7 @@ ARCHITECTURES: dict[str, tuple[Family, GGUFLayout]] = {
     layout.architecture: (family, layout) for family in FAMILIES.values() for layout in family.gguf
 }
 """Family and layout by the architecture's name in GGUF files."""
-_PARTS = {family.part_of: family.name for family in FAMILIES.values() if family.part_of}
+_PARTS = {whole: family.name for family in FAMILIES.values() for whole in family.part_of}
 """Model type of a multimodal model -> model type of its language model."""
 _UNKNOWN = Family("")
 
@@ -39,8 +39,11 @@ def ties_head(raw: Raw) -> bool:
 
 def text_config(raw: dict[str, Any]) -> dict[str, Any]:
     """Return the config of a multimodal model's language model; other configs are returned unchanged."""
-    inner = raw.get("text_config")
-    if raw.get("model_type") not in _PARTS or not isinstance(inner, dict):
+    if raw.get("model_type") not in _PARTS:
+        return raw
+    inner = raw.get("text_config", {key: value for key, value in raw.items() if key != "vision_config"})
+    if not isinstance(inner, dict):
         return raw
     shared = {key: raw[key] for key in ("architectures", "tie_word_embeddings", "eos_token_id") if key in raw}
-    return {**shared, **inner, "model_type": _PARTS[raw["model_type"]]}
+    tied = {key: raw[key] for key in ("tie_word_embeddings",) if key in raw}  # transformers ignores the inner key
+    return {**shared, **inner, **tied, "model_type": _PARTS[raw["model_type"]]}

@@ -40,6 +40,7 @@ def load_target(arguments: LoadArguments, adapters: Mapping[str, Adapter]) -> Lo
             progress=arguments.progress,
             exact=arguments.exact,
             tensor_parallel=arguments.tensor_parallel,
+            mmproj=arguments.mmproj,
         )
         _advise(loaded, floats_chosen=(arguments.quantize, arguments.dtype) != ("auto", "auto"))
         return loaded

@@ -22,6 +22,7 @@ from paceline.cli.demo import demo
 from paceline.cli.doctor import doctor
 from paceline.cli.generate import generate
 from paceline.cli.info import info
+from paceline.cli.learn import learn
 from paceline.cli.models import list_models, pull, rm
 from paceline.cli.options import AsJson, progress_wanted
 from paceline.cli.perplexity import perplexity
@@ -91,7 +92,23 @@ def compile_kernels(*, as_json: AsJson = False) -> None:
 
 # Arguments after the prompt are kept for an error that says to quote it.
 add_command(app, generate, allow_extra_args=True)
-for _command in (chat, serve, pull, rm, demo, info, doctor, certify, bench, record, replay, tune, perplexity, train):
+for _command in (
+    chat,
+    serve,
+    pull,
+    rm,
+    demo,
+    info,
+    doctor,
+    certify,
+    bench,
+    record,
+    replay,
+    tune,
+    perplexity,
+    train,
+    learn,
+):
     add_command(app, _command)
 add_command(app, compile_kernels, "compile")
 add_command(app, list_models, "list")

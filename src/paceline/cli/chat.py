@@ -15,20 +15,22 @@ import typer
 
 from paceline.cli.background import Background
 from paceline.cli.commands import option, print_error
+from paceline.cli.images import check_sees, data_url, read_images, saved_content, with_images
 from paceline.cli.options import LoadFlags, ModelArgument, Quiet, SamplingOptions, progress_wanted
-from paceline.cli.prompts import piped_prompt
+from paceline.cli.prompts import STDIN, piped_prompt
 from paceline.cli.show import has_colour, loaded_line, sampling_line, show_stream, summary
 from paceline.cli.wrapping import say
-from paceline.errors import InvalidData, InvalidOption, PacelineError, UnsupportedModel
+from paceline.errors import InvalidData, InvalidOption, InvalidPrompt, PacelineError, UnsupportedModel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from paceline.engine.results import Completion
     from paceline.sampling.parameters import Sampling
+    from paceline.vision.picture import Picture
 
 _FENCE = '"""'
-_LARGEST = 1 << 24
+_LARGEST = 1 << 26
 _ROLES = ("system", "user", "assistant")
 
 _HELP = f"""\
@@ -36,6 +38,7 @@ _HELP = f"""\
 /reset             start a new conversation
 /system [TEXT]     set the system message; without TEXT, remove it
 /set [NAME VALUE]  change a sampling parameter, such as /set temperature 0.7; without one, show the current ones
+/image FILE        show the model an image with the next message
 /retry             write the last reply again; it differs only at a temperature above 0 and without --seed
 /model [NAME]      continue with another model; without NAME, show this one
 /save FILE         write the conversation to a file
@@ -87,19 +90,27 @@ def run(
     load: LoadFlags,
     sampling: SamplingOptions,
     system: Annotated[str | None, option("System message, the first of the conversation.")] = None,
+    image: Annotated[
+        list[str] | None,
+        option("Image for the model to look at; - is stdin. Repeatable.", metavar="FILE"),
+    ] = None,
     quiet: Quiet = False,
 ) -> None:
     """Answer a prompt, or chat with a model in the terminal.
 
     With a prompt, or text piped to it, the command writes one answer and exits. Without, it is `paceline chat`.
     """
-    prompt = piped_prompt(" ".join(words or ()))
+    images, prompt = read_images(image), " ".join(words or ())
+    if not image or STDIN not in image:
+        prompt = piped_prompt(prompt)
+    if images and not prompt:
+        raise InvalidOption("--image needs a prompt", "Give the prompt as an argument; in a conversation, use /image")
     if not prompt:
         chat(argument, load=load, sampling=sampling, system=system, quiet=quiet)
         return
     conversation = _Chat(load.with_model(argument), sampling, system, quiet)
     conversation.open()
-    conversation.answer_once(prompt)
+    conversation.answer_once(prompt, images)
 
 
 class _Chat:
@@ -109,6 +120,7 @@ class _Chat:
         self._more = "raise -n"
         self._opening = _system_message(system)
         self._messages = list(self._opening)
+        self._images: list[Picture] = []
         self._last: Completion | None = None
         self._loading: Background | None = None
 
@@ -152,6 +164,7 @@ class _Chat:
             "/reset": self._reset,
             "/system": self._system,
             "/set": self._set,
+            "/image": self._image,
             "/retry": self._retry,
             "/model": self._model,
             "/save": self._save,
@@ -165,7 +178,8 @@ class _Chat:
             near = get_close_matches(name, [*commands, "/quit"], 1, 0.7)
             if message.fenced or not re.fullmatch(r"/\w*", name) or (rest and not near):
                 if message.text:
-                    self._answer(message.text)
+                    self._answer(with_images(message.text, self._images))
+                    self._images = []
             elif name == "/quit":
                 break
             elif name not in commands:
@@ -179,12 +193,14 @@ class _Chat:
                 except OSError as error:
                     print_error(f"{error.filename or rest}: {error.strerror or error}")
 
-    def answer_once(self, line: str) -> None:
+    def answer_once(self, line: str, images: Sequence[Picture]) -> None:
         """Answer a single message."""
-        self._reply([*self._messages, {"role": "user", "content": line}])
+        if images:
+            check_sees(self._llm)
+        self._reply([*self._messages, {"role": "user", "content": with_images(line, images)}])
 
     def _reset(self, _: str) -> None:
-        self._messages = list(self._opening)
+        self._messages, self._images = list(self._opening), []
         say("This is a new conversation.", err=False)
 
     def _system(self, text: str) -> None:
@@ -199,6 +215,15 @@ class _Chat:
             self._sampling = self._llm.sampling(**(self._options.given() | changes))
             self._changes = changes
         say(sampling_line(self._sampling, self._options.given() | self._changes) or "greedy", err=False)
+
+    def _image(self, name: str) -> None:
+        check_sees(self._llm)
+        if not name:
+            raise InvalidOption("/image needs the name of a file", "Write /image receipt.png, for example")
+        [image] = read_images([name])
+        self._images.append(image)
+        height, width, _ = image.pixels.shape
+        say(f"The next message comes with this image of {width} x {height} pixels.", err=False)
 
     def _retry(self, _: str) -> None:
         asked = [i for i, message in enumerate(self._messages) if message["role"] == "user"]
@@ -216,7 +241,7 @@ class _Chat:
 
     def _model(self, name: str) -> None:
         if name:
-            self._open(replace(self._load, model=name, adapter=None, revision=None))
+            self._open(replace(self._load, model=name, adapter=None, revision=None, mmproj=None))
             self._sampling = self._llm.sampling(**(self._options.given() | self._changes))
         else:
             say(loaded_line(self._load.model, self._llm), err=False)
@@ -227,7 +252,8 @@ class _Chat:
             raise InvalidOption("/save needs the name of a file", "Write /save chat.json, for example")
         if path.exists():
             read_conversation(path)  # raises for any other file, so that only a conversation is overwritten
-        path.write_text(json.dumps({"model": self._load.model, "messages": self._messages}, indent=1) + "\n", "utf-8")
+        saved = {"model": self._load.model, "messages": self._messages}
+        path.write_text(json.dumps(saved, indent=1, default=data_url) + "\n", "utf-8")
         say(f"Saved in {path}.", err=False)
 
     def _read(self, name: str) -> None:
@@ -238,9 +264,9 @@ class _Chat:
     def _stats(self, _: str) -> None:
         say(_details(self._last, self._sampling) if self._last else "There is no reply yet.", err=False)
 
-    def _answer(self, line: str) -> bool:
+    def _answer(self, line: str | list[dict[str, Any]]) -> bool:
         """Answer a message. Return True if there is an answer."""
-        messages = [*self._messages, {"role": "user", "content": line}]
+        messages: list[dict[str, Any]] = [*self._messages, {"role": "user", "content": line}]
         try:
             text = self._reply(messages)
         except PacelineError as error:
@@ -251,7 +277,7 @@ class _Chat:
             self._messages = [*messages, {"role": "assistant", "content": text}]
         return bool(text)
 
-    def _reply(self, messages: list[dict[str, str]]) -> str:
+    def _reply(self, messages: list[dict[str, Any]]) -> str:
         with self._llm.stream(messages, self._sampling) as stream:
             try:
                 show_stream(stream, sys.stdout, progress_wanted(self._quiet))
@@ -263,7 +289,7 @@ class _Chat:
         return self._last.text
 
 
-def _system_message(text: str | None) -> list[dict[str, str]]:
+def _system_message(text: str | None) -> list[dict[str, Any]]:
     return [] if text is None else [{"role": "system", "content": text}]
 
 
@@ -275,21 +301,24 @@ def _value(text: str) -> Any:
         return text
 
 
-def read_conversation(path: Path) -> list[dict[str, str]]:
+def read_conversation(path: Path) -> list[dict[str, Any]]:
     """Read the messages of a file that /save has written.
 
     Raises:
         InvalidData: If the file contains anything else.
+        InvalidPrompt: If an image in it cannot be read.
         OSError: If the file cannot be read.
     """
     with path.open("rb") as file:
         data = file.read(_LARGEST + 1)
     try:
         messages = json.loads(data if len(data) <= _LARGEST else "")["messages"]
-        found = [{"role": one["role"], "content": one["content"]} for one in messages]
-        if all(one["role"] in _ROLES and isinstance(one["content"], str) for one in found):
+        found = [{"role": one["role"], "content": saved_content(one["content"])} for one in messages]
+        if all(one["role"] in _ROLES for one in found):
             return found
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except InvalidPrompt:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         pass
     raise InvalidData(f"{path} contains no conversation", "Use a file that /save has written")
 

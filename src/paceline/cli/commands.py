@@ -38,6 +38,7 @@ EVERYDAY = {
     "tune": "drafters model quantize draft-quantize count batch threads json quiet",
     "perplexity": "model quantize tokens json quiet",
     "train": "out target kind prompts answers from taps vocabulary epochs quiet",
+    "learn": "status forget json",
     "compile": "json",
     "list": "all json",
     "run": "model drafter quantize max-new-tokens temperature seed system quiet",

@@ -62,11 +62,14 @@ def doctor(
         if not progress_wanted(quiet):
             status.stop()
         result = examine(llm.model, names, draft_quantize, vocab, status.update)  # type: ignore[arg-type]
+    result["images"] = llm.vision.name if llm.vision else None
     if as_json:
         typer.echo(json.dumps(result))
         return
     for line in result["settings"]:
         say(line, err=False)
+    if result["images"]:
+        say(f"The model sees images ({result['images']}).", err=False)
     for line in result["warnings"]:
         say(f"warning: {line}", err=False)
     if details:

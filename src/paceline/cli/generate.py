@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from paceline.cli.commands import options_of
+from paceline.cli.images import check_sees, read_images, with_images
 from paceline.cli.options import DEMO, LoadFlags, Quiet, SamplingOptions, follows, note, progress_wanted
 from paceline.cli.prompts import STDIN, read_rows, single_prompt
 from paceline.cli.record import recording
@@ -36,6 +37,11 @@ class OutputOptions:
     prompts: Path | None = _io(
         'JSONL file of prompts, one {"prompt": ...} per line; - is stdin.\n\nA row has an optional "id" and one of '
         '"prompt", "turns" (only the first is used) and "messages".',
+        metavar="FILE",
+    )
+    image: list[str] | None = _io(
+        "Image for the model to look at; - is stdin. Repeatable.\n\nPNG, JPEG, WebP, GIF or BMP. The images come "
+        "before the prompt, in this order.",
         metavar="FILE",
     )
     as_json: bool = _io(
@@ -87,14 +93,18 @@ def generate(
     if out.logprobs is not None and not out.as_json:
         raise InvalidOption("--logprobs needs JSON output", "Add --json")
     sampling.check(logprobs=out.logprobs)
+    if out.image and (out.raw or out.prompts is not None):
+        raise InvalidOption(f"--image excludes {'--raw' if out.raw else '--prompts'}", "Leave one of them out")
     rows: list[PromptRow] = []
     if not follows():
         if out.prompts is None:
-            rows = [PromptRow(None, single_prompt(prompt, with_stdin=True))]
+            rows = [_row(prompt, out.image)]
         else:
             rows = read_rows(out.prompts)
     with _destination(out.output, out.prompts) as file:
         llm = _load(load, model, out.raw, quiet)
+        if out.image:
+            check_sees(llm)
         if out.output is not None:
             # Pipes and terminals can be written to, but not truncated.
             with contextlib.suppress(OSError):
@@ -106,6 +116,16 @@ def generate(
             failed = _write(writer, rows, out, quiet)
         if failed:
             raise typer.Exit(1)
+
+
+def _row(prompt: str | None, images: list[str] | None) -> PromptRow:
+    """Return the prompt of the command line with its images."""
+    if images and STDIN in images and prompt in (None, STDIN):
+        raise InvalidOption("--image - leaves no stdin for the prompt", "Give the prompt as an argument")
+    text = single_prompt(prompt, with_stdin=STDIN not in (images or ()))
+    if not images:
+        return PromptRow(None, text)
+    return PromptRow(None, [{"role": "user", "content": with_images(text, read_images(images))}])
 
 
 def _write(writer: ReplyWriter, rows: list[PromptRow], out: OutputOptions, quiet: bool) -> int:

@@ -20,6 +20,7 @@ from paceline.cli.options import (
     ModelName,
     Revision,
     Token,
+    VisionFile,
     model_name,
     progress_wanted,
 )
@@ -53,6 +54,7 @@ def info(
     revision: Revision = None,
     token: Token = None,
     allow_pickle: AllowPickle = False,
+    mmproj: VisionFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Describe a model or drafter without running it.
@@ -67,7 +69,7 @@ def info(
     name, quiet = model_name(argument, model), not progress_wanted(False)
     path = resolve(name, revision=revision, token=token, quiet=quiet, allow_pickle=allow_pickle)
     is_head = holds_head(path)
-    facts = _head_facts(path, allow_pickle) if is_head else _model_facts(path, allow_pickle)
+    facts = _head_facts(path, allow_pickle) if is_head else _model_facts(path, allow_pickle, mmproj)
     if as_json:
         typer.echo(json.dumps(facts))
     else:
@@ -85,7 +87,7 @@ def _dtypes(tensors: Iterable[tuple[str, int]]) -> dict[str, int]:
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-def _model_facts(path: Path, allow_pickle: bool) -> dict[str, Any]:
+def _model_facts(path: Path, allow_pickle: bool, mmproj: Path | None) -> dict[str, Any]:
     from paceline.checkpoints.checkpoint import eos_token_ids, open_checkpoint
     from paceline.checkpoints.gguf_file import read_gguf
     from paceline.checkpoints.loader import native_config
@@ -118,8 +120,19 @@ def _model_facts(path: Path, allow_pickle: bool) -> dict[str, Any]:
         "tokenizer": _gguf_tokenizer(header) if header else tokenizer.kind,
         "eos": [{"id": i, "token": tokenizer.decode([i], skip_special=False)} for i in eos],
         "chat_template": tokenizer.chat_template is not None,
+        "images": _images(path, config, mmproj) if config else None,
         "generation": checkpoint.generation,
     }
+
+
+def _images(path: Path, config: ModelConfig, mmproj: Path | None) -> str | None:
+    """Return the name of the model's vision tower. None if it reads text only."""
+    import torch
+
+    from paceline.checkpoints.vision import open_vision
+
+    vision = open_vision(path, torch.float32, torch.device("cpu"), config=config, mmproj=mmproj)
+    return vision.name if vision else None
 
 
 def _architecture(config: ModelConfig) -> dict[str, Any]:
@@ -206,6 +219,7 @@ def _model_rows(f: dict[str, Any]) -> list[tuple[str, str]]:
             f"{sampling} (recommended by the model)" if sampling else "greedy (the model recommends no other)",
         ),
         ("chat template", "yes" if f["chat_template"] else "no"),
+        ("images", f"yes ({f['images']})" if f["images"] else "no: it reads text only"),
         *(_architecture_rows(f) if native else []),
         ("vocabulary", f"{f['tokens']:,} tokens{padding} ({f['tokenizer']})"),
         ("end of sequence", ", ".join(f"{eos['token']!r} (id {eos['id']})" for eos in f["eos"]) or "none"),

@@ -108,6 +108,14 @@ ChatTemplate = Annotated[
         metavar="TEMPLATE",
     ),
 ]
+VisionFile = Annotated[
+    Path | None,
+    _model(
+        "Vision tower of a GGUF file, for images.\n\nBy default, a file named mmproj in the same folder is used.",
+        "--mmproj",
+        metavar="FILE",
+    ),
+]
 DraftQuantize = Annotated[
     str,
     option(
@@ -241,6 +249,7 @@ class LoadFlags(ModelOptions):
 
     quantize: Quantize = "auto"
     chat_template: ChatTemplate = None
+    mmproj: VisionFile = None
     drafter: str = _speculation(
         "auto (suffix), found, none, ngram, suffix, eagle3, medusa or KIND:REF. Never changes the text.\n\n"
         "A drafter guesses the next tokens, and the model checks all guesses in one pass. found looks for a head "
@@ -282,6 +291,7 @@ class LoadFlags(ModelOptions):
             draft_revision=self.draft_revision,
             draft_vocab=parse_draft_vocab(self.draft_vocab),
             chat_template=self.chat_template,
+            mmproj=self.mmproj,
             **more,
         )
 

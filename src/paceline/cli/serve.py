@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from paceline.files.stores import StoredModel
+    from paceline.learn.learner import Learner
     from paceline.llm import LLM
     from paceline.recording.file import ReplyRecorder
     from paceline.server.limits import Settings
@@ -75,12 +76,30 @@ class ServerOptions:
         metavar="NAME",
     )
     cors: list[str] | None = _server("Origin whose web pages may use the server. Repeatable.", metavar="ORIGIN")
+    allow_image_urls: list[str] | None = _server(
+        "Host from which images may be fetched. Repeatable.\n\nBy default, requests must contain their images. "
+        "*.example.com means all hosts of a domain. Addresses of private networks are used only for hosts without *.",
+        metavar="HOST",
+    )
     grace: float = _server("Seconds for active replies to finish after SIGTERM.", min=0, default=20.0)
     log_prompts: bool = _server("Log requests with their prompts.", default=False)
     record: Path | None = _server(
         "Append all prompts and replies to this recording, for replay and tune.\n\nIt contains what users write, as "
         "token ids. Only the owner can read a new file. Tell your users.",
         metavar="FILE",
+    )
+    learn: Path | None = _server(
+        "Learn from the traffic, in this folder, to draft better.\n\nThe folder keeps what users write and read, as "
+        "token ids, on this disk. Tell your users. Earlier replies are drafted from at once. A head is trained while "
+        "the server is idle for three minutes, and used if it is faster on replies that it was not trained on. Clients "
+        "with different API keys share nothing. `paceline learn` shows the state, and deletes it.",
+        metavar="DIR",
+    )
+    learn_disk: str = _server(
+        "Maximum size of recorded traffic and of the states to train on, in GiB.\n\nTrained heads are not counted. The "
+        "oldest replies are removed first.",
+        metavar="SIZE",
+        default="2G",
     )
     warm: list[Path] | None = _server(
         "Read this prompt before the server starts. Repeatable.\n\nA text file is a system prompt. A file that ends "
@@ -136,7 +155,9 @@ class LimitOptions:
         default="8G",
     )
     max_prompt: int | None = _limit("Maximum length of a prompt, in tokens.", min=1, show_default="the model's context")
-    max_body: int = _limit("Maximum size of a request, in bytes.", min=1, default=4 << 20)
+    max_body: int = _limit("Maximum size of a request without its images, in bytes.", min=1, default=4 << 20)
+    max_images: int = _limit("Maximum images in a request.", min=0, default=64)
+    max_image_bytes: int = _limit("Maximum size of all images in a request, in bytes.", min=0, default=24 << 20)
     timeout: float | None = _limit(
         "Seconds from the arrival of a request to the end of its reply.", min=0.001, show_default="none"
     )
@@ -250,6 +271,7 @@ def application(
     has_first = argument is not None or model.model != DEMO or not several.models  # otherwise there is only --models
     model = model.with_model(argument)
     _check_installed()
+    _check_learning(server, several, model)
     _set_up_logging(quiet)
     if has_first:
         note(f"loading {model.model}")
@@ -329,7 +351,7 @@ def _models(
     from paceline.server.models import Models, ModelSource
 
     def on_request(name: str, path: Path, size: int) -> ModelSource:
-        other = replace(model, model=str(path), adapter=None, revision=None, chat_template=None)
+        other = replace(model, model=str(path), adapter=None, revision=None, chat_template=None, mmproj=None)
         load = partial(opened, other, progress=False)
         return ModelSource((name,), load, int(size * _IN_MEMORY), path=path.resolve())
 
@@ -358,6 +380,9 @@ def _settings(server: ServerOptions, limits: LimitOptions, addresses: Collection
         hosts=server.hosts(addresses),
         cors_origins=tuple(server.cors or ()),
         max_body=limits.max_body,
+        max_images=limits.max_images,
+        max_image_bytes=limits.max_image_bytes,
+        image_hosts=tuple(server.allow_image_urls or ()),
         max_prompt=limits.max_prompt,
         timeout=limits.timeout,
         log_prompts=server.log_prompts,
@@ -426,7 +451,39 @@ def _open_worker(
     llm.tokenizer.special_tokens_in_messages = server.special_tokens_in_messages
     if server.record:
         recorders.append(llm.record(server.record))
-    return Worker(llm, limits.worker_limits(llm), OFF if off else None)
+    learner = _learner(llm, model, server) if server.learn else None
+    return Worker(llm, limits.worker_limits(llm), OFF if off else None, learner)
+
+
+def _check_learning(server: ServerOptions, several: ModelsOptions, model: LoadFlags) -> None:
+    """Raise `InvalidOption` if --learn does not work with the other options."""
+    if not server.learn:
+        return
+    others = {
+        "--models": bool(several.models),
+        "--record": bool(server.record),
+        "--adapter": bool(model.adapter),
+        "--drafter none": model.drafter == "none",
+        "several processes": processes() > 1,
+    }
+    if named := [name for name, given in others.items() if given]:
+        raise InvalidOption(f"--learn does not work with {named[0]}", "Leave out one of them")
+
+
+def _learner(llm: LLM, model: LoadFlags, server: ServerOptions) -> Learner:
+    """Return what learns from the traffic of a server with this model."""
+    from paceline.learn.learner import Learner, LearningPlan
+
+    assert server.learn
+    names = ("dtype", "device", "kv_type", "quantize", "allow_pickle")
+    plan = LearningPlan(
+        server.learn,
+        disk=int(_gibibytes("--learn-disk", server.learn_disk) * 2**30),
+        load={name: getattr(model, name) for name in names},
+        free_memory=free_memory,
+    )
+    note(f"learning in {plan.folder}, which keeps prompts and replies on this disk")
+    return Learner(llm, tuple(server.api_key or ()), plan)
 
 
 def _warm_prompts(server: ServerOptions, limits: LimitOptions, has_first: bool) -> list[WarmPrompt]:

@@ -16,6 +16,7 @@ from paceline.drafters.base import Drafter
 from paceline.protocols import KVCache, Saved
 from paceline.types import Tap, Verdict
 from paceline.verify.tree import PREFILL_ROWS
+from paceline.vision.prompt import ImagePrompt
 
 MAX_PENDING = 8 * PREFILL_ROWS
 """Maximum number of positions with pending states. Requests that never draft never read them, which saves time at the
@@ -102,11 +103,13 @@ class CachedSlot:
         cache_slot: Slot in the drafter's cache.
         token_ids: The text so far, in the drafter's tokens. The cache holds a prefix of it.
         pending: States [taps * H] of positions that are not in the cache yet.
+        images: The prompt, if it contains images.
     """
 
     cache_slot: int
     token_ids: list[int]
     pending: PendingStates = field(default_factory=PendingStates)
+    images: ImagePrompt | None = None
 
 
 S = TypeVar("S", bound=CachedSlot)
@@ -122,6 +125,7 @@ class CachedDrafter(Drafter, Generic[S]):
     def admit(self, slot: int, prompt: Sequence[int]) -> None:
         self._reclaim()
         self._slots[slot] = self._slot_type(self._cache.acquire(len(prompt)), list(prompt))
+        self._slots[slot].images = prompt if isinstance(prompt, ImagePrompt) else None
 
     def _reclaim(self) -> None:
         """Release cache slots that no request holds. An interrupt may have come just after a slot was acquired."""

@@ -96,7 +96,11 @@ class Eagle(StateDrafter[_EagleSlot], Growing):
         features = pad_sequence([s.pending.take(n) for s, n in zip(states, counts, strict=True)], batch_first=True)
         # Rows that only fill up the pass have no features.
         features = F.pad(features, (0, 0, 0, rows.tokens.shape[1] - features.shape[1]))
-        hidden, outs = self._net.step(replace(rows, prefill=prefill), self._net.fuse(features), self._cache)
+        images = [
+            s.images.given(start + 1, start + 1 + n) if s.images else None
+            for s, start, n in zip(states, starts, counts, strict=True)
+        ]
+        hidden, outs = self._net.step(replace(rows, prefill=prefill), self._net.fuse(features), self._cache, images)
         self._cache.commit(rows, [range(1, count) for count in counts])
         for i, (state, count) in enumerate(zip(states, counts, strict=True)):
             state.root = hidden[i, count - 1], outs[i, count - 1]

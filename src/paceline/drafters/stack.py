@@ -63,6 +63,11 @@ class DrafterStack(Drafter):
         self._parts = tuple(_part([drafter for drafter in drafters if drafter.free == kind]) for kind in kinds)
 
     @property
+    def drafters(self) -> tuple[Drafter, ...]:
+        """The drafters, in order."""
+        return self._drafters
+
+    @property
     def parts(self) -> tuple[DrafterPart, ...]:
         return self._parts
 

@@ -47,9 +47,10 @@ class Suffix(Drafter):
     the longest repeated suffix, so that repetitive text fills the budget.
 
     Args:
-        remember: True to draft also from replies to earlier requests, including requests of other users.
-        limit: Maximum number of tokens per text, and of remembered tokens (about 0.6 kB each), at least 2. When it is
-            exceeded, the older half is dropped.
+        remember: True to draft also from replies to earlier requests, including requests of other users. A number is
+            the maximum of remembered tokens, at least 2; True is `limit`.
+        limit: Maximum number of tokens per text (about 0.6 kB each), at least 2. When it is exceeded, the older half is
+            dropped.
         floor: Minimum probability of a node, 0 to 1. 0 fills every budget. The default is for targets whose passes take
             about 4 % longer per row.
 
@@ -60,14 +61,14 @@ class Suffix(Drafter):
     free = True
     draft = DraftBudget(nodes=15, depth=15, branch=3)
 
-    def __init__(self, remember: bool = False, limit: int = 1 << 15, floor: float = 0.2) -> None:
+    def __init__(self, remember: bool | int = False, limit: int = 1 << 15, floor: float = 0.2) -> None:
         if limit < 2 or not 0.0 <= floor <= 1.0:
             raise InvalidOption(
                 f"limit must be >= 2 and floor must be 0 to 1, got limit={limit} and floor={floor}",
                 "Change them, or omit them to use the defaults",
             )
         self._limit, self._floor = limit, floor
-        self._memory = SuffixAutomaton(limit) if remember else None
+        self._memory = SuffixAutomaton(limit if remember is True else remember) if remember else None
         self._finished: list[deque[int]] = []
         self._slots: dict[int, _SuffixSlot] = {}
 
@@ -85,6 +86,12 @@ class Suffix(Drafter):
         state = self._slots.pop(slot, None)
         if state and state.reply and len(state.reply) > 1:
             self._finished.append(state.reply)
+
+    def learn(self, reply: Sequence[int]) -> None:
+        """Add a reply of an earlier process to the memory. Call it before the first request."""
+        if self._memory:
+            self._finished.append(deque(reply, maxlen=self._limit))
+            self._remember(self._memory)
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         if self._memory:

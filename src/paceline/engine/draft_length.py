@@ -60,6 +60,9 @@ _SOON = 16
 """Number of rounds before a smaller size is tried again. Larger sizes already imply most of its result."""
 _AHEAD = 64
 """Expected length of a reply, in tokens, until replies have ended."""
+_SHORT = 24
+"""Length of a short reply, in tokens. Until a drafter has been measured, a reply that may be short does not wait for it
+to read the prompt, if this takes longer than a plain round."""
 _ROW, _LEVEL, _TOKEN = 0.03, 2.0, 0.04
 """Relative costs until they are measured: of each row of a pass, of each level of drafting, and of each token of
 backlog as a share of a plain pass."""
@@ -280,7 +283,7 @@ class Controller:
         During a pause, the plan is to rest, and nothing is computed.
         """
         new = sum(request.fresh for request in requests) / together
-        if not requests or (not new and self._round < self._rest):
+        if not requests or (not new and self.resting):
             return DraftPlan([self.sizes[0]] * len(requests), resting=True)
         # Other parts of a cascade are expected to draft for some of the requests, as often as in recent rounds.
         asked = max(1, round(len(requests) * self._share))
@@ -290,7 +293,11 @@ class Controller:
         best = paces.index(min(paces))
         # All requests of the round wait while the drafter catches up with one of them.
         wait = together * self._catch_up.value
-        paying = [(paces[0] - paces[best]) * self._ahead(r) > wait * r.unread for r in requests]
+        paying = [
+            (paces[0] - paces[best]) * self._ahead(r) > wait * r.unread
+            and (costs.drafting.known or r.written >= _SHORT or wait * r.unread <= seconds[0])
+            for r in requests
+        ]
         best = best if any(paying) else 0
         # The loss of a try includes the time to catch up.
         debt = wait * sum(request.unread for request in requests) / len(requests)
@@ -344,23 +351,38 @@ class Controller:
         """Learn from the outcome of a plan, and count the round."""
         if outcome.plan.new:
             self._begin(outcome.plan.new)
-        for length in outcome.ended:
-            self._length.add(length, self._round)
         own = sum(len(verdict.tokens) for verdict in outcome.verdicts)
-        # If there are no tokens, all requests failed, and the round says nothing about later ones.
-        if own + outcome.others:
-            self._own.add(own, self._round)
-            self._all.add(own + outcome.others, self._round)
+        if outcome.plan.resting and outcome.drafts:
+            self.rest(own, outcome.ended, outcome.others)
+            return
+        self._count_tokens(own, outcome.ended, outcome.others)
         if not outcome.drafts:
             return
         self._round += 1
-        if outcome.plan.resting:
-            self._save(self._plain)
-            return
         self._count(outcome)
         self._learn_pass(outcome)
         if outcome.plan.at:
             self._learn_drafts(outcome)
+
+    @property
+    def resting(self) -> bool:
+        """True in a pause without drafts. A new text ends it."""
+        return self._round < self._rest
+
+    def rest(self, own: int, ended: Sequence[int], others: int = 0) -> None:
+        """Count a round of a pause. `own`: Number of tokens of this controller's requests. For the others see
+        `Outcome`."""
+        self._count_tokens(own, ended, others)
+        self._round += 1
+        self._save(self._plain)
+
+    def _count_tokens(self, own: int, ended: Sequence[int], others: int) -> None:
+        for length in ended:
+            self._length.add(length, self._round)
+        # If there are no tokens, all requests failed, and the round says nothing about later ones.
+        if own + others:
+            self._own.add(own, self._round)
+            self._all.add(own + others, self._round)
 
     def _count(self, outcome: Outcome) -> None:
         """Apply a plan that was carried out: its try, its savings, and the pause after a decision to draft nothing."""

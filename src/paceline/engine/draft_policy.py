@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from secrets import token_hex
 
 from paceline.drafters.base import Ask, Drafter
 from paceline.engine.draft_length import Controller
@@ -121,10 +122,41 @@ class DraftPolicies:
             policy = DraftPolicy(self._unused(shown_name(name)), drafter, draft)
             self._named |= {policy.name: policy, name: policy}
         self.default = Speculation(next(iter(self._named), None))
+        self._private: dict[str, DraftPolicy] = {}
+        self._draft = draft
 
     def _unused(self, name: str) -> str:
         """Return an unused name. Drafters from different folders with the same name are numbered."""
         return next(free for n in count(1) if (free := name if n == 1 else f"{name}-{n}") not in self._named)
+
+    def add_private(self, name: str, drafter: Drafter) -> str:
+        """Add a drafter that requests cannot name, because it has read texts of one client.
+
+        Args:
+            name: Unique name for statistics and cached states.
+            drafter: The drafter, bound to the engine's cache.
+
+        Returns:
+            The secret name for `Speculation.drafter`.
+        """
+        secret = token_hex(16)
+        self._private = self._private | {
+            secret: DraftPolicy(name, drafter, self._draft)
+        }  # another thread may be iterating
+        return secret
+
+    def remove_private(self, secret: str) -> None:
+        """Remove a private drafter. Requests that use it finish with it."""
+        self._private = {name: policy for name, policy in self._private.items() if name != secret}
+
+    def given_name(self, policy: DraftPolicy) -> str:
+        """Return the name under which a public drafter was loaded, which may contain local folders."""
+        return [name for name, one in self._named.items() if one is policy][-1]
+
+    @property
+    def public(self) -> list[DraftPolicy]:
+        """The drafters that requests can name."""
+        return list(dict.fromkeys(self._named.values()))
 
     def __getitem__(self, name: str | None) -> DraftPolicy | None:
         """Return a policy by name, or None for None.
@@ -134,10 +166,12 @@ class DraftPolicies:
         """
         if name is None:
             return None
+        if name in self._private:
+            return self._private[name]
         if name not in self._named:
-            names = ", ".join(policy.name for policy in self)
+            names = ", ".join(policy.name for policy in self.public)
             raise InvalidOption(f"no drafter {name!r} is loaded", f"Loaded drafters: {names or 'none'}")
         return self._named[name]
 
     def __iter__(self) -> Iterator[DraftPolicy]:
-        return iter(dict.fromkeys(self._named.values()))
+        return iter([*self.public, *self._private.values()])

@@ -13,7 +13,7 @@ from paceline.engine.stats import Timer
 from paceline.protocols import KVCache
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 
-_NOTHING = DraftBudget.chain(0)
+_NOTHING, _NO_DRAFT = DraftBudget.chain(0), Draft()
 _MAX_FORCED = 32
 """Maximum number of tokens in a draft that a grammar forces."""
 
@@ -47,12 +47,14 @@ class PolicyPlan:
         members: The requests that it may draft for.
         asks: Place in the round -> ask, for the requests that get a budget.
         parts: Plans of the controllers. Empty if drafts must not depend on measurements.
+        resting: True if all controllers are in a pause without drafts, and have no plans.
     """
 
     policy: DraftPolicy
     members: Members
     asks: Mapping[int, Ask]
     parts: Sequence[PartPlan] = ()
+    resting: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,8 @@ def plan_round(requests: Sequence[Request], cache: KVCache) -> RoundPlan:
 
 def _known(request: Request, cache: KVCache) -> Draft:
     """Return a draft that needs no drafter: the only tokens that a grammar allows next, or predicted tokens."""
+    if not request.sampler.processors and not request.prediction:
+        return _NO_DRAFT
     room = _fit(DraftBudget.chain(_MAX_FORCED) if request.max_draft is None else request.max_draft, request, cache)
     forced = request.sampler.forced(request.prefix, room.depth)
     if forced or not request.prediction:
@@ -116,6 +120,9 @@ def _plan(policy: DraftPolicy, members: Members, together: int, cache: KVCache) 
         budgets = {place: _limited(policy.draft, r, cache) for place, r in members.items()}
         asks = {i: Ask(r.slot, r.prefix, budgets[i], r.sampler) for i, r in members.items() if budgets[i].nodes}
         return PolicyPlan(policy, members, asks)
+    # Most rounds of a text that cannot be drafted are of this kind, so they must cost next to nothing.
+    if all(one.resting and all(one in r.judged for r in members.values()) for one in policy.controllers):
+        return PolicyPlan(policy, members, {}, resting=True)
     parts = [_part_plan(controller, members, together, cache) for controller in policy.controllers]
     waiting = [i for i in members if any(i in part.budgets for part in parts)]
     return PolicyPlan(policy, members, {i: _ask(members[i], i, policy, parts, cache) for i in waiting}, parts)
@@ -196,7 +203,13 @@ def learn(
             if not one.parts or one.parts[drafts[i].part].controller.reads_prompt:
                 requests[i].num_seen_tokens = len(requests[i].token_ids) - len(verdicts[i].tokens)
         over = [r for i, r in one.members.items() if verdicts[i].finish not in (None, "error")]
-        ended, payer = [len(r.token_ids) - r.num_prompt_tokens for r in over], _payer(one, drafts)
+        ended = [len(r.token_ids) - r.num_prompt_tokens for r in over]
+        if one.resting:
+            tokens = sum(len(verdicts[i].tokens) for i in one.members)
+            for controller in one.policy.controllers:
+                controller.rest(tokens, ended)
+            continue
+        payer = _payer(one, drafts)
         for number, part in enumerate(one.parts):
             for i in part.standings:
                 requests[i].judged.add(part.controller)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
+from dataclasses import replace
 from functools import cached_property, partial, wraps
 from pathlib import Path
 from threading import RLock
@@ -30,6 +31,7 @@ from paceline.protocols import KVCache, Target
 from paceline.sampling.sampler import Sampler
 from paceline.types import Draft, DraftBudget, Forward, Guarantee, Rows, Tap, Want
 from paceline.verify.tree import PREFILL_ROWS, chunk_end, pack, pack_prefix
+from paceline.vision.prompt import ImagePrompt
 
 _log = logging.getLogger("paceline.engine")
 
@@ -174,16 +176,18 @@ class Engine:
         if source and policy and policy.drafter.taps and (replied or source.policy is not policy):
             source = None
         self._settle()
-        slot = self.cache.fork(source.slot) if source else self.cache.acquire(len(prompt), adapter)
+        images = prompt if isinstance(prompt, ImagePrompt) else None
+        lag = images.lag if images else 0
+        slot = self.cache.fork(source.slot) if source else self.cache.acquire(len(prompt), adapter, lag)
         request = Request(list(prompt), len(prompt), sampler, stream, stats, slot, policy, speculation.max_draft)
-        request.adapter = adapter
+        request.adapter, request.images = adapter, images
         with self._holding(request):
             if source:
                 self.cache.truncate(slot, request.position)
             if policy and source and source.policy is policy and not replied:
-                policy.drafter.fork(slot, source.slot, request.token_ids)
+                policy.drafter.fork(slot, source.slot, request.text)
             elif policy:
-                policy.drafter.admit(slot, request.token_ids)
+                policy.drafter.admit(slot, request.text)
         return request
 
     @_exclusive
@@ -194,11 +198,12 @@ class Engine:
     @_exclusive
     def resume(self, request: Request) -> None:
         """Acquire a slot again. The caller must then prefill the whole text."""
-        request.slot = self.cache.acquire(request.num_prompt_tokens, request.adapter)
+        lag = request.images.lag if request.images else 0
+        request.slot = self.cache.acquire(request.num_prompt_tokens, request.adapter, lag)
         request.active, request.resumed, request.num_seen_tokens = True, True, 0
         with self._holding(request):
             if request.policy:
-                request.policy.drafter.admit(request.slot, request.token_ids)
+                request.policy.drafter.admit(request.slot, request.text)
 
     def prefill(self, request: Request) -> None:
         """Feed the prompt except its last token, which is row 0 of the first round."""
@@ -223,9 +228,12 @@ class Engine:
         reader = request.prompt_reader
         done = self.cache.lengths[request.slot] or (0 if reader else self._load_prefix(request))
         limit = PREFILL_ROWS if limit < PREFILL_ROWS and not self.seamless else limit
-        chunk = request.token_ids[done : min(chunk_end(done, limit), request.position)]
+        end, images = min(chunk_end(done, limit), request.position), request.images
+        chunk = request.token_ids[done : images.chunk_end(done, end) if images else end]
         if chunk:
             rows = pack_prefix(chunk, request.slot, done, self.target.device)
+            if images:
+                rows = replace(rows, given=images.given(done, done + len(chunk)))
             want = reader.want if reader else Want("none")
             out = self._forward(rows, Want(want.logits, taps=tuple(dict.fromkeys((*taps([request]), *want.taps)))))
             self.cache.commit(rows, [range(1, len(chunk))])
@@ -246,13 +254,15 @@ class Engine:
             return 0
         policy = request.policy
         needs = policy.name if policy and policy.drafter.needs_past else None
-        hit = self.prefixes.find(request.token_ids, needs, request.adapter)
+        ids = request.cache_ids
+        hit = self.prefixes.find(ids, needs, request.adapter)
         known = hit.length if hit else 0
         if not request.resumed:
-            request.stats.diverged = self.prefixes.divergence(request.token_ids, request.adapter, known)
+            request.stats.diverged = self.prefixes.divergence(ids, request.adapter, known)
         if hit is None:
             return 0
-        known = self.cache.load(request.slot, hit.target, hit.length)
+        length = request.images.whole(hit.length) if request.images else hit.length
+        known = self.cache.load(request.slot, hit.target, length)
         # The cache may refuse the hit: a resumed text keeps the rotary factors of its original prompt length.
         if policy and known and (saved := hit.drafters.get(policy.name)):
             policy.drafter.load(request.slot, saved, known)
@@ -274,7 +284,7 @@ class Engine:
             with suppress(OutOfMemory), memory_named("no memory to keep a text", "Keep fewer"):
                 saved = {policy.name: policy.drafter.save(request.slot)} if policy else {}
                 state = self.cache.save(request.slot)
-                tokens = request.token_ids[: state.length + 1]
+                tokens = request.cache_ids[: state.length + 1]
                 prompt = min(request.num_prompt_tokens, len(tokens))
                 self.prefixes.store(tokens, prompt, state, saved, request.adapter)
         except Exception:

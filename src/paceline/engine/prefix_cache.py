@@ -147,7 +147,8 @@ class PrefixCache:
                 at, nearest = common, entry.tokens
         if nearest is None or min(len(nearest), len(text)) - at < _NOTABLE:
             return None
-        ours, theirs = (tuple(one[at : at + _SHOWN].tolist()) for one in (text, nearest))
+        parts = (one[at : at + _SHOWN] for one in (text, nearest))
+        ours, theirs = (tuple(part[part >= 0].tolist()) for part in parts)  # rows of images have no text
         return Divergence(at, len(nearest), ours, theirs)
 
     def known(self, tokens: Sequence[int]) -> int:

@@ -16,6 +16,7 @@ from paceline.engine.stats import Stats
 from paceline.sampling.sampler import Prefix, Sampler
 from paceline.types import Draft, DraftBudget, FinishReason
 from paceline.verify.rules import RULES
+from paceline.vision.prompt import ImagePrompt
 
 
 @dataclass(eq=False)
@@ -42,6 +43,7 @@ class Request:
         active: True if the request holds its slot.
         adapter: See `KVCache.acquire`.
         resumed: True if the request released its slot and acquired another one.
+        images: The prompt, if it contains images.
         judged: Controllers that have learned from this request.
         on_finish: Called once, when the request has ended.
     """
@@ -62,8 +64,19 @@ class Request:
     active: bool = True
     adapter: int = 0
     resumed: bool = False
+    images: ImagePrompt | None = None
     judged: set[Controller] = field(default_factory=set)
     on_finish: Callable[[Request], object] | None = None
+
+    @property
+    def text(self) -> Sequence[int]:
+        """The token ids, with the images among them."""
+        return ImagePrompt(self.token_ids, self.images.images) if self.images else self.token_ids
+
+    @property
+    def cache_ids(self) -> Sequence[int]:
+        """The ids by which prefix caches compare the text."""
+        return [*self.images.cache_ids, *self.token_ids[len(self.images) :]] if self.images else self.token_ids
 
     def expect(self, tokens: Sequence[int]) -> None:
         """Use the expected tokens of the reply as drafts."""

@@ -21,6 +21,7 @@ from paceline.engine.reading_pace import ReadingPace
 from paceline.engine.request import Request
 from paceline.errors import OutOfMemory, TimedOut
 from paceline.verify.tree import PREFILL_ROWS
+from paceline.vision.prompt import cache_ids
 
 _log = logging.getLogger("paceline.engine")
 
@@ -130,7 +131,7 @@ class Scheduler:
         self._open[task] = None
         if task.prompt:
             prefixes = self._engine.prefixes
-            task.unread = len(task.prompt) - (0 if prefixes is None else prefixes.known(task.prompt))
+            task.unread = len(task.prompt) - (0 if prefixes is None else prefixes.known(cache_ids(task.prompt)))
         self.waiting.append(task)
 
     def turn(self) -> list[TaskOutput]:

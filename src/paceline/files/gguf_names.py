@@ -24,6 +24,12 @@ _OTHER = re.compile(r"(?:^|[-._/])(mmproj|imatrix|mtp-draft)(?=[-._/]|$)", re.IG
 MOST_PARTS = 1024
 
 
+def is_projector(name: str) -> bool:
+    """Return True for the name of a vision encoder, such as "mmproj-model-f16.gguf"."""
+    found = _OTHER.search(name)
+    return found is not None and found[1].lower() == "mmproj"
+
+
 def quantization_of(name: str) -> str | None:
     """Return the quantisation in a file's name, such as "Q4_K_M", or None."""
     found = _TAG.findall(PurePosixPath(name).name.removesuffix(".gguf")) or _TAG.findall(name)

@@ -111,6 +111,46 @@ class Journal(Closable):
         self._file.close()
 
 
+class BoundedJournal(Journal):
+    """A journal of at most `limit` bytes in two files, FILE and FILE.old. The oldest lines are dropped.
+
+    Both files begin with the row `header`.
+    """
+
+    def __init__(self, path: Path, mode: int, limit: int, header: Mapping[str, Any]) -> None:
+        """Open or create the file. Raises as `Journal`."""
+        super().__init__(path, mode)
+        self._path, self._mode, self._half, self._header = path, mode, limit // 2, header
+        self._size = path.stat().st_size
+        if not self._size:
+            self._begin()
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Append a row, unless it is too long to be kept."""
+        size = len(json.dumps(row)) + 1
+        if self._size + size > self._half:
+            if size + len(json.dumps(self._header)) + 1 > self._half:
+                return
+            self._rotate()
+        super().append(row)
+        self._size += size
+
+    def _rotate(self) -> None:
+        self.close()
+        os.replace(self._path, older(self._path))
+        super().__init__(self._path, self._mode)
+        self._begin()
+
+    def _begin(self) -> None:
+        super().append(self._header)
+        self._size = self._path.stat().st_size
+
+
+def older(path: Path) -> Path:
+    """Return the file with the older lines of a `BoundedJournal`."""
+    return path.with_name(path.name + ".old")
+
+
 def check_settings(path: Path, settings: Mapping[str, Any]) -> None:
     """Check that a file is continued with the settings of its beginning.
 

@@ -262,6 +262,7 @@ GGUF_ARCHITECTURE: Mapping[str, FieldKind] = {
     "expert_weights_scale": number(0, 1e9),
     "expert_weights_norm": FLAG,
     "rope.scaling.finetuned": FLAG,
+    "rope.dimension_sections": listed(whole(0, 2**16)),
     "vocab_size": ROWS,
     "target_layers": listed(whole(0, LAYERS)),
     "target_hidden_size": SIZE,

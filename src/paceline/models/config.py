@@ -23,6 +23,7 @@ class RopeConfig:
         long_factors: longrope's factors for prompts that exceed the original context length.
         share: Fraction of each head that is rotated.
         interleaved: In the files, the two elements of each rotary pair are adjacent.
+        axes: M-RoPE: the axis (0 time, 1 height, 2 width) of each rotated plane, [R / 2]. () for other embeddings.
     """
 
     theta: float = 10000.0
@@ -32,6 +33,7 @@ class RopeConfig:
     long_factors: tuple[float, ...] = ()
     share: float = 1.0
     interleaved: bool = False
+    axes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

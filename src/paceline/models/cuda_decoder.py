@@ -81,7 +81,9 @@ class DeviceDecoder(Decoder):
     def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
         """See `protocols.Target.forward`."""
         size = _size(rows, want)
-        if self._capture is None or size is None or not isinstance(cache, DeviceCache):
+        # A graph computes positions from lengths, which differ after images.
+        lags = any(cache.lags[slot] for slot in rows.slots)
+        if self._capture is None or size is None or lags or not isinstance(cache, DeviceCache):
             return super().forward(rows, cache, want)
         places = cache.places(rows, size[1])
         reach = self._stack.ropes.reserve(max(rows.lengths) + size[1])

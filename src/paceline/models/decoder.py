@@ -38,10 +38,13 @@ from paceline.models.ranks import Ranks
 from paceline.models.stack import LayerStack
 from paceline.models.weights import Weights
 from paceline.protocols import KVCache, Pass
-from paceline.types import Forward, Rows, Want
+from paceline.types import Forward, Rows, Tap, Want
 
 _HEAD_ROWS = 256
 """Number of outputs of an excerpt's head."""
+
+_PADDING = 0
+"""The padding token of all models with per-layer embeddings (Gemma 4)."""
 
 Progress = Callable[[int, int], None]
 """Called with the number of layers loaded so far and the total number of layers."""
@@ -154,6 +157,7 @@ class Decoder:
         """See `protocols.Target.forward`."""
         if rows.resume and any(tap != "final" and tap < rows.resume.layer for tap in want.taps):
             rows = replace(rows, resume=None)
+        rows = self._placed(rows, cache)
         first, x = self._enter(rows, cache)
         prompts = [cache.prompts[slot] for slot in rows.slots]
         adapters = [cache.adapters[slot] for slot in rows.slots] if self.adapters else ()
@@ -175,8 +179,16 @@ class Decoder:
         inner = sorted(tap for tap in want.taps if tap != "final" and first <= tap <= end)
         ropes = self._stack.ropes(rows.positions, rows.end, prompts)
         with adapted_pass(adapters):
-            given = self._token_inputs(rows.tokens, self.embed(rows.tokens)) if self._token_inputs else None
-        x, taps = self._stack.run(x, first, end, ropes, attention, taps=inner, given=given, adapters=adapters)
+            inputs = self._per_layer(rows) if self._token_inputs else None
+        taps: dict[Tap, Tensor] = {}
+        for deep in (rows.given.deep if rows.given else ())[: end - first]:
+            own = [tap for tap in inner if tap == first]
+            x, found = self._stack.run(x, first, first + 1, ropes, attention, None, own, inputs, adapters)
+            assert rows.given
+            x, first, taps = rows.given.place(x, deep, add=True), first + 1, taps | found
+        inner = [tap for tap in inner if tap >= first]
+        x, found = self._stack.run(x, first, end, ropes, attention, taps=inner, given=inputs, adapters=adapters)
+        taps |= found
         if want.logits == "none" and "final" not in want.taps:
             return Forward(x.new_empty(x.shape[0], 0, self.vocab_size), taps)
         x = self.norm(x)
@@ -186,6 +198,15 @@ class Decoder:
             return Forward(self._logits(self._head, x, rows), taps)
         x = {"all": x, "last": x[:, max(rows.counts) - 1, None], "none": x[:, :0]}[want.logits]
         return Forward(self.logits(x), taps)
+
+    def _per_layer(self, rows: Rows) -> Tensor:
+        """Return the per-layer embeddings of the rows. Rows of images have those of the padding token."""
+        assert self._token_inputs
+        tokens, x = rows.tokens, self.embed(rows.tokens)
+        if rows.given:
+            x = rows.given.place(x, rows.given.embeddings)
+            tokens = tokens.index_fill(1, rows.given.rows.to(tokens.device), _PADDING)
+        return self._token_inputs(tokens, x)
 
     def _logits(self, head: NativeLinear, x: Tensor, rows: Rows) -> Tensor:
         """Compute logits of the real rows, without padding.
@@ -198,9 +219,22 @@ class Decoder:
             self._shaped(slot[:count])
         return logits
 
+    def _placed(self, rows: Rows, cache: KVCache) -> Rows:
+        """Return the rows at their rotary positions, which differ from the slots' after images (M-RoPE)."""
+        if rows.given and rows.given.positions is not None:
+            axes = rows.given.positions.to(self.device)
+            missing = rows.tokens.shape[1] - axes.shape[1]  # padding rows, which are never read
+            return replace(rows, positions=torch.cat([axes, axes[:, -1:].expand(-1, missing)], 1)[:, None])
+        lags = [cache.lags[slot] for slot in rows.slots]
+        if not any(lags):
+            return rows
+        return replace(rows, positions=rows.positions - torch.tensor(lags, device=self.device)[:, None])
+
     def _enter(self, rows: Rows, cache: KVCache) -> tuple[int, Tensor]:
         """Return the index of the first layer to run, and its input [B, T, H]."""
         x = self.embed(rows.tokens)
+        if rows.given:
+            x = rows.given.place(x, rows.given.embeddings)
         resume = rows.resume
         if resume is None:
             return 0, x

@@ -8,7 +8,7 @@ distances.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -25,7 +25,7 @@ from paceline.models.output import output_head
 from paceline.models.stack import LayerStack
 from paceline.models.weights import Weights
 from paceline.protocols import TargetWithHead
-from paceline.types import Rows
+from paceline.types import Given, Rows
 
 _LAYER = "layers.0."
 
@@ -82,18 +82,25 @@ class EagleNetwork:
         return self._entry.fuse(features)
 
     @torch.inference_mode()
-    def step(self, rows: Rows, hidden: Tensor, cache: SlabCache) -> tuple[Tensor, Tensor]:
+    def step(
+        self, rows: Rows, hidden: Tensor, cache: SlabCache, images: Sequence[Given | None] = ()
+    ) -> tuple[Tensor, Tensor]:
         """Run one step of the head.
 
         Args:
             rows: The tokens. Each token *follows* the token of its hidden state.
             hidden: Hidden states [B, T, H]: fused features, or the first result of an earlier step.
             cache: The head's cache.
+            images: For each slot, the images among its tokens. () if there are none.
 
         Returns:
             The hidden states for the next step and the input of `logits`, both [B, T, H].
         """
-        entry, residual = self._entry.enter(self._embed(rows.tokens), hidden)
+        embedded = self._embed(rows.tokens)
+        for line, given in zip(embedded, images, strict=False):
+            if given and given.embeddings.shape[-1] == line.shape[-1]:
+                line[given.rows.to(line.device)] = given.embeddings.to(line)
+        entry, residual = self._entry.enter(embedded, hidden)
         ropes = self._stack.ropes(rows.positions, rows.end, [cache.prompts[slot] for slot in rows.slots])
         x, _ = self._stack.run(residual, 0, self._layers, ropes, cache.begin(rows), entry)
         normed = x if self._norm is None else self._norm(x)

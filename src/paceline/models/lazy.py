@@ -107,7 +107,8 @@ class Renamed(LazyTensors):
 
 _SENSES = (
     *(f"model.{part}" for part in ("visual.", "vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")),
-    *("vision_model.", "multi_modal_projector."),
+    *("vision_model.", "multi_modal_projector.", "model.vision_model.", "model.connector.", "visual."),
+    *("vision_tower.", "model.multi_modal_projector."),
 )
 """Prefixes of tensors that process images and audio."""
 

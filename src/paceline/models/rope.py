@@ -38,11 +38,16 @@ class Rotary:
         """Return cosines and signed sines [B, T, 1, R], for R rotated dimensions.
 
         Args:
-            positions: Positions [B, T].
+            positions: Positions [B, T], or of each axis [3, B, T] (M-RoPE).
             highest: Upper bound of the positions.
             prompts: Prompt length of each of the B requests, for rules that depend on it.
         """
         spans = [span_of(self.config, prompt) for prompt in prompts]
+        if positions.dim() == 3:
+            every = self.table(spans[0], highest)[:, positions]
+            axes = torch.tensor(self.config.axes, device=every.device).repeat(2).expand(2, 1, *every.shape[2:])
+            cos, sin = every.gather(1, axes).movedim(1, 3)
+            return cos, sin
         if len(set(spans)) == 1:
             cos, sin = self.table(spans[0], highest)[:, positions, None]
         else:

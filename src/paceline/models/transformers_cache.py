@@ -94,8 +94,8 @@ class SlotCache(SlotTable):
         self._model_cache = Cache(layer_class_to_replicate=partial(_SlotLayer, self._window))
 
     @torch.inference_mode()
-    def acquire(self, prompt: int = 0, adapter: int = 0) -> int:
-        slot = super().acquire(prompt, adapter)
+    def acquire(self, prompt: int = 0, adapter: int = 0, lag: int = 0) -> int:
+        slot = super().acquire(prompt, adapter, lag)
         for side in self._sides():
             if slot < len(side):
                 # A failed request may have left NaN, which a pass with a longer slot in the same batch would read.

@@ -15,7 +15,7 @@ from paceline.checkpoints.head_fit import fingerprint, same_target
 from paceline.checkpoints.loader import Loaded
 from paceline.engine.request import Request
 from paceline.errors import CannotWrite, InvalidData
-from paceline.files.jsonl import LONGEST, Journal, JsonlFile
+from paceline.files.jsonl import LONGEST, BoundedJournal, Journal, JsonlFile
 from paceline.protocols import Closable, TargetWithHead
 from paceline.recording.rows import ENDS, RecordedReply, RecordingHeader, parse_header, parse_reply, seeded
 from paceline.sampling.parameters import Sampling
@@ -51,8 +51,13 @@ class ReplyRecorder(Closable):
         error: The error that stopped recording, or None. A full disk does not end replies.
     """
 
-    def __init__(self, path: Path, model: Loaded) -> None:
+    def __init__(self, path: Path, model: Loaded, limit: int | None = None) -> None:
         """Open a recording to append to, or begin a new one.
+
+        Args:
+            path: The file.
+            model: The model.
+            limit: Maximum bytes of the recording and of FILE.old, which holds the older replies. None for no limit.
 
         Raises:
             InvalidData: If the file is not a recording of this model, or if the model has adapters.
@@ -70,6 +75,9 @@ class ReplyRecorder(Closable):
         known = _begun(path)
         if known and (known.quantize != header.quantize or not same_target(known.fingerprint, header.fingerprint)):
             raise InvalidData(f"{path} is a recording of another model, {known.model} {known.quantize or ''}", _ANOTHER)
+        if limit is not None:
+            self._journal = BoundedJournal(path, 0o600, limit, header.as_dict())
+            return
         self._journal = Journal(path, 0o600)
         if not known:
             self._journal.append(header.as_dict())

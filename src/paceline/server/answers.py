@@ -86,9 +86,9 @@ class RunningRequest:
             )
 
     async def rounds(self, pause: float = math.inf) -> AsyncGenerator[ReplyRound | None, None]:
-        """Yield the rounds of all replies as they come, and None after each `pause` seconds without one.
+        """Yield the rounds of all replies as they come, and None after every `pause` seconds without a round.
 
-        The first error of one reply ends all, and is raised.
+        If a reply fails, all replies end and its error is raised.
         """
         running = len(self.replies)
         try:
@@ -133,11 +133,11 @@ class RunningRequest:
         return encoder.document(self.usage())
 
     async def events(self, encoder: Encoder, heartbeat: float) -> AsyncIterator[bytes]:
-        """Yield the answer as it grows. An error is an event too, because the status has been sent by then.
+        """Yield the answer as it grows. Errors are events, because the status of the response has already been sent.
 
-        A stream that has been silent for `heartbeat` seconds, or at most twice that, gets an event without content:
-        clients and proxies give up a stream without events, and some do not count comments. Clients that ask for the
-        progress of a prompt get it more often.
+        After `heartbeat` to twice `heartbeat` seconds of silence, an event without content is sent, because clients and
+        proxies give up a silent stream. A comment is not enough, because some clients ignore comments. Clients that ask
+        for the progress of a prompt get it more often.
         """
         encode = encoder.encode
         pause = min(heartbeat, _PROGRESS) if encoder.shows_progress else heartbeat
@@ -163,7 +163,8 @@ class RunningRequest:
             self.close()
 
     async def _events_of_rounds(self, encoder: Encoder, pause: float = math.inf) -> AsyncIterator[Sequence[Event]]:
-        """Add the rounds as they come, and yield the events of each; none after `pause` seconds without a round."""
+        """Add the rounds as they come, and yield the events of each round. After `pause` seconds without a round, yield
+        no events."""
         async with aclosing(self.rounds(pause)) as rounds:
             async for round_ in rounds:
                 yield encoder.add(round_) if round_ else ()
@@ -212,8 +213,8 @@ class RunningRequest:
 class EventStream(StreamingResponse):
     """Response that streams events.
 
-    The answer is closed at the end in any case: the stream was read to its end, dropped by the client, or left unread
-    for `stall` seconds. By then the unread part fills the socket's buffer and no more.
+    The answer is always closed: after the end of the stream, when the client disconnects, or when it has read nothing
+    for `stall` seconds. No more than the socket's buffer is unread by then.
     """
 
     def __init__(self, running: RunningRequest, encoder: Encoder, settings: Settings) -> None:

@@ -18,13 +18,14 @@ from paceline.server.prepare import Prepared, prepare
 from paceline.server.replies import Usage
 from paceline.server.request import GenerateRequest
 from paceline.server.schema import Generating
-from paceline.server.worker import ReplyRound
+from paceline.server.worker import ReplyJob, ReplyRound
 
 Event = dict[str, Any]
 Body = TypeVar("Body", bound=Generating)
 
 _SLICE = 1000
-"""Items of a long list that are encoded at once: a millisecond or less, in which no other thread runs."""
+"""Number of items of a long list that are encoded at once. This takes at most a millisecond, during which no other
+thread runs."""
 
 
 class Encoder(ABC):
@@ -71,7 +72,7 @@ class Encoder(ABC):
         return error.body
 
     def encode(self, event: Event) -> bytes:
-        """Return an event's bytes: a server-sent event, named by its type if it has one."""
+        """Return the bytes of a server-sent event. If the event has a type, that is its name."""
         name = f"event: {event['type']}\n".encode() if "type" in event else b""
         return name + b"data: " + dumps(event) + b"\n\n"
 
@@ -105,19 +106,37 @@ class Api(ABC, Generic[Body]):
     def encoder(self, body: Body, prepared: Prepared) -> Encoder:
         """Return the encoder of an answer, which must not keep the body. Runs in a thread."""
 
+    def has_images(self, body: Body) -> bool:
+        """Return True if the prompt of a request contains images."""
+        return body.image_chars > 0
+
+    def stored_length(self, body: Body) -> int:
+        """Return the characters of stored texts that a request continues."""
+        return 0
+
+    def unloads(self, body: Body) -> bool:
+        """Return True if the model is unloaded after the reply."""
+        return False
+
+    def without_reply(self, body: Body) -> Event | None:
+        """Return the answer to a request that only unloads the model. None for any other request."""
+        return None
+
     def overflown(self, body: Body, prepared: Prepared, error: ContextExceeded) -> Encoder:
         """Return the encoder of the answer to a prompt that is too long. By default the error is the answer."""
         raise error
 
-    def prepare(self, settings: Settings, body: Body, model: LoadedModel, answer_id: str) -> tuple[Prepared, Encoder]:
+    def prepare(
+        self, settings: Settings, body: Body, model: LoadedModel, answer_id: str
+    ) -> tuple[Sequence[ReplyJob], Encoder]:
         """Return the jobs of a request, and the encoder of its answer. Raises `PacelineError` and `ApiError`."""
         request = self.decode(body)
         try:
             prepared = prepare(model, settings, request, answer_id)
         except ContextExceeded as error:
-            prepared = Prepared(answer_id, model, [], [])
-            return prepared, self.overflown(body, prepared, error)
-        return prepared, self.encoder(body, prepared)
+            return [], self.overflown(body, Prepared(answer_id, model, [], []), error)
+        encoder = self.encoder(body, prepared)  # it may replace jobs
+        return prepared.jobs, encoder
 
 
 def dumps(data: Any) -> bytes:
@@ -126,9 +145,12 @@ def dumps(data: Any) -> bytes:
 
 
 def dumps_long(about: Event, name: str, items: Iterable[Any]) -> bytes:
-    """Return `about`, which is not empty, with a long list added under `name`, as JSON.
+    """Return an object with a long list as JSON. Other threads may run between the list's slices.
 
-    Other threads may run between the list's slices.
+    Args:
+        about: The other entries of the object, at least one.
+        name: The key of the list.
+        items: The items of the list.
     """
     remaining, slices = iter(items), []
     while part := list(islice(remaining, _SLICE)):

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.security import HTTPBearer
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
@@ -19,10 +19,35 @@ import paceline
 from paceline.server import errors
 from paceline.server.api import Api
 from paceline.server.apis import embeddings, rerank, tokens
-from paceline.server.apis.about_models import ModelRoutes, OllamaModels, refuse_change
+from paceline.server.apis.about_models import (
+    ModelRoutes,
+    NamedModelRequest,
+    OllamaModels,
+    PullRequest,
+    refuse_change,
+)
 from paceline.server.apis.messages import CountTokensRequest
 from paceline.server.apis.stored import ResponseRoutes
-from paceline.server.description import content, describe, errors_of
+from paceline.server.description import (
+    DecodedText,
+    DeletedResponse,
+    Health,
+    ModelListing,
+    OllamaModelAbout,
+    OllamaModelList,
+    OllamaVersion,
+    Properties,
+    RenderedPrompt,
+    Routes,
+    ServedModel,
+    Slots,
+    TokenCount,
+    TokenizerInfo,
+    Tokens,
+    content,
+    describe,
+    errors_of,
+)
 from paceline.server.limits import RequestLog, Settings, authorization, check_host, check_key
 from paceline.server.models import Models
 from paceline.server.serving import Service
@@ -43,8 +68,13 @@ _PAGE_TYPES = {
 
 
 def create_app(models: Models, settings: Settings, apis: Sequence[Api[Any]] = ()) -> FastAPI:
-    """Return the application, for any ASGI server. It starts and stops the models' workers itself. `apis`: APIs for
-    generated text, in addition to the server's own."""
+    """Return the application, for any ASGI server. It starts and stops the models' workers itself.
+
+    Args:
+        models: The models.
+        settings: The configuration.
+        apis: APIs for generated text, in addition to the server's own.
+    """
     service = Service(models, settings, apis)
 
     @asynccontextmanager
@@ -65,8 +95,9 @@ def create_app(models: Models, settings: Settings, apis: Sequence[Api[Any]] = ()
         openapi_url=None,
         lifespan=lifespan,
     )
-    app.state.apis = service.apis
-    app.include_router(_api(service, app))
+    routes = _api(service, app)
+    app.state.models = [*routes.models, Health]
+    app.include_router(routes)
     _add_health(app, service)
     add_page(app, PAGE)
     errors.install(app)
@@ -82,7 +113,7 @@ def create_app(models: Models, settings: Settings, apis: Sequence[Api[Any]] = ()
     return app
 
 
-def _api(service: Service, app: FastAPI) -> APIRouter:
+def _api(service: Service, app: FastAPI) -> Routes:
     """The routes that require authentication."""
     bearer = Depends(HTTPBearer(auto_error=False))  # only for the OpenAPI document
 
@@ -90,44 +121,44 @@ def _api(service: Service, app: FastAPI) -> APIRouter:
         check_host(service.settings.hosts, request.headers.get("host", ""))
         check_key(service.settings.api_keys, authorization(request.headers))
 
-    router = APIRouter(dependencies=[Depends(authorise), bearer])
+    routes = Routes(dependencies=[Depends(authorise), bearer])
     for api in service.apis:
-        _add_generation(router, service, api)
-    _add_ollama(router, service)
-    _add_responses(router, ResponseRoutes(service.responses, service.document))
-    _add_tokens(router, service)
-    _add_prompts(router, service)
+        _add_generation(routes, service, api)
+    _add_ollama(routes, service)
+    _add_responses(routes, ResponseRoutes(service.responses, service.document))
+    _add_tokens(routes, service)
+    _add_prompts(routes, service)
     models = ModelRoutes(service)
-    _add_get(router, "/v1/models", models.models, "ModelListing")
-    _add_get(router, "/v1/models/{name:path}", models.model, "ServedModel")
-    _add_get(router, "/props", models.properties, "Properties")
-    _add_get(router, "/slots", models.slots, "Slots")
-    _add_get(router, "/tokenizer_info", models.tokenizer_info, "TokenizerInfo")
+    routes.add_get("/v1/models", models.models, ModelListing)
+    routes.add_get("/v1/models/{name:path}", models.model, ServedModel)
+    routes.add_get("/props", models.properties, Properties)
+    routes.add_get("/slots", models.slots, Slots)
+    routes.add_get("/tokenizer_info", models.tokenizer_info, TokenizerInfo)
 
-    @router.get("/metrics", response_class=Response, responses=errors_of("/metrics"))
+    @routes.get("/metrics", response_class=Response, responses=errors_of("/metrics"))
     async def metrics() -> Response:
         """Return metrics in Prometheus' text format."""
         return Response(service.loader.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
-    @router.get("/openapi.json", include_in_schema=False)
+    @routes.get("/openapi.json", include_in_schema=False)
     async def description() -> JSONResponse:
         return JSONResponse(describe(app))
 
-    return router
+    return routes
 
 
-def _add_generation(router: APIRouter, service: Service, api: Api[Any]) -> None:
+def _add_generation(routes: Routes, service: Service, api: Api[Any]) -> None:
     async def generate(request: Request) -> Response:
         return await service.generate(request, api)
 
     generate.__name__, generate.__doc__ = type(api).__name__, api.about
-    _add_post(router, api.path, generate, api.body.__name__, stream=api.media_type)
+    routes.add_post(api.path, generate, api.body, stream=api.media_type)
 
 
 def _add_health(app: FastAPI, service: Service) -> None:
     answers: dict[int | str, dict[str, Any]] = {
-        200: {"content": content("Health")},
-        503: {"description": "The server is stopping.", "content": content("Health")},
+        200: {"content": content(Health)},
+        503: {"description": "The server is stopping.", "content": content(Health)},
     }
 
     @app.get("/health", responses=answers)
@@ -142,94 +173,47 @@ def _add_health(app: FastAPI, service: Service) -> None:
         return JSONResponse(content, 200 if status == "ok" else 503)
 
 
-def _add_ollama(router: APIRouter, service: Service) -> None:
+def _add_ollama(routes: Routes, service: Service) -> None:
     models = OllamaModels(service)
-    _add_post(router, "/api/show", models.show, "NamedModelRequest", "OllamaModelAbout")
-    _add_post(router, "/api/pull", models.pull, "PullRequest", stream="application/x-ndjson")
-    _add_get(router, "/api/version", models.version, "OllamaVersion")
-    _add_get(router, "/api/tags", models.tags, "OllamaModelList")
-    _add_get(router, "/api/ps", models.ps, "OllamaModelList")
+    routes.add_post("/api/show", models.show, NamedModelRequest, OllamaModelAbout)
+    routes.add_post("/api/pull", models.pull, PullRequest, stream="application/x-ndjson")
+    routes.add_get("/api/version", models.version, OllamaVersion)
+    routes.add_get("/api/tags", models.tags, OllamaModelList)
+    routes.add_get("/api/ps", models.ps, OllamaModelList)
     for path in ("create", "copy", "push", "delete"):
-        router.add_api_route(f"/api/{path}", refuse_change, methods=["POST", "DELETE"], include_in_schema=False)
+        routes.add_api_route(f"/api/{path}", refuse_change, methods=["POST", "DELETE"], include_in_schema=False)
 
 
-def _add_responses(router: APIRouter, responses: ResponseRoutes) -> None:
+def _add_responses(routes: Routes, responses: ResponseRoutes) -> None:
     path = "/v1/responses/{response_id}"
-    _add_get(router, path, responses.response)
-    deleted: dict[int | str, dict[str, Any]] = {200: {"content": content("DeletedResponse")}, **errors_of("/v1")}
-    router.add_api_route(path, responses.delete_response, methods=["DELETE"], response_model=None, responses=deleted)
-    _add_get(router, f"{path}/input_items", responses.input_items)
+    routes.add_get(path, responses.response)
+    routes.add_delete(path, responses.delete_response, DeletedResponse)
+    routes.add_get(f"{path}/input_items", responses.input_items)
 
 
-def _add_work(
-    router: APIRouter,
-    serve: Callable[[Request, type[Any], Callable[..., Any]], Awaitable[Response]],
-    path: str,
-    kind: type[Any],
-    work: Callable[..., Any],
-    answer: str,
-) -> None:
-    """Add a route that has the name and docstring of its work. `serve` answers a request with a body of this kind."""
-
-    async def respond(request: Request) -> Response:
-        return await serve(request, kind, work)
-
-    respond.__name__, respond.__doc__ = work.__name__, work.__doc__
-    _add_post(router, path, respond, kind.__name__, answer)
-
-
-def _add_tokens(router: APIRouter, service: Service) -> None:
+def _add_tokens(routes: Routes, service: Service) -> None:
     """Add routes for requests that generate nothing."""
-    add = partial(_add_work, router, service.compute_from)
-    add("/tokenize", tokens.TokenizeRequest, tokens.tokenize, "Tokens")
-    add("/apply-template", tokens.ApplyTemplateRequest, tokens.apply_template, "RenderedPrompt")
-    add("/detokenize", tokens.DetokenizeRequest, tokens.detokenize, "DecodedText")
-    add("/v1/messages/count_tokens", CountTokensRequest, tokens.count_tokens, "TokenCount")
+    add = partial(routes.add_work, service.compute_from)
+    add("/tokenize", tokens.TokenizeRequest, tokens.tokenize, Tokens)
+    add("/apply-template", tokens.ApplyTemplateRequest, tokens.apply_template, RenderedPrompt)
+    add("/detokenize", tokens.DetokenizeRequest, tokens.detokenize, DecodedText)
+    add("/v1/messages/count_tokens", CountTokensRequest, tokens.count_tokens, TokenCount)
 
 
-def _add_prompts(router: APIRouter, service: Service) -> None:
+def _add_prompts(routes: Routes, service: Service) -> None:
     """Add routes for requests whose prompts are read, without a reply."""
-    add = partial(_add_work, router, service.read_prompts)
-    add("/v1/embeddings", embeddings.EmbeddingsRequest, embeddings.embeddings, "Embeddings")
-    add("/api/embed", embeddings.OllamaEmbedRequest, embeddings.ollama_embed, "OllamaEmbeddings")
+    add = partial(routes.add_work, service.read_prompts)
+    add("/v1/embeddings", embeddings.EmbeddingsRequest, embeddings.embeddings, embeddings.Embeddings)
+    add("/api/embed", embeddings.OllamaEmbedRequest, embeddings.ollama_embed, embeddings.OllamaEmbeddings)
     older = embeddings.OllamaPromptEmbedRequest
-    add("/api/embeddings", older, embeddings.ollama_embed_prompt, "OllamaPromptEmbedding")
+    add("/api/embeddings", older, embeddings.ollama_embed_prompt, embeddings.OllamaPromptEmbedding)
     for path in ("/v1/rerank", "/rerank"):
-        add(path, rerank.RerankRequest, rerank.rerank, "Ranking")
-
-
-def _add_get(router: APIRouter, path: str, handler: Callable[..., Awaitable[Any]], answer: str = "") -> None:
-    """Add a route for GET, and for HEAD, which clients use to probe. `answer`: the model of the answer."""
-    described: dict[int | str, dict[str, Any]] = {200: {"content": content(answer)}} if answer else {}
-    router.add_api_route(path, handler, response_model=None, responses={**errors_of(path), **described})
-    router.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)
-
-
-def _add_post(
-    router: APIRouter,
-    path: str,
-    handler: Callable[[Request], Awaitable[Response]],
-    body: str,
-    answer: str = "",
-    stream: str = "",
-) -> None:
-    """Add a route for bodies of a named model. `answer`: the model of its own body. `stream`: media type of a response
-    that is a stream."""
-    answers = content(answer) if answer else {"application/json": {"schema": {"type": "object"}}}
-    if stream:
-        answers[stream] = {"schema": {"type": "string"}}
-    router.add_api_route(
-        path,
-        handler,
-        methods=["POST"],
-        responses={**errors_of(path), 200: {"description": "The answer.", "content": answers}},
-        openapi_extra={"requestBody": {"required": True, "content": content(body)}},
-    )
+        add(path, rerank.RerankRequest, rerank.rerank, rerank.Ranking)
 
 
 def add_page(app: FastAPI, folder: Path) -> None:
-    """Add a route for each file of a web page, `index.html` at /. They are read once, and may load nothing from other
-    origins."""
+    """Add a route for each file of a web page, with `index.html` at /. Files are read once, and cannot load anything
+    from other origins."""
     for file in sorted(folder.rglob("*")):
         if file.is_file():
             name = file.relative_to(folder).as_posix()

@@ -17,6 +17,7 @@ from starlette.datastructures import Headers
 
 from paceline.server.errors import ApiError, bad_request, invalid_body, retry_later
 from paceline.server.preprocessing import LONG, PoolName, Preprocessor, client_of
+from paceline.server.schema import NamedBody
 
 _MAX_DEPTH = 100
 """Levels of nested lists and objects; real chats and JSON schemas have about ten."""
@@ -26,7 +27,7 @@ _ARRIVAL = 10.0
 """Seconds within which a body must arrive, plus one second for each `_RATE` bytes that have arrived."""
 _RATE = 100_000
 _HEAVY = 1 << 20
-"""Bytes of memory of the smallest parsed body that counts, even if it was sent in fewer bytes."""
+"""Minimum bytes of memory at which a parsed body counts, even if it was sent in fewer bytes."""
 _VALUE_BYTES, _NUMBER_BYTES = 100, 32
 """Approximate memory of one value."""
 _LARGEST = {int: 2**64 - 1, float: sys.float_info.max, bool: 1}
@@ -36,7 +37,13 @@ Body = TypeVar("Body", bound=BaseModel)
 
 @dataclass(eq=False, slots=True)
 class _HeldBytes:
-    """Bytes held for one request. `arrival`: set while its body is arriving."""
+    """Bytes held for one request.
+
+    Attributes:
+        size: The number of bytes. 0 for small bodies, which do not count.
+        arrival: Cancels the arrival. None once the body has arrived.
+        dropped: True if the body was dropped in favour of another one.
+    """
 
     size: int = 0
     arrival: anyio.CancelScope | None = None
@@ -49,12 +56,19 @@ class _HeldBytes:
 
 
 class BodyReader:
-    """Reads bodies. Bounds the bytes of each, and the bytes of all large ones that are arriving or being prepared."""
+    """Reads bodies. Limits the size of each, and of all large ones that are arriving or being prepared."""
 
-    def __init__(self, preprocessor: Preprocessor, limit: int, total: int) -> None:
-        """`limit`: bytes of one body. `total`: bytes of all large bodies at once, from their arrival until their
-        requests are prepared; once parsed, a body counts with the memory that it takes."""
-        self._preprocessor, self._limit, self._total = preprocessor, limit, total
+    def __init__(self, preprocessor: Preprocessor, limit: int, total: int, images: int = 0) -> None:
+        """Make a reader.
+
+        Args:
+            preprocessor: Parses large bodies.
+            limit: Maximum bytes of one body without its images.
+            total: Maximum bytes of all large bodies together, from their arrival until their requests are prepared. A
+                parsed body counts with the memory that it takes.
+            images: Maximum characters of the images in one body.
+        """
+        self._preprocessor, self._limit, self._total, self._images = preprocessor, limit, total, images
         self._held: list[_HeldBytes] = []
         """Oldest first."""
 
@@ -70,7 +84,7 @@ class BodyReader:
         _check_type(request.headers)
         async with self.receive(request) as (data, held):
             pool: PoolName = "long" if len(data) > LONG else "short"
-            work = partial(_parsed, data, kind, more or {})
+            work = partial(self._parsed, data, kind, more or {})
             run = partial(self._preprocessor.run, "parse", client_of(request))
             body, memory = work() if pool == "short" else await run(work)
             del data, work  # no longer needed while the request is prepared
@@ -90,18 +104,18 @@ class BodyReader:
             self._held.remove(held)
 
     async def _receive(self, request: Request, held: _HeldBytes) -> bytes:
-        """Return the whole body. A chunked one, without a Content-Length, is not read beyond the limit either."""
-        too_long = ApiError(413, f"the body must not exceed {self._limit} bytes", code="body_too_large")
+        """Return the whole body. A chunked body, which has no Content-Length, is also read only up to the limit."""
+        most = self._limit + self._images
         declared = request.headers.get("content-length", "")
-        if declared.isdecimal() and len(declared) < 20 and int(declared) > self._limit:
-            raise too_long
+        if declared.isdecimal() and len(declared) < 20 and int(declared) > most:
+            raise self._too_long()
         data = bytearray()
         with anyio.CancelScope(deadline=anyio.current_time() + _ARRIVAL) as arrival:
             held.arrival = arrival
             async for part in request.stream():
                 data += part
-                if len(data) > self._limit:
-                    raise too_long
+                if len(data) > most:
+                    raise self._too_long()
                 arrival.deadline += len(part) / _RATE
                 self._count(held, len(data))
         held.arrival = None
@@ -112,11 +126,25 @@ class BodyReader:
             raise ApiError(408, f"the body arrived too slowly. It must arrive within {limit}", code="timeout")
         return bytes(data)
 
+    def _parsed(self, data: bytes, kind: type[Body], more: Mapping[str, Any]) -> tuple[Body, int]:
+        """Return the body as a `kind`, and the bytes of memory that it takes. Raises `ApiError` 400 and 413."""
+        if len(data) > self._limit and data.count(b",") > _MAX_VALUES:  # many numbers would take seconds to parse
+            raise self._too_long()
+        raw, memory = parse(data)
+        body = validated({**raw, **more}, kind)
+        if len(data) - (body.image_chars if isinstance(body, NamedBody) else 0) > self._limit:
+            raise self._too_long()
+        return body, memory
+
+    def _too_long(self) -> ApiError:
+        images = f" without its images, and its images must not exceed {self._images}" if self._images else ""
+        return ApiError(413, f"the body must not exceed {self._limit} bytes{images}", code="body_too_large")
+
     def _count(self, held: _HeldBytes, size: int) -> None:
         """Count a body with `size` bytes; small ones do not count.
 
-        If the total is exceeded, bodies that have been arriving longest are dropped: an honest body arrives at once, a
-        stalled one never. Raises `ApiError` 503 if none is arriving.
+        If the total is exceeded, the bodies that have been arriving longest are dropped, because they are likely to be
+        stalled. Raises `ApiError` 503 if none is arriving.
         """
         if size <= LONG:
             return
@@ -134,12 +162,6 @@ def _too_many_bytes() -> ApiError:
     return retry_later(503, "too many large requests at once. Try again in a moment", "too_many_bytes")
 
 
-def _parsed(data: bytes, kind: type[Body], more: Mapping[str, Any]) -> tuple[Body, int]:
-    """Return the body as a `kind`, and the bytes of memory that it takes."""
-    body, memory = parse(data)
-    return validated({**body, **more}, kind), memory
-
-
 def validated(body: dict[str, Any], kind: type[Body]) -> Body:
     """Return the body as a `kind`. Raises `ApiError` 400."""
     try:
@@ -151,8 +173,8 @@ def validated(body: dict[str, Any], kind: type[Body]) -> Body:
 def _check_type(headers: Headers) -> None:
     """Raise `ApiError` 400 for a request of a web page whose body is not declared as JSON.
 
-    A browser asks the server before a page of another origin may send JSON; other types it sends unasked. It says which
-    page asks (`Origin`) with every POST. Other clients say nothing of that kind, and many leave the type out.
+    Before a browser sends JSON for a page of another origin, it asks the server. It sends other types without asking.
+    With every POST it names the page (`Origin`). Other clients do not send this header, and many omit the content type.
     """
     if "origin" not in headers and "sec-fetch-site" not in headers:
         return
@@ -183,7 +205,7 @@ def parse(data: bytes) -> tuple[dict[str, Any], int]:
 
 
 def _reason(error: ValueError) -> str:
-    """Describe a syntax error without quoting the body, which belongs neither in replies nor in logs."""
+    """Describe a syntax error without quoting the body, which must not appear in responses or logs."""
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg} at line {error.lineno}, column {error.colno}"
     return "bytes that are not UTF-8" if isinstance(error, UnicodeDecodeError) else "a number that is too long"
@@ -205,7 +227,7 @@ def _too_deep() -> ApiError:
 
 
 def _check_values(body: Any) -> int:
-    """Return about how many bytes of memory the values take. Goes level by level, which any depth allows."""
+    """Return about how many bytes of memory the values take. It works level by level, so any depth is possible."""
     level, in_calls, numbers, seen = [body], list[Any](), 0, 0
     for _ in range(_MAX_DEPTH):
         seen += len(level) + len(in_calls)
@@ -250,8 +272,8 @@ def _checked(values: list[Any], in_call: bool = False) -> tuple[list[Any], list[
 
 
 def _past_arguments(value: Any) -> dict[str, Any] | None:
-    """Return the arguments of a past call in Anthropic's or Ollama's shape. A model wrote them, with any numbers, and
-    the client can only send them back."""
+    """Return the arguments of a past call in Anthropic's or Ollama's shape. A model wrote them, possibly with large
+    numbers, and the client cannot change them."""
     if not isinstance(value, dict):
         return None
     found = None

@@ -39,8 +39,13 @@ _named: set[str] = set()
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Treatment of parameters that have no effect here. `why`: the reason. `values`: the accepted values, in
-    addition to null; None for any value."""
+    """Treatment of parameters that have no effect here.
+
+    Attributes:
+        names: The parameters.
+        why: The reason.
+        values: The accepted values, in addition to null. None for any value.
+    """
 
     names: tuple[str, ...]
     why: str
@@ -104,8 +109,8 @@ def _kinds(annotation: Any) -> set[Any]:
 
 
 class Strict(BaseModel):
-    """Model without conversions (a bool is not a number, a number is not text), unknown keys or NaN. Whole numbers may
-    be written as 16.0: JavaScript and Lua know no others."""
+    """Model that refuses conversions (a bool is not a number, a number is not text), unknown keys and NaN. Whole
+    numbers may be written as 16.0, because JavaScript and Lua have only floats."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
@@ -185,13 +190,26 @@ def left_out(kind: str) -> str:
     return f"[{kind} left out: this server reads text only]"
 
 
-def part_as_text(part: Any, textual: Collection[str], refused_as: str) -> Any:
-    """Return a part of a message with a note for its text if it has none. `textual`: the types that are text.
-    `refused_as`: the type of a refusal, which the assistant wrote and the client sends back."""
+def text_or_nothing(value: Any) -> str:
+    """Return a text; "" for any other value."""
+    return value if isinstance(value, str) else ""
+
+
+def part_as_text(part: Any, textual: Collection[str], refused_as: str, image: str) -> Any:
+    """Return a part of a message. If it has no text, a note becomes its text.
+
+    Args:
+        part: The part, as it was sent.
+        textual: The types that are text.
+        refused_as: The type to give to a refusal, which the assistant wrote and the client sends back.
+        image: The type of an image, which is kept in addition to the note.
+    """
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "refusal":
         return {"type": refused_as, "text": part.get("refusal")}
-    return part if not isinstance(kind, str) or kind in textual else {"type": kind, "text": left_out(kind)}
+    if not isinstance(kind, str) or kind in textual:
+        return part
+    return {**(part if kind == image else {}), "type": kind, "text": left_out(kind)}
 
 
 def accepts(*rules: Rule) -> Callable[[type[M]], type[M]]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel, RootModel
 from pydantic.json_schema import models_json_schema
+from starlette.responses import Response
 
 from paceline.server import errors
-from paceline.server.apis import about_models, embeddings, rerank, tokens
-from paceline.server.apis.messages import CountTokensRequest
 from paceline.server.compat import PlainAnswer
+
+Handler = Callable[..., Awaitable[Any]]
 
 
 class Health(PlainAnswer):
@@ -244,29 +246,8 @@ class OllamaErrorBody(BaseModel):
     error: str
 
 
+_ERRORS = (ErrorBody, AnthropicErrorBody, OllamaErrorBody)
 _REF = "#/components/schemas/{model}"
-_BODIES = (
-    *(CountTokensRequest, about_models.NamedModelRequest, about_models.PullRequest),
-    *(tokens.TokenizeRequest, tokens.DetokenizeRequest, tokens.ApplyTemplateRequest),
-    rerank.RerankRequest,
-    *(embeddings.EmbeddingsRequest, embeddings.OllamaEmbedRequest, embeddings.OllamaPromptEmbedRequest),
-)
-"""Bodies of requests that generate no text."""
-ANSWERS: tuple[type[BaseModel], ...] = (
-    *(Tokens, DecodedText, RenderedPrompt, TokenCount),
-    *(ModelListing, ServedModel, DeletedResponse, Health),
-    *(
-        TokenizerInfo,
-        Properties,
-        Slots,
-        OllamaVersion,
-        OllamaModelList,
-    ),
-    *(OllamaModelAbout, ErrorBody, AnthropicErrorBody, OllamaErrorBody),
-    rerank.Ranking,
-    *(embeddings.Embeddings, embeddings.OllamaEmbeddings, embeddings.OllamaPromptEmbedding),
-)
-"""Bodies of answers."""
 _MEANINGS = {
     400: "The body is malformed, or the parameter in `param` is unknown or out of range.",
     401: "The API key is missing or wrong.",
@@ -281,27 +262,93 @@ _MEANINGS = {
 }
 
 
+class Routes(APIRouter):
+    """Routes whose bodies and answers are described by models.
+
+    Attributes:
+        models: The models of all routes.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.models: dict[type[BaseModel], None] = dict.fromkeys(_ERRORS)
+
+    def add_get(self, path: str, handler: Handler, answer: type[BaseModel] | None = None) -> None:
+        """Add a route for GET, and for HEAD, which clients use to probe."""
+        self.add_api_route(path, handler, response_model=None, responses=self._answers(path, answer))
+        self.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)
+
+    def add_delete(self, path: str, handler: Handler, answer: type[BaseModel]) -> None:
+        """Add a route for DELETE."""
+        described = self._answers(path, answer)
+        self.add_api_route(path, handler, methods=["DELETE"], response_model=None, responses=described)
+
+    def add_post(
+        self,
+        path: str,
+        handler: Handler,
+        body: type[BaseModel],
+        answer: type[BaseModel] | None = None,
+        stream: str = "",
+    ) -> None:
+        """Add a route for POST.
+
+        Args:
+            path: The path.
+            handler: Answers a request.
+            body: The model of the bodies.
+            answer: The model of the answers. None for any object.
+            stream: Media type of streamed answers. "" if there are none.
+        """
+        self.models[body] = None
+        answers = {"application/json": {"schema": {"type": "object"}}}
+        described = self._answers(path, answer)
+        described[200] = {"description": "The answer.", "content": answers} | described.get(200, {})
+        if stream:
+            described[200]["content"] |= {stream: {"schema": {"type": "string"}}}
+        extra = {"requestBody": {"required": True, "content": content(body)}}
+        self.add_api_route(path, handler, methods=["POST"], responses=described, openapi_extra=extra)
+
+    def add_work(
+        self,
+        serve: Callable[[Request, type[Any], Callable[..., Any]], Awaitable[Response]],
+        path: str,
+        body: type[BaseModel],
+        work: Callable[..., Any],
+        answer: type[BaseModel],
+    ) -> None:
+        """Add a route with the name and docstring of its work. `serve` answers a request with a body of this model."""
+
+        async def respond(request: Request) -> Response:
+            return await serve(request, body, work)
+
+        respond.__name__, respond.__doc__ = work.__name__, work.__doc__
+        self.add_post(path, respond, body, answer)
+
+    def _answers(self, path: str, answer: type[BaseModel] | None) -> dict[int | str, dict[str, Any]]:
+        if answer is None:
+            return errors_of(path)
+        self.models[answer] = None
+        return {**errors_of(path), 200: {"content": content(answer)}}
+
+
 def errors_of(path: str) -> dict[int | str, dict[str, Any]]:
     """Return the error responses of the API that `path` belongs to."""
-    shape = {"messages": AnthropicErrorBody, "api": OllamaErrorBody}.get(errors.dialect(path), ErrorBody)
-    return {
-        status: {"description": meaning, "content": content(shape.__name__)} for status, meaning in _MEANINGS.items()
-    }
+    shapes: dict[str, type[BaseModel]] = {"messages": AnthropicErrorBody, "api": OllamaErrorBody}
+    shape = shapes.get(errors.dialect(path), ErrorBody)
+    return {status: {"description": meaning, "content": content(shape)} for status, meaning in _MEANINGS.items()}
 
 
-def content(model: str) -> dict[str, Any]:
+def content(model: type[BaseModel]) -> dict[str, Any]:
     """Describe a JSON body by the name of its model. With the class, FastAPI would build some 300 validators."""
-    return {"application/json": {"schema": {"$ref": _REF.format(model=model)}}}
+    return {"application/json": {"schema": {"$ref": _REF.format(model=model.__name__)}}}
 
 
 def describe(app: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI document.
-
-    FastAPI does not know the bodies that `BodyReader` reads. `app.state.apis` has the models of requests for text.
-    """
+    """Return the OpenAPI document. FastAPI does not know the models of bodies and answers in `app.state.models`."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        models = [(body, "validation") for body in (*(api.body for api in app.state.apis), *_BODIES, *ANSWERS)]
+        models = [(model, "validation") for model in app.state.models]
         _, schemas = models_json_schema(models, ref_template=_REF)  # type: ignore[arg-type]
         document["components"]["schemas"] |= schemas["$defs"]
         for path in document["paths"].values():

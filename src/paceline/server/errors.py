@@ -114,12 +114,19 @@ class WrongParameter(ValueError):
 class ContextExceeded(ApiError):
     """The error response for a prompt that is too long. The clients of each API recognise its words.
 
-    Clients that then shorten the conversation read the message: litellm, Cline and others OpenAI's, Claude Code
-    Anthropic's. `size`: tokens of the prompt, at least. `limit`: tokens that the context may have.
+    Some clients read the message and then shorten the conversation. litellm, Cline and others know OpenAI's message,
+    Claude Code knows Anthropic's.
     """
 
     def __init__(self, size: int, limit: int, param: str, exact: bool = True) -> None:
-        """`exact`: the prompt has been tokenised."""
+        """Make the response.
+
+        Args:
+            size: Tokens of the prompt, or a lower bound.
+            limit: Maximum tokens of the context.
+            param: The parameter with the prompt.
+            exact: True if `size` is exact, because the prompt has been tokenised.
+        """
         message = (
             f"This model's maximum context length is {limit} tokens. However, the prompt resulted in "
             f"{'' if exact else 'at least '}{size} tokens. Shorten it"

@@ -19,7 +19,7 @@ from paceline.server.errors import LOG, REQUEST_ID, ApiError, api_error, retry_l
 from paceline.server.worker import ServerStopping
 
 STALL = 30.0
-"""Seconds that a client may leave unread what it is sent before it is disconnected."""
+"""Seconds without reading after which a client is disconnected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,11 @@ class Settings:
         hosts: Accepted values of the Host header. Empty for any. They block DNS rebinding, with which a web page
             reaches a server without API keys under the page's own name.
         cors_origins: Origins of web pages that may send requests, "*" for all. Empty to turn CORS off.
-        max_body: Maximum bytes of a body.
+        max_body: Maximum bytes of a body without its images.
         max_bodies: Maximum bytes of all large bodies together, from their arrival until their requests are prepared.
+        max_images: Maximum images in a request.
+        max_image_bytes: Maximum bytes of all images in a request.
+        image_hosts: Hosts from which images are fetched. "*" matches any part of a name. Empty to fetch none.
         max_prompt: Maximum tokens of a prompt. None for the model's context length.
         max_n: Maximum samples of a prompt.
         max_choices: Maximum replies to a request, over all its prompts.
@@ -48,7 +51,10 @@ class Settings:
     hosts: Sequence[str] = ()
     cors_origins: Sequence[str] = ()
     max_body: int = 4 * 2**20
-    max_bodies: int = 64 * 2**20
+    max_bodies: int = 128 * 2**20
+    max_images: int = 64
+    max_image_bytes: int = 24 * 2**20
+    image_hosts: Sequence[str] = ()
     max_prompt: int | None = None
     max_n: int = 16
     max_choices: int = 64
@@ -62,6 +68,11 @@ class Settings:
     def __post_init__(self) -> None:
         if not all(key.strip() for key in self.api_keys):
             raise InvalidOption("an API key must not be empty", "Give a key, or no --api-key at all")
+
+    @property
+    def max_image_chars(self) -> int:
+        """Maximum characters of all images in a request as base64, with some for the beginnings of data URLs."""
+        return -(-self.max_image_bytes // 3) * 4 + 100 * self.max_images
 
 
 def authorization(headers: Headers) -> str:
@@ -83,6 +94,12 @@ def check_key(keys: Sequence[str], authorization: str) -> None:
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
+
+
+def key_of(keys: Sequence[str], authorization: str) -> int:
+    """Return the number of the key that an accepted header holds; 0 for a server without keys."""
+    given = authorization.partition(" ")[2].strip().encode(errors="replace")
+    return next((n for n, key in enumerate(keys) if hmac.compare_digest(key.encode(), given)), 0)
 
 
 def check_host(hosts: Sequence[str], header: str) -> None:

@@ -50,7 +50,7 @@ def check_address(host: str, port: int) -> list[str]:
 
 
 def run(app: FastAPI, models: Models, host: str, port: int, grace: float, ready: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM; then replies have `grace` seconds to end, after which they are cancelled.
+    """Serve until SIGINT or SIGTERM. Then cancel the replies that have not ended within `grace` seconds.
 
     `ready` is called with the URL as soon as the server listens, with the actual port in place of 0.
     """
@@ -92,7 +92,7 @@ class _ListeningServer(uvicorn.Server):
             return
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to stop. The workers are told on the event loop, since the handler may have interrupted anything."""
+        """Begin to stop. The event loop stops the workers, because the signal may have interrupted any code."""
         super().handle_exit(sig, frame)
         # If anything hangs, even in native code: write its traceback to the log and exit.
         faulthandler.dump_traceback_later(self._grace + _MARGIN + _KILL, exit=True)
@@ -100,7 +100,7 @@ class _ListeningServer(uvicorn.Server):
 
 
 def max_connections() -> int:
-    """Raise the soft limit of open files as far as it helps, and return the maximum number of connections.
+    """Raise the soft limit of open files if necessary, and return the maximum number of connections.
 
     Half of the files are left for everything else, including connections that are accepted but not counted yet.
     """
@@ -117,7 +117,7 @@ def max_connections() -> int:
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection, closed if the head of a request takes too long, or if what is written is not read.
+    """uvicorn's connection. It is closed if the head of a request takes too long, or if the client does not read.
 
     At `limit_concurrency` connections a new one replaces the one that has been waiting longest for its request. If none
     is waiting, uvicorn answers the new one with 503.
@@ -157,7 +157,7 @@ class Connection(H11Protocol):
         self._unread = self.loop.call_later(_STALL, self._abort_unless_read, size) if watch and size else None
 
     def _abort_unless_read(self, size: int) -> None:
-        """Abort the connection unless much of its `size` unread bytes has been read, and wait for the rest."""
+        """Abort the connection if too few of its `size` unread bytes have been read. Otherwise wait for the rest."""
         if size - self.transport.get_write_buffer_size() < _STALL * _RATE:
             self.transport.abort()
         else:

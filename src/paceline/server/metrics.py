@@ -1,6 +1,6 @@
-"""Prometheus metrics for /metrics, under vLLM's names where it has them, so that its dashboards fit.
+"""Prometheus metrics for /metrics. Metrics that vLLM also has use its names, so that its dashboards work.
 
-Counters grow on the event loop, where replies are handed to clients; gauges ask the worker when they are read.
+Counters grow on the event loop. Gauges query the worker when they are read.
 """
 
 from __future__ import annotations

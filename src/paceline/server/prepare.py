@@ -7,6 +7,7 @@ import uuid
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from paceline.chat import thinking, tools
@@ -22,6 +23,7 @@ from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import not_finite
 from paceline.server import grammars
 from paceline.server.errors import LOG, REQUEST_ID, ContextExceeded, bad_request
+from paceline.server.images import pictures_of, seen
 from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
 from paceline.server.replies import ChatReply
@@ -69,7 +71,7 @@ def reading_job(tokens: Sequence[int], sampling: Sampling, reader: PromptReader)
 
 
 def check_reading(job: ReplyJob, count: int, value: float) -> None:
-    """Check what was read from a prompt: `count` tokens, and a value computed from them.
+    """Check that a prompt was read. `count`: tokens that were read. `value`: a value computed from them.
 
     Raises:
         ServerStopping: If the server stopped before all tokens had been read.
@@ -88,7 +90,7 @@ def prepare(model: LoadedModel, settings: Settings, request: GenerateRequest | N
     if isinstance(request.prompt, TextPrompt):
         jobs = _text_jobs(model, settings, request, request.prompt)
         return Prepared(answer_id, model, jobs, [ChatReply() for _ in jobs])
-    prompt = request.prompt
+    prompt = seen(model.llm, settings, request.prompt)
     try:
         jobs, replies = _chat(model, settings, request, prompt)
     except ContextExceeded:
@@ -124,7 +126,7 @@ def _chat(
     grammar = grammars.grammar(model.grammar_trials, request.constraints, calls, thought)
     if grammar and form is None:
         budget = None  # the grammar has no reasoning
-    tokens = token_ids(llm, text, "messages", chat=True)
+    tokens = chat_ids(llm, text, prompt)
     check_length(llm, settings, tokens, "messages")
     sampling = replace(_sampling(llm, request, grammar), thinking_budget=budget)
     if form:
@@ -196,8 +198,8 @@ def _sampling(llm: LLM, request: GenerateRequest, grammar: Grammar | None) -> Sa
 def _jobs(
     llm: LLM, settings: Settings, request: GenerateRequest, prompts: Sequence[Sequence[int]], sampling: Sampling
 ) -> list[ReplyJob]:
-    """Return a job for each sample of each prompt in turn. Raises `ApiError` 400 for too many, and as
-    `Sampling.sampler` does."""
+    """Return a job for each sample of each prompt in turn. Raises `ApiError` 400 for too many replies, and the errors
+    of `Sampling.sampler`."""
     n = request.samples
     if n > settings.max_n or n * len(prompts) > settings.max_choices:
         raise bad_request(
@@ -241,6 +243,17 @@ def token_ids(llm: LLM, prompt: Any, param: str, chat: bool = False) -> list[int
         raise bad_request(str(error), param) from error
 
 
+def chat_ids(llm: LLM, text: str, prompt: ChatPrompt) -> list[int]:
+    """Return the token ids of a chat's text, with the images of the chat. Raises `ApiError` 400."""
+    pictures = pictures_of(prompt)
+    if not pictures or llm.vision is None:
+        return token_ids(llm, text, "messages", chat=True)
+    try:
+        return llm.vision.prompt(text, pictures, partial(llm.tokenizer.encode, special=False))
+    except InvalidPrompt as error:
+        raise bad_request(str(error), "messages") from error
+
+
 def prompt_limit(llm: LLM, settings: Settings) -> int:
     """Return the most tokens of a prompt, which leaves room for one of the reply."""
     context = llm.model.target.context_length
@@ -250,7 +263,7 @@ def prompt_limit(llm: LLM, settings: Settings) -> int:
 def check_length(llm: LLM, settings: Settings, prompt: str | Sequence[int], param: str) -> None:
     """Raise `ContextExceeded` for a prompt that is too long, or leaves no room for a reply.
 
-    Text is refused before it is tokenised if it is too long whatever its tokens are.
+    Text that is certainly too long is refused before it is tokenised.
     """
     limit, size = prompt_limit(llm, settings), len(prompt)
     if is_text := isinstance(prompt, str):
@@ -263,9 +276,10 @@ def check_length(llm: LLM, settings: Settings, prompt: str | Sequence[int], para
 
 def chat_tokens(llm: LLM, settings: Settings, prompt: ChatPrompt) -> list[int]:
     """Return the token ids of a chat's prompt. Raises `ApiError` 400."""
+    prompt = seen(llm, settings, prompt)
     text = chat_text(llm, prompt)
     check_length(llm, settings, text, "messages")
-    return token_ids(llm, text, "messages", chat=True)
+    return chat_ids(llm, text, prompt)
 
 
 def _size(llm: LLM, settings: Settings, prompt: ChatPrompt) -> int:
@@ -277,7 +291,8 @@ def _size(llm: LLM, settings: Settings, prompt: ChatPrompt) -> int:
 
 
 def _special(llm: LLM, *markers: str) -> dict[str, int]:
-    """Return those markers that are special tokens, which a reply's text leaves out, with their ids."""
+    """Return marker -> id, for the markers that are special tokens. The text of a reply does not contain special
+    tokens."""
     ids = {marker: llm.tokenizer.token_id(marker) for marker in markers}
     return {marker: token for marker, token in ids.items() if token is not None and token in llm.tokenizer.special_ids}
 
@@ -327,7 +342,8 @@ def _applied(llm: LLM, prompt: ChatPrompt, chat: list[dict[str, Any]], given: li
 
 
 def _continued(llm: LLM, chat: list[dict[str, Any]], values: dict[str, Any]) -> str:
-    """Return the prompt up to the end of the last message, where a marker shows what the template adds to close it."""
+    """Return the prompt up to the end of the last message. A marker shows where the template begins to close the
+    message."""
     marker = f"[{uuid.uuid4().hex}]"
     content = check_messages(chat[-1:])[0]["content"]
     text = llm.tokenizer.apply_chat_template([*chat[:-1], {**chat[-1], "content": content + marker}], False, **values)
@@ -348,8 +364,8 @@ def truncated(prompt: ChatPrompt, size: Callable[[ChatPrompt], int], limit: int,
     Args:
         prompt: A chat that is too long.
         size: Returns the tokens of a chat's prompt.
-        limit: The most tokens of a prompt.
-        wanted: The most tokens of the reply; -1: as many as fit.
+        limit: Maximum tokens of a prompt.
+        wanted: Maximum tokens of the reply. -1 for no limit.
     """
     messages = prompt.messages
     room = limit - min(limit // _SHARE, wanted if wanted > 0 else limit)

@@ -21,14 +21,22 @@ from paceline.server.limits import authorization
 from paceline.text.sandbox import ABANDONED
 
 T = TypeVar("T")
-PoolName = Literal["parse", "short", "long", "grammar", "tokens", "documents"]
+PoolName = Literal["parse", "short", "long", "grammar", "tokens", "documents", "images"]
 """Kind of work: parse a large body; prepare a request with a short text, a long text, or a grammar; tokenise without
-generating; write documents about the server, such as its list of models."""
+generating; prepare or tokenise a request with images; write documents about the server, such as its list of models."""
 
 LONG = 1 << 16
 """Bytes of the shortest long body. It takes milliseconds to parse, and longer to tokenise."""
 
-_THREADS: dict[PoolName, int] = {"parse": 1, "short": 2, "long": 1, "grammar": 2, "tokens": 1, "documents": 1}
+_THREADS: dict[PoolName, int] = {
+    "parse": 1,
+    "short": 2,
+    "long": 1,
+    "grammar": 2,
+    "tokens": 1,
+    "documents": 1,
+    "images": 2,
+}
 
 
 def client_of(request: Request) -> str:
@@ -82,7 +90,7 @@ class _Pool:
 
 
 def _lower_priority() -> None:
-    """Let the engine's threads go first on the processor. Only Linux has a priority for each thread."""
+    """Give this thread a lower priority than the engine's threads. Only Linux has a priority for each thread."""
     if sys.platform == "linux":
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

@@ -8,13 +8,44 @@ from typing import Any, Literal
 
 from paceline.chat.calls import Call
 from paceline.sampling.json_schema import guide
+from paceline.server.compat import left_out
 from paceline.server.errors import bad_request
 from paceline.server.grammars import Constraint
 from paceline.server.schema import Schema, SpeculationOptions
+from paceline.text.image_part import ImagePart
+from paceline.vision.picture import Picture
 
 _SWITCHES = ("enable_thinking", "thinking")
 """Variables of chat templates that switch reasoning on and off. Qwen, GLM and others read the first; DeepSeek, Kimi
 and Granite read the second."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentImage:
+    """An image in a message, as it was sent.
+
+    Attributes:
+        source: A data URL, another URL, or base64. "" if the part has none of these.
+        param: The path of the part in the body.
+        kind: The part's type.
+        low: True if the client asks for little detail.
+        refusal: The error of a model that reads text only. None if such a model sees a note instead of the image.
+    """
+
+    source: str
+    param: str
+    kind: str = "image"
+    low: bool = False
+    refusal: str | None = None
+
+    @property
+    def note(self) -> str:
+        """The text that stands for the image if a model reads text only."""
+        return left_out(self.kind)
+
+
+Part = str | SentImage | Picture
+"""A part of a message's content. Pictures replace the images that were sent before a chat template is applied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +54,7 @@ class ChatMessage:
 
     Attributes:
         role: The author.
-        content: The text, or the texts of its parts.
+        content: The text, or its parts: texts and images.
         calls: Function calls of the assistant.
         reasoning: Reasoning of the assistant.
         name: The author's name, or the function whose result this is.
@@ -31,7 +62,7 @@ class ChatMessage:
     """
 
     role: Literal["system", "user", "assistant", "tool"]
-    content: str | Sequence[str] = ""
+    content: str | Sequence[Part] = ""
     calls: Sequence[Call] = ()
     reasoning: str | None = None
     name: str | None = None
@@ -39,10 +70,14 @@ class ChatMessage:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the message in the form that chat templates expect."""
-        text = isinstance(self.content, str)
+        content: Any = self.content
+        if any(isinstance(part, SentImage) for part in content):  # the model reads text only
+            content = "\n".join(part.note if isinstance(part, SentImage) else part for part in content)
+        elif not isinstance(content, str):
+            content = [*map(_part, content)]
         found: dict[str, Any] = {
             "role": self.role,
-            "content": self.content if text else [{"type": "text", "text": part} for part in self.content],
+            "content": content,
             "name": self.name,
             "tool_call_id": self.call_id,
             "reasoning_content": self.reasoning,
@@ -54,11 +89,15 @@ class ChatMessage:
         return {name: value for name, value in found.items() if value is not None}
 
 
+def _part(part: Any) -> dict[str, Any]:
+    return {"type": "text", "text": part} if isinstance(part, str) else ImagePart()
+
+
 def refuse_media(param: str, kinds: Sequence[str], textual: Collection[str], wanted: str) -> None:
     """Raise `ApiError` 400 if a part of a new message is not text.
 
-    In earlier messages and in results of tools a note stands for such a part, because the client that sent it cannot
-    take it back.
+    In earlier messages and in tool results, a note replaces such a part, because the client cannot remove it from the
+    conversation.
 
     Args:
         param: The path of the parts in the body.
@@ -158,7 +197,8 @@ class ToolUse:
 
 
 def reasoning_values(effort: str | None) -> dict[str, Any]:
-    """Return the variables of a chat template for an effort: "none", a level, or "on" for any; None says nothing."""
+    """Return the variables of a chat template for an effort: "none", a level, or "on" for any level. None sets no
+    variable."""
     if effort is None:
         return {}
     values: dict[str, Any] = dict.fromkeys(_SWITCHES, effort != "none")

@@ -33,7 +33,8 @@ ModelName = Annotated[str, Field(max_length=500)]
 
 
 def at_most(limit: int, name: str) -> BeforeValidator:
-    """A limit that is checked before pydantic reports each of a hundred thousand wrong entries."""
+    """Return a limit on the number of entries. It is checked first, so that pydantic does not report each of a hundred
+    thousand wrong entries."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict | list) and len(value) > limit:
@@ -62,7 +63,7 @@ Budget = Annotated[int, Field(ge=-1, lt=2**31, description="Maximum tokens of re
 
 
 def _argument_text(value: Any) -> Any:
-    """Return a past call's arguments as text, as which they should have been sent."""
+    """Return a past call's arguments as text. Some clients send them as an object."""
     return "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -215,6 +216,11 @@ class NamedBody(Strict):
 
     model: ModelName | None = None
 
+    @property
+    def image_chars(self) -> int:
+        """Characters of all images in the body."""
+        return 0
+
 
 class Generating(NamedBody):
     """Parameters of every request for generated text."""
@@ -254,7 +260,7 @@ class Samplers(Generating):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Fields of `Sampling` that the request sets. Numbers out of range stand for llama.cpp's defaults."""
+        """Fields of `Sampling` that the request sets. As in llama.cpp, some numbers out of range mean the default."""
         found = without_none(**{name: getattr(self, name) for name in _SAMPLERS})
         if found.get("dry_base", 1) < 1:
             del found["dry_base"]

@@ -20,13 +20,13 @@ from paceline.server.apis.chat_completions import ChatCompletions
 from paceline.server.apis.completions import Completions
 from paceline.server.apis.infill import Infill
 from paceline.server.apis.messages import Messages
-from paceline.server.apis.ollama import OllamaChat, OllamaGenerate, OllamaRequest, unloaded
-from paceline.server.apis.response_bodies import ResponsesRequest
+from paceline.server.apis.ollama import OllamaChat, OllamaGenerate
 from paceline.server.apis.responses import Compaction, Responses
 from paceline.server.apis.stored import ResponseStore
 from paceline.server.bodies import BodyReader
 from paceline.server.errors import LOG, REQUEST_ID
-from paceline.server.limits import RequestLimit, Settings
+from paceline.server.images import without_images
+from paceline.server.limits import RequestLimit, Settings, authorization, key_of
 from paceline.server.models import LoadedModel, Models
 from paceline.server.preprocessing import (
     LONG,
@@ -37,7 +37,7 @@ from paceline.server.preprocessing import (
     seconds_left,
     unless_disconnected,
 )
-from paceline.server.schema import Generating, NamedBody
+from paceline.server.schema import NamedBody
 from paceline.server.tracing import Tracer, tracer
 from paceline.server.worker import ReplyJob
 
@@ -45,26 +45,34 @@ T = TypeVar("T")
 Named = TypeVar("Named", bound=NamedBody)
 
 
-class Jobs(Protocol):
-    """A request that is ready to run."""
+class PromptJobs(Protocol):
+    """A request whose answer is computed from its prompts, without generated text."""
 
     @property
     def jobs(self) -> Sequence[ReplyJob]:
-        """The jobs of its replies."""
-
-
-class PromptJobs(Jobs, Protocol):
-    """A request whose answer is computed from its prompts, without generated text."""
+        """The jobs that read the prompts."""
 
     def answer(self, model: str, seconds: float) -> dict[str, Any]:
         """Return the answer once all jobs are over. `model`: the model's name. `seconds`: the time since arrival."""
 
 
 class Service:
-    """State shared by all routes. `apis`: the APIs for generated text."""
+    """State shared by all routes.
+
+    Attributes:
+        loader: The models.
+        settings: The configuration.
+        tracer: Records traces of replies.
+        limit: The limit on requests in progress.
+        waiting: The limit on requests that wait for a model to be loaded.
+        preprocessor: Runs work in threads.
+        responses: Stored responses.
+        bodies: Reads request bodies.
+        apis: The APIs for generated text.
+    """
 
     def __init__(self, models: Models, settings: Settings, apis: Sequence[Api[Any]] = ()) -> None:
-        """`apis`: further APIs."""
+        """Make a service with the server's own APIs and `apis`."""
         self.loader, self.settings = models, settings
         self.tracer: Tracer = tracer(settings.trace_endpoint)
         self.limit = RequestLimit(settings.max_requests)
@@ -72,8 +80,8 @@ class Service:
         self.waiting = RequestLimit(max(1, settings.max_requests // 2), "already wait for a model to be loaded")
         self.preprocessor = Preprocessor()
         self.responses = ResponseStore()
-        self.bodies = BodyReader(self.preprocessor, settings.max_body, settings.max_bodies)
-        responses = Responses(self.responses, settings.max_body)
+        self.bodies = BodyReader(self.preprocessor, settings.max_body, settings.max_bodies, settings.max_image_chars)
+        responses = Responses(self.responses, settings.max_body + settings.max_image_chars)
         self.apis: Sequence[Api[Any]] = (
             *(ChatCompletions(), Completions(), responses, Compaction(responses), Messages()),
             *(OllamaChat(), OllamaGenerate(), Infill()),
@@ -89,15 +97,19 @@ class Service:
         """Answer a request for generated text."""
         arrived = time.monotonic()
         async with self.bodies.read(request, api.body, api.of_path(request.path_params)) as (body, pool):
-            unloads = isinstance(body, OllamaRequest) and body.unloads
-            if isinstance(body, OllamaRequest) and unloads and body.empty:
+            if (answer := api.without_reply(body)) is not None:
                 self.loader.unload(body.model)
-                return Response(dumps(unloaded(body)), media_type="application/json")
+                return Response(dumps(answer), media_type="application/json")
             deadline = deadline_after(arrived, self.settings.timeout if body.timeout is None else body.timeout)
             prepare = partial(api.prepare, self.settings, body)
-            pool = self._pool(body, pool)
+            if api.has_images(body):
+                pool = "images"
+            elif body.constrained:
+                pool = "grammar"
+            elif api.stored_length(body) > LONG:
+                pool = "long"
             running, encoder = await self.start(request, body, pool, prepare, deadline, api.id_prefix)
-            if unloads:
+            if api.unloads(body):
                 self.loader.unload(body.model)
             stream = body.stream
         del body, prepare  # the body, which may be large, no longer counts
@@ -137,25 +149,18 @@ class Service:
         """Start the jobs of a request. Its body, which may be large, is not kept."""
         async with self.bodies.read(request, kind) as (body, pool):
 
-            def prepared(model: LoadedModel, _: str) -> tuple[PromptJobs, PromptJobs]:
-                jobs = prepare(model, self.settings, body)
-                return jobs, jobs
+            def prepared(model: LoadedModel, _: str) -> tuple[Sequence[ReplyJob], PromptJobs]:
+                made = prepare(model, self.settings, body)
+                return made.jobs, made
 
             return await self.start(request, body, pool, prepared, deadline)
-
-    def _pool(self, body: Generating, pool: PoolName) -> PoolName:
-        """Return the pool for a request. `pool`: the pool for bodies of this size, without the stored conversation."""
-        if body.constrained:
-            return "grammar"
-        continues = isinstance(body, ResponsesRequest) and self.responses.length(body.previous_response_id) > LONG
-        return "long" if continues else pool
 
     async def start(
         self,
         request: Request,
         body: NamedBody,
         pool: PoolName,
-        prepare: Callable[[LoadedModel, str], tuple[Jobs, T]],
+        prepare: Callable[[LoadedModel, str], tuple[Sequence[ReplyJob], T]],
         deadline: float | None,
         id_prefix: str = "",
     ) -> tuple[RunningRequest, T]:
@@ -171,7 +176,8 @@ class Service:
             id_prefix: The beginning of the answer's id.
         """
         if self.settings.log_prompts:
-            LOG.info("%s %s", REQUEST_ID.get(), body.model_dump_json(exclude_none=True))
+            text = body.model_dump_json(exclude_none=True)
+            LOG.info("%s %s", REQUEST_ID.get(), without_images(text) if body.image_chars else text)
         self.limit.acquire()
         try:
             model = await self._take(request, body.model, seconds_left(deadline))
@@ -183,11 +189,14 @@ class Service:
         running = RunningRequest(name, model, self.limit, trace, logs_texts=self.settings.log_prompts)
         try:
             work = partial(prepare, model, running.id)
-            prepared, made = await self.preprocess(request, pool, work, seconds_left(deadline))
-            client, timeout = client_of(request), seconds_left(deadline)
-            running.start(
-                [replace(job, client=client, timeout=timeout, adapter=model.adapter) for job in prepared.jobs]
-            )
+            jobs, made = await self.preprocess(request, pool, work, seconds_left(deadline))
+            own: dict[str, Any] = {
+                "client": client_of(request),
+                "key": key_of(self.settings.api_keys, authorization(request.headers)),
+                "timeout": seconds_left(deadline),
+                "adapter": model.adapter,
+            }
+            running.start([replace(job, **own) for job in jobs])
         except BaseException:
             running.close()
             raise
@@ -207,13 +216,15 @@ class Service:
                 self.waiting.release()
         return model
 
-    async def compute(self, request: Request, name: str | None, work: Callable[[LoadedModel], Any]) -> Response:
-        """Answer with what `work` returns, for requests that generate nothing."""
+    async def compute(
+        self, request: Request, name: str | None, work: Callable[[LoadedModel], Any], pool: PoolName = "tokens"
+    ) -> Response:
+        """Answer with the result of `work`, for requests that generate nothing."""
         self.limit.acquire()
         try:
             model = await self._take(request, name, self.settings.timeout)
             try:
-                return await self.document(request, partial(work, model), "tokens")
+                return await self.document(request, partial(work, model), pool)
             finally:
                 model.release()
         finally:
@@ -222,9 +233,10 @@ class Service:
     async def compute_from(
         self, request: Request, kind: type[Named], work: Callable[[LoadedModel, Settings, Named], Any]
     ) -> Response:
-        """Answer with what `work` returns for a body, for requests that generate nothing."""
+        """Answer with the result of `work` for a body, for requests that generate nothing."""
         async with self.bodies.read(request, kind) as (body, _):
-            return await self.compute(request, body.model, lambda model: work(model, self.settings, body))
+            pool: PoolName = "images" if body.image_chars else "tokens"
+            return await self.compute(request, body.model, lambda model: work(model, self.settings, body), pool)
 
     async def document(self, request: Request, work: Callable[[], Any], pool: PoolName = "documents") -> Response:
         """Answer with the result of `work`, which is JSON or is written as JSON."""
@@ -241,8 +253,8 @@ class Service:
         return await self._unless_ended(request, self.preprocessor.run(pool, client_of(request), work), timeout)
 
     async def _unless_ended(self, request: Request, work: Coroutine[Any, Any, T], timeout: float | None) -> T:
-        """Return what `work` returns. Ends it and raises `ClientDisconnect` when the client leaves, `TimedOut` after
-        `timeout` seconds."""
+        """Return the result of `work`. Cancel it and raise `ClientDisconnect` if the client disconnects, or `TimedOut`
+        after `timeout` seconds."""
         try:
             return await unless_disconnected(asyncio.wait_for(work, timeout), request.receive)
         except asyncio.TimeoutError:  # another class until Python 3.11

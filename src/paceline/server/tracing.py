@@ -1,4 +1,4 @@
-"""OpenTelemetry traces of replies (the extra "telemetry"): off unless an endpoint is given, and not imported then."""
+"""OpenTelemetry traces of replies (the extra "telemetry"). OpenTelemetry is imported only if an endpoint is given."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.errors import InvalidOption, install_line
 from paceline.server.worker import ReplyHandle
 
 _FLUSH = 2.0
-"""Seconds to send the last spans; an unreachable collector must not keep the server from stopping."""
+"""Maximum seconds to send the last spans, so that an unreachable collector does not keep the server from stopping."""
 
 
 class Tracer:
@@ -31,7 +31,7 @@ class Tracer:
 class SpanTracer(Tracer):
     """Tracer with four spans per reply: request, queue, prefill and decode, with OpenTelemetry's gen_ai attributes.
 
-    The spans are made when the reply has ended, with the times it had.
+    The spans are made after the end of the reply, from its recorded times.
     """
 
     def __init__(self, provider: Any, model: str = "", parent: Any = None, began: int = 0) -> None:

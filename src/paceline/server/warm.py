@@ -1,4 +1,4 @@
-"""Prompts that are read before the server starts, so that requests that begin like them need not wait for it."""
+"""Prompts that are read before the server starts, so that requests with the same beginning start faster."""
 
 from __future__ import annotations
 

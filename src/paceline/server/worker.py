@@ -24,8 +24,10 @@ from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler, Task, TaskOutput
 from paceline.engine.stats import Stats
 from paceline.errors import PacelineError
+from paceline.learn.learner import Learner
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
+from paceline.vision.prompt import ImagePrompt
 
 _log = logging.getLogger("paceline.serve")
 
@@ -34,7 +36,7 @@ FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled"
 _FAILURES = 3
 """Replies in a row that end with an internal error before the worker counts as failing."""
 _LAST_SECONDS = 4.0
-"""Seconds for writing the prefix cache to its folder, if replies have used up the time for stopping."""
+"""Minimum seconds for writing the prefix cache to its folder when the server stops."""
 _IDLE_TRIM = 1.0
 """Seconds without work after which free memory is returned to the system."""
 
@@ -86,6 +88,7 @@ class ReplyJob:
         timeout: Seconds from now.
         group: A key that is equal for jobs with the same prompt.
         client: The client. Waiting clients get slots in turn.
+        key: Number of the client's API key. Only clients of one key share what the server learns.
         scores: Collects log-probabilities or hidden states of the prompt.
         prompt_only: True if the generated tokens are not returned.
         adapter: The name of a LoRA adapter.
@@ -100,6 +103,7 @@ class ReplyJob:
     timeout: float | None = None
     group: Hashable | None = None
     client: Hashable | None = None
+    key: int = 0
     scores: PromptReader | None = None
     prompt_only: bool = False
     adapter: str | None = None
@@ -114,8 +118,14 @@ class ReplyJob:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Replies that are running and waiting, the share of the key-value cache in use, 0 to 1, and the size of the prefix
-    cache's folder in bytes."""
+    """The load of a worker.
+
+    Attributes:
+        running: Replies that are running.
+        waiting: Replies that are waiting.
+        cache: The share of the key-value cache in use, 0 to 1.
+        disk: Size of the prefix cache's folder, in bytes.
+    """
 
     running: int
     waiting: int
@@ -223,8 +233,22 @@ class Worker:
     itself fails, the replies it held end with that error and a new scheduler takes over.
     """
 
-    def __init__(self, llm: LLM, limits: WorkerLimits | None = None, default: Speculation | None = None) -> None:
-        """`default`: speculation of a job if neither the job nor its adapter sets it. None: the first drafter."""
+    def __init__(
+        self,
+        llm: LLM,
+        limits: WorkerLimits | None = None,
+        default: Speculation | None = None,
+        learner: Learner | None = None,
+    ) -> None:
+        """Make a worker.
+
+        Args:
+            llm: The model.
+            limits: Its capacity.
+            default: Speculation of a job if neither the job nor its adapter sets it. None: the first drafter.
+            learner: Learns from the replies, and chooses the speculation of jobs that set none. `stop` closes it.
+        """
+        self.learner = learner
         self.llm, self.limits = llm, limits or WorkerLimits()
         self.default = default or llm.engine.policies.default
         if self.limits.prefix_bytes:
@@ -251,6 +275,8 @@ class Worker:
         """Start the thread. Replies are delivered on the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
+        if self.learner:
+            self.learner.start(lambda: bool(self._replies))
 
     @property
     def alive(self) -> bool:
@@ -259,7 +285,7 @@ class Worker:
 
     @property
     def failing(self) -> bool:
-        """True if the latest replies all ended with an internal error. The next one that succeeds ends this."""
+        """True if the latest replies all ended with an internal error, until a reply succeeds."""
         return self._failures >= _FAILURES
 
     @property
@@ -285,11 +311,19 @@ class Worker:
             raise ServerStopping
         if len(self._replies) >= self.limits.slots + self.limits.queue:
             raise Busy(f"the server is full, {len(self._replies)} replies are running or waiting")
-        speculation = job.speculation or self.default_for(job.adapter)
+        learner = self.learner
+        if learner:
+            learner.wake()
+        speculation = job.speculation or (learner.speculation(job.key) if learner else self.default_for(job.adapter))
         _ = self.llm.engine.policies[speculation.drafter]
 
         def begin(like: Request | None) -> Request:
-            return self.llm.start(job.tokens, job.sampling, job.sample, like, speculation, job.scores, job.adapter)
+            how = (job.sample, like, speculation, job.scores, job.adapter)
+            request = self.llm.start(job.tokens, job.sampling, *how)
+            # A recording has no images, so a drafter would be trained on other states than it will see.
+            if learner and job.sampling.max_new_tokens and not (job.prompt_only or isinstance(job.tokens, ImagePrompt)):
+                learner.watch(job.key, request, job.sampling, job.sample)
+            return request
 
         task = Task(begin, job.tokens, job.group, job.client, unread=len(job.tokens))
         if job.timeout is not None:
@@ -311,6 +345,8 @@ class Worker:
         """`drain`, and wait until the thread has ended."""
         self.drain(grace)
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
+        if self.learner:
+            await asyncio.get_running_loop().run_in_executor(None, self.learner.close)
 
     def _deliver(self, rounds: Sequence[tuple[Task, list[Chunk], int, bool]]) -> None:
         for task, chunks, drafted, over in rounds:
@@ -334,7 +370,7 @@ class Worker:
             _log.exception("saving the prefix cache failed")
 
     def _wait_for_work(self) -> bool:
-        """Pass new tasks to the scheduler, sleeping while there is nothing to do. False when the thread must end."""
+        """Pass new tasks to the scheduler. Sleep while there is no work. Return False when the thread must end."""
         if not self._sleep(_IDLE_TRIM):
             trim_memory()
             self._sleep(None)
@@ -408,6 +444,6 @@ def _positions(state: float, rectangle: bool, lengths: Sequence[int]) -> int:
 
 
 def trim_memory() -> None:
-    """Return the C library's free memory to the system, where it can be asked to (glibc). Takes milliseconds."""
+    """Return the C library's free memory to the system, if the library supports this (glibc). Takes milliseconds."""
     if sys.platform.startswith("linux") and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):  # not in musl
         trim(0)

@@ -31,6 +31,7 @@ class ListCache:
     def __init__(self) -> None:
         self.prompts: list[int] = []  # slot -> prompt length of its request
         self.adapters: list[int] = []  # slot -> adapter number of its request
+        self.lags: list[int] = []  # slot -> see `protocols.KVCache.lags`
         self._kept: list[list[Entry]] = []  # slot -> its committed tokens
         self._fed: dict[int, list[Entry]] = {}  # slot -> its uncommitted rows
         self._begun: dict[int, int] = {}  # slot -> number of its latest pass, if that is not committed
@@ -40,14 +41,15 @@ class ListCache:
     def lengths(self) -> Sequence[int]:
         return [len(entries) for entries in self._kept]
 
-    def acquire(self, prompt: int = 0, adapter: int = 0) -> int:
+    def acquire(self, prompt: int = 0, adapter: int = 0, lag: int = 0) -> int:
         if not self._free:
             self._free.append(len(self._kept))
             self._kept.append([])
             self.prompts.append(0)
             self.adapters.append(0)
+            self.lags.append(0)
         slot = self._free.pop()
-        self.prompts[slot], self.adapters[slot] = prompt, adapter
+        self.prompts[slot], self.adapters[slot], self.lags[slot] = prompt, adapter, lag
         return slot
 
     def begin(self, rows: Rows) -> ListPass:
@@ -74,7 +76,7 @@ class ListCache:
         del self._kept[slot][length:]
 
     def fork(self, slot: int) -> int:
-        new = self.acquire(self.prompts[slot], self.adapters[slot])
+        new = self.acquire(self.prompts[slot], self.adapters[slot], self.lags[slot])
         self._kept[new] = list(self._kept[slot])
         return new
 

@@ -31,11 +31,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from paceline.errors import InvalidPrompt, TimedOut
 from paceline.text import orderly, past_calls
+from paceline.text.image_part import ImagePart
 from paceline.text.sandbox import SANDBOX, JobFailed, OverLimit, Unfinished
 from paceline.text.template_text import TemplateText, concat, flags_of
 
 _SECONDS, _MEMORY = 5.0, 512 * 2**20
 """Limits of a template: processor time in seconds, and memory in bytes in addition to the helper process's own."""
+
+_PROBE = "probe of the content"
 _ROLE = re.compile(r"\w{1,64}")
 """Roles that count as text of the template, because some templates write "<|" + role + "|>"."""
 
@@ -43,8 +46,8 @@ _ROLE = re.compile(r"\w{1,64}")
 def check_messages(messages: Any) -> list[dict[str, Any]]:
     """Check messages and convert them to the form that templates expect: dicts with a string as content.
 
-    Content may be a list of {"type": "text", "text": str}, which are joined by line breaks. It may be null if there are
-    `tool_calls`. The arguments of these may be JSON text.
+    Content may be a list of {"type": "text", "text": str}, which are joined by line breaks. A list with an `ImagePart`
+    remains a list. Content may be null if there are `tool_calls`. The arguments of these may be JSON text.
 
     Raises:
         InvalidPrompt: If a message is not valid.
@@ -65,10 +68,12 @@ def _check_message(index: int, message: Any) -> dict[str, Any]:
     content = message.get("content")
     if content is None and calls:
         content = ""
+    elif isinstance(content, list) and any(isinstance(part, ImagePart) for part in content):
+        content = [_typed_part(index, part) for part in content]
     elif isinstance(content, list):
         content = "\n".join(_part(index, part) for part in content)
     for key, value in (("role", message.get("role")), ("content", content)):
-        if not isinstance(value, str):
+        if not isinstance(value, str | list):
             what = f"has {key} {message[key]!r:.60}" if key in message else f"lacks {key!r}"
             raise InvalidPrompt(f"message {index} {what}", f"Its {key} must be a string")
     checked = {**message, "content": content}
@@ -80,6 +85,10 @@ def _part(index: int, part: Any) -> str:
     if not isinstance(text, str):
         raise InvalidPrompt(f"message {index} contains a part that is not text", "Use only parts of type text")
     return text
+
+
+def _typed_part(index: int, part: Any) -> dict[str, str]:
+    return part if isinstance(part, ImagePart) else {"type": "text", "text": _part(index, part)}
 
 
 def _calls(index: int, calls: Any) -> list[dict[str, Any]]:
@@ -116,6 +125,8 @@ def render(template: str, messages: Any, values: Mapping[str, Any], written: Col
         TimedOut: If the machine was too busy.
     """
     checked = check_messages(messages)
+    if _is_typed(template):
+        checked = [{**one, "content": _typed(one["content"])} for one in checked]
     try:
         return _run(template, checked, values, written)
     except JobFailed as error:
@@ -127,6 +138,26 @@ def render(template: str, messages: Any, values: Mapping[str, Any], written: Col
             f"the model's chat template refuses these messages ({error})",
             "Check roles and their order, or skip the template with raw=True (--raw)",
         ) from error
+
+
+def _typed(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+@lru_cache(maxsize=8)
+def _is_typed(template: str) -> bool:
+    """Return True if a template only shows text that is a list of parts (SmolVLM)."""
+    if "type" not in template:
+        return False
+    return not _shows(template, _PROBE) and _shows(template, _typed(_PROBE))
+
+
+def _shows(template: str, content: Any) -> bool:
+    """Return True if a template writes the probe, given as this content of a message."""
+    try:
+        return _PROBE in _run(template, [{"role": "user", "content": content}], {"add_generation_prompt": False}, ())
+    except (JobFailed, InvalidPrompt):
+        return False
 
 
 def _forms(chat: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:

@@ -40,7 +40,11 @@ def _merged(chat: Sequence[dict[str, Any]]) -> Chat:
 
 
 def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Merge two messages. Their texts become paragraphs."""
+    """Merge two messages. Their texts become paragraphs. Messages with images keep all parts."""
+    both = first["content"], second["content"]
+    if any(isinstance(content, list) for content in both):
+        parts = [part for one in both for part in (one if isinstance(one, list) else [{"type": "text", "text": one}])]
+        return {**first, **second, "content": parts}
     return {**first, **second, "content": "\n\n".join(filter(None, (first["content"], second["content"])))}
 
 

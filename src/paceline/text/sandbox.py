@@ -15,6 +15,7 @@ import os
 import pickle
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -34,8 +35,10 @@ _CHECK = 0.05
 """Seconds between two checks of `ABANDONED`."""
 _FACTOR, _LEAST = 10.0, 5.0
 """A job must answer within `_FACTOR` times its limit of processor time, and may always take `_LEAST` seconds."""
-_ANSWER = 64 * 2**20
+_ANSWER = 128 * 2**20
 """Maximum size of an answer in bytes."""
+_RAW = struct.Struct(">cQ")
+"""Header of an answer of bytes: "b" and their number."""
 _STARTED = b"!"
 """Sent before a job runs. A job that sends this but no answer has exceeded its limits."""
 _FIRST = "paceline.text.chat_template:render_compiled"
@@ -80,7 +83,7 @@ class Sandbox:
             prepared: Key of a `prepare` call that the job needs.
 
         Returns:
-            The function's result, which must be JSON.
+            The function's result, which must be bytes or JSON.
 
         Raises:
             JobFailed: If the function raises an error.
@@ -133,7 +136,7 @@ class Sandbox:
                     ours.sendall(data)
                     answer = _read(ours, deadline)
             if answer.startswith(_STARTED):
-                return _result(answer[len(_STARTED) :])
+                return _result(memoryview(answer)[len(_STARTED) :])
             self._forget(control)  # the helper died before the job began, so try again with a new helper
         raise Unfinished
 
@@ -214,9 +217,13 @@ def _read(connection: socket.socket, deadline: float) -> bytes:
     raise OverLimit
 
 
-def _result(answer: bytes) -> Any:
+def _result(answer: memoryview) -> Any:
+    if answer[:1].tobytes() == b"b":
+        if len(answer) < _RAW.size or len(answer) != _RAW.size + _RAW.unpack_from(answer)[1]:
+            raise OverLimit
+        return bytes(answer[_RAW.size :])
     try:
-        reply = json.loads(answer)
+        reply = json.loads(bytes(answer))
     except ValueError:
         raise OverLimit from None
     if "failed" in reply:
@@ -257,7 +264,10 @@ def main(descriptor: int) -> None:
 
 
 def _answer(connection: socket.socket, watched: socket.socket | None = None) -> None:
-    """Run one job and send its result as JSON: {"result": ...} or {"failed": text}. `watched` is given to forks."""
+    """Run one job and send its result: bytes as they are, others as {"result": ...}, an error as {"failed": text}.
+
+    `watched` is given to forks.
+    """
     try:
         with connection.makefile("rb") as sent:
             name, argument, seconds, memory = pickle.load(sent)  # safe, since only our parent process writes it
@@ -265,7 +275,12 @@ def _answer(connection: socket.socket, watched: socket.socket | None = None) -> 
             _end_on_close(watched)
             _limit(seconds, memory)
         connection.sendall(_STARTED)
-        reply = json.dumps({"result": _find(name)(argument)})
+        result = _find(name)(argument)
+        if isinstance(result, bytes):
+            connection.sendall(_RAW.pack(b"b", len(result)))
+            connection.sendall(result)
+            return
+        reply = json.dumps({"result": result})
     except MemoryError:
         return  # without an answer, the parent reports that the job exceeded its limits
     except Exception as error:  # a job may raise any error; the parent raises it as `JobFailed`

@@ -33,6 +33,7 @@ class TrainJob:
         out: Folder to write the drafter to.
         prompts: JSONL file of prompts. None lets the target write prompts.
         answers: JSONL file of the target's answers to `prompts`. None lets the target write answers.
+        recording: Recording of the target's replies to train on, instead of prompts and answers.
         own_prompts: Number of prompts that the target writes.
         documents: Maximum number of documents to train on. None uses all.
         max_length: Maximum length of a document in tokens.
@@ -55,6 +56,7 @@ class TrainJob:
     out: Path
     prompts: Path | None = None
     answers: Path | None = None
+    recording: Path | None = None
     own_prompts: int = 5000
     documents: int | None = None
     max_length: int = 2048

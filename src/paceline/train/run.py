@@ -19,11 +19,13 @@ from paceline.errors import InvalidData, InvalidOption
 from paceline.files.sole import sole_user
 from paceline.llm import LLM
 from paceline.models.heads import HeadFile, taps_of
+from paceline.recording.file import Recording
 from paceline.recording.states import StateFiles, StateKeeper
 from paceline.train import loop
 from paceline.train.documents import Documents
 from paceline.train.kinds import KINDS, TrainJob, check_taps, config_for, native_decoder, recipe_for
 from paceline.train.prompts import Prompts
+from paceline.train.recorded import RecordedDocuments
 from paceline.train.self_prompts import write_prompts
 from paceline.train.states import States
 from paceline.train.writing import Progress, write_answers
@@ -155,7 +157,9 @@ def check(job: TrainJob) -> None:
         raise InvalidOption(f"--bits must be 4 or 16, got {job.bits}", "Choose one of them")
 
 
-def _documents(llm: LLM, job: TrainJob, files: StateFiles, listener: Listener) -> Documents:
+def _documents(llm: LLM, job: TrainJob, files: StateFiles, listener: Listener) -> Documents | RecordedDocuments:
+    if job.recording is not None:
+        return RecordedDocuments(Recording(job.recording), min(job.max_length, llm.model.target.context_length))
     prompts_file = job.prompts or job.work / "prompts.jsonl"
     if job.prompts is None:
         listener.stage("the target writes prompts")
@@ -182,7 +186,9 @@ def _documents(llm: LLM, job: TrainJob, files: StateFiles, listener: Listener) -
     return documents
 
 
-def _vocabulary(llm: LLM, job: TrainJob, documents: Documents, listener: Listener) -> tuple[Tensor, float]:
+def _vocabulary(
+    llm: LLM, job: TrainJob, documents: Documents | RecordedDocuments, listener: Listener
+) -> tuple[Tensor, float]:
     """Return the tokens to draft from (all tokens unless the job limits them) and their share of the answers'
     tokens."""
     listener.stage("counting tokens")
@@ -191,6 +197,13 @@ def _vocabulary(llm: LLM, job: TrainJob, documents: Documents, listener: Listene
     counts = count((documents.train[i].answer for i in counted), size)
     chosen = choose(counts, job.vocabulary or size, llm.model.eos)
     return chosen, coverage(counts, chosen)
+
+
+def _source(job: TrainJob) -> str:
+    """Return what the answers in a model card belong to."""
+    if job.recording is not None:
+        return "recorded prompts"
+    return job.prompts.name if job.prompts else "prompts that it wrote itself"
 
 
 def model_card(job: TrainJob, report: loop.Report, trained: int, held: int, covered: float) -> str:
@@ -219,7 +232,7 @@ Made by Paceline {version("paceline")} with torch {torch.__version__}:
 
     {job.command}
 
-- Data: {trained} of the target's own answers to {job.prompts.name if job.prompts else "prompts that it wrote itself"},
+- Data: {trained} of the target's own answers to {_source(job)},
   {job.plan.epochs:g} epochs, {report.tokens:,} drafts. {held} answers were held out (one prompt in 50).
 - Seed {job.plan.seed}; {report.seconds / 60:.0f} minutes of training on {hardware}.
 - Draft vocabulary: {job.vocabulary or "all"} tokens, which cover {100 * covered:.1f} % of the tokens in the answers.

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from paceline.cli.chat import read_conversation
+from paceline.vision.picture import read_picture
 from tests.support.browser_tab import Open, Tab, expect
 from tests.support.fake_server import SKY, Fake
+from tests.support.pictures import data_url, encoded, noise
 
 pytestmark = pytest.mark.slow
 
@@ -108,6 +111,33 @@ def test_files_are_pasted_and_dropped(tab: Tab, way: str) -> None:
     expect(tab.page.locator("#files li")).to_have_text("a.txt")
     tab.page.evaluate(GIVE, [way, "cat.png", "image/png"])
     expect(tab.page.locator("#files-note")).to_contain_text("cat.png is an image")
+
+
+def test_images_go_with_a_message(open_tab: Open, fake: Fake, address: str, tmp_path: Path) -> None:
+    fake.sees = True
+    data = encoded(noise(size=(60, 40)))
+    with open_tab(address) as tab:
+        page = tab.page
+        page.set_input_files("#picker", [file("cat.png", data, "image/png"), file("bad.png", PNG, "image/png")])
+        expect(page.locator("#files-note")).to_contain_text("bad.png is not an image that this browser can show")
+        expect(page.locator("#files img")).to_have_count(1)
+        page.set_input_files("#picker", file("a.txt", "A"))
+        page.set_input_files("#picker", file("wide.bmp", encoded(noise(size=(4000, 400)), "BMP"), "image/bmp"))
+        expect(page.locator("#files img")).to_have_count(2)
+        tab.send("What?")
+        cat, wide, text = fake.bodies[-1]["messages"][0]["content"]
+        assert cat == {"type": "image_url", "image_url": {"url": data_url(data)}}
+        assert text == {"type": "text", "text": "a.txt:\n```\nA\n```\n\nWhat?"}
+        assert read_picture(wide["image_url"]["url"]).pixels.shape == (205, 2048, 3), "scaled down by the page"
+        page.reload()
+        expect(page.get_by_role("img", name="cat.png")).to_be_visible()
+        tab.send("And?", turns=2)
+        assert fake.bodies[-1]["messages"][0]["content"][0] == cat
+        with page.expect_download() as download:
+            page.get_by_role("button", name="Export conversation").click()
+        download.value.save_as(tmp_path / "chat.json")
+        first, *_ = read_conversation(tmp_path / "chat.json")
+        assert first["content"][0]["image"].digest == read_picture(data).digest
 
 
 def test_files_on_a_phone(open_tab: Open, address: str) -> None:

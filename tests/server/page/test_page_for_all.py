@@ -68,7 +68,7 @@ def test_every_field_and_button_has_a_name(tab: Tab) -> None:
     tab.page.set_input_files("#picker", {"name": "b.txt", "mimeType": "text/plain", "buffer": b"B"})
     tab.page.check("[name=compare]")
     for role, name in [
-        *[("button", name) for name in ("Attach text files", "Remove b.txt")],
+        *[("button", name) for name in ("Attach files", "Remove b.txt")],
         ("searchbox", "Search conversations"),
         *[("button", name) for name in ("New chat", "Dark theme", "Settings", "Send", "Conversations")],
         *[("switch", name) for name in ("Mark tokens", "Let the model think first")],

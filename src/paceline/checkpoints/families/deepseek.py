@@ -127,7 +127,7 @@ def _deepseek(raw: Raw, base: ModelConfig, sigmoid: bool = True) -> ModelConfig:
         raw["v_head_dim"],
     )
     if base.heads * (latent.plain + latent.rotary + latent.value) > MOST_ROWS:
-        raise CorruptModel(f"{base.heads} heads of {latent} are more than a matrix can have", CORRECT)
+        raise CorruptModel(f"{base.heads} heads of {latent} exceed the maximum of {MOST_ROWS:,} rows", CORRECT)
     experts = read_experts(raw, sigmoid) if raw["n_routed_experts"] else None
     dense = min(base.layers, (raw["first_k_dense_replace"] or 0) if experts else base.layers)
     kinds = raw["mlp_layer_types"] or [_KINDS[False]] * dense + [_KINDS[True]] * (base.layers - dense)

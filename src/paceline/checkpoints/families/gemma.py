@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from paceline.checkpoints.families.qwen import LANGUAGE
 from paceline.checkpoints.family import LAYER, POST_NORMS, QK_NORMS, Family, GGUFLayout, Raw
 from paceline.checkpoints.gguf_metadata import Config, Metadata, layer_types
 from paceline.checkpoints.layer_plans import FULL, SLIDING, windows_but_every
@@ -128,6 +129,8 @@ FAMILIES = (
         _KEYS,
         _gemma3,
         rope_of_full_layers,
+        names={"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", **LANGUAGE},
+        part_of=("gemma3",),
         gguf=(GGUFLayout("gemma3", {**LAYER, **POST_NORMS, **QK_NORMS}, shifted=True, read=_read3),),
         goldens={
             "gemma3": {**_TINY, "layer_types": [SLIDING, FULL] * 2},

@@ -150,7 +150,9 @@ def _read(meta: Metadata, config: Config) -> Config:
     factors = meta.factors(ROPE_FACTORS[0]) or [1.0]
     turning = factors.count(1.0)
     if any(factor < 1e20 for factor in factors[turning:]):
-        raise UnsupportedModel(f"{meta.file.path.name} stretches some wavelengths", "Use another model")
+        raise UnsupportedModel(
+            f"{meta.file.path.name} scales some rotary wavelengths, which is not supported", "Use another model"
+        )
     sizes = {FULL: config["head_dim"], SLIDING: meta.get("attention.key_length_swa", config["head_dim"])}
     all_turn = {"rope_type": "proportional", "partial_rotary_factor": turning / len(factors)}
     near = meta.get("rope.dimension_count_swa", sizes[SLIDING]) / sizes[SLIDING]
@@ -263,7 +265,7 @@ FAMILIES = (
         _gemma4,
         _rope_of_sliding_layers,
         names=LANGUAGE,
-        part_of="gemma4",
+        part_of=("gemma4",),
         gguf=(_GGUF,),
         goldens={
             "gemma4, small": {**_TINY, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},

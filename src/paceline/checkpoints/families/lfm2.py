@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.checkpoints.families.deepseek import BIAS
+from paceline.checkpoints.families.qwen import LANGUAGE
 from paceline.checkpoints.family import LAYER, MIXTURE_KEYS, QK_NORMS, Family, GGUFLayout, Raw, experts_named
 from paceline.checkpoints.gguf_metadata import Config, Metadata, each_layer
 from paceline.checkpoints.layer_plans import FULL, read_types
@@ -139,7 +140,8 @@ FAMILIES = (
         _DEFAULTS,
         _KEYS,
         _lfm2,
-        names=_NAMES,
+        names={**LANGUAGE, **_NAMES},
+        part_of=("lfm2_vl",),
         gguf=(_GGUF,),
         goldens={
             "lfm2": _TINY,

@@ -56,4 +56,13 @@ _GOLDENS: dict[str, Raw] = {
     "dynamic": {"rope_parameters": {"rope_type": "dynamic", "factor": 3.0}, "max_position_embeddings": 40},
 }
 
-FAMILIES = (Family("llama", "Llama 1 to 3.x", gguf=(_GGUF,), goldens=_GOLDENS),)
+FAMILIES = (
+    Family(
+        "llama",
+        "Llama 1 to 3.x",
+        names={"model.text_model.": "model."},
+        part_of=("idefics3", "smolvlm"),
+        gguf=(_GGUF,),
+        goldens=_GOLDENS,
+    ),
+)

@@ -145,7 +145,7 @@ FAMILIES = (
         interleaved=True,
         names={"language_model.": "", ".feed_forward.": ".mlp."},
         turned=True,
-        part_of="llama4",
+        part_of=("llama4",),
         gguf=(
             GGUFLayout(
                 "llama4",

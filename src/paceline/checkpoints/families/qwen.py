@@ -7,8 +7,10 @@ from dataclasses import replace
 from paceline.checkpoints.family import LAYER, MIXTURE_KEYS, QK_NORMS, Family, GGUFLayout, Raw, experts_named
 from paceline.checkpoints.gguf_metadata import Config, Metadata
 from paceline.checkpoints.layer_plans import layer_windows, layered, sparse_layers
-from paceline.files.schema import FLAG, NULL, whole
+from paceline.errors import CorruptModel
+from paceline.files.schema import CORRECT, FLAG, NULL, check_value, listed, whole
 from paceline.models.config import MixtureConfig, ModelConfig
+from paceline.models.rope import scaling_of
 
 LANGUAGE = {"model.language_model.": "model."}
 """Tensor names in files of multimodal models."""
@@ -19,7 +21,41 @@ _DEFAULTS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_la
 
 def text_axes(scaling: Raw) -> Raw:
     """Remove the keys that assign rotary planes to axes of images. In text, all axes have the same position."""
-    return {key: value for key, value in scaling.items() if key not in ("mrope_section", "mrope_interleaved")}
+    own = {key: value for key, value in scaling.items() if key not in ("mrope_section", "mrope_interleaved")}
+    return {key: value for key, value in own.items() if value != "mrope"}
+
+
+def with_axes(raw: Raw, base: ModelConfig) -> ModelConfig:
+    """Assign the rotary planes to the axes of images: section by section, or in turn (Qwen3-VL and later)."""
+    scaling = scaling_of(raw)
+    sections, count = scaling.get("mrope_section"), int(base.head_dim * base.rope.share) // 2
+    if not sections:
+        return base
+    check_value("config.json", "mrope_section", sections, listed(whole(0, count)))
+    if len(sections) != 3 or sum(sections) != count:
+        raise CorruptModel(f"mrope_section {sections} does not fit {count} rotary planes", CORRECT)
+    if scaling.get("mrope_interleaved"):
+        axes = tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(count))
+    else:
+        axes = tuple(axis for axis, size in enumerate(sections) for _ in range(size))
+    return replace(base, rope=replace(base.rope, axes=axes))
+
+
+def read_axes(meta: Metadata, config: Config) -> Config:
+    """Read the sections of M-RoPE, whose planes take turns in all models with a GGUF layout."""
+    sections = meta.get("rope.dimension_sections")
+    if not sections:
+        return {}
+    scaling = config["rope_scaling"] or {"rope_type": "default"}
+    return {"rope_scaling": {**scaling, "mrope_section": sections[:3], "mrope_interleaved": True}}
+
+
+def _qwen2_vl(raw: Raw, base: ModelConfig) -> ModelConfig:
+    return _qwen2(raw, with_axes(raw, base))
+
+
+def _qwen3_vl(raw: Raw, base: ModelConfig) -> ModelConfig:
+    return normed(raw, with_axes(raw, base))
 
 
 def _qwen2(raw: Raw, base: ModelConfig) -> ModelConfig:
@@ -74,6 +110,19 @@ FAMILIES = (
             "qwen2 tied": {"tie_word_embeddings": True},
             "qwen2, sliding upper layers": {"max_window_layers": 1, **_SLIDING},
         },
+    ),
+    *(
+        Family(
+            f"{whole}_text",
+            title,
+            _DEFAULTS,
+            _KEYS,
+            _qwen2_vl,
+            text_axes,
+            names=LANGUAGE,
+            part_of=(whole,),
+        )
+        for whole, title in (("qwen2_vl", "Qwen2-VL (text)"), ("qwen2_5_vl", "Qwen2.5-VL (text)"))
     ),
     Family(
         "mimo",
@@ -135,10 +184,10 @@ FAMILIES = (
         "qwen3_vl_text",
         "Qwen3-VL (text)",
         {"head_dim": 128, "rope_theta": 5000000.0},
-        refine=normed,
+        refine=_qwen3_vl,
         rope=text_axes,
         names=LANGUAGE,
-        part_of="qwen3_vl",
-        gguf=(GGUFLayout("qwen3vl", _NORMED),),
+        part_of=("qwen3_vl",),
+        gguf=(GGUFLayout("qwen3vl", _NORMED, read=read_axes),),
     ),
 )

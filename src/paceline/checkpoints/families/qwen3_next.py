@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from paceline.checkpoints.families.qwen import LANGUAGE, text_axes
+from paceline.checkpoints.families.qwen import LANGUAGE, read_axes, text_axes, with_axes
 from paceline.checkpoints.family import (
     LAYER,
     MIXTURE_KEYS,
@@ -25,6 +25,7 @@ _LINEAR = "linear_attention"
 
 
 def _dense(raw: Raw, base: ModelConfig) -> ModelConfig:
+    base = with_axes(raw, base)
     recurrent = DeltaNetConfig(
         raw["linear_num_key_heads"],
         raw["linear_num_value_heads"],
@@ -84,7 +85,7 @@ def _read(meta: Metadata, config: Config) -> Config:
 
 def _read_tiled(meta: Metadata, config: Config) -> Config:
     """Read Qwen3.5, whose files order heads by their keys (`MatrixConfig.tiled`)."""
-    return {**_read(meta, config), "linear_heads_tiled": True}
+    return {**_read(meta, config), **read_axes(meta, config), "linear_heads_tiled": True}
 
 
 _NEXT = GGUFLayout(
@@ -177,7 +178,7 @@ FAMILIES = (
         text_axes,
         names=LANGUAGE,
         unlike_file=_unlike_file,
-        part_of="qwen3_5",
+        part_of=("qwen3_5",),
         gguf=(replace(_NEXT, architecture="qwen35", read=_read_tiled),),
         goldens={
             "qwen3.5": _TINY,
@@ -193,7 +194,7 @@ FAMILIES = (
         text_axes,
         names=LANGUAGE,
         unlike_file=_unlike_file,
-        part_of="qwen3_5_moe",
+        part_of=("qwen3_5_moe",),
         gguf=(replace(_NEXT, architecture="qwen35moe", read=_read_tiled),),
         goldens={"qwen3.5 moe": {**_TINY_MIXTURE, "layer_types": _TYPES}},
     ),

@@ -61,17 +61,6 @@ using PairedBFloat16 = BFloat16With<paceline::Operand, paceline::Pairs>;
 using PairedBFloat16 = BFloat16;
 #endif
 
-// True if products of bfloat16 pairs are faster than products of floats. Intel's processors (Sapphire Rapids) start one product
-// of pairs every two cycles, but four products of floats.
-inline bool multiplies_pairs() {
-#if defined(__AVX512BF16__)
-    static const bool intel = __builtin_cpu_is("intel");
-    return !intel;
-#else
-    return false;
-#endif
-}
-
 // Common code of number types that are widened to float for products.
 template <class Own>
 struct Widened {

@@ -34,8 +34,8 @@ struct PairSums {
 // A product takes a span of rows, in tiles of up to 8. Within a tile the rows are interleaved in the units that are multiplied
 // at a time (4 or 8 codes, or 2 floats), and their scales by group. So a loop over a tile reads at fixed distances.
 struct Inputs {
-    std::vector<Operand> wide;  // for bfloat16 weights
-    std::vector<float> full;    // for float16 and float32 weights
+    std::vector<Operand> wide;  // for bfloat16 weights, if `multiplies_pairs`
+    std::vector<float> full;    // for float16 and float32 weights, or else for bfloat16 weights
     std::vector<int8_t> codes;
     std::vector<float> scale, total;  // of each group; `total` is the scaled sum of its codes
     std::vector<int32_t> steps;       // unscaled sum of each group's codes
@@ -44,8 +44,8 @@ struct Inputs {
 
     void reserve(int rows, const Matrix& m) {
         size_t size = size_t(rows) * m.in;
-        if (m.kind == WIDE) return wide.resize(std::max(wide.size(), size));
-        if (m.kind == HALF || m.kind == FULL) return full.resize(std::max(full.size(), size));
+        if (in_pairs(m)) return wide.resize(std::max(wide.size(), size));
+        if (of_floats(m)) return full.resize(std::max(full.size(), size));
         codes.resize(std::max(codes.size(), size));
         scale.resize(std::max(scale.size(), size / GROUP));
         total.resize(scale.size());
@@ -60,21 +60,24 @@ struct Inputs {
         const Place place(rows, row, m);
         for (int k = from; k < to; k += GROUP) {
             const Floats a = load<Floats>(x + k), b = k + LANES < size ? load<Floats>(x + k + LANES) : Floats{};
-            if (m.kind == WIDE)
+            if (in_pairs(m))
                 scatter<2>(wide, place, k, [&](Operand* y) { narrow(y, a), narrow(y + LANES, b); });
-            else if (m.kind == HALF || m.kind == FULL)
+            else if (m.kind == WIDE)
+                scatter<2>(full, place, k, [&](float* y) { store(y, rounded_to_bf16(a)), store(y + LANES, rounded_to_bf16(b)); });
+            else if (of_floats(m))
                 scatter<2>(full, place, k, [&](float* y) { store(y, a), store(y + LANES, b); });
             else
                 scatter<4 * FOURS_TOGETHER>(codes, place, k, [&](int8_t* y) { encode(place.group(k), a, b, y); });
         }
     }
 
-    template <int KIND>
+    // The operands for weights of type `Both`.
+    template <class Both>
     auto* floats(size_t at) const {
-        if constexpr (KIND == WIDE)
-            return &wide[at];
-        else
+        if constexpr (std::is_same<Both, WidePairs>())
             return &full[at];
+        else
+            return &wide[at];
     }
 
     // Copies row `source` of another span to row `row` of a span.
@@ -84,9 +87,9 @@ struct Inputs {
             auto part = [&](auto tag, auto& y, const auto& own) {
                 scatter<decltype(tag)::value>(y, to, k, [&](auto* group) { gather<decltype(tag)::value>(group, own, from, k); });
             };
-            if (m.kind == WIDE)
+            if (in_pairs(m))
                 part(std::integral_constant<int, 2>(), wide, x.wide);
-            else if (m.kind == HALF || m.kind == FULL)
+            else if (of_floats(m))
                 part(std::integral_constant<int, 2>(), full, x.full);
             else {
                 const size_t i = to.group(k), j = from.group(k);
@@ -98,6 +101,9 @@ struct Inputs {
     }
 
    private:
+    static bool in_pairs(const Matrix& m) { return m.kind == WIDE && multiplies_pairs(); }
+    static bool of_floats(const Matrix& m) { return m.kind == WIDE || m.kind == HALF || m.kind == FULL; }
+
     // Position of a row in memory.
     struct Place {
         size_t tile;      // groups before its tile

@@ -213,34 +213,39 @@ inline auto pairs_at(const uint8_t* p) {
 }
 
 // Multiplies a block of floats with ROWS rows of a tile of `height` rows, starting with row `lane`.
-template <int KIND, int ROWS>
+template <class Both, int KIND, int ROWS>
 [[gnu::noinline, gnu::flatten]] void wide_block(const Matrix& m, int block, const Inputs& x, size_t at, int height, int lane, Floats* out) {
-    using Both = std::conditional_t<KIND == WIDE, Pairs, WidePairs>;
     constexpr int BYTES = KIND == FULL ? 128 : 64;
     const uint8_t* p = m.weights + size_t(block) * (m.in / 2) * BYTES;
-    const auto* left = x.floats<KIND>(at * GROUP) + 2 * lane;
-    Floats sums[ROWS] = {};
+    const auto* left = x.floats<Both>(at * GROUP) + 2 * lane;
+    // Without loops that are unrolled early, compilers keep the sums in memory.
+    Floats sums[ROWS];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++) sums[r] = 0.0f;
     for (int k = 0; k < m.in; k += 2, p += BYTES, left += 2 * height) {
         fetch_ahead(p, BYTES);
         const Both w(pairs_at<KIND>(p));
+#pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) sums[r] = dot2(sums[r], w, left + 2 * r);
     }
-    std::copy(sums, sums + ROWS, out);
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++) out[r] = sums[r];
 }
 
 // Takes as many rows at a time as the registers allow.
-template <int KIND, int ROWS>
+template <class Both, int KIND, int ROWS>
 inline void wide_blocks(const Matrix& m, int block, const Inputs& x, size_t at, Floats* out) {
     constexpr int FIRST = PARTS == 1 ? ROWS : std::min(ROWS, 4);
-    wide_block<KIND, FIRST>(m, block, x, at, ROWS, 0, out);
-    if constexpr (ROWS > FIRST) wide_block<KIND, ROWS - FIRST>(m, block, x, at, ROWS, FIRST, out + FIRST);
+    wide_block<Both, KIND, FIRST>(m, block, x, at, ROWS, 0, out);
+    if constexpr (ROWS > FIRST) wide_block<Both, KIND, ROWS - FIRST>(m, block, x, at, ROWS, FIRST, out + FIRST);
 }
 
 template <int ROWS>
 inline void block_of(const Matrix& m, int block, const Inputs& x, size_t at, Floats* out) {
-    if (m.kind == WIDE) return wide_blocks<WIDE, ROWS>(m, block, x, at, out);
-    if (m.kind == HALF) return wide_blocks<HALF, ROWS>(m, block, x, at, out);
-    if (m.kind == FULL) return wide_blocks<FULL, ROWS>(m, block, x, at, out);
+    if (m.kind == WIDE && multiplies_pairs()) return wide_blocks<Pairs, WIDE, ROWS>(m, block, x, at, out);
+    if (m.kind == WIDE) return wide_blocks<WidePairs, WIDE, ROWS>(m, block, x, at, out);
+    if (m.kind == HALF) return wide_blocks<WidePairs, HALF, ROWS>(m, block, x, at, out);
+    if (m.kind == FULL) return wide_blocks<WidePairs, FULL, ROWS>(m, block, x, at, out);
     with_format(m.kind, [&](auto format) { coded_block<decltype(format), ROWS>(m, block, x, at, out); });
 }
 

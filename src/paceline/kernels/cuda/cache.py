@@ -45,11 +45,11 @@ class DeviceCache(SharedSlabCache):
         self._addresses: list[tuple[int, torch.Size]] = []
         self._spare: int | None = None
 
-    def acquire(self, prompt: int = 0, adapter: int = 0) -> int:
+    def acquire(self, prompt: int = 0, adapter: int = 0, lag: int = 0) -> int:
         """Acquire a slot. The first place belongs to a spare slot: the padding slots of a graph write there."""
         if self._spare is None:
             self._spare = super().acquire()
-        return super().acquire(prompt, adapter)
+        return super().acquire(prompt, adapter, lag)
 
     def release(self, slot: int) -> None:
         """Release a slot. The spare one stays: after an error an engine releases every slot that no request holds."""

@@ -54,7 +54,7 @@ def properties(model: LoadedModel, source: ModelSource) -> dict[str, Any]:
         "total_slots": model.worker.limits.slots,
         "model_alias": model.name,
         "model_path": source.path.name if source.path else source.names[0],
-        "modalities": {"vision": False, "audio": False},
+        "modalities": {"vision": llm.vision is not None, "audio": False},
         "endpoint_slots": True,
         "endpoint_props": False,
         "endpoint_metrics": True,
@@ -66,7 +66,7 @@ def properties(model: LoadedModel, source: ModelSource) -> dict[str, Any]:
 
 
 def slots(model: LoadedModel | None) -> list[dict[str, Any]]:
-    """List a model's slots, the busy ones first, without anything of their texts; none if it is not loaded."""
+    """List a model's slots, the busy ones first, without their texts. A model that is not loaded has none."""
     if model is None:
         return []
     worker, context = model.worker, model.llm.model.target.context_length
@@ -96,7 +96,7 @@ class ModelRoutes:
         return {"object": "list", "data": data, "models": models, **ends, "has_more": False}
 
     async def model(self, name: str) -> dict[str, Any]:
-        """Describe the model under one of its names; a model that is not loaded in few words."""
+        """Describe the model with this name. The description of a model that is not loaded is short."""
         about: dict[str, Any] = {"loaded": False}
         if model := self._loader.get(name):
             policies, sampling = model.llm.engine.policies, model.llm.sampling()
@@ -104,9 +104,10 @@ class ModelRoutes:
             defaults = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
             about = {
                 "loaded": True,
-                "drafters": [policy.name for policy in policies],
+                "drafters": [policy.name for policy in policies.public],
                 "default": default.name if default else None,
                 "guarantee": model.llm.guarantee,
+                "modalities": ["text", *(["image"] if model.llm.vision else [])],
                 "context_length": model.llm.model.target.context_length,
                 "sampling": {name: getattr(sampling, name) for name in defaults},
             }
@@ -136,10 +137,10 @@ class ModelRoutes:
 
 
 VERSION = "0.13.0"
-"""Version of Ollama whose API this is. Clients compare it with the oldest that they work with (Copilot: 0.6.4)."""
+"""Version of Ollama with the same API. Clients compare it with their minimum version (Copilot: 0.6.4)."""
 
 _NEVER = 1e10
-"""Seconds after which a model that stays is said to be unloaded; Ollama says some hundred years too."""
+"""Seconds until a model that stays is unloaded, as reported to clients. Ollama reports some hundred years too."""
 
 
 @accepts(ignored("verbose options system template", "models are described as they are"))
@@ -232,6 +233,7 @@ class OllamaModels:
         facts = read()
         abilities = {
             "completion": True,
+            "vision": facts.vision,
             "tools": bool(facts.template),
             "insert": facts.infill,
             "thinking": thinking.family(facts.template) is not None,
@@ -265,7 +267,8 @@ class OllamaModels:
             return await self._pull(body)
 
     async def _pull(self, body: PullRequest) -> Response:
-        """Fetch a model unless it is served, and serve it. One at a time; a client that leaves does not stop it."""
+        """Fetch a model if it is not served yet, and serve it. Only one model is fetched at a time. The download
+        continues if the client disconnects."""
         lines = self._pull_lines(body.named)
         if body.stream is not False:
             return StreamingResponse((dumps(line) + b"\n" async for line in lines), media_type="application/x-ndjson")
@@ -305,7 +308,7 @@ class OllamaModels:
         yield {"status": "success"}
 
     async def _fetch(self, name: str) -> AsyncIterator[dict[str, Any]]:
-        """Run the download in a thread, and yield its progress: the latest, however fast it goes."""
+        """Run the download in a thread, and yield its latest progress. Progress may be skipped if it comes too fast."""
         loop, changed, latest = asyncio.get_running_loop(), asyncio.Event(), dict[str, Any]()
         done = self._pulling = loop.create_future()
         done.add_done_callback(self._serve)
@@ -346,8 +349,8 @@ class OllamaModels:
 
 
 def _facts(source: ModelSource, model: LoadedModel | None) -> Callable[[], ModelFacts]:
-    """Return what reads the facts about a model from its files. Of a loaded one they are what it really has; that is
-    asked now, so that what is returned does not keep it in memory."""
+    """Return a function that reads the facts about a model from its files. For a loaded model, some facts come from the
+    model itself. They are collected now, so that the function does not keep the model in memory."""
     if model is None:
         return partial(_read, source.path)
     llm, target = model.llm, model.llm.model.target
@@ -357,6 +360,7 @@ def _facts(source: ModelSource, model: LoadedModel | None) -> Callable[[], Model
         context_length=target.context_length,
         vocab_size=target.vocab_size,
         template=llm.tokenizer.chat_template or "",
+        vision=llm.vision is not None,
         infill=InfillTokens.of(llm.tokenizer) is not None,
     )
 
@@ -372,7 +376,7 @@ def _details(facts: ModelFacts) -> dict[str, Any]:
 
 
 def _short(count: int) -> str:
-    """Return a number of parameters as Ollama writes it, such as "1.5B" or "494.03M"; "" for 0, which is unknown."""
+    """Return a number of parameters as Ollama writes it, such as "1.5B" or "494.03M". 0 is unknown and gives ""."""
     if count >= 10**9:
         return f"{count / 10**9:.1f}B"
     return f"{count / 10**6:.2f}M" if count else ""

@@ -20,6 +20,7 @@ from paceline.server.apis.openai_chat import (
     NamedTool,
     Tools,
     chat_messages,
+    image_chars,
     text_of,
 )
 from paceline.server.compat import Strict, accepts, ignored, only
@@ -126,13 +127,18 @@ class ChatRequest(ThinkingBudgets, RequestBody):
         return self.choice not in ("none", "auto") or super().constrained
 
     @property
+    def image_chars(self) -> int:
+        """Characters of all images in the body."""
+        return image_chars(self.messages)
+
+    @property
     def template_values(self) -> dict[str, Any]:
         """Variables of the chat template."""
         return {**reasoning_values(next(iter(self._efforts), None)), **(self.chat_template_kwargs or {})}
 
     @property
     def _efforts(self) -> dict[str, str]:
-        """The efforts that the request asks for, with the parameters that do: "none", a level, or "on" for any."""
+        """Effort ("none", a level, or "on" for any level) -> the parameter that asks for it."""
         reasoning, thinking = self.reasoning, self.thinking
         given: dict[str, Any] = {
             "reasoning": "none" if reasoning == "off" else None,
@@ -150,7 +156,7 @@ class ChatRequest(ThinkingBudgets, RequestBody):
 
     @property
     def reasoning_limit(self) -> int | None:
-        """Maximum tokens of reasoning; None for no limit. Raises `WrongParameter` for several that differ."""
+        """Maximum tokens of reasoning; None for no limit. Raises `WrongParameter` if several limits differ."""
         return self.budget(
             reasoning=self.reasoning.max_tokens if isinstance(self.reasoning, ReasoningOptions) else None,
             thinking=self.thinking.budget_tokens if isinstance(self.thinking, ThinkingOptions) else None,

@@ -16,7 +16,17 @@ from paceline.server.worker import FINISH_REASONS, ReplyRound
 
 @dataclass(slots=True, kw_only=True)
 class Choice(ABC):
-    """One reply in OpenAI's shape, as it grows. `logprobs`, `trace`: True if the client requested them."""
+    """One reply in OpenAI's shape, as it grows.
+
+    Attributes:
+        index: The position among the choices.
+        token_texts: Texts of the model's tokens.
+        logprobs: True if the client requested log-probabilities.
+        trace: True if the client requested the trace of the rounds.
+        text: The text so far.
+        traced: The trace so far.
+        finish_reason: OpenAI's finish reason, once the reply has ended.
+    """
 
     index: int
     token_texts: TokenTexts
@@ -85,10 +95,7 @@ class Choice(ABC):
 
 
 class ChoicesEncoder(Encoder):
-    """The choices of a chat completion or a completion. `document`, `event`: object types of the answer, whole or in
-    pieces. `usage`: True if a stream ends with the usage. `progress`: True if a stream tells how much of the prompt has
-    been read.
-    """
+    """The choices of a chat completion or a completion."""
 
     last = b"data: [DONE]\n\n"
 
@@ -100,6 +107,15 @@ class ChoicesEncoder(Encoder):
         usage: bool,
         progress: bool = False,
     ) -> None:
+        """Make an encoder.
+
+        Args:
+            head: Keys of every object of the answer.
+            kinds: Object types of the whole answer and of its pieces.
+            choices: The choices.
+            usage: True if a stream ends with the usage.
+            progress: True if a stream reports how much of the prompt has been read.
+        """
         self._head = {**head, "created": int(time.time())}
         self._document, self._event = kinds
         self._choices, self._usage, self.shows_progress = choices, usage, progress

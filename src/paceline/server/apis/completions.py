@@ -82,9 +82,13 @@ ScoredPrompt = Callable[[], list[Chunk]]
 
 @dataclass(slots=True, kw_only=True)
 class TextChoice(Choice):
-    """A choice of a text completion. `echo`: prompt shown before the reply, `scored` with its log-probabilities.
+    """A choice of a text completion.
 
-    `prompt_only`: the reply's tokens are not shown.
+    Attributes:
+        echo: The prompt, if it is shown before the reply.
+        scored: Returns the prompt with its log-probabilities, if they were requested.
+        prompt_only: True if the reply's tokens are not shown.
+        chunks: Tokens with log-probabilities so far.
     """
 
     echo: str = ""
@@ -93,7 +97,7 @@ class TextChoice(Choice):
     chunks: list[Chunk] = field(default_factory=list)
 
     def first_event(self) -> dict[str, Any] | None:
-        """Return the event with the echo, unless that waits for its log-probabilities."""
+        """Return the event with the echo, unless the echo waits for its log-probabilities."""
         return self._event(self.echo) if self.echo and not self.scored else None
 
     def as_dict(self) -> dict[str, Any]:
@@ -130,7 +134,15 @@ class BestOfEncoder(ChoicesEncoder):
     def __init__(
         self, head: Mapping[str, Any], kinds: tuple[str, str], choices: Sequence[TextChoice], samples: int, n: int
     ) -> None:
-        """`samples`: replies to generate for each prompt. `n`: replies to return."""
+        """Make an encoder.
+
+        Args:
+            head: See `ChoicesEncoder`.
+            kinds: See `ChoicesEncoder`.
+            choices: All replies.
+            samples: Replies that are generated for each prompt.
+            n: Replies that are returned for each prompt.
+        """
         super().__init__(head, kinds, choices, usage=False)
         self._samples, self._n = samples, n
         self._sums = [0.0] * len(choices)
@@ -198,7 +210,7 @@ class Completions(Api[CompletionRequest]):
 
 
 def _echoes(body: CompletionRequest, prepared: Prepared) -> list[tuple[str, ScoredPrompt | None]]:
-    """Return each prompt as text, with its log-probabilities if they were requested: then a job collects them."""
+    """Return each prompt as text. If log-probabilities were requested, add them, and let a job collect them."""
     llm, n = prepared.model.llm, body.samples
     found: list[tuple[str, ScoredPrompt | None]] = []
     for i, prompt in enumerate(body.prompts):

@@ -7,12 +7,22 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from paceline.chat.calls import Call
 from paceline.sampling.json_schema import guide
 from paceline.server.api import Api, Encoder, Event
-from paceline.server.compat import Lenient, OtherServers, Strict, accepts, by_type, ignored, left_out, only
+from paceline.server.compat import (
+    Lenient,
+    OtherServers,
+    Strict,
+    accepts,
+    by_type,
+    ignored,
+    left_out,
+    only,
+    text_or_nothing,
+)
 from paceline.server.errors import ApiError
 from paceline.server.prepare import Prepared
 from paceline.server.replies import BlockBegun, BlockEnded, BlockEvent, ChatReply, ReplyBlock, Usage
@@ -21,6 +31,8 @@ from paceline.server.request import (
     ChatPrompt,
     GenerateRequest,
     OfferedFunction,
+    Part,
+    SentImage,
     ToolUse,
     reasoning_values,
     refuse_media,
@@ -46,11 +58,12 @@ from paceline.server.worker import ReplyRound
 
 _NO_THREADS = "thread: this server keeps no conversations. Send the whole conversation without thread"
 _THREAD_DETAILS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-"""Anthropic's SDK (`beta.messages.tool_runner`) and Claude Code go on without threads after an error with these."""
+"""Details of the error after which Anthropic's SDK (`beta.messages.tool_runner`) and Claude Code continue without
+threads."""
 
 BILLING = "x-anthropic-billing-header:"
-"""Beginning of a text that Claude Code puts before its instructions. It is another in every request, and no part of the
-prompt: with it no prefix could be reused."""
+"""Beginning of a text that Claude Code puts before its instructions. The text is removed, because it differs in every
+request, so that no prefix could be reused."""
 
 
 class TextBlock(Lenient):
@@ -88,8 +101,34 @@ class RedactedBlock(Lenient):
     type: Literal["redacted_thinking"]
 
 
+class ImageSource(Lenient):
+    """The source of an image. `data`: base64. `url`: a URL of a host that --allow-image-urls names."""
+
+    type: Annotated[str, BeforeValidator(text_or_nothing)] = ""
+    data: Annotated[str, BeforeValidator(text_or_nothing)] = ""
+    url: Annotated[str, BeforeValidator(text_or_nothing)] = ""
+
+
+def _source(value: Any) -> Any:
+    """Return the source of an image. One without data is refused later, if the model sees the image at all."""
+    return value if isinstance(value, dict) else {}
+
+
+class ImageBlock(Lenient):
+    """An image."""
+
+    type: Literal["image"]
+    source: Annotated[ImageSource, BeforeValidator(_source)] = Field(default_factory=ImageSource)
+
+    def part(self, param: str, new: bool) -> SentImage:
+        """Return the image. `new`: it is in the last message, which has no results of tools."""
+        source = self.source.url if self.source.type == "url" else self.source.data
+        refusal = f"{param}: {_WANTED}, got 'image'" if new else None
+        return SentImage(source=source, param=f"{param}.source", kind=self.type, refusal=refusal)
+
+
 class OtherBlock(Lenient):
-    """A block that is not text, such as an image: a note stands for it."""
+    """A block that is neither text nor an image: a note stands for it."""
 
     type: Annotated[str, Field(max_length=100)]
 
@@ -112,7 +151,8 @@ class ToolResultBlock(Lenient):
     is_error: bool | None = None
 
 
-_TEXTUAL = ("text", "document", "thinking", "redacted_thinking", "tool_use", "tool_result")
+_WANTED = "a new block must be text or a document of text"
+_KNOWN = ("text", "image", "document", "thinking", "redacted_thinking", "tool_use", "tool_result")
 
 
 def _kind(block: Any) -> str:
@@ -120,11 +160,12 @@ def _kind(block: Any) -> str:
         return "other" if isinstance(block, OtherBlock) else getattr(block, "type", "other")
     kind, source = block.get("type"), block.get("source")
     readable = kind != "document" or not isinstance(source, dict) or source.get("type") == "text"
-    return kind if kind in _TEXTUAL and readable else "other"
+    return kind if kind in _KNOWN and readable else "other"
 
 
 Block = Annotated[
     Annotated[TextBlock, Tag("text")]
+    | Annotated[ImageBlock, Tag("image")]
     | Annotated[DocumentBlock, Tag("document")]
     | Annotated[ThinkingBlock, Tag("thinking")]
     | Annotated[RedactedBlock, Tag("redacted_thinking")]
@@ -219,6 +260,11 @@ class CountTokensRequest(ThinkingBudgets, Samplers, OtherServers):
     chat_template_kwargs: TemplateValues | None = None
 
     @property
+    def image_chars(self) -> int:
+        """Characters of all images in the body."""
+        return sum(_image_chars(message.content) for message in self.messages)
+
+    @property
     def functions(self) -> list[ClientTool]:
         """The tools that are functions."""
         return [tool for tool in self.tools or () if isinstance(tool, ClientTool)]
@@ -232,6 +278,17 @@ class CountTokensRequest(ThinkingBudgets, Samplers, OtherServers):
     def constrained(self) -> bool:
         """True if a grammar must be compiled for the reply."""
         return self.format is not None or (self.tool_choice is not None and self.tool_choice.type in ("any", "tool"))
+
+
+def _image_chars(content: str | Sequence[Block] | None) -> int:
+    """Return the characters of all images in a content."""
+    found = 0
+    for block in () if isinstance(content, str) else content or ():
+        if isinstance(block, ImageBlock):
+            found += len(block.source.data) + len(block.source.url)
+        elif isinstance(block, ToolResultBlock):
+            found += _image_chars(block.content)
+    return found
 
 
 class MessagesRequest(CountTokensRequest):
@@ -248,8 +305,12 @@ def chat_prompt(body: CountTokensRequest) -> ChatPrompt:
     """Return the prompt of a request. Raises `ApiError` 400 for a thread, and for a new block that is not text."""
     if body.thread is not None:
         raise ApiError(400, _NO_THREADS, param="thread", details=_THREAD_DETAILS)
-    _refuse_media(body.messages)
-    messages = [message for sent in body.messages for message in _messages(sent)]
+    asked = _refuse_media(body.messages)
+    messages = [
+        message
+        for i, sent in enumerate(body.messages)
+        for message in _messages(sent, f"messages.{i}.content", asked and sent is body.messages[-1])
+    ]
     if system := _system(body.system):
         messages.insert(0, ChatMessage(role="system", content=system))
     effort: str | None = body.output_config.effort if body.output_config else None
@@ -272,22 +333,25 @@ def _without_billing(text: str) -> str:
     return text.partition("\n")[2].lstrip("\n") if text.startswith(BILLING) else text
 
 
-def _refuse_media(messages: Sequence[AnthropicMessage]) -> None:
-    """Raise `ApiError` 400 for a block of the user's last message that is not text, unless it has results of tools."""
+def _refuse_media(messages: Sequence[AnthropicMessage]) -> bool:
+    """Raise `ApiError` 400 for a block of the user's last message that is neither text nor an image. If the message has
+    results of tools, its blocks are not new, and False is returned."""
     last = messages[-1]
     blocks = last.content if last.role == "user" and not isinstance(last.content, str) else []
-    if not any(isinstance(block, ToolResultBlock) for block in blocks):
-        kinds = [f"{block.type}" if isinstance(block, OtherBlock) else "" for block in blocks]
-        wanted = "a new block must be text or a document of text"
-        refuse_media(f"messages.{len(messages) - 1}.content", kinds, ("",), wanted)
+    if any(isinstance(block, ToolResultBlock) for block in blocks):
+        return False
+    kinds = [f"{block.type}" if isinstance(block, OtherBlock) else "" for block in blocks]
+    refuse_media(f"messages.{len(messages) - 1}.content", kinds, ("",), _WANTED)
+    return last.role == "user"
 
 
-def _messages(message: AnthropicMessage) -> list[ChatMessage]:
-    """Return a message, after the tool results that it holds."""
+def _messages(message: AnthropicMessage, param: str, new: bool) -> list[ChatMessage]:
+    """Return a message, after the tool results that it holds. `param`: the path of its blocks. `new`: it is the user's
+    last message."""
     blocks = [TextBlock(type="text", text=message.content)] if isinstance(message.content, str) else message.content
     results = [
-        ChatMessage(role="tool", call_id=block.tool_use_id, content=_result(block))
-        for block in blocks
+        ChatMessage(role="tool", call_id=block.tool_use_id, content=_result(block, f"{param}.{i}.content"))
+        for i, block in enumerate(blocks)
         if isinstance(block, ToolResultBlock)
     ]
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
@@ -296,32 +360,40 @@ def _messages(message: AnthropicMessage) -> list[ChatMessage]:
         for block in blocks
         if isinstance(block, ToolUseBlock)
     ]
-    text = _text(blocks)
-    if not text and results and not calls:
+    content = _content_of(blocks, param, new)
+    if not content and results and not calls:
         return results
     reasoning = "\n".join(thoughts) if any(thoughts) else None
-    return [*results, ChatMessage(role=message.role, content=text, calls=calls, reasoning=reasoning)]
+    return [*results, ChatMessage(role=message.role, content=content, calls=calls, reasoning=reasoning)]
 
 
-def _text(blocks: Sequence[Block]) -> str:
-    texts = []
-    for block in blocks:
+def _content_of(blocks: Sequence[Block], param: str, new: bool = False) -> str | list[Part]:
+    """Return the text of blocks, or their parts if there are images."""
+    texts: list[Part] = []
+    for i, block in enumerate(blocks):
         if isinstance(block, TextBlock):
             texts.append(block.text)
         elif isinstance(block, DocumentBlock):
             texts.append(f"{block.title}\n\n{block.source.data}" if block.title else block.source.data)
         elif isinstance(block, OtherBlock):
             texts.append(left_out(block.type))
-    return "\n".join(texts)
+        elif isinstance(block, ImageBlock):
+            texts.append(block.part(f"{param}.{i}", new))
+    if any(isinstance(part, SentImage) for part in texts):
+        return texts
+    return "\n".join(map(str, texts))
 
 
-def _result(block: ToolResultBlock) -> str:
-    text = block.content if isinstance(block.content, str) else _text(block.content or [])
-    return f"Error: {text}" if block.is_error else text
+def _result(block: ToolResultBlock, param: str) -> str | list[Part]:
+    content = block.content if isinstance(block.content, str) else _content_of(block.content or [], param)
+    if not block.is_error:
+        return content
+    return f"Error: {content}" if isinstance(content, str) else ["Error:", *content]
 
 
 def _tool_use(body: CountTokensRequest) -> ToolUse:
-    """Return the functions and which may be called. The choice may be "auto" although all tools were skipped."""
+    """Return the functions, and which of them may be called. A choice of "auto" is valid even if all tools were
+    skipped."""
     offered = [OfferedFunction(tool.name, tool.description, tool.input_schema) for tool in body.functions]
     choice = body.tool_choice or ToolChoice(type="auto")
     mode = {"any": "required", "tool": "required"}.get(choice.type, choice.type)
@@ -358,9 +430,16 @@ class Messages(Api[MessagesRequest]):
 
 
 class MessagesEncoder(Encoder):
-    """A message: blocks of thinking, text and tool use, one after the other. `full`: the reply may fill the context."""
+    """A message: a sequence of blocks of thinking, text and tool use."""
 
     def __init__(self, head: dict[str, Any], reply: ChatReply, full: bool) -> None:
+        """Make an encoder.
+
+        Args:
+            head: The answer's id and model.
+            reply: The reply.
+            full: True if a reply that reaches its maximum length has filled the context.
+        """
         self._head = {"type": "message", "role": "assistant", **head}
         self._reply, self._full = reply, full
 

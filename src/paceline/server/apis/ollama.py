@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 from abc import abstractmethod
+from collections.abc import Sequence
 from datetime import datetime, timezone
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field
 
@@ -14,7 +15,7 @@ from paceline.chat.calls import Call
 from paceline.sampling.json_schema import guide
 from paceline.server.api import Api, Encoder, Event, dumps
 from paceline.server.apis.openai_chat import Tools
-from paceline.server.compat import Lenient, OllamaObject, accepts, ignored, left_out, only
+from paceline.server.compat import Lenient, OllamaObject, accepts, ignored, only, text_or_nothing
 from paceline.server.errors import ApiError, bad_request
 from paceline.server.grammars import ANY_OBJECT
 from paceline.server.prepare import Prepared
@@ -23,6 +24,8 @@ from paceline.server.request import (
     ChatMessage,
     ChatPrompt,
     GenerateRequest,
+    Part,
+    SentImage,
     TextPrompt,
     ToolUse,
     reasoning_values,
@@ -58,7 +61,7 @@ from paceline.server.worker import ReplyRound
     only((1,), "tfs_z", "this sampler is not implemented"),
 )
 class OllamaOptions(OllamaObject):
-    """`options` of a request. Those of the machine have no effect, since the model is loaded already."""
+    """`options` of a request. Options of the machine have no effect, because the model is already loaded."""
 
     num_predict: Annotated[int, Field(ge=-2, le=2**31, description="0, -1, -2: as many as fit.")] | None = None
     temperature: Annotated[float, Field(ge=0, le=1000)] | None = None
@@ -92,16 +95,27 @@ def _lower(role: Any) -> Any:
     return role.lower() if isinstance(role, str) else role
 
 
+def _as_images(value: Any) -> list[str]:
+    """Return images as texts. One that is no text is refused later, if the model sees it at all."""
+    return [text_or_nothing(one) for one in value] if isinstance(value, list) else []
+
+
+Images = Annotated[
+    list[str],
+    BeforeValidator(_as_images),
+    Field(
+        description="Base64. If the model reads text only, the last message must have no image, and a note replaces "
+        "each image of an earlier message."
+    ),
+]
+
+
 class OllamaMessage(OllamaObject):
     """A message of a chat."""
 
     role: Annotated[Literal["system", "user", "assistant", "tool"], BeforeValidator(_lower)]
     content: Text | None = None
-    images: Annotated[
-        int,
-        BeforeValidator(lambda images: len(images) if isinstance(images, list) else 0),  # they may be megabytes
-        Field(description="A note replaces each image of an earlier message. The last message must have no image."),
-    ] = 0
+    images: Images = Field(default_factory=list)
     thinking: Text | None = None
     tool_calls: Annotated[list[OllamaCall], Field(max_length=128)] | None = None
     tool_name: Annotated[str, Field(max_length=200)] | None = None
@@ -140,7 +154,7 @@ class OllamaRequest(OllamaObject, Generating, extra="ignore"):
     @property
     @abstractmethod
     def empty(self) -> bool:
-        """True if there is nothing to reply to: the model is only loaded, or unloaded."""
+        """True if the request has no prompt, and only loads or unloads the model."""
 
     @property
     def constrained(self) -> bool:
@@ -198,6 +212,11 @@ class OllamaChatRequest(OllamaRequest):
     tools: Tools | None = None
 
     @property
+    def image_chars(self) -> int:
+        """Characters of all images in the body."""
+        return sum(len(image) for message in self.messages for image in message.images)
+
+    @property
     def empty(self) -> bool:
         """True if there are no messages."""
         return not self.messages
@@ -206,7 +225,6 @@ class OllamaChatRequest(OllamaRequest):
 @accepts(
     only(("",), "template", "the model's own template is used"),
     only(([],), "context", "/api/chat takes whole conversations"),
-    only(([],), "images", "this server reads text only"),
     only((), "width height steps", "this server writes text only"),
 )
 class OllamaGenerateRequest(OllamaRequest):
@@ -215,7 +233,13 @@ class OllamaGenerateRequest(OllamaRequest):
     prompt: Text | None = None
     suffix: Text | None = None
     system: Text | None = None
+    images: Annotated[Images, Field(description="Base64. Not with `raw` or `suffix`.")] = Field(default_factory=list)
     raw: Annotated[bool, Field(description="The prompt is used as it is, without the chat template.")] | None = None
+
+    @property
+    def image_chars(self) -> int:
+        """Characters of all images in the body."""
+        return sum(map(len, self.images))
 
     @property
     def empty(self) -> bool:
@@ -223,15 +247,26 @@ class OllamaGenerateRequest(OllamaRequest):
         return not self.prompt and not self.suffix
 
 
-def _chat_message(message: OllamaMessage) -> ChatMessage:
-    notes = [left_out("image")] * message.images
+Asked = TypeVar("Asked", bound=OllamaRequest)
+
+
+def _content(text: str | None, images: Sequence[str], param: str, new: bool) -> str | list[Part]:
+    """Return the content of a message: its text, or the images and the text. `new`: it is the user's last message."""
+    if not images:
+        return text or ""
+    refusal = f"{param}: not supported by this server. Leave it out, or send []" if new else None
+    parts = [SentImage(source=one, param=f"{param}.{i}", refusal=refusal) for i, one in enumerate(images)]
+    return [*parts, *filter(None, [text])]  # in the order in which Ollama shows them
+
+
+def _chat_message(message: OllamaMessage, param: str, new: bool) -> ChatMessage:
     calls = [
         Call(call.function.name, json.dumps(call.function.arguments), call.id or f"call_{i}")
         for i, call in enumerate(message.tool_calls or ())
     ]
     return ChatMessage(
         role=message.role,
-        content="\n".join([*filter(None, [message.content]), *notes]),
+        content=_content(message.content, message.images, f"{param}.images", new and message.role == "user"),
         calls=calls,
         reasoning=message.thinking or None,
         name=message.tool_name or None,
@@ -239,78 +274,92 @@ def _chat_message(message: OllamaMessage) -> ChatMessage:
     )
 
 
-class OllamaChat(Api[OllamaChatRequest]):
+class _OllamaApi(Api[Asked]):
+    """An API of Ollama, whose requests can load and unload models.
+
+    Attributes:
+        kind: The key of the reply in the answers.
+    """
+
+    media_type = "application/x-ndjson"
+    kind: ClassVar[Literal["message", "response"]]
+
+    def unloads(self, body: Asked) -> bool:
+        """Return True if the model is unloaded after the reply."""
+        return bool(body.unloads)
+
+    def without_reply(self, body: Asked) -> Event | None:
+        """Return the answer to a request that only unloads the model. None for any other request."""
+        if not (body.unloads and body.empty):
+            return None
+        return {**_head(body.model), **_reply(self.kind, ""), "done": True, "done_reason": "unload"}
+
+    def encoder(self, body: Asked, prepared: Prepared) -> OllamaEncoder:
+        """Return the encoder of the reply."""
+        texts = prepared.model.token_texts if body.logprobs and not body.empty else None
+        [reply] = prepared.replies
+        return OllamaEncoder(body.model, reply, texts, self.kind)
+
+
+class OllamaChat(_OllamaApi[OllamaChatRequest]):
     """Ollama's chats."""
 
+    kind = "message"
     path = "/api/chat"
     body = OllamaChatRequest
     about = "Generate the next message of a chat (Ollama's API)."
-    media_type = "application/x-ndjson"
 
     def decode(self, body: OllamaChatRequest) -> GenerateRequest | None:
         """Return the request of a chat; None without messages, which loads the model."""
         if body.empty:
             return None
-        if (last := body.messages[-1]).role == "user" and last.images:
-            param = f"messages.{len(body.messages) - 1}.images"
-            raise bad_request(f"{param}: not supported by this server. Leave it out, or send []", param)
+        last = body.messages[-1]
         return body.request(
             ChatPrompt(
-                messages=[_chat_message(message) for message in body.messages],
+                messages=[_chat_message(m, f"messages.{i}", m is last) for i, m in enumerate(body.messages)],
                 tools=ToolUse.chosen([tool.offered for tool in body.tools or ()]),
                 values=body.template_values,
                 truncated=body.truncate is not False,
             )
         )
 
-    def encoder(self, body: OllamaChatRequest, prepared: Prepared) -> OllamaEncoder:
-        """Return the encoder of the message."""
-        return _encoder(body, prepared, "message")
 
-
-class OllamaGenerate(Api[OllamaGenerateRequest]):
+class OllamaGenerate(_OllamaApi[OllamaGenerateRequest]):
     """Ollama's replies to one prompt."""
 
+    kind = "response"
     path = "/api/generate"
     body = OllamaGenerateRequest
     about = "Answer or continue one prompt (Ollama's API)."
-    media_type = "application/x-ndjson"
 
     def decode(self, body: OllamaGenerateRequest) -> GenerateRequest | None:
         """Return the request of one prompt; None without a prompt, which loads the model."""
         if body.empty:
             return None
         prompt = body.prompt or ""
+        if body.images and (body.raw or body.suffix):
+            raise bad_request("images exclude raw and suffix. Leave one out, or send images to /api/chat", "images")
         if body.raw or body.suffix:
             return body.request(TextPrompt(texts=[prompt], after=body.suffix or None))
         system = [ChatMessage(role="system", content=body.system)] if body.system else []
-        messages = [*system, ChatMessage(role="user", content=prompt)]
+        messages = [*system, ChatMessage(role="user", content=_content(prompt, body.images, "images", True))]
         return body.request(ChatPrompt(messages=messages, values=body.template_values))
-
-    def encoder(self, body: OllamaGenerateRequest, prepared: Prepared) -> OllamaEncoder:
-        """Return the encoder of the text."""
-        return _encoder(body, prepared, "response")
-
-
-def _encoder(body: OllamaRequest, prepared: Prepared, kind: str) -> OllamaEncoder:
-    texts = prepared.model.token_texts if body.logprobs and not body.empty else None
-    [reply] = prepared.replies
-    return OllamaEncoder(body.model, reply, texts, kind)
-
-
-def unloaded(body: OllamaRequest) -> dict[str, Any]:
-    """Return the answer to a request that only unloads the model."""
-    nothing = {"response": ""} if isinstance(body, OllamaGenerateRequest) else {"message": _message("")}
-    return {**_head(body.model), **nothing, "done": True, "done_reason": "unload"}
 
 
 class OllamaEncoder(Encoder):
-    """A reply as lines of JSON. `token_texts`: None without log-probabilities. `kind`: "message", or "response" for the
-    reply to one prompt."""
+    """A reply as lines of JSON."""
 
     media_type = "application/x-ndjson"
 
     def __init__(self, model: str, reply: ChatReply, token_texts: TokenTexts | None, kind: str) -> None:
+        """Make an encoder.
+
+        Args:
+            model: The model's name, as in the request.
+            reply: The reply.
+            token_texts: Texts of the model's tokens. None without log-probabilities.
+            kind: "message" for chats, "response" for single prompts.
+        """
         self._model, self._reply, self._token_texts, self._kind = model, reply, token_texts, kind
         self._logprobs: list[dict[str, Any]] = []
 
@@ -358,7 +407,7 @@ class OllamaEncoder(Encoder):
             more["tool_calls"] = calls
         return {
             **_head(self._model),
-            **({"message": {**_message(text), **more}} if self._kind == "message" else {"response": text, **more}),
+            **_reply(self._kind, text, **more),
             "done": False,
         }
 
@@ -386,8 +435,11 @@ class OllamaEncoder(Encoder):
         return {"done": True, "done_reason": reason, **durations, **counts, "speculation": usage.speculation()}
 
 
-def _message(text: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": text}
+def _reply(kind: str, text: str, **more: Any) -> dict[str, Any]:
+    """Return the part of an answer that has the reply. `kind`: see `_OllamaApi`."""
+    if kind == "message":
+        return {"message": {"role": "assistant", "content": text, **more}}
+    return {"response": text, **more}
 
 
 def _head(model: str) -> dict[str, Any]:

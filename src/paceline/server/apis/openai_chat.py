@@ -11,12 +11,12 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, PrivateAttr, ValidationError, model_validator
 
 from paceline.chat.calls import Call
 from paceline.sampling.lark_pattern import pattern_of
-from paceline.server.compat import Lenient, Strict, accepts, only, part_as_text
-from paceline.server.request import ChatMessage, OfferedFunction, refuse_media
+from paceline.server.compat import Lenient, Strict, accepts, only, part_as_text, text_or_nothing
+from paceline.server.request import ChatMessage, OfferedFunction, SentImage, refuse_media
 from paceline.server.schema import MAX_TOOLS, ArgumentsText, CalledName, Name, Schema, Text
 
 _ARGUMENT = "input"
@@ -52,7 +52,8 @@ class CustomTool(Lenient):
 
 
 def chat_tool(tool: Any) -> CustomTool | None:
-    """Return the custom tool that a chat's tool is, if any. Its grammar is one level deeper than in Responses."""
+    """Return a chat's tool as a custom tool, or None if it is a function. Its grammar is one level deeper than in the
+    Responses API."""
     custom = tool.get("custom") if isinstance(tool, dict) and tool.get("type") == "custom" else None
     if not isinstance(custom, dict):
         return None
@@ -67,7 +68,8 @@ def chat_tool(tool: Any) -> CustomTool | None:
 
 
 def chat_call(call: Any) -> Any:
-    """Return a call of a custom tool in a chat as a call of its function; a choice of such a tool likewise."""
+    """Return a chat's call of a custom tool as a call of its function, and a choice of a custom tool as a choice of its
+    function."""
     custom = call.get("custom") if isinstance(call, dict) and call.get("type") == "custom" else None
     if not isinstance(custom, dict):
         return call
@@ -77,7 +79,7 @@ def chat_call(call: Any) -> Any:
 
 
 class GrammarFormat(Lenient):
-    """A grammar of the input, in the Responses API; in chats it lies in `grammar`."""
+    """A grammar of the input, in the form of the Responses API. In chats, these fields are in `grammar`."""
 
     type: Literal["grammar"]
     syntax: Literal["lark", "regex"]
@@ -108,16 +110,41 @@ def arguments_of(text: Any) -> str:
 _ROLES = {"developer": "system", "function": "tool"}
 
 
+class ImageUrl(Lenient):
+    """An image. `url`: a data URL, or a URL of a host that --allow-image-urls names."""
+
+    url: Annotated[str, BeforeValidator(text_or_nothing)] = ""
+    detail: Annotated[
+        str, BeforeValidator(text_or_nothing), Field(description="low: the image is scaled down to 512 pixels.")
+    ] = ""
+
+
+def _image_url(value: Any) -> Any:
+    """Return an image in OpenAI's shape. One without a URL is refused later, if the model sees it at all."""
+    return value if isinstance(value, dict) else {"url": value}
+
+
 class ContentPart(Lenient):
-    """A part of a message's content. If it is not text, such as an image, `text` is a note."""
+    """A part of a message's content. If it is not text, `text` is a note."""
 
     type: Annotated[str, Field(max_length=100)]
     text: Text
+    image_url: Annotated[ImageUrl, BeforeValidator(_image_url)] = Field(default_factory=ImageUrl)
 
     @model_validator(mode="before")
     @classmethod
     def _as_text(cls, part: Any) -> Any:
-        return part_as_text(part, ("text",), "text")
+        return part_as_text(part, ("text",), "text", "image_url")
+
+    def part(self, param: str, new: bool) -> str | SentImage:
+        """Return the text, or the image. `new`: it is in the user's last message."""
+        if self.type != "image_url":
+            return self.text
+        refusal = f"{param}: type must be 'text', got 'image_url'" if new else None
+        low = self.image_url.detail == "low"
+        return SentImage(
+            source=self.image_url.url, param=f"{param}.image_url", kind=self.type, low=low, refusal=refusal
+        )
 
 
 class CalledFunction(Lenient):
@@ -126,7 +153,8 @@ class CalledFunction(Lenient):
 
 
 class ToolCall(Lenient):
-    """A function call in an assistant's message. One of a custom tool counts as a function of one text, `input`."""
+    """A function call in an assistant's message. A call of a custom tool becomes a call of a function with one text,
+    `input`."""
 
     _custom = model_validator(mode="before")(chat_call)
 
@@ -155,13 +183,14 @@ class Message(Lenient):
         legacy = [(self.function_call, None)] if self.function_call else []
         return [Call(function.name, function.arguments, call_id) for function, call_id in (*sent, *legacy)]
 
-    @property
-    def as_chat_message(self) -> ChatMessage:
-        """The message as the server works with it."""
+    def as_chat_message(self, param: str, new: bool) -> ChatMessage:
+        """Return the message as the server works with it. `new`: it is the user's last message."""
         content = self.refusal or "" if self.content is None else self.content
         return ChatMessage(
             role=_ROLES.get(self.role, self.role),  # type: ignore[arg-type]
-            content=content if isinstance(content, str) else [part.text for part in content],
+            content=content
+            if isinstance(content, str)
+            else [part.part(f"{param}.content.{i}", new) for i, part in enumerate(content)],
             calls=self.calls,
             reasoning=self.reasoning_content,
             name=self.name,
@@ -239,10 +268,19 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=10_000, fail_
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
 
 
+def image_chars(messages: Sequence[Message]) -> int:
+    """Return the characters of all images in messages."""
+    contents = [message.content for message in messages if isinstance(message.content, list)]
+    return sum(len(part.image_url.url) for content in contents for part in content)
+
+
 def chat_messages(messages: Sequence[Message]) -> list[ChatMessage]:
     """Return messages as the server works with them. Raises `ApiError` 400 as `refuse_media` does."""
     last = messages[-1] if messages else None
     if last is not None and last.role == "user" and isinstance(last.content, list):
         kinds = [part.type for part in last.content]
-        refuse_media(f"messages.{len(messages) - 1}.content", kinds, ("text",), "type must be 'text'")
-    return [message.as_chat_message for message in messages]
+        refuse_media(f"messages.{len(messages) - 1}.content", kinds, ("text", "image_url"), "type must be 'text'")
+    return [
+        message.as_chat_message(f"messages.{i}", message is last and message.role == "user")
+        for i, message in enumerate(messages)
+    ]

@@ -153,7 +153,7 @@ def rerank(model: LoadedModel, settings: Settings, body: RerankRequest) -> Reran
 
 
 def _answers(model: LoadedModel) -> tuple[int, int]:
-    """Return the tokens of "yes" and "no" of a model that can judge. Raises `ApiError` 400."""
+    """Return the model's tokens of "yes" and "no". Raises `ApiError` 400 for a model that was not trained to judge."""
     words, names = model.llm.tokenizer, f"{model.name} {model.llm.model.path}".lower()
     yes, no, *others = map(words.token_id, _TOKENS)
     if _MARK not in names or yes is None or no is None or None in others:

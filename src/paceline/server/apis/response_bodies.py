@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -21,11 +21,13 @@ from paceline.server.compat import (
     left_out,
     only,
     part_as_text,
+    text_or_nothing,
 )
 from paceline.server.errors import bad_request
 from paceline.server.request import (
     ChatMessage,
     OfferedFunction,
+    SentImage,
     ToolUse,
 )
 from paceline.server.schema import (
@@ -59,10 +61,18 @@ _TEXTUAL = ("input_text", "output_text", "text", "summary_text", "reasoning_text
 
 
 class ItemPart(Lenient):
-    """A part of a message's content, or of reasoning. If it is not `textual`, such as an image, `text` is a note."""
+    """A part of a message's content, or of reasoning. If it is not `textual`, `text` is a note."""
 
     type: Kind
     text: Text = ""
+    image_url: Annotated[
+        str | None,
+        BeforeValidator(text_or_nothing),
+        Field(description="Image: a data URL, or a URL of a host that --allow-image-urls names."),
+    ] = None
+    detail: Annotated[
+        str | None, BeforeValidator(text_or_nothing), Field(description="low: the image is scaled down to 512 pixels.")
+    ] = None
 
     @property
     def textual(self) -> bool:
@@ -72,7 +82,7 @@ class ItemPart(Lenient):
     @model_validator(mode="before")
     @classmethod
     def _as_text(cls, part: Any) -> Any:
-        return part_as_text(part, _TEXTUAL, "output_text")
+        return part_as_text(part, _TEXTUAL, "output_text", "input_image")
 
 
 Parts = Annotated[list[ItemPart], Field(fail_fast=True, max_length=10_000)]
@@ -81,6 +91,22 @@ Parts = Annotated[list[ItemPart], Field(fail_fast=True, max_length=10_000)]
 def joined(content: str | list[ItemPart]) -> str:
     """Return the text of a content."""
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def _parts(content: str | list[ItemPart], param: str, new: bool) -> list[str | SentImage]:
+    """Return the parts of a content with images; nothing if there are none. `new`: it is the last item."""
+    if isinstance(content, str) or not any(part.type == "input_image" for part in content):
+        return []
+    found: list[str | SentImage] = []
+    for i, part in enumerate(content):
+        if part.type != "input_image":
+            found.append(part.text)
+            continue
+        where = f"{param}.{i}"
+        refusal = f"{where}: a new part must be 'input_text', got 'input_image'" if new else None
+        low = part.detail == "low"
+        found.append(SentImage(source=part.image_url or "", param=where, kind=part.type, low=low, refusal=refusal))
+    return found
 
 
 class MessageItem(Lenient):
@@ -231,6 +257,16 @@ class AllowedFunctions(Strict):
     tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
+def image_chars(items: Sequence[Item]) -> int:
+    """Return the characters of all images in items."""
+    contents = [
+        item.output if isinstance(item, CallOutputItem) else item.content
+        for item in items
+        if isinstance(item, MessageItem | CallOutputItem)
+    ]
+    return sum(len(part.image_url or "") for content in contents if isinstance(content, list) for part in content)
+
+
 def listed(item: Item) -> dict[str, Any]:
     """Return an item as it is listed, a message with the parts of its content."""
     found = item.model_dump(exclude_none=True)
@@ -240,25 +276,34 @@ def listed(item: Item) -> dict[str, Any]:
     return found
 
 
-def chat_messages_of(items: Iterable[Item], instructions: str | None = None) -> list[ChatMessage]:
-    """Return the messages of a chat. Reasoning, text and calls in a row are one message of the assistant; without any
-    item there is one of the user, without text."""
+def chat_messages_of(items: Sequence[Item], instructions: str | None = None, earlier: int = 0) -> list[ChatMessage]:
+    """Return the messages of a chat. Consecutive reasoning, text and calls are one message of the assistant. Without
+    any item, the chat is one empty message of the user.
+
+    Args:
+        items: The items.
+        instructions: The system message.
+        earlier: Number of items that belong to earlier requests.
+    """
     drafts = [_OpenMessage("system", instructions)] if instructions else list[_OpenMessage]()
-    for item in items:
+    for i, item in enumerate(items, -earlier):
+        param = f"input.{i}" if i >= 0 else "previous_response_id"
         match item:
             case ReasoningItem():
                 drafts.append(_OpenMessage("assistant", reasoning=joined(item.content or item.summary or []) or None))
             case MessageItem(role="assistant"):
                 _assistant(drafts, call=False).text = joined(item.content)
             case MessageItem(role="user"):
-                drafts.append(_OpenMessage("user", joined(item.content)))
+                parts = _parts(item.content, f"{param}.content", item is items[-1])
+                drafts.append(_OpenMessage("user", joined(item.content), parts=parts))
             case MessageItem():
                 _instruct(drafts, joined(item.content))
             case CallItem():
                 call = Call(in_namespace(item.namespace, item.name), item.arguments, item.call_id)
                 _assistant(drafts, call=True).calls.append(call)
             case CallOutputItem():
-                drafts.append(_OpenMessage("tool", joined(item.output), call_id=item.call_id))
+                parts = _parts(item.output, f"{param}.output", False)
+                drafts.append(_OpenMessage("tool", joined(item.output), call_id=item.call_id, parts=parts))
             case OtherItem():
                 draft = _assistant(drafts, call=True)
                 draft.text = "\n".join(filter(None, [draft.text, left_out(item.type)]))
@@ -276,12 +321,13 @@ class _OpenMessage:
     calls: list[Call] = field(default_factory=list)
     reasoning: str | None = None
     call_id: str | None = None
+    parts: Sequence[str | SentImage] = ()
 
     @property
     def message(self) -> ChatMessage:
         return ChatMessage(
             role=self.role,
-            content=self.text or "",
+            content=self.parts or self.text or "",
             calls=self.calls,
             reasoning=self.reasoning,
             call_id=self.call_id,
@@ -297,7 +343,7 @@ def _assistant(drafts: list[_OpenMessage], call: bool) -> _OpenMessage:
 
 
 def _instruct(drafts: list[_OpenMessage], text: str) -> None:
-    """Add instructions. Instructions in a row are one message, since templates expect one."""
+    """Add instructions. Consecutive instructions are one message, because templates expect one."""
     if drafts and drafts[-1].role == "system":
         drafts[-1].text = f"{drafts[-1].text}\n\n{text}"
     else:
@@ -310,7 +356,7 @@ class SchemaText(JsonSchema):
 
 
 def _flat_format(form: Any) -> Any:
-    """Return a text format in the shape of this API: the schema of a chat's `response_format` lies one level deeper."""
+    """Return a text format in the shape of this API. In a chat's `response_format`, the schema is one level deeper."""
     form = schema_format(form)
     inner = form.get("json_schema") if isinstance(form, dict) and form.get("type") == "json_schema" else None
     if not isinstance(inner, dict):
@@ -380,6 +426,11 @@ class ResponsesRequest(ThinkingBudgets, Samplers, OtherServers):
     metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
     stream_options: ResponseStreamOptions | None = None
     chat_template_kwargs: TemplateValues | None = None
+
+    @property
+    def image_chars(self) -> int:
+        """Characters of all images in the body."""
+        return image_chars(self.items)
 
     @property
     def callable_tools(self) -> list[FunctionTool | CustomTool]:

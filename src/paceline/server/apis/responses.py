@@ -39,7 +39,7 @@ from paceline.server.schema import (
 from paceline.server.worker import ReplyRound
 
 _CONVERSATION = 4
-"""Size of a stored conversation in memory, for each byte that a body may have."""
+"""Maximum bytes in memory of a stored conversation, per byte of the maximum size of a body."""
 _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 _ASK = """Another assistant will continue this conversation and sees nothing of it but your summary. Write that summary:
 what the user asked for, in the user's words; what has been done; what was found, with the names of files, commands and
@@ -57,13 +57,19 @@ class Responses(Api[ResponsesRequest]):
     about = "Generate the next items of a conversation."
 
     def __init__(self, store: ResponseStore, max_body: int) -> None:
-        """`store`: the responses that requests may continue. `max_body`: bytes that a body may have."""
+        """Make the API.
+
+        Args:
+            store: The responses that requests may continue.
+            max_body: Maximum bytes of a body.
+        """
         self._store, self._limit = store, _CONVERSATION * max_body
 
     def decode(self, body: ResponsesRequest) -> GenerateRequest:
         """Return the request of a conversation."""
+        items = self.conversation(body)
         prompt = ChatPrompt(
-            messages=chat_messages_of(self.conversation(body), body.instructions),
+            messages=chat_messages_of(items, body.instructions, earlier=len(items) - len(body.items)),
             tools=body.tool_use,
             values={
                 **reasoning_values(body.reasoning.effort if body.reasoning else None),
@@ -83,13 +89,23 @@ class Responses(Api[ResponsesRequest]):
             speculation=body.speculation,
         )
 
+    def has_images(self, body: ResponsesRequest) -> bool:
+        """Return True if the request, or the stored conversation that it continues, contains images."""
+        return body.image_chars > 0 or self._store.has_images(body.previous_response_id)
+
+    def stored_length(self, body: ResponsesRequest) -> int:
+        """Return the characters of the stored conversation."""
+        return self._store.length(body.previous_response_id)
+
     def conversation(self, body: ResponsesRequest) -> list[Item]:
         """Return the stored items that a request continues, and its own. Raises `ApiError` 400, also for a new part
         that is not text."""
         last = body.input[-1] if body.input else None
         if isinstance(last, MessageItem) and not isinstance(last.content, str):
             kinds = ["" if part.textual else part.type for part in last.content]
-            refuse_media(f"input.{len(body.input) - 1}.content", kinds, ("",), "a new part must be 'input_text'")
+            refuse_media(
+                f"input.{len(body.input) - 1}.content", kinds, ("", "input_image"), "a new part must be 'input_text'"
+            )
         items: list[Item] = []
         for before in self._store.conversation(body.previous_response_id, self._limit):
             items += [*before.input, *_ITEMS.validate_python(before.document["output"])]
@@ -304,8 +320,14 @@ class ResponsesEncoder(Encoder):
 
 @dataclass(slots=True)
 class _Kept:
-    """The place of a growing response in the store. `items`: its input. `size`: bytes of memory so far. `length`:
-    characters of its items so far."""
+    """The place of a growing response in the store.
+
+    Attributes:
+        store: The store.
+        items: The items of the request.
+        size: Approximate bytes of memory so far.
+        length: Characters of all items so far, as JSON.
+    """
 
     store: ResponseStore
     items: Sequence[Item]
@@ -391,6 +413,14 @@ class Compaction(Api[CompactRequest]):
             share=_SHARE,
             speculation=body.speculation,
         )
+
+    def has_images(self, body: CompactRequest) -> bool:
+        """Return True if the conversation contains images."""
+        return self._responses.has_images(body)
+
+    def stored_length(self, body: CompactRequest) -> int:
+        """Return the characters of the stored conversation."""
+        return self._responses.stored_length(body)
 
     def encoder(self, body: CompactRequest, prepared: Prepared) -> Encoder:
         """Return the encoder of the summary."""

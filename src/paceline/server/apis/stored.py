@@ -12,7 +12,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from paceline.server.api import dumps_long
-from paceline.server.apis.response_bodies import Item, listed
+from paceline.server.apis.response_bodies import Item, image_chars, listed
 from paceline.server.errors import ApiError
 
 _MAX_COUNT, _MAX_BYTES = 4096, 64 * 2**20
@@ -94,10 +94,20 @@ class ResponseStore:
                 found, name = found + response.length, response.previous
         return found
 
-    def conversation(self, name: str | None, limit: int) -> list[StoredResponse]:
-        """Return a response and those before it, the first one first. `limit`: bytes of memory of all together.
+    def has_images(self, name: str | None) -> bool:
+        """Return True if a conversation contains images, as far as it is stored."""
+        with self._lock:
+            while name is not None and (response := self._kept.get(name)):
+                if image_chars(response.input):
+                    return True
+                name = response.previous
+        return False
 
-        Raises `ApiError` 400 if one is missing, or they are larger.
+    def conversation(self, name: str | None, limit: int) -> list[StoredResponse]:
+        """Return a response and the responses that it continues, the first one first. `limit`: maximum bytes of memory
+        of all of them.
+
+        Raises `ApiError` 400 if one is missing, or if they exceed the limit.
         """
         found: list[StoredResponse] = []
         size = 0

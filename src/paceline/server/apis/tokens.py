@@ -8,11 +8,12 @@ from pydantic import Field, model_validator
 
 from paceline.server.api import dumps_long
 from paceline.server.apis.messages import CountTokensRequest, chat_prompt
-from paceline.server.apis.openai_chat import Messages, Tools, chat_messages
+from paceline.server.apis.openai_chat import Messages, Tools, chat_messages, image_chars
 from paceline.server.errors import bad_request
+from paceline.server.images import seen
 from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
-from paceline.server.prepare import chat_text, chat_tokens, token_ids
+from paceline.server.prepare import chat_ids, chat_text, chat_tokens
 from paceline.server.request import ChatPrompt, ToolUse
 from paceline.server.schema import NamedBody, TemplateValues, Text, TokenId
 from paceline.text.template_text import TemplateText
@@ -28,6 +29,11 @@ class PromptRequest(NamedBody):
     chat_template_kwargs: TemplateValues | None = None
 
     @property
+    def image_chars(self) -> int:
+        """Characters of all images in the body."""
+        return image_chars(self.messages or ())
+
+    @property
     def chat(self) -> ChatPrompt:
         """The prompt of a chat. Raises `ApiError` 400 for new content that is not text."""
         return ChatPrompt(
@@ -40,8 +46,8 @@ class PromptRequest(NamedBody):
 
 
 class TokenizeRequest(PromptRequest):
-    """Body of /tokenize: either text as it is, or messages for the chat template. `content`, `add_special`,
-    `parse_special` and `with_pieces` are llama.cpp's, the others vLLM's."""
+    """Body of /tokenize: either text, or messages for the chat template. `content`, `add_special`, `parse_special` and
+    `with_pieces` are llama.cpp's parameters, the others are vLLM's."""
 
     prompt: Text | None = None
     add_special_tokens: bool | None = None
@@ -85,7 +91,7 @@ class DetokenizeRequest(NamedBody):
     tokens: Annotated[list[TokenId], Field(max_length=1_000_000, fail_fast=True)]
 
 
-def tokenize(model: LoadedModel, _: Settings, body: TokenizeRequest) -> bytes:
+def tokenize(model: LoadedModel, settings: Settings, body: TokenizeRequest) -> bytes:
     """Return the token ids of a text or a chat."""
     llm = model.llm
     if body.messages is None:
@@ -93,9 +99,10 @@ def tokenize(model: LoadedModel, _: Settings, body: TokenizeRequest) -> bytes:
         text = TemplateText(text) if body.parse_special is False else text
         tokens = llm.tokenizer.encode(text, special=special)
     else:
-        text = chat_text(llm, body.chat)
+        chat = seen(llm, settings, body.chat)
+        text = chat_text(llm, chat)
         text = TemplateText.written(text) if body.parse_special else text
-        tokens = token_ids(llm, text, "messages", chat=True)
+        tokens = chat_ids(llm, text, chat)
     pieces = ({"id": token, "piece": model.token_texts.text(token)} for token in tokens)
     about = {"count": len(tokens), "max_model_len": llm.model.target.context_length}
     return dumps_long(about, "tokens", pieces if body.with_pieces else tokens)
@@ -111,9 +118,9 @@ def detokenize(model: LoadedModel, _: Settings, body: DetokenizeRequest) -> dict
     return {"prompt": text, "content": text}
 
 
-def apply_template(model: LoadedModel, _: Settings, body: ApplyTemplateRequest) -> dict[str, Any]:
+def apply_template(model: LoadedModel, settings: Settings, body: ApplyTemplateRequest) -> dict[str, Any]:
     """Return a chat's prompt as text."""
-    return {"prompt": chat_text(model.llm, body.chat)}
+    return {"prompt": chat_text(model.llm, seen(model.llm, settings, body.chat))}
 
 
 def count_tokens(model: LoadedModel, settings: Settings, body: CountTokensRequest) -> dict[str, Any]:

@@ -98,7 +98,7 @@ function history(turn, system) {
   return [...first, ...messages, ["user", asked(turn)]].map(([role, content]) => ({ role, content }));
 }
 
-const asked = ({ prompt, files: attached }) => files.withFiles(prompt, attached);
+const asked = ({ prompt, files: attached }) => files.content(prompt, attached);
 
 /** Gets a reply from the server. `more`: goes on with the reply that there is. */
 async function answer(turn, more = false) {

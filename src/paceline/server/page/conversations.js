@@ -1,6 +1,6 @@
 // The list of conversations: search, open, rename, export, delete.
 import { $, button, make, textButton } from "./dom.js";
-import { withFiles } from "./files.js";
+import { content } from "./files.js";
 import * as store from "./store.js";
 
 const list = $("#list");
@@ -91,9 +91,9 @@ function rename(row, id, title, acts) {
 async function save(id) {
   const { title, model, system, turns } = await store.get(id);
   const said = turns.flatMap(({ prompt, files, replies: [first] }) =>
-    first?.content ? [["user", withFiles(prompt, files)], ["assistant", first.content]] : [],
+    first?.content ? [["user", content(prompt, files)], ["assistant", first.content]] : [],
   );
-  const messages = [...(system ? [["system", system]] : []), ...said].map(([role, content]) => ({ role, content }));
+  const messages = [...(system ? [["system", system]] : []), ...said].map(([role, words]) => ({ role, content: words }));
   const link = make("a");
   link.href = URL.createObjectURL(new Blob([`${JSON.stringify({ title, model, messages }, null, 1)}\n`], { type: "application/json" }));
   link.download = `${title.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 40) || "conversation"}.json`;

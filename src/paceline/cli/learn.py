@@ -1,0 +1,55 @@
+"""`paceline learn`: the state of a folder of `serve --learn`, and deleting it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.cli.commands import option
+from paceline.cli.options import AsJson
+from paceline.errors import InvalidOption
+
+
+def learn(
+    status: Annotated[Path | None, option("Show what was learned in this folder.", metavar="DIR")] = None,
+    forget: Annotated[
+        Path | None, option("Delete this folder: recorded traffic, memories and heads.", metavar="DIR")
+    ] = None,
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Show or delete what a server with --learn has learned.
+
+    Stop the server before you delete its folder.
+    """
+    if (status is None) == (forget is None):
+        raise InvalidOption("give --status DIR or --forget DIR", "Name the folder that `paceline serve --learn` uses")
+    if forget is not None:
+        from paceline.learn.folder import forget as delete
+
+        delete(forget)
+        typer.echo(f"{forget} is deleted")
+    else:
+        assert status is not None
+        _show(status, as_json)
+
+
+def _show(folder: Path, as_json: bool) -> None:
+    """Print one line for each API key."""
+    import json
+
+    from paceline.cli.show import amount
+    from paceline.files.jsonl import older
+    from paceline.learn.folder import described, pupils
+
+    for pupil in pupils(folder):
+        files = [path for path in (older(pupil.traffic), pupil.traffic) if path.exists()]
+        size, state = sum(path.stat().st_size for path in files), pupil.status()
+        if as_json:
+            training = pupil.lesson.exists()
+            typer.echo(json.dumps({"key": pupil.folder.name, "traffic": size, "training": training, "last": state}))
+        else:
+            training_line = "; training a head" if pupil.lesson.exists() else ""
+            typer.echo(f"{pupil.folder.name}: {amount(size, 'bytes')} of traffic; {described(state)}{training_line}")

@@ -1,0 +1,1 @@
+"""Learning from a server's own traffic: `paceline serve --learn DIR`."""

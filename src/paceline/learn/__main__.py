@@ -1,0 +1,56 @@
+"""The process that gives a lesson: `python -m paceline.learn SETTINGS`, started by `Learner`.
+
+It ends when its standard input ends, so that it does not outlive the server.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+_ENVIRONMENT = {
+    "GOMP_SPINCOUNT": "10000",
+    **dict.fromkeys(("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), "64"),
+}
+"""Variables that torch reads when it is imported. `cli.main` and `cli.train` give the reasons."""
+
+
+def _follow_parent() -> None:
+    # sys.stdin would keep its lock, which Python waits for when the process ends.
+    with suppress(OSError):
+        while os.read(0, 4096):
+            pass
+    os._exit(1)
+
+
+def _be_nice() -> None:
+    """Take the lowest priority. Linux may weigh whole sessions against each other, so that `nice` has no effect."""
+    if hasattr(os, "nice"):
+        os.nice(19)
+    with suppress(OSError):
+        Path("/proc/self/autogroup").write_text("19")
+
+
+def main(text: str) -> None:
+    """Give a lesson with these settings (`Learner._settings`), as JSON."""
+    threading.Thread(target=_follow_parent, daemon=True).start()
+    _be_nice()
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    settings: dict[str, Any] = json.loads(text)
+    from paceline.learn.folder import Pupil
+    from paceline.learn.lesson import job_for, teach
+    from paceline.llm import load
+
+    llm = load(settings["model"], drafter=None, progress=False, **settings["load"])
+    job = job_for(settings["model"], llm.model.target.vocab_size, settings["disk"])
+    teach(llm, Pupil(Path(settings["folder"])), settings["drafter"], job)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,163 @@
+"""The folder of `--learn`: one subfolder for each API key, with traffic, a trained head and a status."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import InvalidOption, PacelineError
+from paceline.files.jsonl import older, replace_with
+from paceline.files.sole import sole_user
+from paceline.recording.file import Recording
+from paceline.recording.rows import RecordedReply
+
+_LOG = logging.getLogger("paceline.learn")
+_MARK = "paceline-learn"
+"""File with the secret of the folder. It also marks folders that `forget` may delete."""
+
+LEAST_HELD = 16
+"""Minimum number of held-out replies to compare drafters. The interval of fewer is not to be trusted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pupil:
+    """The folder of one API key.
+
+    Attributes:
+        folder: The folder. Only its owner can read it.
+    """
+
+    folder: Path
+
+    @property
+    def traffic(self) -> Path:
+        """Recording of the latest replies. The older half is in `older(traffic)`."""
+        return self.folder / "traffic.jsonl"
+
+    @property
+    def lesson(self) -> Path:
+        """Recording that the head in training is trained on. It exists only until that head is finished."""
+        return self.folder / "lesson.jsonl"
+
+    @property
+    def head(self) -> Path:
+        """The trained head that requests use, if there is one."""
+        return self.folder / "head"
+
+    @property
+    def candidate(self) -> Path:
+        """The head in training."""
+        return self.folder / "candidate"
+
+    def status(self) -> dict[str, Any]:
+        """Return the result of the last lesson, {} if there is none or the file is damaged."""
+        try:
+            found = json.loads((self.folder / "status.json").read_text())
+            return found if isinstance(found, dict) else {}
+        except (OSError, ValueError, RecursionError):
+            return {}
+
+    def write_status(self, status: Mapping[str, Any]) -> None:
+        """Replace the result of the last lesson."""
+        replace_with(self.folder / "status.json", lambda new: new.write_text(json.dumps(status) + "\n"))
+
+    def replies(self) -> list[RecordedReply]:
+        """Return the recorded replies, oldest first. A file that is damaged is left out."""
+        return [*_replies(older(self.traffic)), *_replies(self.traffic)]
+
+    def drop_lesson(self) -> None:
+        """Delete what is left of a lesson."""
+        for path in (self.candidate, self.candidate.with_name("candidate.work")):
+            shutil.rmtree(path, ignore_errors=True)
+        self.lesson.unlink(missing_ok=True)
+
+
+def _replies(path: Path) -> list[RecordedReply]:
+    try:
+        return Recording(path)[:] if path.exists() and path.stat().st_size else []
+    except (PacelineError, OSError) as error:
+        _LOG.warning("%s is left out: %s", path, error)
+        return []
+
+
+def open_folder(folder: Path) -> Path:
+    """Create a folder for learning, or check that it is one. Returns it.
+
+    Raises:
+        InvalidOption: If it holds anything else.
+        OSError: If it cannot be created.
+    """
+    folder = folder.expanduser()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    mark = folder / _MARK
+    if not mark.exists():
+        if any(path.name != ".lock" for path in folder.iterdir()):
+            raise InvalidOption(f"{folder} is not empty and not a folder of --learn", "Name a new folder")
+        with os.fdopen(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(os.urandom(16))
+    return folder
+
+
+def pupil_of(folder: Path, key: str | None) -> Pupil:
+    """Return the subfolder of an API key, None for a server without keys. Create it if it is missing.
+
+    Its name is a keyed hash, so that it does not show the API key.
+    """
+    secret = (folder / _MARK).read_bytes()
+    name = "all" if key is None else hashlib.blake2b(key.encode(), key=secret[:64], digest_size=8).hexdigest()
+    made = folder / name
+    made.mkdir(mode=0o700, exist_ok=True)
+    return Pupil(made)
+
+
+def pupils(folder: Path) -> list[Pupil]:
+    """Return the subfolders.
+
+    Raises:
+        InvalidOption: If it is not a folder of --learn.
+    """
+    folder = folder.expanduser()
+    if not (folder / _MARK).is_file():
+        raise InvalidOption(
+            f"{folder} is not a folder of --learn", "Name the folder that `paceline serve --learn` uses"
+        )
+    return [Pupil(path) for path in sorted(folder.iterdir()) if path.is_dir()]
+
+
+def forget(folder: Path) -> None:
+    """Delete a folder of --learn with everything in it.
+
+    Raises:
+        InvalidOption: If it is not one, or a server is using it.
+        OSError: If something cannot be deleted.
+    """
+    folder = folder.expanduser()
+    pupils(folder)
+    with sole_user(folder):
+        for path in folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.name != _MARK:
+                path.unlink()
+        (folder / _MARK).unlink()  # last, so that a second try finds the folder after an error
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def described(status: Mapping[str, Any]) -> str:
+    """Return a status in words."""
+    if not status:
+        return "no head yet"
+    gain = status.get("gain")
+    if not isinstance(gain, dict) or not all(isinstance(gain.get(x), float) for x in ("value", "low", "high")):
+        return f"the last head was not compared: fewer than {LEAST_HELD} held-out replies"
+    figures = f"{gain['value']:.2f} times as fast ({gain['low']:.2f} to {gain['high']:.2f})"
+    return f"last head: {figures} as before, {'in use' if status.get('switched') else 'not used'}"

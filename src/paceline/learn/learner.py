@@ -1,0 +1,285 @@
+"""The learning side of a server: records traffic, remembers replies, and trains while the machine is idle."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoints.head_files import holds_head
+from paceline.drafters.base import Drafter
+from paceline.drafters.factory import open_drafter
+from paceline.drafters.stack import DrafterStack
+from paceline.drafters.suffix import Suffix
+from paceline.engine.draft_policy import Speculation
+from paceline.engine.request import Request
+from paceline.errors import InvalidData, PacelineError
+from paceline.files.jsonl import older
+from paceline.files.sole import sole_user
+from paceline.learn.folder import Pupil, open_folder, pupil_of
+from paceline.llm import LLM
+from paceline.models.held import held_bytes
+from paceline.protocols import Closable
+from paceline.recording.file import ReplyRecorder
+from paceline.recording.rows import RecordedReply
+from paceline.sampling.parameters import Sampling
+
+_LOG = logging.getLogger("paceline.learn")
+COMMAND = (sys.executable, "-m", "paceline.learn")
+"""The process that gives a lesson. Its settings follow."""
+_MEMORY = 64 << 20
+"""Bytes of the suffix memories of all keys together."""
+_TOKEN = 1024
+"""Maximum bytes of a remembered token."""
+_TRAFFIC = 64 << 20
+"""Maximum bytes of the recorded traffic of all keys together. It is read at the start."""
+
+
+@dataclass(frozen=True, slots=True)
+class LearningPlan:
+    """Settings of `--learn`.
+
+    Attributes:
+        folder: The folder.
+        disk: Maximum bytes of recorded traffic and hidden states.
+        load: Arguments of `paceline.load` with which the server's model was loaded.
+        idle: Seconds without a request before a lesson begins.
+        fresh: Tokens of new replies that make another lesson worthwhile.
+        free_memory: Returns the free memory in bytes. A lesson loads the model again.
+    """
+
+    folder: Path
+    disk: int = 2 << 30
+    load: Mapping[str, Any] = field(default_factory=dict)
+    idle: float = 180.0
+    fresh: int = 20_000
+    free_memory: Callable[[], int] = lambda: 1 << 62
+
+
+class _Key:
+    """What is learned from the clients of one API key. No other key uses it."""
+
+    def __init__(self, number: int, pupil: Pupil, llm: LLM, plan: LearningPlan, keys: int) -> None:
+        self.number, self.pupil, self.llm = number, pupil, llm
+        limit = max(2, _MEMORY // _TOKEN // keys)
+        self.memory = Suffix(remember=limit)
+        self.recorder = _recorder(pupil, llm, min(_TRAFFIC, plan.disk // 4) // keys)
+        replies = pupil.replies()
+        for reply in _latest(replies, limit):
+            self.memory.learn(reply.reply)
+        until = pupil.status().get("until")
+        known = until if isinstance(until, (int, float)) else 0.0
+        self.fresh = sum(len(reply.reply) for reply in replies if reply.started > known)
+        self.secrets: list[str] = []
+        self.name, others = _others(llm)
+        self.use(DrafterStack([self.memory, *others]) if others else self.memory)
+
+    def use(self, drafter: Drafter) -> None:
+        """Draft with this drafter from the next request on."""
+        policies = self.llm.engine.policies
+        drafter.bind(self.llm.engine.cache)
+        self.secrets.append(policies.add_private(f"learned-{self.number}-{len(self.secrets)}", drafter))
+        self.speculation = Speculation(self.secrets[-1])
+        for secret in self.secrets[:-2]:  # requests may still use the latest but one
+            policies.remove_private(secret)
+
+    def use_head(self) -> bool:
+        """Draft with the trained head. Returns False if there is none, or it is damaged or of another model."""
+        try:
+            if not holds_head(self.pupil.head):
+                return False
+            head = open_drafter(f"head:{self.pupil.head}", self.llm.model)
+            assert head is not None
+            self.use(DrafterStack([self.memory, head]))
+            self.name = f"suffix:remember+head:{self.pupil.head}"
+            return True
+        except (PacelineError, OSError) as error:
+            _LOG.warning("%s is not used: %s", self.pupil.head, error)
+            return False
+
+    def watch(self, request: Request, sampling: Sampling, sample: int) -> None:
+        """Record the reply of this request when it ends."""
+        if self.recorder is None:
+            return
+        self.recorder.watch(request, sampling, sample)
+        record, count = request.on_finish, len(request.token_ids)
+
+        def finished(request: Request) -> None:
+            assert record
+            record(request)
+            self.fresh += len(request.token_ids) - count
+
+        request.on_finish = finished
+
+
+def _latest(replies: Sequence[RecordedReply], limit: int) -> list[RecordedReply]:
+    """Return the latest replies, in order, as many as a memory of `limit` tokens holds."""
+    found: list[RecordedReply] = []
+    for reply in reversed(replies):
+        limit -= len(reply.reply) + 1
+        if limit < 0:
+            break
+        found.append(reply)
+    return found[::-1]
+
+
+def _others(llm: LLM) -> tuple[str, list[Drafter]]:
+    """Return the server's drafter with a memory, as a name for `replay`, and its parts that do not look up text.
+
+    The parts are shared: what they keep belongs to a slot, and a slot to one request.
+    """
+    policies = llm.engine.policies
+    default = policies[policies.default.drafter]
+    if default is None:
+        return "suffix:remember", []
+    drafters = default.drafter.drafters if isinstance(default.drafter, DrafterStack) else (default.drafter,)
+    others = [drafter for drafter in drafters if not isinstance(drafter, Suffix)]
+    name = policies.given_name(default)
+    rest = [part for part in name.split("+", 1) if part not in ("suffix", "suffix:remember")]
+    return "+".join(["suffix:remember", *rest]), others
+
+
+def _recorder(pupil: Pupil, llm: LLM, limit: int) -> ReplyRecorder | None:
+    """Open the recording of a key. A file that is damaged or of another model is replaced."""
+    try:
+        try:
+            return ReplyRecorder(pupil.traffic, llm.model, limit)
+        except InvalidData as error:
+            _LOG.warning("the recorded traffic is dropped: %s", error)
+            pupil.drop_lesson()
+            for path in (pupil.traffic, older(pupil.traffic)):
+                path.unlink(missing_ok=True)
+            return ReplyRecorder(pupil.traffic, llm.model, limit)
+    except (InvalidData, OSError) as error:
+        _LOG.warning("%s is not written: %s", pupil.traffic, error)
+        return None
+
+
+class Learner(Closable):
+    """Learns from the traffic of a server, for each API key alone.
+
+    A key's clients draft from the replies to that key, and from a head that was trained on them. Sharing either between
+    keys would let a client find out by timing what others have written.
+    """
+
+    def __init__(self, llm: LLM, keys: Sequence[str], plan: LearningPlan) -> None:
+        """Open the folder.
+
+        Args:
+            llm: The target. The private drafters are added to its engine.
+            keys: API keys of the server. None of them: all clients are one.
+            plan: Settings.
+
+        Raises:
+            InvalidOption: If the folder holds anything else, or another server is using it.
+            OSError: If it cannot be used.
+        """
+        self._llm, self._plan = llm, plan
+        self._keys: list[_Key] = []
+        self._child: subprocess.Popen[bytes] | None = None
+        self._used, self._closed = time.monotonic(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="paceline-learner", daemon=True)
+        folder = open_folder(plan.folder)
+        self._open = ExitStack()
+        self._open.enter_context(sole_user(folder))
+        named: Sequence[str | None] = keys or [None]
+        self._keys = [_Key(i, pupil_of(folder, key), llm, plan, len(named)) for i, key in enumerate(named)]
+        for key in self._keys:
+            key.use_head()
+        self._busy: Callable[[], bool] = lambda: False
+
+    def start(self, busy: Callable[[], bool]) -> None:
+        """Start to give lessons. `busy` returns True while replies are being written."""
+        self._busy = busy
+        self._thread.start()
+
+    def speculation(self, key: int) -> Speculation:
+        """Return the speculation of requests with this API key, counted from 0."""
+        return self._keys[key].speculation
+
+    def watch(self, key: int, request: Request, sampling: Sampling, sample: int) -> None:
+        """Record the reply of a request with this API key when it ends."""
+        self._keys[key].watch(request, sampling, sample)
+
+    def wake(self) -> None:
+        """Stop a lesson, because a request has arrived. The lesson continues when the server is idle again."""
+        self._used = time.monotonic()
+        if (child := self._child) is not None:
+            child.kill()
+
+    def close(self) -> None:
+        self._closed.set()
+        self.wake()  # ends a lesson
+        if self._thread.is_alive():
+            self._thread.join()
+        for key in self._keys:
+            if key.recorder:
+                key.recorder.close()
+        self._open.close()
+
+    def _run(self) -> None:
+        while not self._closed.wait(min(1.0, self._plan.idle)):
+            if self._busy():
+                self._used = time.monotonic()
+            try:
+                number = self._next()
+                if number is not None and time.monotonic() - self._used >= self._plan.idle:
+                    self._teach(number)
+            except Exception:
+                _LOG.exception("a lesson failed")
+                self._closed.wait(self._plan.idle)
+
+    def _next(self) -> int | None:
+        """Return the key to teach next: one whose lesson was interrupted, or the one with most new replies."""
+        begun = [number for number, key in enumerate(self._keys) if key.pupil.lesson.exists()]
+        ready = [number for number, key in enumerate(self._keys) if key.fresh >= self._plan.fresh]
+        return next(iter(begun), max(ready, key=lambda number: self._keys[number].fresh, default=None))
+
+    def _teach(self, number: int) -> None:
+        """Run a lesson in a process of its own, and use its result."""
+        key, used = self._keys[number], self._used
+        if self._plan.free_memory() < _size(self._llm):
+            _LOG.warning("no lesson: there is no memory to load the model again")
+            self._closed.wait(self._plan.idle)
+            return
+        fresh, key.fresh = key.fresh, 0
+        command = [*COMMAND, json.dumps(self._settings(number))]
+        quiet: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
+        # Its own session has its own priority, and Ctrl-C does not reach it.
+        self._child = child = subprocess.Popen(command, start_new_session=True, **quiet)
+        if self._used != used or self._closed.is_set():  # a request came before `wake` could see the child
+            child.kill()
+        code = child.wait()
+        self._child = None
+        assert child.stdin
+        child.stdin.close()
+        if code != 0:
+            key.fresh += fresh
+            if self._used == used:  # not interrupted by a request
+                _LOG.warning("a lesson failed with exit code %d", code)
+                key.pupil.drop_lesson()
+                key.fresh = 0
+        elif key.pupil.status().get("switched") and key.use_head():
+            _LOG.info("the head that was trained on the traffic is in use")
+
+    def _settings(self, number: int) -> dict[str, Any]:
+        return {
+            "model": str(self._llm.model.path),
+            "load": dict(self._plan.load),
+            "folder": str(self._keys[number].pupil.folder.absolute()),
+            "drafter": self._keys[number].name,
+            "disk": self._plan.disk // 2,
+        }
+
+
+def _size(llm: LLM) -> int:
+    """Return the bytes that a lesson takes: the model, and as much again to train."""
+    return 2 * held_bytes(llm.model.target)

@@ -1,0 +1,135 @@
+"""Fetching images from hosts that --allow-image-urls names.
+
+A URL is a request that a client makes in this server's name. So only named hosts are asked, also after a redirect, and
+no address of a private network unless a host is named literally. The address is looked up once, so that a name cannot
+change its address between the check and the connection.
+"""
+
+from __future__ import annotations
+
+import http.client
+import ipaddress
+import socket
+import ssl
+import time
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from urllib.parse import SplitResult, urljoin, urlsplit
+
+from paceline.errors import InvalidPrompt
+
+SECONDS = 10.0
+"""Time for one image, with all redirects."""
+_REDIRECTS = 3
+_CHUNK = 1 << 16
+
+
+def fetched(url: str, hosts: Sequence[str], limit: int) -> bytes:
+    """Return the bytes at a URL.
+
+    Args:
+        url: An http or https URL.
+        hosts: Patterns of the hosts that may be asked.
+        limit: Maximum number of bytes.
+
+    Raises:
+        InvalidPrompt: If the host is not allowed, does not answer in time, or sends no image of at most `limit` bytes.
+    """
+    if not hosts:
+        raise InvalidPrompt(
+            "this server fetches no images from URLs", "Send a data URL, or start the server with --allow-image-urls"
+        )
+    deadline = time.monotonic() + SECONDS
+    for _ in range(_REDIRECTS + 1):
+        connection = _connection(urlsplit(url), hosts, deadline)
+        try:
+            status, location, data = _asked(connection, urlsplit(url), limit, deadline)
+        except TimeoutError as error:
+            raise _too_slow() from error
+        except (OSError, http.client.HTTPException) as error:
+            raise InvalidPrompt(f"the image could not be fetched ({error})", "Send its data instead") from error
+        finally:
+            connection.close()
+        if status == 200:
+            return data
+        if status not in (301, 302, 303, 307, 308) or not location:
+            raise InvalidPrompt(f"the host of the image answered with status {status}", "Send its data instead")
+        url = urljoin(url, location)
+    raise InvalidPrompt(f"the image's URL redirects more than {_REDIRECTS} times", "Send its data instead")
+
+
+class _PinnedConnection(http.client.HTTPConnection):
+    """A connection to an address that has been checked."""
+
+    def __init__(self, host: str, port: int, address: str, encrypted: bool, timeout: float) -> None:
+        super().__init__(host, port, timeout=timeout)
+        self._address, self._encrypted = address, encrypted
+
+    def connect(self) -> None:
+        self.sock = socket.create_connection((self._address, self.port), self.timeout)
+        if self._encrypted:
+            self.sock = ssl.create_default_context().wrap_socket(self.sock, server_hostname=self.host)
+
+
+def _connection(url: SplitResult, hosts: Sequence[str], deadline: float) -> _PinnedConnection:
+    """Return a connection, not opened yet, to the host of a URL."""
+    try:
+        host, port = (url.hostname or "").rstrip("."), url.port
+    except ValueError:
+        host, port = "", None
+    if url.scheme not in ("http", "https") or not host:
+        raise InvalidPrompt("the image's URL is malformed", "Write https://host/path")
+    if url.username or not any(fnmatchcase(host, pattern.lower()) for pattern in hosts):
+        raise InvalidPrompt(f"images from the host {host!r:.100} are not allowed", "Send the image's data instead")
+    encrypted = url.scheme == "https"
+    port = port or (443 if encrypted else 80)
+    address = _address(host, port, private=host in map(str.lower, hosts))
+    return _PinnedConnection(host, port, address, encrypted, _left(deadline))
+
+
+def _address(host: str, port: int, private: bool) -> str:
+    """Return an address of a host. `private`: it may be one of a private network."""
+    try:
+        found = [info[4][0] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    except (OSError, UnicodeError) as error:
+        raise InvalidPrompt(f"the host {host!r:.100} was not found", "Check the image's URL") from error
+    public = [one for one in found if private or ipaddress.ip_address(str(one).partition("%")[0]).is_global]
+    if not public:
+        raise InvalidPrompt(
+            f"the host {host!r:.100} has only addresses of private networks",
+            "Name the host itself, without *, in --allow-image-urls",
+        )
+    return str(public[0])
+
+
+def _asked(
+    connection: _PinnedConnection, url: SplitResult, limit: int, deadline: float
+) -> tuple[int, str | None, bytes]:
+    """Return the status of an answer, the address that it redirects to, and its body."""
+    target = (url.path or "/") + (f"?{url.query}" if url.query else "")
+    connection.request("GET", target, headers={"Accept": "image/*", "User-Agent": "paceline"})
+    opened = connection.sock  # the answer may take it away from the connection
+    answer = connection.getresponse()
+    if answer.status != 200:
+        return answer.status, answer.headers.get("location"), b""
+    data = bytearray()
+    while True:
+        opened.settimeout(_left(deadline))
+        part = answer.read1(_CHUNK)
+        if not part:
+            return answer.status, None, bytes(data)
+        data += part
+        if len(data) > limit:
+            raise InvalidPrompt(f"the image must not exceed {limit} bytes", "Scale it down")
+
+
+def _left(deadline: float) -> float:
+    """Return the seconds until the deadline. Raise `InvalidPrompt` after it."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise _too_slow()
+    return left
+
+
+def _too_slow() -> InvalidPrompt:
+    return InvalidPrompt(f"the image did not arrive within {SECONDS:g} seconds", "Send its data instead")

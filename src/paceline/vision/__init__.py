@@ -1,0 +1,1 @@
+"""Images in prompts: reading pictures, and encoding them for models that see."""

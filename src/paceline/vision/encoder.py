@@ -1,0 +1,135 @@
+"""A model's vision: from pictures to the rows of a prompt."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.errors import CorruptModel, InvalidPrompt, UnsupportedModel, install_line, memory_named
+from paceline.text.template_text import TemplateText, concat, flags_of
+from paceline.vision.family import Tower, VisionFamily
+from paceline.vision.picture import Picture
+from paceline.vision.prompt import EncodedImage, ImagePrompt, PlacedImage
+
+_CACHED = 256 << 20
+"""Memory of encoded images that are kept for later prompts, in bytes."""
+
+Encode = Callable[[str], list[int]]
+"""Converts text to token ids."""
+
+
+class Vision:
+    """The vision tower of a model, which is loaded when the first image comes. It is thread-safe.
+
+    One image is encoded at a time, so that the result does not depend on other images, and requests do not compete for
+    processors. Encoded images are kept and found by the hash of their pixels.
+    """
+
+    def __init__(
+        self,
+        family: VisionFamily,
+        config: Mapping[str, Any],
+        tensors: Callable[[], Mapping[str, Tensor]],
+        settings: Path | Mapping[str, Any],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Prepare a tower.
+
+        Args:
+            family: The family.
+            config: Contents of the multimodal model's config.json.
+            tensors: Opens the checkpoint.
+            settings: Settings of the image processor, or the folder that holds them.
+            dtype: Type of the computation.
+            device: The tower's device.
+        """
+        self.family, self._config, self._tensors, self._settings = family, config, tensors, settings
+        self._dtype, self._device, self._lock = dtype, device, Lock()
+        self._encoded: OrderedDict[str, EncodedImage] = OrderedDict()
+        """Digest of a picture -> the encoded image, in the order of last use."""
+
+    @property
+    def name(self) -> str:
+        """Name of the family, such as "smolvlm"."""
+        return self.family.name
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the encoded images that are kept, in bytes."""
+        return sum(image.nbytes for image in self._encoded.values())
+
+    def prompt(self, text: str, pictures: Sequence[Picture], encode: Encode) -> ImagePrompt:
+        """Return a prompt with images.
+
+        Args:
+            text: A rendered chat template, with one mark of the template per picture.
+            pictures: The pictures, in order.
+            encode: Converts text to token ids.
+
+        Raises:
+            InvalidPrompt: If the text does not have one mark per picture.
+            UnsupportedModel: If a package is missing.
+        """
+        marks = [hit.span() for hit in re.finditer(re.escape(self.family.mark), str.__str__(text))]
+        marks = [span for span in marks if all(flags_of(text)[slice(*span)])]  # those that the template wrote
+        if len(marks) != len(pictures):
+            raise InvalidPrompt(
+                f"the chat template wrote {len(marks)} marks for {len(pictures)} images",
+                "Use the model's own chat template, and do not write its marks into messages",
+            )
+        images = [self.encode(picture) for picture in pictures]
+        parts, done = list[str](), 0
+        for (start, end), image in zip(marks, images, strict=True):
+            parts += [text[done:start], TemplateText.written(image.text)]
+            done = end
+        tokens = encode(concat([*parts, text[done:]]))
+        (token,) = encode(TemplateText.written(self.family.token))
+        rows = (place for place, one in enumerate(tokens) if one == token)
+        placed = [PlacedImage(image, [*islice(rows, len(image.embeddings))]) for image in images]
+        if any(len(one.rows) != len(one.image.embeddings) for one in placed) or next(rows, None) is not None:
+            raise CorruptModel("the tokenizer does not fit the vision tower", "Fetch the model again")
+        return ImagePrompt(tokens, placed)
+
+    def encode(self, picture: Picture) -> EncodedImage:
+        """Return an image as the language model reads it. Raises `UnsupportedModel` if a package is missing."""
+        with self._lock:
+            if (found := self._encoded.pop(picture.digest, None)) is None:
+                found = self._encode(picture)
+            self._encoded[picture.digest] = found
+            while len(self._encoded) > 1 and self.nbytes > _CACHED:
+                self._encoded.popitem(last=False)
+            return found
+
+    @torch.inference_mode()
+    def _encode(self, picture: Picture) -> EncodedImage:
+        from PIL import Image
+
+        tower, image = self._tower, Image.fromarray(picture.pixels)
+        try:
+            with memory_named("no memory to encode the image", "Scale it down"):
+                return self.family.encode(tower, image)
+        except (ValueError, IndexError, RuntimeError, ZeroDivisionError) as error:  # of transformers' processors
+            raise InvalidPrompt(
+                f"{self.name} cannot encode an image of {image.width} x {image.height} pixels ({error})",
+                "Crop or scale it",
+            ) from error
+
+    @cached_property
+    def _tower(self) -> Tower:
+        """Load the tower."""
+        if missing := [package for package in ("transformers", "PIL") if find_spec(package) is None]:
+            raise UnsupportedModel(f"images need the package {missing[0]}", install_line("vision"))
+        from paceline.vision.tower import load_tower
+
+        return load_tower(self.family, self._config, self._tensors(), self._settings, self._dtype, self._device)

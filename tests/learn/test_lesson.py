@@ -1,0 +1,152 @@
+"""A lesson: what it trains on, what it holds out, and when its head is used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.bench.figures import ratio_of_sums
+from paceline.bench.replay.prices import Free
+from paceline.bench.replay.run import Replayer
+from paceline.checkpoints.head_files import holds_head
+from paceline.drafters.factory import open_drafter
+from paceline.drafters.suffix import Suffix
+from paceline.learn import lesson
+from paceline.learn.folder import LEAST_HELD, Pupil, described, open_folder, pupil_of
+from paceline.learn.learner import Learner, LearningPlan
+from paceline.learn.lesson import job_for, teach
+from paceline.llm import LLM
+from paceline.recording.file import Recording
+from paceline.recording.rows import RecordedReply
+from paceline.sampling.parameters import Sampling
+from paceline.train.kinds import TrainJob
+from paceline.train.recorded import RecordedDocuments, is_held
+from paceline.types import DraftBudget
+from tests.conftest import packaged_model
+from tests.support.toys import toy_llm, toy_model
+
+PROMPTS = [a + b for a in "abcdefghijkl" for b in "mnopqrstuvw"]
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with recorded traffic."""
+    folder = tmp_path_factory.mktemp("learn") / "l"
+    llm, pupil = toy_llm(layers=4), pupil_of(open_folder(folder), None)
+    with llm.record(pupil.traffic):
+        for prompt in PROMPTS:
+            llm.generate(prompt, Sampling(max_new_tokens=12, ignore_eos=True))
+    return pupil.traffic
+
+
+@pytest.fixture
+def pupil(taught: Path, tmp_path: Path) -> Pupil:
+    made = pupil_of(open_folder(tmp_path / "l"), None)
+    made.traffic.write_bytes(taught.read_bytes())
+    return made
+
+
+def small(target: str = "toy") -> TrainJob:
+    job = job_for(target, 37, 1 << 20)
+    return replace(job, steps=2, ffn=16, plan=replace(job.plan, epochs=1, batch=16))
+
+
+def gain(low: float) -> Any:
+    return lambda llm, held, drafter, other: {"value": low + 0.1, "low": low, "high": low + 0.2}
+
+
+def test_replies_to_one_prompt_are_on_one_side(taught: Path) -> None:
+    recording = Recording(taught)
+    documents = RecordedDocuments(recording, 2048)
+    held = [reply.prompt for reply in recording if is_held(reply)]
+    assert LEAST_HELD <= len(held) == len(documents.held) < len(recording) / 3
+    assert len(documents.train) + len(documents.held) == len(recording)
+    assert {documents.held[i].prompt for i in range(len(held))} == {*held}
+    assert not {documents.train[i].prompt for i in range(len(documents.train))} & {*held}
+    assert RecordedDocuments(recording, 2048).digest == documents.digest
+
+
+@pytest.mark.parametrize(("low", "used"), [(1.01, True), (1.0, False), (0.5, False)])
+def test_a_head_is_used_only_if_its_interval_is_above_one(pupil: Pupil, low: float, used: bool) -> None:
+    llm = toy_llm(layers=4)
+    status = teach(llm, pupil, "suffix:remember", small(), gain(low))
+    assert status == pupil.status()
+    assert status["switched"] is used
+    assert used is holds_head(pupil.head)
+    assert ("in use" if used else "not used") in described(status)
+    assert not any(path.exists() for path in (pupil.lesson, pupil.candidate)), "what is left over takes space"
+    llm = LLM(toy_model(layers=4), {"suffix": Suffix()})
+    with Learner(llm, [], LearningPlan(pupil.folder.parent)) as learner:
+        assert learner._keys[0].fresh == 0
+        policy = llm.engine.policies[learner.speculation(0).drafter]
+        assert policy
+        assert bool(policy.drafter.taps) is used
+
+
+def test_few_held_out_replies_decide_nothing(pupil: Pupil, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lesson, "LEAST_HELD", 1000)
+    status = teach(toy_llm(layers=4), pupil, "suffix:remember", small(), gain(9.0))
+    assert (status["gain"], status["switched"]) == (None, False)
+    assert "not compared" in described(status)
+
+
+def test_a_lesson_that_was_interrupted_goes_on_with_the_same_traffic(pupil: Pupil) -> None:
+    llm, seen = toy_llm(layers=4), list[Sequence[RecordedReply]]()
+
+    def interrupt(llm: LLM, held: Sequence[RecordedReply], drafter: str, other: str) -> dict[str, float]:
+        seen.append(held)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        teach(llm, pupil, "suffix:remember", small(), interrupt)
+    written = (pupil.candidate / "config.json").stat().st_mtime_ns
+    with llm.record(pupil.traffic):
+        llm.generate("new", Sampling(max_new_tokens=12, ignore_eos=True))
+
+    def compare(llm: LLM, held: Sequence[RecordedReply], drafter: str, other: str) -> dict[str, float]:
+        assert (pupil.candidate / "config.json").stat().st_mtime_ns == written, "it must not be trained again"
+        seen.append(held)
+        return {"value": 2.0, "low": 1.5, "high": 2.5}
+
+    assert teach(llm, pupil, "suffix:remember", small(), compare)["replies"] == len(PROMPTS)
+    assert seen[0] == seen[1]
+
+
+class Fixed(Free):
+    """Prices of a machine on which a pass takes a second, and drafting nothing."""
+
+    def round(self, rows: int, before: Sequence[int]) -> float:
+        return 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_a_head_trained_on_traffic_makes_new_prompts_faster(tmp_path: Path) -> None:
+    """Train on a demo model's replies about animals and switch to the head, on a machine with fixed prices."""
+    pupil = pupil_of(open_folder(tmp_path / "l"), None)
+    animals = "cat dog horse cow pig hen duck goat fox wolf bear deer mouse rat frog owl bee ant fly crab"
+    asks = ("Describe", "Write a story about", "Draw", "Praise")
+    asked = [f"{ask} a {animal}." for animal in animals.split() for ask in asks]
+    with packaged_model("demo") as model:
+        llm = LLM(model)
+        with llm.record(pupil.traffic):
+            llm.generate(asked, Sampling(max_new_tokens=32), width=16)
+
+        def compare(llm: LLM, held: Sequence[RecordedReply], drafter: str, other: str) -> dict[str, float]:
+            replayer = Replayer(llm.model, Fixed(), timer=lambda: 0.0)
+            drafters = [open_drafter(name, llm.model) for name in (drafter, other)]
+            return ratio_of_sums(*(replayer.run(held, one, DraftBudget.chain(4)).shares for one in drafters))
+
+        job = job_for("demo", model.target.vocab_size, 1 << 30)
+        job = replace(job, vocabulary=4096, plan=replace(job.plan, epochs=1.25))
+        status = teach(llm, pupil, "suffix:remember", job, compare)
+        assert status["switched"], status
+        served = LLM(model, {"suffix": Suffix()})
+        with Learner(served, [], LearningPlan(pupil.folder.parent)) as learner:
+            policy = served.engine.policies[learner.speculation(0).drafter]
+            assert policy
+            assert policy.drafter.taps, "the head is in use"

@@ -1,0 +1,118 @@
+"""Images from URLs: named hosts only, within limits, and no private network by accident."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from paceline.errors import InvalidPrompt
+from paceline.server import image_urls
+from paceline.server.image_urls import fetched
+from tests.support.pictures import encoded, noise
+from tests.support.running import serving
+from tests.support.toy_vision import ROWS, seeing_llm
+
+PNG = encoded(noise())
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers by path."""
+
+    def do_GET(self) -> None:
+        where = {
+            "/once": "/a.png",
+            "/loop": "/loop",
+            "/elsewhere": "http://other.example/a.png",
+            "/file": "file:///etc/passwd",
+        }.get(self.path)
+        if where:
+            self.send_response(302)
+            self.send_header("Location", where)
+            self.end_headers()
+        elif self.path == "/missing":
+            self.send_error(404)
+        else:
+            self.send_response(200)
+            self.end_headers()
+            if self.path == "/slow":
+                for _ in range(30):
+                    self.wfile.write(b"x")
+                    self.wfile.flush()
+                    time.sleep(0.05)
+            self.wfile.write(PNG)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_an_image_is_fetched_from_a_named_host(address: str) -> None:
+    for path in ("/a.png", "/once"):
+        assert fetched(address + path, ["127.0.0.1"], len(PNG)) == PNG
+    part = {"type": "image_url", "image_url": {"url": f"{address}/a.png"}}
+    body = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 2}
+    with serving(seeing_llm(), image_hosts=["127.0.0.1"]) as it:
+        assert it.post("/v1/chat/completions", body).json()["usage"]["prompt_tokens"] > ROWS
+        part["image_url"] = {"url": f"{address}/missing"}
+        assert "status 404" in it.post("/v1/chat/completions", body).text
+
+
+@pytest.mark.parametrize(
+    ("url", "hosts", "cause"),
+    [
+        ("/a.png", [], "fetches no images"),
+        ("/a.png", ["example.com"], "'127.0.0.1' are not allowed"),
+        ("/a.png", ["*"], "only addresses of private networks"),
+        ("/a.png", ["127.*"], "only addresses of private networks"),
+        ("/elsewhere", ["127.0.0.1"], "'other.example' are not allowed"),
+        ("/file", ["127.0.0.1"], "URL is malformed"),
+        ("/loop", ["127.0.0.1"], "redirects more than 3 times"),
+        ("/missing", ["127.0.0.1"], "status 404"),
+        ("/a.png?" + "x" * 10, ["127.0.0.1"], "must not exceed 100 bytes"),
+        ("/a b", ["127.0.0.1"], "could not be fetched"),
+        ("http://user:word@127.0.0.1/", ["127.0.0.1"], "not allowed"),
+        ("http://127.0.0.1:99999/", ["127.0.0.1"], "malformed"),
+        ("http:///a.png", ["*"], "malformed"),
+        ("https://127.0.0.1:9/", ["127.0.0.1"], "could not be fetched"),
+    ],
+)
+def test_other_urls_are_refused(address: str, url: str, hosts: list[str], cause: str) -> None:
+    whole = url if url.startswith("http") else address + url
+    with pytest.raises(InvalidPrompt, match=cause) as error:
+        fetched(whole, hosts, 100)
+    assert error.value.fix
+
+
+def test_a_slow_host_is_given_up(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_urls, "SECONDS", 0.3)
+    with pytest.raises(InvalidPrompt, match=r"within 0\.3 seconds"):
+        fetched(f"{address}/slow", ["127.0.0.1"], 1000)
+
+
+def test_only_public_addresses_are_used_for_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[str]()
+
+    def connect(where: tuple[str, int], *_: Any) -> socket.socket:
+        asked.append(where[0])
+        raise OSError("no network in tests")
+
+    addresses = ["10.0.0.1", "169.254.169.254", "::1", "::ffff:127.0.0.1", "93.184.216.34"]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", (one, 80)) for one in addresses])
+    monkeypatch.setattr(socket, "create_connection", connect)
+    for hosts in (["*.example.com"], ["img.example.com"]):
+        with pytest.raises(InvalidPrompt, match="no network"):
+            fetched("http://IMG.example.com/a.png", hosts, 10)
+    assert asked == ["93.184.216.34", "10.0.0.1"], "a host that is named literally may be private"
