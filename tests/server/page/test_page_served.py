@@ -24,11 +24,11 @@ SHOWN = "all => all.map(token => token.textContent).join('')"
 
 def test_chat_shows_the_text_of_the_library(plain: LLM, open_tab: Open) -> None:
     prompt = "hello hello hello"
-    alone = plain.generate([{"role": "user", "content": prompt}], Sampling(max_new_tokens=24, temperature=0.8, seed=5))
-    # A drafter that is always right, so that a few tokens already show accepted drafts.
+    alone = plain.generate([{"role": "user", "content": prompt}], Sampling(max_new_tokens=60, temperature=0.8, seed=5))
+    # A drafter that is always right, so that the reply shows accepted drafts.
     twin = DraftModel(tiny_target(), tiny_target().vocab_size)
     with serving(LLM(toy_model(layers=2), {"suffix": Suffix(), "twin": twin})) as it, open_tab(f"{it.address}/") as tab:
-        for name, value in {"max_tokens": "24", "temperature": "0.8", "seed": "5", "max_draft": "2"}.items():
+        for name, value in {"max_tokens": "60", "temperature": "0.8", "seed": "5", "max_draft": "2"}.items():
             tab.page.fill(f"[name={name}]", value)
         tab.page.select_option("[name=drafter]", "twin")
         tab.page.check("[name=compare]")
