@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
-import signal
 import threading
 import time
 from pathlib import Path
