@@ -96,7 +96,7 @@ class OpenVino:
     def _load(self, path: Path, prompt_lookup: bool) -> Any:
         scheduler = self.genai.SchedulerConfig()
         scheduler.cache_size = 1
-        options: Body = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+        options: Body = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "INFERENCE_NUM_THREADS": 1}
         options |= {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 0} | ({"prompt_lookup": True} if prompt_lookup else {})
         return self.genai.ContinuousBatchingPipeline(str(path), scheduler, "CPU", options)
 

@@ -128,7 +128,7 @@ def test_a_config_field_of_the_wrong_kind_or_range_is_named(
 def test_heads_that_no_matrix_can_hold(folder: Path) -> None:
     """The kernels count a matrix's rows in 32 bits."""
     configured(folder, num_attention_heads=2**12, num_key_value_heads=2**12, head_dim=2**20)
-    assert "4096 heads of size 1048576 are more" in refused(lambda: judged(folder)).cause
+    assert "4096 heads of size 1048576 exceed" in refused(lambda: judged(folder)).cause
 
 
 JSON_FILES = [

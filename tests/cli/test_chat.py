@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -90,9 +91,13 @@ def test_a_model_that_fails_to_load_ends_the_wait_for_a_message() -> None:
         reading.set()
         time.sleep(60)
 
-    loading = Background(fail)
-    with pytest.raises(InvalidData, match="damaged"), loading.interrupting():
-        read()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        loading = Background(fail)
+        with pytest.raises(InvalidData, match="damaged"), loading.interrupting():
+            read()
+    finally:
+        signal.signal(signal.SIGINT, before)
     with pytest.raises(InvalidData, match="damaged"):
         loading.join()
 

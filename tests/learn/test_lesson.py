@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,11 @@ import pytest
 from paceline.bench.figures import ratio_of_sums
 from paceline.bench.replay.prices import Free
 from paceline.bench.replay.run import Replayer
-from paceline.checkpoints.head_files import holds_head
+from paceline.checkpoints.head_files import holds_head, open_head
+from paceline.checkpoints.head_fit import fits
 from paceline.drafters.factory import open_drafter
 from paceline.drafters.suffix import Suffix
+from paceline.errors import HeadMismatch
 from paceline.learn import lesson
 from paceline.learn.folder import LEAST_HELD, Pupil, described, open_folder, pupil_of
 from paceline.learn.learner import Learner, LearningPlan
@@ -114,6 +117,23 @@ def test_a_lesson_that_was_interrupted_goes_on_with_the_same_traffic(pupil: Pupi
 
     assert teach(llm, pupil, "suffix:remember", small(), compare)["replies"] == len(PROMPTS)
     assert seen[0] == seen[1]
+
+
+def test_a_kill_while_the_traffic_is_copied_does_no_harm(pupil: Pupil) -> None:
+    lines = pupil.traffic.read_bytes().splitlines(keepends=True)
+    pupil.lesson.with_name("lesson.jsonl.new").write_bytes(b"".join(lines[:3]))
+    assert teach(toy_llm(layers=4), pupil, "suffix:remember", small(), gain(9.0))["replies"] == len(PROMPTS)
+
+
+def test_a_head_of_another_model_is_no_start(pupil: Pupil) -> None:
+    teach(toy_llm(layers=4), pupil, "suffix:remember", small(), gain(9.0))
+    config = pupil.head / "config.json"
+    settings = json.loads(config.read_text())
+    settings["paceline"]["target_layers"] = 5
+    config.write_text(json.dumps(settings))
+    with pytest.raises(HeadMismatch):
+        fits(open_head(pupil.head), toy_model(layers=4))
+    assert teach(toy_llm(layers=4), pupil, "suffix:remember", small(), gain(9.0))["switched"]
 
 
 class Fixed(Free):

@@ -30,11 +30,17 @@ class Handler(BaseHTTPRequestHandler):
             "/loop": "/loop",
             "/elsewhere": "http://other.example/a.png",
             "/file": "file:///etc/passwd",
+            "/bad": "http://[",
         }.get(self.path)
         if where:
             self.send_response(302)
             self.send_header("Location", where)
             self.end_headers()
+        elif self.path.startswith("/drip"):
+            for _ in range(60):
+                self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n" if self.path == "/drip100" else b"H")
+                self.wfile.flush()
+                time.sleep(0.05)
         elif self.path == "/missing":
             self.send_error(404)
         else:
@@ -86,6 +92,9 @@ def test_an_image_is_fetched_from_a_named_host(address: str) -> None:
         ("http://user:word@127.0.0.1/", ["127.0.0.1"], "not allowed"),
         ("http://127.0.0.1:99999/", ["127.0.0.1"], "malformed"),
         ("http:///a.png", ["*"], "malformed"),
+        ("http://[", ["*"], "malformed"),
+        ("/bad", ["127.0.0.1"], "malformed"),
+        ("http://a\0b.example.com/", ["*.example.com"], "was not found"),
         ("https://127.0.0.1:9/", ["127.0.0.1"], "could not be fetched"),
     ],
 )
@@ -96,10 +105,15 @@ def test_other_urls_are_refused(address: str, url: str, hosts: list[str], cause:
     assert error.value.fix
 
 
-def test_a_slow_host_is_given_up(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", ["/slow", "/drip", "/drip100"])
+def test_a_slow_host_is_given_up(address: str, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     monkeypatch.setattr(image_urls, "SECONDS", 0.3)
     with pytest.raises(InvalidPrompt, match=r"within 0\.3 seconds"):
-        fetched(f"{address}/slow", ["127.0.0.1"], 1000)
+        fetched(address + path, ["127.0.0.1"], 1000)
+
+
+def test_a_path_may_have_any_characters(address: str) -> None:
+    assert fetched(f"{address}/\u00e4.png?\u540d=%20", ["127.0.0.1"], len(PNG)) == PNG
 
 
 def test_only_public_addresses_are_used_for_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,10 +123,21 @@ def test_only_public_addresses_are_used_for_patterns(monkeypatch: pytest.MonkeyP
         asked.append(where[0])
         raise OSError("no network in tests")
 
-    addresses = ["10.0.0.1", "169.254.169.254", "::1", "::ffff:127.0.0.1", "93.184.216.34"]
+    addresses = [
+        "10.0.0.1",
+        "169.254.169.254",
+        "::1",
+        "::ffff:127.0.0.1",
+        "::ffff:100.64.0.1",
+        "fec0::1",
+        "93.184.216.34",
+    ]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", (one, 80)) for one in addresses])
     monkeypatch.setattr(socket, "create_connection", connect)
     for hosts in (["*.example.com"], ["img.example.com"]):
         with pytest.raises(InvalidPrompt, match="no network"):
             fetched("http://IMG.example.com/a.png", hosts, 10)
     assert asked == ["93.184.216.34", "10.0.0.1"], "a host that is named literally may be private"
+    with pytest.raises(InvalidPrompt, match="no network"):
+        fetched("http://*.example.com/a.png", ["*.example.com"], 10)
+    assert asked[2:] == ["93.184.216.34"], "a pattern names no host"

@@ -7,16 +7,25 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from contextvars import copy_context
+from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
+from paceline.errors import InvalidPrompt
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
 from paceline.server.apis.response_bodies import image_chars
 from paceline.server.errors import ApiError
 from paceline.server.image_urls import fetched
+from paceline.server.images import seen
+from paceline.server.limits import Settings
+from paceline.server.request import ChatMessage, ChatPrompt, SentImage
+from paceline.server.worker import Busy
+from paceline.text.sandbox import ABANDONED
+from paceline.text.template_text import TemplateText, concat
 from paceline.vision import picture
 from paceline.vision.picture import read_picture
 from tests.support.pictures import SVG, data_url, encoded, noise, png_bomb
@@ -218,6 +227,45 @@ def test_the_oldest_images_are_left_out_of_a_chat_that_is_too_long(llm: LLM) -> 
     with serving(llm, max_prompt=100) as it:
         _, size = reply(it, "/api/chat", {"messages": chat})
     assert 2 * ROWS < size <= 100
+
+
+def test_no_more_images_are_encoded_than_the_context_has_room_for(llm: LLM) -> None:
+    assert llm.vision
+    before = len(llm.vision.sizes)  # type: ignore[attr-defined]
+    images = [url(encoded(noise(seed=seed))) for seed in range(20, 30)]
+    with serving(llm, max_prompt=30) as it:
+        answer = it.post("/v1/chat/completions", {"messages": [user(*images)]})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert len(llm.vision.sizes) - before == 30 // ROWS + 1  # type: ignore[attr-defined]
+
+
+def test_images_are_not_read_for_a_client_that_has_left(it: Serving, llm: LLM) -> None:
+    gone = threading.Event()
+    gone.set()
+    part = SentImage(source=data_url(FIRST), param="")
+    context = copy_context()
+    context.run(ABANDONED.set, gone)
+    with pytest.raises(Busy):
+        context.run(seen, llm, Settings(), ChatPrompt(messages=[ChatMessage(role="user", content=[part])]))
+
+
+def test_the_token_of_images_in_a_text_is_refused(llm: LLM) -> None:
+    def encode(text: str) -> list[int]:
+        return llm.tokenizer.encode(TemplateText.written(text), special=False)
+
+    assert llm.vision
+    text = concat([TemplateText.written("<image>"), "<image>"])
+    with pytest.raises(InvalidPrompt, match="stands for a part of an image"):
+        llm.vision.prompt(text, [read_picture(FIRST)], encode)
+
+
+def test_replies_to_images_are_not_recorded(tmp_path: Path) -> None:
+    llm = seeing_llm()
+    with llm.record(tmp_path / "r.jsonl") as recorder:
+        chat = [{"role": "user", "content": [{"type": "image", "image": FIRST}]}]
+        llm.generate(chat, Sampling(max_new_tokens=2, ignore_eos=True))
+        llm.generate("a", Sampling(max_new_tokens=2, ignore_eos=True))
+    assert (recorder.count, recorder.skipped) == (1, 1)
 
 
 def test_the_log_of_prompts_has_no_data_of_images(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:

@@ -83,7 +83,7 @@ _VALID: dict[str, Any] = {
         ),
     ),
     "trace": st.booleans(),
-    "timeout": st.floats(1, 5),
+    "timeout": st.floats(60, 90),
     "echo": st.booleans(),
     "best_of": st.integers(1, 3),
     "suffix": st.sampled_from(["", "x"]),

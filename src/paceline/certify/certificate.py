@@ -175,7 +175,7 @@ class Certificate:
 
 def _scores_seen(t: ScoredResult) -> str:
     if not t.texts:
-        return "the endpoints give no log-probabilities"
+        return "the endpoints give no log-probabilities, or only for some tokens"
     scorer = "the plain endpoint's" if t.by_plain else "each side's own"
     seen = f"{t.texts} texts on each side, scored by {scorer} log-probabilities: the most likely token is sampled "
     seen += f"{t.excess:+.1%} more often; p = {t.p_value:.2g}"

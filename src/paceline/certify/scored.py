@@ -110,7 +110,11 @@ def _text_scores(side: Side, scorer: Side | None, prompt: str, seed: int, tokens
         reply = side.ask(prompt, **fields)
     except NotOffered:
         reply = side.ask(prompt, **{name: value for name, value in fields.items() if name != "seed"})
-    return _echoed(scorer, prompt, reply.text) if scorer else [token for token in reply.scores if token.top]
+    if scorer:
+        return _echoed(scorer, prompt, reply.text)
+    scored = [token for token in reply.scores if token.top]
+    # Some servers have no log-probabilities of drafted tokens, and the others are no fair sample.
+    return scored if 2 * len(scored) > len(reply.scores) else []
 
 
 def _echoed(scorer: Side, prompt: str, text: str) -> Sequence[ScoredToken]:

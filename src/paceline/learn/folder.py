@@ -77,7 +77,8 @@ class Pupil:
         """Delete what is left of a lesson."""
         for path in (self.candidate, self.candidate.with_name("candidate.work")):
             shutil.rmtree(path, ignore_errors=True)
-        self.lesson.unlink(missing_ok=True)
+        for path in (self.lesson, self.lesson.with_name("lesson.jsonl.new")):  # a kill leaves the latter
+            path.unlink(missing_ok=True)
 
 
 def _replies(path: Path) -> list[RecordedReply]:

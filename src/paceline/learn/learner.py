@@ -230,9 +230,9 @@ class Learner(Closable):
             if self._busy():
                 self._used = time.monotonic()
             try:
-                number = self._next()
-                if number is not None and time.monotonic() - self._used >= self._plan.idle:
-                    self._teach(number)
+                number, used = self._next(), self._used
+                if number is not None and time.monotonic() - used >= self._plan.idle:
+                    self._teach(number, used)
             except Exception:
                 _LOG.exception("a lesson failed")
                 self._closed.wait(self._plan.idle)
@@ -243,9 +243,9 @@ class Learner(Closable):
         ready = [number for number, key in enumerate(self._keys) if key.fresh >= self._plan.fresh]
         return next(iter(begun), max(ready, key=lambda number: self._keys[number].fresh, default=None))
 
-    def _teach(self, number: int) -> None:
-        """Run a lesson in a process of its own, and use its result."""
-        key, used = self._keys[number], self._used
+    def _teach(self, number: int, used: float) -> None:
+        """Run a lesson in a process of its own, and use its result. `used`: the time of the latest request."""
+        key = self._keys[number]
         if self._plan.free_memory() < _size(self._llm):
             _LOG.warning("no lesson: there is no memory to load the model again")
             self._closed.wait(self._plan.idle)

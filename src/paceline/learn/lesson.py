@@ -6,11 +6,14 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from paceline.bench.figures import ratio_of_sums
 from paceline.bench.replay.predict import Candidate, Predictor, measured
-from paceline.checkpoints.head_files import holds_head
+from paceline.checkpoints.head_files import holds_head, open_head
+from paceline.checkpoints.head_fit import fits
+from paceline.errors import PacelineError
 from paceline.files.jsonl import Journal, replace_with
 from paceline.learn.folder import LEAST_HELD, Pupil
 from paceline.llm import LLM
@@ -52,8 +55,7 @@ def teach(llm: LLM, pupil: Pupil, drafter: str, job: TrainJob, compare: Compare 
         _snapshot(llm, pupil)
     recording = Recording(pupil.lesson)
     if not holds_head(pupil.candidate):
-        start = pupil.head if holds_head(pupil.head) else None
-        train(llm, replace(job, out=pupil.candidate, recording=pupil.lesson, start=start))
+        train(llm, replace(job, out=pupil.candidate, recording=pupil.lesson, start=_start(llm, pupil)))
     held = [reply for reply in recording if is_held(reply)][-MOST_HELD:]
     gain = None
     if len(held) >= LEAST_HELD:
@@ -74,6 +76,17 @@ def teach(llm: LLM, pupil: Pupil, drafter: str, job: TrainJob, compare: Compare 
     pupil.write_status(status)
     pupil.drop_lesson()
     return status
+
+
+def _start(llm: LLM, pupil: Pupil) -> Path | None:
+    """Return the head to begin with. None if there is none, or it is damaged or of another model."""
+    if not holds_head(pupil.head):
+        return None
+    try:
+        fits(open_head(pupil.head), llm.model)
+    except (PacelineError, OSError):
+        return None
+    return pupil.head
 
 
 def _snapshot(llm: LLM, pupil: Pupil) -> None:

@@ -42,8 +42,8 @@ class ReplyRecorder(Closable):
     """Appends every reply to a file when the reply ends by EOS, a stop condition or its length.
 
     Each row is written at once, so a killed process leaves a readable file. The file contains what users wrote and
-    read, so only its owner may read a new file. Replies with a rule other than `match`, and replies with custom logits
-    processors, are skipped, since their drafts could not be repeated.
+    read, so only its owner may read a new file. Replies with a rule other than `match`, replies with custom logits
+    processors, and replies to images are skipped, since their drafts could not be repeated.
 
     Attributes:
         count: Number of recorded replies.
@@ -90,7 +90,8 @@ class ReplyRecorder(Closable):
     def _record(self, sampling: Sampling, sample: int, started: float, request: Request) -> None:
         split = request.num_prompt_tokens
         prompt, reply = tuple(request.token_ids[:split]), tuple(request.token_ids[split:])
-        if request.finish not in ENDS or request.sampler.rule != "match" or sampling.processors or not reply:
+        repeatable = request.sampler.rule == "match" and not sampling.processors and not request.images
+        if request.finish not in ENDS or not repeatable or not reply:
             self.skipped += 1
         elif self._journal and self.error is None:
             how = seeded(sampling, request.sampler.noise.seed)

@@ -11,10 +11,13 @@ import http.client
 import ipaddress
 import socket
 import ssl
+import string
+import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
-from urllib.parse import SplitResult, urljoin, urlsplit
+from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
 from paceline.errors import InvalidPrompt
 
@@ -22,6 +25,8 @@ SECONDS = 10.0
 """Time for one image, with all redirects."""
 _REDIRECTS = 3
 _CHUNK = 1 << 16
+_WILD = frozenset("*?[")
+"""Characters of patterns. The owner of a domain can have an address for the host "*" in it."""
 
 
 def fetched(url: str, hosts: Sequence[str], limit: int) -> bytes:
@@ -41,12 +46,13 @@ def fetched(url: str, hosts: Sequence[str], limit: int) -> bytes:
         )
     deadline = time.monotonic() + SECONDS
     for _ in range(_REDIRECTS + 1):
-        connection = _connection(urlsplit(url), hosts, deadline)
+        parts = _split(url)
+        connection = _connection(parts, hosts, deadline)
         try:
-            status, location, data = _asked(connection, urlsplit(url), limit, deadline)
-        except TimeoutError as error:
-            raise _too_slow() from error
-        except (OSError, http.client.HTTPException) as error:
+            status, location, data = _asked(connection, parts, limit, deadline)
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            if isinstance(error, TimeoutError) or time.monotonic() >= deadline:
+                raise _too_slow() from error
             raise InvalidPrompt(f"the image could not be fetched ({error})", "Send its data instead") from error
         finally:
             connection.close()
@@ -54,7 +60,7 @@ def fetched(url: str, hosts: Sequence[str], limit: int) -> bytes:
             return data
         if status not in (301, 302, 303, 307, 308) or not location:
             raise InvalidPrompt(f"the host of the image answered with status {status}", "Send its data instead")
-        url = urljoin(url, location)
+        url = _joined(url, location)
     raise InvalidPrompt(f"the image's URL redirects more than {_REDIRECTS} times", "Send its data instead")
 
 
@@ -71,6 +77,20 @@ class _PinnedConnection(http.client.HTTPConnection):
             self.sock = ssl.create_default_context().wrap_socket(self.sock, server_hostname=self.host)
 
 
+def _split(url: str) -> SplitResult:
+    try:
+        return urlsplit(url)
+    except ValueError as error:
+        raise _malformed() from error
+
+
+def _joined(url: str, location: str) -> str:
+    try:
+        return urljoin(url, location)
+    except ValueError as error:
+        raise _malformed() from error
+
+
 def _connection(url: SplitResult, hosts: Sequence[str], deadline: float) -> _PinnedConnection:
     """Return a connection, not opened yet, to the host of a URL."""
     try:
@@ -78,12 +98,13 @@ def _connection(url: SplitResult, hosts: Sequence[str], deadline: float) -> _Pin
     except ValueError:
         host, port = "", None
     if url.scheme not in ("http", "https") or not host:
-        raise InvalidPrompt("the image's URL is malformed", "Write https://host/path")
+        raise _malformed()
     if url.username or not any(fnmatchcase(host, pattern.lower()) for pattern in hosts):
         raise InvalidPrompt(f"images from the host {host!r:.100} are not allowed", "Send the image's data instead")
     encrypted = url.scheme == "https"
     port = port or (443 if encrypted else 80)
-    address = _address(host, port, private=host in map(str.lower, hosts))
+    literal = [pattern.lower() for pattern in hosts if not _WILD.intersection(pattern)]
+    address = _address(host, port, private=host in literal)
     return _PinnedConnection(host, port, address, encrypted, _left(deadline))
 
 
@@ -91,9 +112,9 @@ def _address(host: str, port: int, private: bool) -> str:
     """Return an address of a host. `private`: it may be one of a private network."""
     try:
         found = [info[4][0] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
-    except (OSError, UnicodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: characters that no host has
         raise InvalidPrompt(f"the host {host!r:.100} was not found", "Check the image's URL") from error
-    public = [one for one in found if private or ipaddress.ip_address(str(one).partition("%")[0]).is_global]
+    public = [one for one in found if private or _is_public(str(one).partition("%")[0])]
     if not public:
         raise InvalidPrompt(
             f"the host {host!r:.100} has only addresses of private networks",
@@ -102,25 +123,45 @@ def _address(host: str, port: int, private: bool) -> str:
     return str(public[0])
 
 
+def _is_public(text: str) -> bool:
+    address = ipaddress.ip_address(text)
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.is_site_local:
+            return False
+        address = address.ipv4_mapped or address
+    return address.is_global and not address.is_multicast
+
+
 def _asked(
     connection: _PinnedConnection, url: SplitResult, limit: int, deadline: float
 ) -> tuple[int, str | None, bytes]:
     """Return the status of an answer, the address that it redirects to, and its body."""
-    target = (url.path or "/") + (f"?{url.query}" if url.query else "")
-    connection.request("GET", target, headers={"Accept": "image/*", "User-Agent": "paceline"})
-    opened = connection.sock  # the answer may take it away from the connection
-    answer = connection.getresponse()
-    if answer.status != 200:
-        return answer.status, answer.headers.get("location"), b""
-    data = bytearray()
-    while True:
-        opened.settimeout(_left(deadline))
-        part = answer.read1(_CHUNK)
-        if not part:
-            return answer.status, None, bytes(data)
-        data += part
-        if len(data) > limit:
-            raise InvalidPrompt(f"the image must not exceed {limit} bytes", "Scale it down")
+    target = quote((url.path or "/") + (f"?{url.query}" if url.query else ""), safe=string.printable)
+    connection.connect()
+    # A timeout of the socket begins again with every byte, also of the headers.
+    timer = threading.Timer(_left(deadline), _shut, [connection.sock])
+    timer.daemon = True
+    timer.start()
+    try:
+        connection.request("GET", target, headers={"Accept": "image/*", "User-Agent": "paceline"})
+        answer = connection.getresponse()
+        if answer.status != 200:
+            return answer.status, answer.headers.get("location"), b""
+        data = bytearray()
+        while part := answer.read1(_CHUNK):
+            data += part
+            if len(data) > limit:
+                raise InvalidPrompt(f"the image must not exceed {limit} bytes", "Scale it down")
+        _left(deadline)  # after it, the end of the data is not the end of the image
+        return answer.status, None, bytes(data)
+    finally:
+        timer.cancel()
+
+
+def _shut(opened: socket.socket) -> None:
+    """End all waiting for a socket."""
+    with suppress(OSError):
+        socket.socket.shutdown(opened, socket.SHUT_RDWR)  # TLS would wait for the other side
 
 
 def _left(deadline: float) -> float:
@@ -129,6 +170,10 @@ def _left(deadline: float) -> float:
     if left <= 0:
         raise _too_slow()
     return left
+
+
+def _malformed() -> InvalidPrompt:
+    return InvalidPrompt("the image's URL is malformed", "Write https://host/path")
 
 
 def _too_slow() -> InvalidPrompt:

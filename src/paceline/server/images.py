@@ -12,6 +12,7 @@ from paceline.server.image_urls import fetched
 from paceline.server.limits import Settings
 from paceline.server.request import ChatMessage, ChatPrompt, SentImage
 from paceline.server.worker import Busy
+from paceline.text.sandbox import is_abandoned
 from paceline.vision.picture import Picture, data_of_url, read_base64, read_picture
 
 _LOW = 512
@@ -31,7 +32,7 @@ def seen(llm: LLM, settings: Settings, prompt: ChatPrompt) -> ChatPrompt:
             part of the user's last message.
         Busy: If the machine was too busy.
     """
-    parts = [part for message in prompt.messages for part in message.content if isinstance(part, SentImage)]
+    parts = [part for message in prompt.messages for part in message.parts if isinstance(part, SentImage)]
     if not parts:
         return prompt
     if llm.vision is None:
@@ -49,7 +50,13 @@ def seen(llm: LLM, settings: Settings, prompt: ChatPrompt) -> ChatPrompt:
 
 def pictures_of(prompt: ChatPrompt) -> list[Picture]:
     """Return the pictures of a chat, in the order of its messages."""
-    return [part for message in prompt.messages for part in message.content if isinstance(part, Picture)]
+    return [part for message in prompt.messages for part in message.parts if isinstance(part, Picture)]
+
+
+def check_wanted() -> None:
+    """Raise `Busy` if the client has left. Images take seconds, and a thread cannot be stopped in between."""
+    if is_abandoned():
+        raise Busy("the client has left")
 
 
 def without_images(text: str) -> str:
@@ -75,6 +82,7 @@ class _ImageReader:
 
     def picture(self, part: SentImage) -> Picture:
         """Return an image as a picture. An image that is sent several times is read once."""
+        check_wanted()
         key = part.source, part.low
         if key not in self._read:
             try:

@@ -23,7 +23,7 @@ from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import not_finite
 from paceline.server import grammars
 from paceline.server.errors import LOG, REQUEST_ID, ContextExceeded, bad_request
-from paceline.server.images import pictures_of, seen
+from paceline.server.images import check_wanted, pictures_of, seen
 from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
 from paceline.server.replies import ChatReply
@@ -126,7 +126,7 @@ def _chat(
     grammar = grammars.grammar(model.grammar_trials, request.constraints, calls, thought)
     if grammar and form is None:
         budget = None  # the grammar has no reasoning
-    tokens = chat_ids(llm, text, prompt)
+    tokens = chat_ids(llm, text, prompt, prompt_limit(llm, settings))
     check_length(llm, settings, tokens, "messages")
     sampling = replace(_sampling(llm, request, grammar), thinking_budget=budget)
     if form:
@@ -243,13 +243,22 @@ def token_ids(llm: LLM, prompt: Any, param: str, chat: bool = False) -> list[int
         raise bad_request(str(error), param) from error
 
 
-def chat_ids(llm: LLM, text: str, prompt: ChatPrompt) -> list[int]:
-    """Return the token ids of a chat's text, with the images of the chat. Raises `ApiError` 400."""
+def chat_ids(llm: LLM, text: str, prompt: ChatPrompt, limit: int) -> list[int]:
+    """Return the token ids of a chat's text, with the images of the chat. Raises `ApiError` 400.
+
+    No more images are encoded once they have more than `limit` rows, because an image may take seconds.
+    """
     pictures = pictures_of(prompt)
     if not pictures or llm.vision is None:
         return token_ids(llm, text, "messages", chat=True)
+
+    def counted(rows: int) -> None:
+        check_wanted()
+        if rows > limit:
+            raise ContextExceeded(rows, limit, "messages", exact=False)
+
     try:
-        return llm.vision.prompt(text, pictures, partial(llm.tokenizer.encode, special=False))
+        return llm.vision.prompt(text, pictures, partial(llm.tokenizer.encode, special=False), counted)
     except InvalidPrompt as error:
         raise bad_request(str(error), "messages") from error
 
@@ -279,7 +288,7 @@ def chat_tokens(llm: LLM, settings: Settings, prompt: ChatPrompt) -> list[int]:
     prompt = seen(llm, settings, prompt)
     text = chat_text(llm, prompt)
     check_length(llm, settings, text, "messages")
-    return chat_ids(llm, text, prompt)
+    return chat_ids(llm, text, prompt, prompt_limit(llm, settings))
 
 
 def _size(llm: LLM, settings: Settings, prompt: ChatPrompt) -> int:

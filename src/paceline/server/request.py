@@ -68,10 +68,15 @@ class ChatMessage:
     name: str | None = None
     call_id: str | None = None
 
+    @property
+    def parts(self) -> Sequence[Part]:
+        """The parts of a content that is no text."""
+        return () if isinstance(self.content, str) else self.content
+
     def as_dict(self) -> dict[str, Any]:
         """Return the message in the form that chat templates expect."""
         content: Any = self.content
-        if any(isinstance(part, SentImage) for part in content):  # the model reads text only
+        if any(isinstance(part, SentImage) for part in self.parts):  # the model reads text only
             content = "\n".join(part.note if isinstance(part, SentImage) else part for part in content)
         elif not isinstance(content, str):
             content = [*map(_part, content)]

@@ -45,6 +45,12 @@ _FIRST = "paceline.text.chat_template:render_compiled"
 """The helper imports this before the first job, so that forks need not import it."""
 
 
+def is_abandoned() -> bool:
+    """Return True if the result of this context is no longer needed (`ABANDONED`)."""
+    abandoned = ABANDONED.get()
+    return abandoned is not None and abandoned.is_set()
+
+
 class JobFailed(Exception):
     """The job raised an error. The text is the error's message."""
 
@@ -202,13 +208,13 @@ def _os_errors_as_unfinished() -> Iterator[None]:
 
 def _read(connection: socket.socket, deadline: float) -> bytes:
     """Read all bytes up to the end of the connection."""
-    data, abandoned = bytearray(), ABANDONED.get()
+    data = bytearray()
     connection.settimeout(_CHECK)
     while len(data) <= _ANSWER:
         try:
             part = connection.recv(1 << 16)
         except TimeoutError:
-            if time.monotonic() > deadline or (abandoned and abandoned.is_set()):
+            if time.monotonic() > deadline or is_abandoned():
                 raise Unfinished from None
             continue
         if not part:

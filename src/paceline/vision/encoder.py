@@ -69,16 +69,19 @@ class Vision:
         """Memory of the encoded images that are kept, in bytes."""
         return sum(image.nbytes for image in self._encoded.values())
 
-    def prompt(self, text: str, pictures: Sequence[Picture], encode: Encode) -> ImagePrompt:
+    def prompt(
+        self, text: str, pictures: Sequence[Picture], encode: Encode, counted: Callable[[int], object] | None = None
+    ) -> ImagePrompt:
         """Return a prompt with images.
 
         Args:
             text: A rendered chat template, with one mark of the template per picture.
             pictures: The pictures, in order.
             encode: Converts text to token ids.
+            counted: Called before each picture with the number of rows so far, and at the end. It may raise an error.
 
         Raises:
-            InvalidPrompt: If the text does not have one mark per picture.
+            InvalidPrompt: If the text does not have one mark per picture, or contains the token of images.
             UnsupportedModel: If a package is missing.
         """
         marks = [hit.span() for hit in re.finditer(re.escape(self.family.mark), str.__str__(text))]
@@ -88,7 +91,7 @@ class Vision:
                 f"the chat template wrote {len(marks)} marks for {len(pictures)} images",
                 "Use the model's own chat template, and do not write its marks into messages",
             )
-        images = [self.encode(picture) for picture in pictures]
+        images = self._images(pictures, counted or (lambda rows: None))
         parts, done = list[str](), 0
         for (start, end), image in zip(marks, images, strict=True):
             parts += [text[done:start], TemplateText.written(image.text)]
@@ -97,9 +100,22 @@ class Vision:
         (token,) = encode(TemplateText.written(self.family.token))
         rows = (place for place, one in enumerate(tokens) if one == token)
         placed = [PlacedImage(image, [*islice(rows, len(image.embeddings))]) for image in images]
-        if any(len(one.rows) != len(one.image.embeddings) for one in placed) or next(rows, None) is not None:
+        if next(rows, None) is not None:
+            raise InvalidPrompt(
+                f"the messages contain {self.family.token}, which stands for a part of an image", "Remove it"
+            )
+        if any(len(one.rows) != len(one.image.embeddings) for one in placed):
             raise CorruptModel("the tokenizer does not fit the vision tower", "Fetch the model again")
         return ImagePrompt(tokens, placed)
+
+    def _images(self, pictures: Sequence[Picture], counted: Callable[[int], object]) -> list[EncodedImage]:
+        images, rows = list[EncodedImage](), 0
+        for picture in pictures:
+            counted(rows)
+            images.append(self.encode(picture))
+            rows += len(images[-1].embeddings)
+        counted(rows)
+        return images
 
     def encode(self, picture: Picture) -> EncodedImage:
         """Return an image as the language model reads it. Raises `UnsupportedModel` if a package is missing."""

@@ -15,6 +15,7 @@ from paceline.sampling.parameters import Sampling
 from paceline.server.models import ModelSource
 from paceline.server.worker import Worker
 from paceline.testing import tiny_target
+from paceline.types import DraftBudget
 from tests.support.browser_tab import Open, expect
 from tests.support.running import Serving, serving, serving_models
 from tests.support.toys import toy_model
@@ -25,9 +26,10 @@ SHOWN = "all => all.map(token => token.textContent).join('')"
 def test_chat_shows_the_text_of_the_library(plain: LLM, open_tab: Open) -> None:
     prompt = "hello hello hello"
     alone = plain.generate([{"role": "user", "content": prompt}], Sampling(max_new_tokens=24, temperature=0.8, seed=5))
-    # A drafter that is always right, so that a few tokens already show accepted drafts.
+    # A drafter that is always right and drafts in every round, so that a few tokens already show accepted drafts.
     twin = DraftModel(tiny_target(), tiny_target().vocab_size)
-    with serving(LLM(toy_model(layers=2), {"suffix": Suffix(), "twin": twin})) as it, open_tab(f"{it.address}/") as tab:
+    llm = LLM(toy_model(layers=2), {"suffix": Suffix(), "twin": twin}, DraftBudget.chain(2))
+    with serving(llm) as it, open_tab(f"{it.address}/") as tab:
         for name, value in {"max_tokens": "24", "temperature": "0.8", "seed": "5", "max_draft": "2"}.items():
             tab.page.fill(f"[name={name}]", value)
         tab.page.select_option("[name=drafter]", "twin")

@@ -13,7 +13,7 @@ from paceline.server.errors import bad_request
 from paceline.server.images import seen
 from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
-from paceline.server.prepare import chat_ids, chat_text, chat_tokens
+from paceline.server.prepare import chat_ids, chat_text, chat_tokens, prompt_limit
 from paceline.server.request import ChatPrompt, ToolUse
 from paceline.server.schema import NamedBody, TemplateValues, Text, TokenId
 from paceline.text.template_text import TemplateText
@@ -102,7 +102,7 @@ def tokenize(model: LoadedModel, settings: Settings, body: TokenizeRequest) -> b
         chat = seen(llm, settings, body.chat)
         text = chat_text(llm, chat)
         text = TemplateText.written(text) if body.parse_special else text
-        tokens = chat_ids(llm, text, chat)
+        tokens = chat_ids(llm, text, chat, prompt_limit(llm, settings))
     pieces = ({"id": token, "piece": model.token_texts.text(token)} for token in tokens)
     about = {"count": len(tokens), "max_model_len": llm.model.target.context_length}
     return dumps_long(about, "tokens", pieces if body.with_pieces else tokens)
