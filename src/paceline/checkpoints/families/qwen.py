@@ -50,6 +50,12 @@ def read_axes(meta: Metadata, config: Config) -> Config:
     return {"rope_scaling": {**scaling, "mrope_section": sections[:3], "mrope_interleaved": True}}
 
 
+def _read_axes_apart(meta: Metadata, config: Config) -> Config:
+    """Read the sections of M-RoPE, whose planes follow each other."""
+    found = read_axes(meta, config)
+    return found and {"rope_scaling": {**found["rope_scaling"], "mrope_interleaved": False}}
+
+
 def _qwen2_vl(raw: Raw, base: ModelConfig) -> ModelConfig:
     return _qwen2(raw, with_axes(raw, base))
 
@@ -121,6 +127,7 @@ FAMILIES = (
             text_axes,
             names=LANGUAGE,
             part_of=(whole,),
+            gguf=(GGUFLayout("qwen2vl", read=_read_axes_apart),) if whole == "qwen2_5_vl" else (),
         )
         for whole, title in (("qwen2_vl", "Qwen2-VL (text)"), ("qwen2_5_vl", "Qwen2.5-VL (text)"))
     ),
