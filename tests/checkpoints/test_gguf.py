@@ -272,7 +272,6 @@ def test_draft_models_are_requantised_unless_told_otherwise(tmp_path: Path) -> N
         ("rwkv6", {}, "recurrent"),
         ("jamba", {}, "recurrent"),
         ("gemma3n", {}, "multimodal"),
-        ("qwen2vl", {}, "multimodal"),
         ("clip", {}, "multimodal"),
         ("nomic-bert", {}, "encoder"),
         ("llama", {"fields": {"general.type": "adapter"}}, "'adapter'"),
