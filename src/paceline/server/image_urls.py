@@ -44,9 +44,13 @@ def fetched(url: str, hosts: Sequence[str], limit: int) -> bytes:
         raise InvalidPrompt(
             "this server fetches no images from URLs", "Send a data URL, or start the server with --allow-image-urls"
         )
-    deadline = time.monotonic() + SECONDS
+    deadline, base = time.monotonic() + SECONDS, ""
     for _ in range(_REDIRECTS + 1):
-        parts = _split(url)
+        try:
+            base = urljoin(base, url)
+            parts = urlsplit(base)
+        except ValueError as error:
+            raise _malformed() from error
         connection = _connection(parts, hosts, deadline)
         try:
             status, location, data = _asked(connection, parts, limit, deadline)
@@ -60,7 +64,7 @@ def fetched(url: str, hosts: Sequence[str], limit: int) -> bytes:
             return data
         if status not in (301, 302, 303, 307, 308) or not location:
             raise InvalidPrompt(f"the host of the image answered with status {status}", "Send its data instead")
-        url = _joined(url, location)
+        url = location
     raise InvalidPrompt(f"the image's URL redirects more than {_REDIRECTS} times", "Send its data instead")
 
 
@@ -75,20 +79,6 @@ class _PinnedConnection(http.client.HTTPConnection):
         self.sock = socket.create_connection((self._address, self.port), self.timeout)
         if self._encrypted:
             self.sock = ssl.create_default_context().wrap_socket(self.sock, server_hostname=self.host)
-
-
-def _split(url: str) -> SplitResult:
-    try:
-        return urlsplit(url)
-    except ValueError as error:
-        raise _malformed() from error
-
-
-def _joined(url: str, location: str) -> str:
-    try:
-        return urljoin(url, location)
-    except ValueError as error:
-        raise _malformed() from error
 
 
 def _connection(url: SplitResult, hosts: Sequence[str], deadline: float) -> _PinnedConnection:
