@@ -85,9 +85,7 @@ def check_key(keys: Sequence[str], authorization: str) -> None:
     """Raise `ApiError` 401 unless the header holds one of the keys, compared in constant time."""
     if not keys:
         return
-    scheme, _, given = authorization.partition(" ")
-    matches = [hmac.compare_digest(key.encode(), given.strip().encode(errors="replace")) for key in keys]
-    if scheme.lower() != "bearer" or not any(matches):
+    if authorization.partition(" ")[0].lower() != "bearer" or not any(_matches(keys, authorization)):
         raise ApiError(
             401,
             "the API key is missing or wrong. Send Authorization: Bearer KEY, or X-Api-Key: KEY",
@@ -98,8 +96,13 @@ def check_key(keys: Sequence[str], authorization: str) -> None:
 
 def key_of(keys: Sequence[str], authorization: str) -> int:
     """Return the number of the key that an accepted header holds; 0 for a server without keys."""
+    return next((number for number, same in enumerate(_matches(keys, authorization)) if same), 0)
+
+
+def _matches(keys: Sequence[str], authorization: str) -> list[bool]:
+    """Return for each key whether the header holds it. The time does not depend on where they differ."""
     given = authorization.partition(" ")[2].strip().encode(errors="replace")
-    return next((n for n, key in enumerate(keys) if hmac.compare_digest(key.encode(), given)), 0)
+    return [hmac.compare_digest(key.encode(), given) for key in keys]
 
 
 def check_host(hosts: Sequence[str], header: str) -> None:
