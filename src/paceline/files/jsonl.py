@@ -103,8 +103,11 @@ class Journal(Closable):
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Append a row and pass it to the operating system at once."""
+        self._write(_line(row))
+
+    def _write(self, line: bytes) -> None:
         # Each line is a single write of ASCII text, so only a kill during that write can leave a partial line.
-        self._file.write((json.dumps(row) + "\n").encode())
+        self._file.write(line)
         self._file.flush()
 
     def close(self) -> None:
@@ -127,13 +130,13 @@ class BoundedJournal(Journal):
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Append a row, unless it is too long to be kept."""
-        size = len(json.dumps(row)) + 1
-        if self._size + size > self._half:
-            if size + len(json.dumps(self._header)) + 1 > self._half:
+        line = _line(row)
+        if self._size + len(line) > self._half:
+            if len(line) + len(_line(self._header)) > self._half:
                 return
             self._rotate()
-        super().append(row)
-        self._size += size
+        self._write(line)
+        self._size += len(line)
 
     def _rotate(self) -> None:
         self.close()
@@ -144,6 +147,10 @@ class BoundedJournal(Journal):
     def _begin(self) -> None:
         super().append(self._header)
         self._size = self._path.stat().st_size
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    return (json.dumps(row) + "\n").encode()
 
 
 def older(path: Path) -> Path:
