@@ -24,10 +24,6 @@ class Tower:
     processor: Any
     config: Any
 
-    @property
-    def dtype(self) -> Any:
-        return self.model.dtype
-
 
 @dataclass(frozen=True, slots=True)
 class VisionFamily:

@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.types import Given, Mutual
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)  # without slots, for `row_ids`
 class EncodedImage:
     """An image as a language model reads it.
 
@@ -37,10 +37,12 @@ class EncodedImage:
     def nbytes(self) -> int:
         return sum(x.nbytes for x in (self.embeddings, *self.deep))
 
+    @cached_property
     def row_ids(self) -> list[int]:
-        """Return a negative 32-bit number for each row. It stands for everything that decides the row's inputs.
+        """A negative 32-bit number for each row. It stands for everything that decides the row's inputs.
 
-        The numbers are hashes of all embeddings, since rows of one image may see each other.
+        The numbers are hashes of all embeddings, since rows of one image may see each other. They are computed once for
+        all turns of a conversation.
         """
         whole = sha256(repr((tuple(self.embeddings.shape), str(self.embeddings.dtype), self.grid)).encode())
         for part in (self.embeddings, *self.deep):
@@ -73,7 +75,7 @@ class ImagePrompt(list[int]):
         """The ids with negative numbers for the rows of images. Prompts share a prefix if these are equal."""
         ids = list(self)
         for placed in self.images:
-            for row, number in zip(placed.rows, placed.image.row_ids(), strict=True):
+            for row, number in zip(placed.rows, placed.image.row_ids, strict=True):
                 ids[row] = number
         return ids
 
