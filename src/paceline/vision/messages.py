@@ -15,7 +15,8 @@ _KINDS = ("image", "image_url")
 
 def has_images(prompt: Prompt) -> bool:
     """Return True if a prompt is a chat with image parts."""
-    return not isinstance(prompt, str) and any(_is_image(part) for message in prompt for part in _parts(message))
+    is_chat = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+    return is_chat and any(_is_image(part) for message in prompt for part in _parts(message))
 
 
 def split_images(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[Picture]]:
