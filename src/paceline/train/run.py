@@ -24,7 +24,8 @@ from paceline.recording.states import StateFiles, StateKeeper
 from paceline.train import loop
 from paceline.train.documents import Documents
 from paceline.train.kinds import KINDS, TrainJob, check_taps, config_for, native_decoder, recipe_for
-from paceline.train.prompts import Prompts
+from paceline.train.prompts import HELD_OUT, Prompts
+from paceline.train.recorded import HELD_OUT as HELD_OUT_RECORDED
 from paceline.train.recorded import RecordedDocuments
 from paceline.train.self_prompts import write_prompts
 from paceline.train.states import States
@@ -206,6 +207,11 @@ def _source(job: TrainJob) -> str:
     return job.prompts.name if job.prompts else "prompts that it wrote itself"
 
 
+def _held_share(job: TrainJob) -> int:
+    """Return N if one prompt in N was held out."""
+    return HELD_OUT if job.recording is None else HELD_OUT_RECORDED
+
+
 def model_card(job: TrainJob, report: loop.Report, trained: int, held: int, covered: float) -> str:
     """Return a model card in Markdown, with the training settings and the measured acceptance.
 
@@ -233,7 +239,7 @@ Made by Paceline {version("paceline")} with torch {torch.__version__}:
     {job.command}
 
 - Data: {trained} of the target's own answers to {_source(job)},
-  {job.plan.epochs:g} epochs, {report.tokens:,} drafts. {held} answers were held out (one prompt in 50).
+  {job.plan.epochs:g} epochs, {report.tokens:,} drafts. {held} answers were held out (one prompt in {_held_share(job)}).
 - Seed {job.plan.seed}; {report.seconds / 60:.0f} minutes of training on {hardware}.
 - Draft vocabulary: {job.vocabulary or "all"} tokens, which cover {100 * covered:.1f} % of the tokens in the answers.
 - {measured}
