@@ -67,7 +67,7 @@ def compare_scores(sides: Sides, tasks: Sequence[NamedPrompt], texts: int, token
             return ScoredResult(0)
         p_value, again = sign_flip([a - b for a, b, _ in first]), None
         if p_value < ALPHA:
-            sides.allow(float("inf"))  # as many texts again as there was time for
+            sides.allow(float("inf"))  # a second set of the same size, however long it takes
             fresh = _score_all(sides, asked[: len(first)], tokens, by_plain, _FRESH)
             again = sign_flip([a - b for a, b, _ in fresh])
     except (NotOffered, EndpointError):

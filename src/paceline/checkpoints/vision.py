@@ -39,7 +39,7 @@ def open_vision(
         device: The tower's device.
         allow_pickle: See `open_checkpoint`.
         config: The language model, which an mmproj file must fit. None skips this check.
-        mmproj: The mmproj file of a GGUF file. None: a file beside it.
+        mmproj: The mmproj file of a GGUF file. None looks for one in its folder.
 
     Returns:
         The tower. None if the model does not see. If Paceline cannot run the tower, this is logged.
@@ -67,7 +67,7 @@ def open_vision(
 
 
 def sees(path: Path) -> bool:
-    """Return True if a folder holds a vision tower of a known family, or a GGUF file has an mmproj file beside it."""
+    """Return True if a folder holds a vision tower of a known family, or a GGUF file's folder has an mmproj file."""
     if path.is_file():
         return any(is_projector(one.name) for one in path.parent.glob("*.gguf"))
     config = read_json(path / "config.json", IDENTITY)

@@ -50,7 +50,7 @@ class LearningPlan:
     Attributes:
         folder: The folder.
         disk: Maximum bytes of recorded traffic and hidden states.
-        load: Arguments of `paceline.load` with which the server's model was loaded.
+        load: Arguments of `paceline.load` that loaded the server's model.
         idle: Seconds without a request before a lesson begins.
         fresh: Tokens of new replies that make another lesson worthwhile.
         free_memory: Returns the free memory in bytes. A lesson loads the model again.
@@ -83,7 +83,7 @@ class _Key:
         self.use(DrafterStack([self.memory, *others]) if others else self.memory)
 
     def use(self, drafter: Drafter) -> None:
-        """Draft with this drafter from the next request on."""
+        """Use this drafter for all later requests."""
         policies = self.llm.engine.policies
         drafter.bind(self.llm.engine.cache)
         self.secrets.append(policies.add_private(f"learned-{self.number}-{len(self.secrets)}", drafter))
@@ -164,7 +164,7 @@ def _recorder(pupil: Pupil, llm: LLM, limit: int) -> ReplyRecorder | None:
 
 
 class Learner(Closable):
-    """Learns from the traffic of a server, for each API key alone.
+    """Learns from the traffic of a server, separately for each API key.
 
     A key's clients draft from the replies to that key, and from a head that was trained on them. Sharing either between
     keys would let a client find out by timing what others have written.

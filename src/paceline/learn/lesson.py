@@ -27,7 +27,7 @@ from paceline.train.run import train
 MOST_HELD = 100
 """Maximum number of held-out replies to replay."""
 _VOCABULARY = 16384
-"""Tokens that a head can draft, if the model has more."""
+"""Maximum vocabulary of a head, in tokens."""
 
 Compare = Callable[[LLM, Sequence[RecordedReply], str, str], dict[str, float]]
 """(model, held-out replies, drafter in use, new drafter) -> speed of the new one relative to the one in use, with its

@@ -31,7 +31,7 @@ from paceline.kernels.cpu.toolchain import (
 _PACKAGED = Path(__file__).with_name("lib")
 
 _PREFIX, _DAY = ".compile-", 86400
-"""Prefix of the folders in which libraries are compiled; age in seconds at which one of them is a leftover."""
+"""Prefix of the names of build folders, and the age in seconds after which a build folder is a leftover."""
 
 SETS = sets_of(platform.machine())
 """Instruction sets of this machine's architecture by name, best last."""
