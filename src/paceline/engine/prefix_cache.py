@@ -212,6 +212,23 @@ class PrefixCache:
             missing = [text for text in reversed(self._entries) if self._is_worth_writing(text, *_ENDING, waits=False)]
             self.disk.flush([(text, self._replaced(text)) for text in missing], seconds)
 
+    def write(self) -> list[CachedText]:
+        """Begin to write the texts in memory that the disk lacks, in the background, and return them."""
+        if not self.disk:
+            return []
+        self.disk.refresh()
+        missing = [text for text in self._entries if self._is_worth_writing(text, *_ENDING)]
+        for text in missing:  # the most recently used comes last, and gets the newest file
+            self.disk.offer(text, self._replaced(text))
+        return missing
+
+    def kept_tokens(self) -> int:
+        """Return the number of tokens of all texts on disk."""
+        if not self.disk:
+            return 0
+        self.disk.refresh()
+        return sum(len(text.tokens) for text in self.disk.texts)
+
     def _write(self, text: CachedText, least: int, part: int) -> None:
         """Write a text to disk in the background if that is worth it (see `_BEHIND`)."""
         if self.disk and self._is_worth_writing(text, least, part):

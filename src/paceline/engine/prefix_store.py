@@ -178,6 +178,14 @@ class PrefixStore:
                     thread.start()
                     self._thread = thread
 
+    def wait(self, seconds: float) -> bool:
+        """Wait until no text waits to be written. Return False if that takes longer than `seconds`."""
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join(seconds)
+        return thread is None or not thread.is_alive()
+
     def withdraw(self, text: CachedText) -> None:
         """Do not write a text that is waiting."""
         with self._lock:
