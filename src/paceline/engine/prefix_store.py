@@ -124,6 +124,10 @@ class PrefixStore:
             return 0
         return self._size[1]
 
+    def keeps(self, drafter: str) -> bool:
+        """Return True if files contain the states of this drafter. Drafters that were loaded later have no key."""
+        return drafter in self._drafters
+
     def refresh(self, most: int = 100) -> None:
         """Look for files that other processes have added or removed. `most`: Number of new files to read."""
         try:
