@@ -342,7 +342,7 @@ def _facts(source: ModelSource, model: LoadedModel | None) -> Callable[[], Model
         vocab_size=target.vocab_size,
         template=llm.tokenizer.chat_template or "",
         vision=llm.vision is not None,
-        infill=InfillTokens.of(llm.tokenizer) is not None,
+        infill=InfillTokens.of(llm.tokenizer.token_id) is not None,
     )
 
 
