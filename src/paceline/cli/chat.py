@@ -15,12 +15,13 @@ import typer
 
 from paceline.cli.background import Background
 from paceline.cli.commands import option, print_error
-from paceline.cli.images import check_sees, data_url, read_images, saved_content, with_images
+from paceline.cli.images import check_sees, data_url, read_images, saved_content
 from paceline.cli.options import LoadFlags, ModelArgument, Quiet, SamplingOptions, progress_wanted
 from paceline.cli.prompts import STDIN, piped_prompt
 from paceline.cli.show import has_colour, loaded_line, sampling_line, show_stream, summary
 from paceline.cli.wrapping import say
 from paceline.errors import InvalidData, InvalidOption, InvalidPrompt, PacelineError, UnsupportedModel
+from paceline.vision.messages import with_images
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

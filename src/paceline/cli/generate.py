@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from paceline.cli.commands import options_of
-from paceline.cli.images import check_sees, read_images, with_images
+from paceline.cli.images import check_sees, read_images
 from paceline.cli.options import DEMO, LoadFlags, Quiet, SamplingOptions, follows, note, progress_wanted
 from paceline.cli.prompts import STDIN, read_rows, single_prompt
 from paceline.cli.record import recording
@@ -22,6 +22,7 @@ from paceline.cli.wrapping import say
 from paceline.cli.writing import ReplyWriter, write_batch, write_one_by_one
 from paceline.errors import InvalidOption, ModelNotFound
 from paceline.text.prompt_rows import PromptRow
+from paceline.vision.messages import with_images
 
 if TYPE_CHECKING:
     from paceline.llm import LLM

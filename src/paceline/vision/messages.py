@@ -19,6 +19,13 @@ def has_images(prompt: Prompt) -> bool:
     return is_chat and any(_is_image(part) for message in prompt for part in _parts(message))
 
 
+def with_images(text: str, pictures: Sequence[Picture]) -> str | list[dict[str, Any]]:
+    """Return the content of a message: its text, after the images if there are any."""
+    if not pictures:
+        return text
+    return [*({"type": "image", "image": one} for one in pictures), {"type": "text", "text": text}]
+
+
 def split_images(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[Picture]]:
     """Return messages in which an `ImagePart` stands for each image, and the pictures.
 
