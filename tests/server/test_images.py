@@ -229,14 +229,17 @@ def test_the_oldest_images_are_left_out_of_a_chat_that_is_too_long(llm: LLM) -> 
     assert 2 * ROWS < size <= 100
 
 
-def test_no_more_images_are_encoded_than_the_context_has_room_for(llm: LLM) -> None:
+def test_a_prompt_that_is_too_long_is_refused_before_an_image_is_encoded(llm: LLM) -> None:
     assert llm.vision
     before = len(llm.vision.sizes)  # type: ignore[attr-defined]
-    images = [url(encoded(noise(seed=seed))) for seed in range(20, 30)]
-    with serving(llm, max_prompt=30) as it:
-        answer = it.post("/v1/chat/completions", {"messages": [user(*images)]})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
-    assert len(llm.vision.sizes) - before == 30 // ROWS + 1  # type: ignore[attr-defined]
+    images = [url(encoded(noise(seed=seed))) for seed in range(20, 26)]
+    with serving(llm, max_prompt=50) as it:
+        for parts in (images * 3, (*images, "a" * 40)):  # too many rows, and too much text with them
+            answer = it.post("/v1/chat/completions", {"messages": [user(*parts)]})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert len(llm.vision.sizes) == before  # type: ignore[attr-defined]
+        assert it.post("/v1/chat/completions", {"messages": [user(*images)], "max_tokens": 2}).status_code == 200
+    assert len(llm.vision.sizes) == before + len(images)  # type: ignore[attr-defined]
 
 
 def test_images_are_not_read_for_a_client_that_has_left(it: Serving, llm: LLM) -> None:

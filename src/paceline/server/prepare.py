@@ -246,19 +246,19 @@ def token_ids(llm: LLM, prompt: Any, param: str, chat: bool = False) -> list[int
 def chat_ids(llm: LLM, text: str, prompt: ChatPrompt, limit: int) -> list[int]:
     """Return the token ids of a chat's text, with the images of the chat. Raises `ApiError` 400.
 
-    No more images are encoded once they have more than `limit` rows, because an image may take seconds.
+    A prompt of more than `limit` tokens is refused before its images are encoded, because an image may take seconds.
     """
     pictures = pictures_of(prompt)
     if not pictures or llm.vision is None:
         return token_ids(llm, text, "messages", chat=True)
 
-    def counted(rows: int) -> None:
+    def check(tokens: int) -> None:
         check_wanted()
-        if rows > limit:
-            raise ContextExceeded(rows, limit, "messages", exact=False)
+        if tokens > limit:
+            raise ContextExceeded(tokens, limit, "messages", exact=False)
 
     try:
-        return llm.vision.prompt(text, pictures, partial(llm.tokenizer.encode, special=False), counted)
+        return llm.vision.prompt(text, pictures, partial(llm.tokenizer.encode, special=False), check)
     except InvalidPrompt as error:
         raise bad_request(str(error), "messages") from error
 

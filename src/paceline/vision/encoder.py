@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from importlib.util import find_spec
 from itertools import islice
@@ -55,7 +56,8 @@ class Vision:
             device: The tower's device.
         """
         self.family, self._config, self._tensors, self._settings = family, config, tensors, settings
-        self._dtype, self._device, self._lock = dtype, device, Lock()
+        self._dtype, self._device = dtype, device
+        self._lock, self._loading = Lock(), Lock()
         self._encoded: OrderedDict[str, EncodedImage] = OrderedDict()
         """Digest of a picture -> the encoded image, in the order of last use."""
 
@@ -70,7 +72,7 @@ class Vision:
         return sum(image.nbytes for image in self._encoded.values())
 
     def prompt(
-        self, text: str, pictures: Sequence[Picture], encode: Encode, counted: Callable[[int], object] | None = None
+        self, text: str, pictures: Sequence[Picture], encode: Encode, check: Callable[[int], object] | None = None
     ) -> ImagePrompt:
         """Return a prompt with images.
 
@@ -78,7 +80,8 @@ class Vision:
             text: A rendered chat template, with one mark of the template per picture.
             pictures: The pictures, in order.
             encode: Converts text to token ids.
-            counted: Called before each picture with the number of rows so far, and at the end. It may raise an error.
+            check: Called before each picture is encoded with the minimum number of the prompt's tokens. It may raise an
+                error.
 
         Raises:
             InvalidPrompt: If the text does not have one mark per picture, or contains the token of images.
@@ -91,7 +94,12 @@ class Vision:
                 f"the chat template wrote {len(marks)} marks for {len(pictures)} images",
                 "Use the model's own chat template, and do not write its marks into messages",
             )
-        images = self._images(pictures, counted or (lambda rows: None))
+        images = list[EncodedImage]()
+        least = len(encode(text)) + sum(self.rows(one) - 1 for one in pictures) if check else 0
+        for picture in pictures:
+            if check:
+                check(least)
+            images.append(self.encode(picture))
         parts, done = list[str](), 0
         for (start, end), image in zip(marks, images, strict=True):
             parts += [text[done:start], TemplateText.written(image.text)]
@@ -108,17 +116,19 @@ class Vision:
             raise CorruptModel("the tokenizer does not fit the vision tower", "Fetch the model again")
         return ImagePrompt(tokens, placed)
 
-    def _images(self, pictures: Sequence[Picture], counted: Callable[[int], object]) -> list[EncodedImage]:
-        images, rows = list[EncodedImage](), 0
-        for picture in pictures:
-            counted(rows)
-            images.append(self.encode(picture))
-            rows += len(images[-1].embeddings)
-        counted(rows)
-        return images
+    def rows(self, picture: Picture) -> int:
+        """Return the minimum number of rows of an image, which its size tells. Errors as for `encode`."""
+        tower, (height, width, _) = self._loaded(), picture.pixels.shape
+        with self._refusals(picture):
+            return self.family.rows(tower, height, width)
 
     def encode(self, picture: Picture) -> EncodedImage:
-        """Return an image as the language model reads it. Raises `UnsupportedModel` if a package is missing."""
+        """Return an image as the language model reads it.
+
+        Raises:
+            InvalidPrompt: If the tower cannot encode an image of this size.
+            UnsupportedModel: If a package is missing.
+        """
         with self._lock:
             if (found := self._encoded.pop(picture.digest, None)) is None:
                 found = self._encode(picture)
@@ -131,15 +141,24 @@ class Vision:
     def _encode(self, picture: Picture) -> EncodedImage:
         from PIL import Image
 
-        tower, image = self._tower, Image.fromarray(picture.pixels)
+        tower = self._loaded()
+        with self._refusals(picture), memory_named("no memory to encode the image", "Scale it down"):
+            return self.family.encode(tower, Image.fromarray(picture.pixels))
+
+    @contextmanager
+    def _refusals(self, picture: Picture) -> Iterator[None]:
+        """Convert the errors of transformers' processors to `InvalidPrompt`."""
         try:
-            with memory_named("no memory to encode the image", "Scale it down"):
-                return self.family.encode(tower, image)
-        except (ValueError, IndexError, RuntimeError, ZeroDivisionError) as error:  # of transformers' processors
+            yield
+        except (ValueError, IndexError, RuntimeError, ZeroDivisionError) as error:
+            height, width, _ = picture.pixels.shape
             raise InvalidPrompt(
-                f"{self.name} cannot encode an image of {image.width} x {image.height} pixels ({error})",
-                "Crop or scale it",
+                f"{self.name} cannot encode an image of {width} x {height} pixels ({error})", "Crop or scale it"
             ) from error
+
+    def _loaded(self) -> Tower:
+        with self._loading:
+            return self._tower
 
     @cached_property
     def _tower(self) -> Tower:
