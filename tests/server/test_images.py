@@ -17,6 +17,7 @@ from PIL import Image
 from paceline.errors import InvalidPrompt
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
+from paceline.server import images
 from paceline.server.apis.response_bodies import image_chars
 from paceline.server.errors import ApiError
 from paceline.server.image_urls import fetched
@@ -26,7 +27,7 @@ from paceline.server.request import ChatMessage, ChatPrompt, SentImage
 from paceline.server.worker import Busy
 from paceline.text.sandbox import ABANDONED
 from paceline.text.template_text import TemplateText, concat
-from paceline.vision import picture
+from paceline.vision import encoder, picture
 from paceline.vision.picture import read_picture
 from tests.support.pictures import SVG, data_url, encoded, noise, png_bomb
 from tests.support.running import Serving, serving
@@ -232,14 +233,36 @@ def test_the_oldest_images_are_left_out_of_a_chat_that_is_too_long(llm: LLM) -> 
 def test_a_prompt_that_is_too_long_is_refused_before_an_image_is_encoded(llm: LLM) -> None:
     assert llm.vision
     before = len(llm.vision.sizes)  # type: ignore[attr-defined]
-    images = [url(encoded(noise(seed=seed))) for seed in range(20, 26)]
+    shown = [url(encoded(noise(seed=seed))) for seed in range(20, 26)]
     with serving(llm, max_prompt=50) as it:
-        for parts in (images * 3, (*images, "a" * 40)):  # too many rows, and too much text with them
+        for parts in (shown * 3, (*shown, "a" * 40)):  # too many rows, and too much text with them
             answer = it.post("/v1/chat/completions", {"messages": [user(*parts)]})
             assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
         assert len(llm.vision.sizes) == before  # type: ignore[attr-defined]
-        assert it.post("/v1/chat/completions", {"messages": [user(*images)], "max_tokens": 2}).status_code == 200
-    assert len(llm.vision.sizes) == before + len(images)  # type: ignore[attr-defined]
+        assert it.post("/v1/chat/completions", {"messages": [user(*shown)], "max_tokens": 2}).status_code == 200
+    assert len(llm.vision.sizes) == before + len(shown)  # type: ignore[attr-defined]
+
+
+def test_the_memory_of_encoded_images_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder, "_CACHED", 0)  # only the latest image is kept
+    llm = seeing_llm()
+    vision: Any = llm.vision
+    chats = [[{"role": "user", "content": [{"type": "image", "image": one}]}] for one in (FIRST, SECOND)]
+    prompts = [llm.encode(chat) for chat in chats]
+    size = prompts[0].images[0].image.nbytes  # type: ignore[attr-defined]
+    assert vision.held_bytes == size, "the latest image does not count"
+    monkeypatch.setattr(images, "_MAX_HELD", size - 1)
+    with serving(llm) as it:
+        answer = it.post("/v1/chat/completions", {"messages": [user(url(encoded(noise(seed=7))))]})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "images_full")
+        assert answer.headers["retry-after"]
+        assert llm.encode(chats[0]) == prompts[0]
+        assert len(vision.sizes) == 2, "nothing was encoded: an image of a prompt is found"
+        prompts.clear()
+        for seed in range(4):
+            body = {"messages": [user(url(encoded(noise(seed=seed))))], "max_tokens": 2}
+            assert it.post("/v1/chat/completions", body).status_code == 200, "requests release their images"
+            assert it.idle()
 
 
 def test_images_are_not_read_for_a_client_that_has_left(it: Serving, llm: LLM) -> None:

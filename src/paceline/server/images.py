@@ -7,18 +7,21 @@ from dataclasses import replace
 
 from paceline.errors import InvalidPrompt, TimedOut
 from paceline.llm import LLM
-from paceline.server.errors import bad_request
+from paceline.server.errors import bad_request, retry_later
 from paceline.server.image_urls import fetched
 from paceline.server.limits import Settings
 from paceline.server.request import ChatMessage, ChatPrompt, SentImage
 from paceline.server.worker import Busy
 from paceline.text.sandbox import is_abandoned
+from paceline.vision.encoder import Vision
 from paceline.vision.picture import Picture, data_of_url, read_base64, read_picture
 
 _LOW = 512
 """Longest side, in pixels, of an image that is sent with the detail "low". OpenAI's API documents the same."""
 _MAX_PIXELS = 100_000_000
 """Maximum pixels of all images in a request. They take three times as many bytes."""
+_MAX_HELD = 1 << 30
+"""Maximum bytes of encoded images that waiting and running requests hold when another request is prepared."""
 _DATA = re.compile(r"[A-Za-z0-9+/=_-]{1000,}")
 
 
@@ -51,6 +54,14 @@ def seen(llm: LLM, settings: Settings, prompt: ChatPrompt) -> ChatPrompt:
 def pictures_of(prompt: ChatPrompt) -> list[Picture]:
     """Return the pictures of a chat, in the order of its messages."""
     return [part for message in prompt.messages for part in message.parts if isinstance(part, Picture)]
+
+
+def check_memory(vision: Vision) -> None:
+    """Raise `ApiError` 503 if the images of other requests take too much memory. Call it before any is encoded."""
+    if vision.held_bytes > _MAX_HELD:
+        raise retry_later(
+            503, f"the images of other requests take more than {_MAX_HELD >> 20} MiB. Try again later", "images_full"
+        )
 
 
 def check_wanted() -> None:

@@ -23,7 +23,7 @@ from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import not_finite
 from paceline.server import grammars
 from paceline.server.errors import LOG, REQUEST_ID, ContextExceeded, bad_request
-from paceline.server.images import check_wanted, pictures_of, seen
+from paceline.server.images import check_memory, check_wanted, pictures_of, seen
 from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
 from paceline.server.replies import ChatReply
@@ -244,13 +244,15 @@ def token_ids(llm: LLM, prompt: Any, param: str, chat: bool = False) -> list[int
 
 
 def chat_ids(llm: LLM, text: str, prompt: ChatPrompt, limit: int) -> list[int]:
-    """Return the token ids of a chat's text, with the images of the chat. Raises `ApiError` 400.
+    """Return the token ids of a chat's text, with the images of the chat. Raises `ApiError` 400 and 503.
 
     A prompt of more than `limit` tokens is refused before its images are encoded, because an image may take seconds.
     """
     pictures = pictures_of(prompt)
     if not pictures or llm.vision is None:
         return token_ids(llm, text, "messages", chat=True)
+
+    check_memory(llm.vision)
 
     def check(tokens: int) -> None:
         check_wanted()

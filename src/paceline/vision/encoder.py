@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 from threading import Lock
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -33,7 +34,8 @@ class Vision:
     """The vision tower of a model, which is loaded when the first image comes. It is thread-safe.
 
     One image is encoded at a time, so that the result does not depend on other images, and requests do not compete for
-    processors. Encoded images are kept and found by the hash of their pixels.
+    processors. Encoded images are found by the hash of their pixels as long as a prompt uses them, and the latest ones
+    longer.
     """
 
     def __init__(
@@ -58,8 +60,10 @@ class Vision:
         self.family, self._config, self._tensors, self._settings = family, config, tensors, settings
         self._dtype, self._device = dtype, device
         self._lock, self._loading = Lock(), Lock()
-        self._encoded: OrderedDict[str, EncodedImage] = OrderedDict()
+        self._latest: OrderedDict[str, EncodedImage] = OrderedDict()
         """Digest of a picture -> the encoded image, in the order of last use."""
+        self._encoded: WeakValueDictionary[str, EncodedImage] = WeakValueDictionary()
+        """Digest of a picture -> the encoded image, for all images in memory."""
 
     @property
     def name(self) -> str:
@@ -67,9 +71,11 @@ class Vision:
         return self.family.name
 
     @property
-    def nbytes(self) -> int:
-        """Memory of the encoded images that are kept, in bytes."""
-        return sum(image.nbytes for image in self._encoded.values())
+    def held_bytes(self) -> int:
+        """Memory of encoded images that only prompts keep, in bytes."""
+        # Iterating over the dictionary could fail, since other threads encode images and drop prompts.
+        only = (ref for ref in self._encoded.valuerefs() if ref.key not in self._latest)
+        return sum(image.nbytes for ref in only if (image := ref()) is not None)
 
     def prompt(
         self, text: str, pictures: Sequence[Picture], encode: Encode, check: Callable[[int], object] | None = None
@@ -130,11 +136,12 @@ class Vision:
             UnsupportedModel: If a package is missing.
         """
         with self._lock:
-            if (found := self._encoded.pop(picture.digest, None)) is None:
-                found = self._encode(picture)
-            self._encoded[picture.digest] = found
-            while len(self._encoded) > 1 and self.nbytes > _CACHED:
-                self._encoded.popitem(last=False)
+            if (found := self._encoded.get(picture.digest)) is None:
+                found = self._encoded[picture.digest] = self._encode(picture)
+            self._latest[picture.digest] = found
+            self._latest.move_to_end(picture.digest)
+            while len(self._latest) > 1 and sum(image.nbytes for image in self._latest.values()) > _CACHED:
+                self._latest.popitem(last=False)
             return found
 
     @torch.inference_mode()

@@ -27,7 +27,7 @@ def _idefics3(tower: Tower, image: Any) -> EncodedImage:
 
 
 def _idefics3_rows(tower: Tower, height: int, width: int) -> int:
-    # transformers counts too few if the longest side is no multiple of a tile's side. It is one in SmolVLM and Idefics3.
+    # transformers counts too few unless the longest side is a multiple of a tile's side, as in SmolVLM and Idefics3.
     _, rows, columns = tower.processor.get_number_of_image_patches(height, width)
     patches = tower.processor.max_image_size["longest_edge"] // tower.config.vision_config.patch_size
     return (rows * columns + 1) * (patches // tower.config.scale_factor) ** 2
