@@ -46,7 +46,7 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self.send_response(200)
             self.end_headers()
-            if self.path == "/slow":
+            if self.path.startswith("/slow"):
                 for _ in range(30):
                     self.wfile.write(b"x")
                     self.wfile.flush()
@@ -109,7 +109,18 @@ def test_other_urls_are_refused(address: str, url: str, hosts: list[str], cause:
 def test_a_slow_host_is_given_up(address: str, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     monkeypatch.setattr(image_urls, "SECONDS", 0.3)
     with pytest.raises(InvalidPrompt, match=r"within 0\.3 seconds"):
-        fetched(address + path, ["127.0.0.1"], 1000)
+        fetched(address + path, ["127.0.0.1"], 1000, 0.3)
+
+
+def test_all_images_of_a_request_share_one_time_limit(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_urls, "SECONDS", 2.5)
+    parts = [{"type": "image_url", "image_url": {"url": f"{address}/slow?{i}"}} for i in range(4)]
+    body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 2}
+    with serving(seeing_llm(), image_hosts=["127.0.0.1"]) as it:
+        answer = it.post("/v1/chat/completions", body)
+    error = answer.json()["error"]
+    assert (answer.status_code, "did not arrive within 2.5 seconds" in error["message"]) == (400, True)
+    assert error["param"] != "messages.0.content.0.image_url", "one image alone has the time"
 
 
 def test_a_path_may_have_any_characters(address: str) -> None:

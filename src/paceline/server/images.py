@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import time
 from dataclasses import replace
 
 from paceline.errors import InvalidPrompt, TimedOut
 from paceline.llm import LLM
+from paceline.server import image_urls
 from paceline.server.errors import bad_request, retry_later
-from paceline.server.image_urls import fetched
 from paceline.server.limits import Settings
 from paceline.server.request import ChatMessage, ChatPrompt, SentImage
 from paceline.server.worker import Busy
@@ -84,11 +85,12 @@ def _read(reader: _ImageReader, message: ChatMessage) -> ChatMessage:
 
 
 class _ImageReader:
-    """Reads the images of one request. Counts their bytes and pixels."""
+    """Reads the images of one request. Counts their bytes, their pixels, and the time to fetch them."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._bytes = self._pixels = 0
+        self._seconds = image_urls.SECONDS
         self._read: dict[tuple[str, bool], Picture] = {}
 
     def picture(self, part: SentImage) -> Picture:
@@ -110,9 +112,7 @@ class _ImageReader:
             raise InvalidPrompt("the image has no data", "Send a data URL: data:image/png;base64,...")
         most = _LOW if part.low else None
         if start.startswith(("http://", "https://")):
-            data = fetched(part.source, self._settings.image_hosts, self._settings.max_image_bytes - self._bytes)
-            self._count(len(data))
-            found = read_picture(data, most)
+            found = read_picture(self._fetched(part.source), most)
         else:
             text = data_of_url(part.source) if start.startswith("data:") else part.source
             self._count(len(text) * 3 // 4)
@@ -124,6 +124,14 @@ class _ImageReader:
                 "Scale them down, or send fewer",
             )
         return found
+
+    def _fetched(self, url: str) -> bytes:
+        """Return the bytes at a URL, in the time that earlier images have left."""
+        began, left = time.monotonic(), self._settings.max_image_bytes - self._bytes
+        data = image_urls.fetched(url, self._settings.image_hosts, left, self._seconds)
+        self._seconds -= time.monotonic() - began
+        self._count(len(data))
+        return data
 
     def _count(self, size: int) -> None:
         self._bytes += size
