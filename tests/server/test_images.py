@@ -24,7 +24,7 @@ from paceline.server.image_urls import fetched
 from paceline.server.images import seen
 from paceline.server.limits import Settings
 from paceline.server.request import ChatMessage, ChatPrompt, SentImage
-from paceline.server.worker import Busy
+from paceline.server.worker import Busy, WorkerLimits
 from paceline.text.sandbox import ABANDONED
 from paceline.text.template_text import TemplateText, concat
 from paceline.vision import encoder, picture
@@ -143,6 +143,25 @@ def test_a_continued_response_still_sees_its_image(it: Serving, llm: LLM) -> Non
     again = it.post("/v1/responses", {"model": "toy", **more}).json()
     assert again["usage"]["input_tokens"] > first["usage"]["input_tokens"] + 4
     assert len(llm.vision.sizes) == before, "an image is encoded once"  # type: ignore[attr-defined]
+
+
+def test_an_image_that_was_sent_before_comes_from_the_prefix_cache() -> None:
+    llm = seeing_llm()
+    llm.engine.__dict__["seamless"] = True  # rounding does not matter in float64
+    large = encoded(Image.effect_noise((700, 600), 50))
+
+    def cached(it: Serving, part: dict[str, Any], tail: str) -> int:
+        body = {"messages": [user("a b c d " * 8, part, "e f g h " * 8 + tail)], "max_tokens": 2}
+        count: int = it.post("/v1/chat/completions", body).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return count
+
+    with serving(llm, WorkerLimits(prefix_bytes=1 << 26)) as it:
+        before = len(llm.encode("<user>" + "a b c d " * 8, raw=True))
+        assert cached(it, url(large), "1") == 0
+        assert cached(it, url(large), "2") > before + ROWS
+        for other in (url(large, detail="low"), url(FIRST)):
+            assert before - 4 < cached(it, other, "2") <= before, "only the text before the image is shared"
+            assert cached(it, other, "3") > before + ROWS
 
 
 def test_tokens_and_templates_count_images(it: Serving) -> None:
