@@ -31,7 +31,7 @@ from paceline.vision import encoder, picture
 from paceline.vision.picture import read_picture
 from tests.support.pictures import SVG, data_url, encoded, noise, png_bomb
 from tests.support.running import Serving, serving
-from tests.support.toy_vision import ROWS, TOO_NARROW, seeing_llm
+from tests.support.toy_vision import ROWS, TEMPLATE, TOO_NARROW, seeing_llm
 
 FIRST, SECOND = encoded(noise(seed=1)), encoded(noise(seed=2), "JPEG")
 
@@ -123,6 +123,64 @@ def test_an_image_in_a_tool_result_is_seen(it: Serving) -> None:
         for shown in ([image], "")
     ]
     assert sizes[0] == sizes[1] + ROWS
+
+
+_USER_IMAGES = TEMPLATE.replace("part.type == 'image'", "part.type == 'image' and m.role == 'user'")
+"""A template that shows no images in tool results."""
+_ONE_USER = "{% for m in messages[1:] if m.role == 'user' %}{{ raise_exception('no') }}{% endfor %}" + _USER_IMAGES
+_FOLLOWS, _BEFORE = "[image: see the next message of the user]", "<user>Images of the tool results above:<image><image>"
+_LEFT_OUT = "[image left out: this model sees no images in tool results]"
+
+
+def tool_chat(*more: Any) -> dict[str, Any]:
+    """A chat with two tool results that have images."""
+    calls = [{"id": one, "type": "function", "function": {"name": "look", "arguments": "{}"}} for one in "cd"]
+    results = [
+        {"role": "tool", "tool_call_id": one, "content": user(*parts)["content"]}
+        for one, parts in (("c", ("shot:", url(FIRST))), ("d", (url(SECOND),)))
+    ]
+    return {"messages": [user("a"), {"role": "assistant", "tool_calls": calls}, *results, *more]}
+
+
+@pytest.mark.parametrize(
+    ("more", "end"),
+    [
+        ((), "<assistant>"),
+        ((user("and?"),), "and?<assistant>"),
+        ((user("and", url(FIRST)),), "and<image><assistant>"),
+        (({"role": "assistant", "content": "b"}, user(url(FIRST))), "<assistant>b<user><image><assistant>"),
+    ],
+)
+def test_images_of_tool_results_follow_if_the_template_shows_none_there(more: tuple[Any, ...], end: str) -> None:
+    llm = seeing_llm(_USER_IMAGES)
+    with serving(llm) as it:
+        prompt = it.post("/apply-template", tool_chat(*more)).json()["prompt"]
+        assert it.post("/v1/chat/completions", {**tool_chat(*more), "max_tokens": 4}).status_code == 200
+    assert prompt == f"<user>a<assistant><tool>shot:\n{_FOLLOWS}<tool>{_FOLLOWS}{_BEFORE}{end}"
+    assert llm.vision
+    assert len(llm.vision.sizes) == 2  # type: ignore[attr-defined]
+
+
+def test_a_note_replaces_images_of_tool_results_that_the_template_can_show_nowhere() -> None:
+    llm = seeing_llm(_ONE_USER)
+    with serving(llm) as it:
+        prompt = it.post("/apply-template", tool_chat()).json()["prompt"]
+        assert it.post("/v1/chat/completions", {**tool_chat(), "max_tokens": 4}).status_code == 200
+    assert prompt == f"<user>a<assistant><tool>shot:\n{_LEFT_OUT}<tool>{_LEFT_OUT}<assistant>"
+
+
+def test_an_image_of_the_user_that_the_template_does_not_show_is_refused() -> None:
+    with serving(seeing_llm(TEMPLATE.replace("part.type == 'image'", "false"))) as it:
+        answer = it.post("/v1/chat/completions", tool_chat(user(url(FIRST))))
+    assert (answer.status_code, "0 marks for 1 images" in answer.text) == (400, True)
+
+
+def test_python_moves_images_of_tool_results_as_well() -> None:
+    llm = seeing_llm(_USER_IMAGES)
+    result = {"role": "tool", "content": [{"type": "image", "image": FIRST}]}
+    ids = llm.encode([{"role": "user", "content": "a"}, result])
+    text = llm.tokenizer.decode(ids, False)
+    assert text == f"<user>a<tool>{_FOLLOWS}{_BEFORE[:-14]}{'<image>' * ROWS}<assistant>"
 
 
 def test_a_model_that_sees_says_so(it: Serving) -> None:

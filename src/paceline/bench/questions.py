@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.errors import InvalidData, InvalidOption
+from paceline.text.image_part import with_images
 from paceline.text.prompt_rows import parse_object, parse_row
 from paceline.text.tokenizer import Tokenizer
 from paceline.types import Prompt
-from paceline.vision.messages import with_images
 from paceline.vision.picture import Picture
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.commands import options_of
-from paceline.cli.images import check_sees, read_images
+from paceline.cli.images import read_images
 from paceline.cli.options import (
     DEMO,
     DataType,
@@ -165,7 +165,7 @@ def bench(*, options: BenchOptions, quiet: Quiet = False) -> None:
     everything = read_questions(options.prompts)
     targets = options.load(progress=progress_wanted(quiet))
     if images:
-        check_sees(next(iter(targets.values())))
+        next(iter(targets.values())).required_vision()
     questions = [replace(question, images=images) for question in pick(everything, options.count)]
     if options.context is not None:
         tokenizer = next(iter(targets.values())).tokenizer

@@ -93,8 +93,7 @@ class Vision:
             InvalidPrompt: If the text does not have one mark per picture, or contains the token of images.
             UnsupportedModel: If a package is missing.
         """
-        marks = [hit.span() for hit in re.finditer(re.escape(self.family.mark), str.__str__(text))]
-        marks = [span for span in marks if all(flags_of(text)[slice(*span)])]  # those that the template wrote
+        marks = self._marks(text)
         if len(marks) != len(pictures):
             raise InvalidPrompt(
                 f"the chat template wrote {len(marks)} marks for {len(pictures)} images",
@@ -121,6 +120,15 @@ class Vision:
         if any(len(one.rows) != len(one.image.embeddings) for one in placed):
             raise CorruptModel("the tokenizer does not fit the vision tower", "Fetch the model again")
         return ImagePrompt(tokens, placed)
+
+    def shown(self, text: str) -> int:
+        """Return the number of images that a rendered chat template shows."""
+        return len(self._marks(text))
+
+    def _marks(self, text: str) -> list[tuple[int, int]]:
+        """Return the spans of the marks that the template wrote."""
+        found, flags = re.finditer(re.escape(self.family.mark), str.__str__(text)), flags_of(text)
+        return [hit.span() for hit in found if all(flags[slice(*hit.span())])]
 
     def rows(self, picture: Picture) -> int:
         """Return the minimum number of rows of an image, which its size tells. Errors as for `encode`."""
