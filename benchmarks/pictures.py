@@ -22,6 +22,7 @@ import transformers
 from common import RESULTS, Grid, median, progress, provenance, report, write
 from PIL import Image
 
+from paceline.server.worker import trim_memory
 from paceline.vision.encoder import Vision
 from paceline.vision.families import VISION
 from paceline.vision.picture import Picture
@@ -134,6 +135,7 @@ def by_transformers(vision: Vision, picture: Picture) -> int:
 
 def measured(call: Callable[[], int]) -> tuple[int, float, float, float | None]:
     """Return the result of a call, its seconds and CPU seconds, and its peak memory in MiB."""
+    trim_memory()  # else the call would use memory that earlier calls have left
     before = _memory("VmRSS", reset=True)
     began, used = time.perf_counter(), time.process_time()
     found = call()
