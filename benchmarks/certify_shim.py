@@ -250,4 +250,5 @@ if __name__ == "__main__":
     parser.add_argument("--port", type=int, default=8090)
     given = parser.parse_args()
     Handler.library = LIBRARIES[given.library](given.model)
+    ThreadingHTTPServer.request_queue_size = 64
     ThreadingHTTPServer(("127.0.0.1", given.port), Handler).serve_forever()
