@@ -59,7 +59,7 @@ class DraftPolicy:
     def _fresh(self) -> tuple[Controller, ...]:
         return tuple(Controller(*part) for part in self.drafter.parts)
 
-    def check(self, asks: Sequence[Ask], drafts: Sequence[Draft], vocab_size: int) -> None:
+    def check_drafts(self, asks: Sequence[Ask], drafts: Sequence[Draft], vocab_size: int) -> None:
         """Check the drafts that the drafter, which may be the user's own, has made. Warn if it failed on a token.
 
         Args:

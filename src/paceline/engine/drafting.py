@@ -203,14 +203,14 @@ def propose(plan: RoundPlan, vocab_size: int, timer: Timer) -> Drafted:
         timer: Measures the time of each drafter.
 
     Raises:
-        InvalidOption: If a draft is invalid (see `DraftPolicy.check`).
+        InvalidOption: If a draft is invalid (see `DraftPolicy.check_drafts`).
     """
     drafts, seconds = [*plan.known], list[float]()
     for one in plan.policies:
         began = timer()
         if one.asks:
             made = one.policy.drafter.propose([*one.asks.values()])
-            one.policy.check([*one.asks.values()], made, vocab_size)
+            one.policy.check_drafts([*one.asks.values()], made, vocab_size)
             for place, draft in zip(one.asks, made, strict=True):
                 drafts[place] = draft
         seconds.append(timer() - began)

@@ -43,9 +43,14 @@ class Pupil:
         return self.folder / "traffic.jsonl"
 
     @property
+    def _unfinished(self) -> Path:
+        """Folder of the lesson in progress. Everything that a lesson writes, or leaves after a kill, is in it."""
+        return self.folder / "lesson"
+
+    @property
     def lesson(self) -> Path:
         """Recording that the head in training is trained on. It exists only until that head is finished."""
-        return self.folder / "lesson.jsonl"
+        return self._unfinished / "traffic.jsonl"
 
     @property
     def head(self) -> Path:
@@ -55,7 +60,26 @@ class Pupil:
     @property
     def candidate(self) -> Path:
         """The head in training."""
-        return self.folder / "candidate"
+        return self._unfinished / "head"
+
+    @property
+    def _replaced(self) -> Path:
+        """The head before `head`. It exists only while `switch` runs."""
+        return self.folder / "head.old"
+
+    def switch(self) -> None:
+        """Use the head in training from now on. If this is interrupted, `recover` must follow."""
+        self.recover()
+        if self.head.exists():
+            self.head.rename(self._replaced)
+        self.candidate.rename(self.head)
+        shutil.rmtree(self._replaced, ignore_errors=True)
+
+    def recover(self) -> None:
+        """Finish or undo a switch that was interrupted, so that there is a head again."""
+        if self._replaced.exists() and not self.head.exists():
+            self._replaced.rename(self.head)
+        shutil.rmtree(self._replaced, ignore_errors=True)
 
     def status(self) -> dict[str, Any]:
         """Return the result of the last lesson, {} if there is none or the file is damaged."""
@@ -75,10 +99,8 @@ class Pupil:
 
     def drop_lesson(self) -> None:
         """Delete what is left of a lesson."""
-        for path in (self.candidate, self.candidate.with_name("candidate.work")):
-            shutil.rmtree(path, ignore_errors=True)
-        for path in (self.lesson, self.lesson.with_name("lesson.jsonl.new")):  # a kill leaves the latter
-            path.unlink(missing_ok=True)
+        self.lesson.unlink(missing_ok=True)  # first, so that a lesson of which only parts are left is never continued
+        shutil.rmtree(self._unfinished, ignore_errors=True)
 
 
 def _replies(path: Path) -> list[RecordedReply]:
@@ -116,7 +138,9 @@ def pupil_of(folder: Path, key: str | None) -> Pupil:
     name = "all" if key is None else hashlib.blake2b(key.encode(), key=secret[:64], digest_size=8).hexdigest()
     made = folder / name
     made.mkdir(mode=0o700, exist_ok=True)
-    return Pupil(made)
+    pupil = Pupil(made)
+    pupil.recover()
+    return pupil
 
 
 def pupils(folder: Path) -> list[Pupil]:
