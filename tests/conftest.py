@@ -18,8 +18,9 @@ from paceline.checkpoints.loader import Loaded, load_model
 from paceline.errors import ModelNotFound
 from paceline.kernels.quantize import Precision
 from paceline.models.decoder import Decoder
-from paceline.testing import tiny_target
 from paceline.text import sandbox
+from tests.support import cover
+from tests.support.toys import toy_target
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
@@ -27,7 +28,8 @@ THREADS = max(1, min(2, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIS
 """Threads for real models: two, unless pytest's own workers share the cores."""
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    cover.FAST_ONLY = config.option.markexpr == "not slow"
     # The same examples every time: a suite that fails by chance teaches people to run it again.
     examples = 100 if os.environ.get("PACELINE_EXHAUSTIVE") else 25
     hypothesis.settings.register_profile("paceline", derandomize=True, deadline=None, max_examples=examples)
@@ -65,8 +67,8 @@ def no_forks() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def toy() -> Decoder:
-    """A float64 decoder of 37 tokens: rounding decides nothing."""
-    return tiny_target()
+    """A decoder of 37 tokens."""
+    return toy_target()
 
 
 @cache

@@ -46,12 +46,12 @@ from tests.support.tiny_heads import (
     fitted_medusa,
     medusa_tensors,
 )
-from tests.support.toys import toy_foreigner, toy_model
+from tests.support.toys import toy_foreigner, toy_model, toy_target
 from tests.support.trees import drafts
 
-TOY = tiny_target()
+TOY = toy_target()
 SMALL = tiny_target(dtype=torch.float32)
-OTHER = tiny_target(seed=9, layers=1)
+OTHER = toy_target(seed=9, layers=1)
 EVEN = torch.arange(0, 37, 2)
 SMALLEST = replace(TINY, layers=1)
 TRIMMED = Decoder(SMALLEST, random_tensors(SMALLEST, 9), torch.float64, torch.device("cpu"), head_tokens=EVEN)
@@ -186,12 +186,12 @@ def test_criteria_of_the_users_end_the_reply_inside_an_accepted_block(shape: Dra
 
 
 def test_drafts_reach_the_end_of_the_context() -> None:
-    short = tiny_target(context_length=40)
+    short = toy_target(context_length=40)
     plain, finish, _ = run(short, PROMPT, Sampling(max_new_tokens=500))
     assert finish == "length"
     assert len(plain) == 30
     for shape in SHAPES.values():
-        for drafter in (Oracle(PROMPT + plain, 0.8, 37), DraftModel(tiny_target(layers=1), 37), Suffix()):
+        for drafter in (Oracle(PROMPT + plain, 0.8, 37), DraftModel(toy_target(layers=1), 37), Suffix()):
             assert run(short, PROMPT, Sampling(max_new_tokens=500), drafter, shape)[0] == plain
 
 

@@ -42,7 +42,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
     llm, pupil = toy_llm(layers=4), pupil_of(open_folder(folder), None)
     with llm.record(pupil.traffic):
         for prompt in PROMPTS:
-            llm.generate(prompt, Sampling(max_new_tokens=12, ignore_eos=True))
+            llm.generate(prompt, Sampling(max_new_tokens=5, ignore_eos=True))
     return pupil.traffic
 
 

@@ -22,6 +22,7 @@ from paceline.models.decoder import Decoder
 from paceline.testing import TINY, random_tensors
 from paceline.text.gguf_tokenizer import frame
 from paceline.text.tokenizer import Tokenizer
+from tests.support.toys import toy_dtype
 
 ROLES = {"bos_token": "<s>", "eos_token": "</s>"}
 
@@ -136,6 +137,6 @@ def _config(words: Tokenizer, padded: int = 0) -> ModelConfig:
 
 
 def _speaker(words: Tokenizer, tensors: dict[str, Tensor], padded: int = 0) -> Loaded:
-    model = Decoder(_config(words, padded), tensors, torch.float64, torch.device("cpu"))
+    model = Decoder(_config(words, padded), tensors, toy_dtype(), torch.device("cpu"))
     end = words.eos_token_id
     return Loaded(model, words, () if end is None else (end,), {}, Path("tiny"))

@@ -58,13 +58,14 @@ def test_a_seed_makes_a_run_repeatable(tmp_path: Path) -> None:
 def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()
-    whole = trainer(tmp_path / "a", replace(PLAN, epochs=1.5, every=0.0))
+    plan = replace(PLAN, epochs=1.5, batch=8, every=0.0)
+    whole = trainer(tmp_path / "a", plan)
     whole.run()
-    for stop in (8, 72, 100):
+    for stop in (8, 72, 104):
         with pytest.raises(Stop):
-            trainer(tmp_path / "b", replace(PLAN, epochs=1.5, every=0.0), report=stop_after(stop)).run()
-    resumed = trainer(tmp_path / "b", replace(PLAN, epochs=1.5, every=0.0))
-    assert resumed.report().documents == 100
+            trainer(tmp_path / "b", plan, report=stop_after(stop)).run()
+    resumed = trainer(tmp_path / "b", plan)
+    assert resumed.report().documents == 104
     resumed.run()
     expected = weights(whole)
     assert all(torch.equal(expected[n], p) for n, p in weights(resumed).items())
