@@ -24,7 +24,7 @@ from paceline.models.heads import ExitConfig
 from paceline.models.layers import Layer
 from paceline.protocols import KVCache
 from paceline.sampling.parameters import Sampling
-from paceline.testing import TINY, ToyTarget, random_tensors, run, run_together
+from paceline.testing import TINY, ToyTarget, random_tensors, run, run_together, tiny_target
 from paceline.types import Carried, Draft, DraftBudget, Tap, Verdict, Want
 from paceline.verify.tree import MIN_ROWS, PREFILL_ROWS, depths, pack, pack_prefix
 from tests.support.cover import cover, some
@@ -33,12 +33,12 @@ from tests.support.logits import text
 from tests.support.plain import plain_text
 from tests.support.random_heads import folder_of
 from tests.support.tiny_families import FAMILIES
-from tests.support.toys import ask_for, toy_target
+from tests.support.toys import ask_for
 from tests.support.trees import path_to
 
 CPU = torch.device("cpu")
 LAYERS = 4
-TOY = toy_target(layers=LAYERS)
+TOY = tiny_target(layers=LAYERS)
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
 CHAIN, TREE = DraftBudget.chain(5), DraftBudget(14, 4, 3)
 
@@ -296,7 +296,7 @@ def test_drafting_runs_only_the_first_layers(rows_of_layers: dict[int, int]) -> 
 
 
 def test_a_round_that_broke_off_leaves_nothing_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = toy_target(layers=LAYERS)
+    target = tiny_target(layers=LAYERS)
     drafter, cache = early(2, target), target.new_cache()
     drafter.bind(cache)
     ask = ask_for(cache.acquire(1), CHAIN, Sampling(), [3])

@@ -17,7 +17,7 @@ from paceline.errors import InvalidData, InvalidOption
 from paceline.models.decoder import Decoder
 from paceline.models.lazy import Quantised
 from paceline.sampling.parameters import Sampling
-from paceline.testing import TINY, random_tensors, run
+from paceline.testing import TINY, random_tensors, run, tiny_target
 from paceline.types import DraftBudget, Want
 from paceline.verify.tree import pack_prefix
 from tests.support.cover import cover
@@ -69,7 +69,7 @@ def test_kept_tokens_are_drafted_as_by_the_full_model(draft: DraftBudget, sampli
 
 @pytest.mark.parametrize("changes", [{"version": 1}, {"draft_vocab": 37}], ids=["the target's head", "its own"])
 def test_an_eagle_head_over_all_tokens_can_be_cut(changes: dict[str, int]) -> None:
-    target, config = toy_target(), eagle_config(**changes)
+    target, config = tiny_target(), eagle_config(**changes)
     tensors, states = eagle_tensors(config), torch.randn(3, TINY.hidden, dtype=torch.float64)
     whole, cut = Eagle(config, tensors, target), Eagle(replace(config, head_tokens=KEPT), tensors, target)
     assert whole._net.subset is None
@@ -93,7 +93,7 @@ def test_a_borrowed_head_has_the_targets_bias_factor_and_bound(shape: dict[str, 
 
 def test_a_head_with_tokens_of_its_own_keeps_them() -> None:
     config = eagle_config()
-    tensors, target = eagle_tensors(config), toy_target()
+    tensors, target = eagle_tensors(config), tiny_target()
     nets = [Eagle(c, tensors, target)._net for c in (config, replace(config, head_tokens=KEPT))]
     assert nets[0].subset is not None
     assert nets[1].subset is not None
