@@ -81,10 +81,17 @@ def letters() -> Tokenizer:
     return Tokenizer(backend, {"eos_token": "</s>"})
 
 
+_TRAINED: dict[tuple[str, str, int], str] = {}
+"""Untrained tokenizer, trainer and size -> the trained tokenizer, because hundreds of tests use the same few."""
+
+
 def trained(backend: tokenizers.Tokenizer, kind: Any, size: int, **how: Any) -> Tokenizer:
-    how = {"special_tokens": list(ROLES.values())} | how
-    backend.train_from_iterator([SAMPLE], kind(vocab_size=size, show_progress=False, **how))
-    return Tokenizer(backend, ROLES)
+    key = backend.to_str(), repr((kind, sorted(how.items()))), size
+    if key not in _TRAINED:
+        how = {"special_tokens": list(ROLES.values())} | how
+        backend.train_from_iterator([SAMPLE], kind(vocab_size=size, show_progress=False, **how))
+        _TRAINED[key] = backend.to_str()
+    return Tokenizer(tokenizers.Tokenizer.from_str(_TRAINED[key]), ROLES)
 
 
 KINDS: dict[str, Callable[[], Tokenizer]] = {
