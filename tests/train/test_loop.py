@@ -73,14 +73,15 @@ def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(tmp_path: Path) -
 
 
 def test_finished_shards_are_not_computed_again_after_a_kill(tmp_path: Path) -> None:
+    plan = replace(PLAN, batch=8, every=0.0)
     with pytest.raises(Stop):
-        trainer(tmp_path, replace(PLAN, every=0.0), report=stop_after(72)).run()
+        trainer(tmp_path, plan, report=stop_after(72)).run()
     states = States(TARGET, selection(documents(96)), TAPS)
     asked: list[int] = []
     shard = states.shard
     states.shard = lambda number: (asked.append(number), shard(number))[1]  # type: ignore[method-assign]
     held = States(TARGET, selection(documents(16, seed=1)), TAPS)
-    Trainer(recipe(), states, held, replace(PLAN, every=0.0), tmp_path, "toy").run()
+    Trainer(recipe(), states, held, plan, tmp_path, "toy").run()
     assert asked == [1]
 
 
