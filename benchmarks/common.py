@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +26,7 @@ __all__ = [
     "bootstrap",
     "console",
     "fail",
+    "in_own_process",
     "load_prompts",
     "median",
     "pick",
@@ -48,6 +51,27 @@ console = Console(width=None if sys.stdout.isatty() else 160)
 def fail(message: str) -> NoReturn:
     """Exit with code 1 and a line on stderr."""
     raise SystemExit(f"error: {message}")
+
+
+def in_own_process(
+    script: str, task: Mapping[str, Any], environment: Mapping[str, str] | None = None, name: str = "it"
+) -> dict[str, Any]:
+    """Run `script --run TASK`, and return the JSON object in the last line of its output.
+
+    Args:
+        script: A benchmark, whose parameters before `--run` are optional.
+        task: Passed as JSON.
+        environment: Variables to add.
+        name: Name of the run in an error message.
+    """
+    command = [sys.executable, script, "--run", json.dumps(task)]
+    done = subprocess.run(
+        command, env={**os.environ, **(environment or {})}, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        fail(f"{name} ended with {done.returncode}: {done.stderr.strip().splitlines()[-1:]}")
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 def load_prompts(path: Path = PROMPTS) -> list[Question]:

@@ -17,14 +17,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, Grid, fail, median, progress, provenance, report, write
+from common import RESULTS, Grid, in_own_process, median, progress, provenance, report, write
 from fetch_models import MODELS, fetched
 
 from paceline.files.wheels import packaged
@@ -121,18 +119,12 @@ def _files(path: Path) -> list[Path]:
     return sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
 
 
-def in_own_process(system: str, task: dict[str, Any]) -> dict[str, Any]:
+def _in_turn(system: str, task: dict[str, Any]) -> dict[str, Any]:
     name, _, instructions = system.partition(":")
     forced = {"PACELINE_ISA": instructions} if instructions else {}
     if instructions and name == "llama.cpp":
         forced = {"LLAMA_CPP_LIB_PATH": os.environ[f"LLAMA_CPP_{instructions.upper()}"]}
-    environment = dict(os.environ) | forced
-    command = [sys.executable, __file__, "--run", json.dumps({"system": name} | task)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        fail(f"{system} ended with {done.returncode}: {done.stderr.strip().splitlines()[-1:]}")
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    return in_own_process(__file__, {"system": name} | task, forced, system)
 
 
 def table(model: str, systems: Sequence[str], runs: dict[str, list[dict[str, Any]]]) -> Grid:
@@ -166,7 +158,7 @@ def main() -> None:
         for turn in progress(range(args.repeats), model):
             first = turn % len(args.systems)
             for system in args.systems[first:] + args.systems[:first]:
-                runs[system].append(in_own_process(system, task))
+                runs[system].append(_in_turn(system, task))
         grids.append(table(f"{model} ({sum(sizes) / 1e6:.0f} MB)", args.systems, runs))
         results[model] = runs
     lines = [f"prefill: prompts of {' / '.join(map(str, args.prompts))} tokens; decode: {args.tokens} tokens; medians"]

@@ -35,12 +35,14 @@ from paceline.models.placement import DeviceMap
 from paceline.recording.file import ReplyRecorder
 from paceline.sampling.parameters import Sampling, Vocabulary, changed, recommended
 from paceline.session import Session
+from paceline.text.chat_template import check_messages
 from paceline.text.prompt_ids import encode_prompt
 from paceline.text.sandbox import SANDBOX
 from paceline.types import DraftBudget, Guarantee, Prompt
 from paceline.verify.rules import text_guarantee
 from paceline.vision.encoder import Vision
 from paceline.vision.messages import has_images, split_images
+from paceline.vision.tool_images import render_images
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -109,6 +111,15 @@ class LLM:
     def vision(self) -> Vision | None:
         """The model's vision tower. None if it does not see, or Paceline cannot run its tower."""
         return self.model.vision
+
+    def required_vision(self) -> Vision:
+        """Return the model's vision tower. Raises `InvalidPrompt` if there is none."""
+        if self.vision is None:
+            raise InvalidPrompt(
+                f"{self.model.path.name} reads text only, so it cannot take images",
+                "Use a model that sees (`paceline info MODEL` tells). A GGUF file needs its mmproj file",
+            )
+        return self.vision
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -395,10 +406,10 @@ class LLM:
         Raises:
             InvalidPrompt: If the prompt is empty or malformed.
         """
-        if self.vision and has_images(prompt):
-            chat, pictures = split_images(prompt)  # type: ignore[arg-type]
-            text = self.tokenizer.apply_chat_template(chat)
-            return self.vision.prompt(text, pictures, partial(self.tokenizer.encode, special=False))
+        if has_images(prompt):
+            vision, (chat, pictures) = self.required_vision(), split_images(prompt)  # type: ignore[arg-type]
+            text, shown = render_images(vision, check_messages(chat), pictures, self.tokenizer.apply_chat_template)
+            return vision.prompt(text, shown, partial(self.tokenizer.encode, special=False))
         return encode_prompt(prompt, self.tokenizer, self.model.target.vocab_size, raw=raw)
 
     def quantize(self, mode: Precision, draft: Precision | None = None) -> None:

@@ -16,7 +16,7 @@ stored (`cache/layout.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Literal
 
@@ -217,6 +217,11 @@ class Rows:
     def end(self) -> int:
         """Upper bound of all positions."""
         return max(n + start for n, start in zip(self.lengths, self.starts, strict=True)) + self.tokens.shape[1]
+
+    def cut(self) -> Rows:
+        """Return these rows without the last ones, as far as they are padding in every slot."""
+        count = max(self.counts)
+        return replace(self, tokens=self.tokens[:, :count], positions=self.positions[..., :count])
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,9 +30,14 @@ from paceline.bench.systems import Comparison, System, own_systems, peer_systems
 from paceline.bench.tables import Grid, all_grids, main_grids
 from paceline.engine.stats import Stats
 from paceline.errors import InvalidData, InvalidOption
+from paceline.llm import LLM
 from paceline.types import DraftBudget
+from paceline.vision.picture import read_picture
+from paceline.vision.prompt import ImagePrompt
+from tests.support.pictures import encoded, noise
 from tests.support.toy_cli import failure
 from tests.support.toy_cli import run as command
+from tests.support.toy_vision import seeing_llm
 from tests.support.toys import toy_llm, toy_tokenizer
 
 pytestmark = pytest.mark.usefixtures("no_forks")
@@ -451,9 +456,34 @@ def test_the_command_shows_a_table_and_writes_files(
     assert "| ngram@1 int4 T=0.5 |" in notes.read_text()
 
 
+def test_images_come_before_every_prompt_and_are_named_in_the_result(
+    prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, image, out = seeing_llm(), tmp_path / "a.png", tmp_path / "b.json"
+    image.write_bytes(encoded(noise()))
+    asked: list[list[int]] = []
+    start = LLM.start
+    monkeypatch.setattr(
+        LLM, "start", lambda self, ids, *rest, **more: asked.append(ids) or start(self, ids, *rest, **more)
+    )
+    monkeypatch.setattr(paceline.llm, "load", lambda *_, **__: llm)
+    words = ["--prompts", str(prompts), "--tokens", "4", "--image", str(image), "--out", str(out)]
+    for batch in ("1", "2"):
+        assert command("bench", *words, "--batch", batch).exit_code == 0
+    assert [len(ids.images) for ids in asked if isinstance(ids, ImagePrompt)] == [1] * len(asked)
+    assert llm.vision
+    assert llm.vision.sizes == [(24, 16)], "it is encoded once"  # type: ignore[attr-defined]
+    [named] = json.loads(out.read_text())["provenance"]["settings"]["images"]
+    assert named == {"file": str(image), "pixels": [24, 16], "sha256": read_picture(image).digest}
+    monkeypatch.setattr(paceline.llm, "load", lambda *_, **__: toy_llm())
+    assert "reads text only" in failure(command("bench", *words))
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
+        (["--image", "none.png"], "cannot read the image none.png"),
+        (["--image", "none.png", "--against", "openvino"], "other programs are measured without images"),
         (["--drafters", "magic"], "no drafter is called 'magic'"),
         (["--against", "vllm"], "not a known program"),
         (["--out", "/nowhere/x.json"], "/nowhere is not a folder"),

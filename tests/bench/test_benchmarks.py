@@ -149,6 +149,33 @@ def test_every_rule_runs_on_a_toy(rules):
 # --- never_slower ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["SmolVLM-256M", "Gemma-3-4B"])
+def test_pictures_are_encoded_by_both_programs(name, tmp_path, monkeypatch):
+    pytest.importorskip("PIL")
+    pictures = import_module("pictures")
+    small = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2}
+    small |= {"image_size": 32, "patch_size": 8}
+    shape = pictures.SHAPES[name]
+    config = {**shape.config, "vision_config": {**shape.config["vision_config"], **small}}
+    config["text_config"] = {**shape.config["text_config"], "hidden_size": 72}
+    settings, rows = {"size": {"height": 32, "width": 32}}, 4
+    if name == "Gemma-3-4B":
+        config["mm_tokens_per_image"] = 4
+    else:
+        config["scale_factor"] = 2
+        settings, rows = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}, 20
+    monkeypatch.setattr(pictures, "SHAPES", {name: pictures.Shape(config, settings)})
+    monkeypatch.setattr(sys, "argv", ["pictures.py", "--sides", "48", "--repeats", "1", "--out", str(tmp_path)])
+    pictures.main()
+    (file,) = tmp_path.glob("*.json")
+    costs = json.loads(file.read_text())["costs"]
+    assert [(cost["dtype"], cost["program"]) for cost in costs] == [
+        (dtype, program) for dtype in ("float32", "bfloat16") for program in ("paceline", "transformers")
+    ]
+    assert {(cost["shape"], cost["side"], cost["rows"]) for cost in costs} == {(name, 48, rows)}
+    assert "| rows |" in file.with_suffix(".md").read_text()
+
+
 def test_prompts_of_random_words_are_the_same_every_time_and_of_several_lengths():
     never_slower = import_module("never_slower")
     questions = [never_slower.Question(1, "qa", "one two three"), never_slower.Question(2, "qa", "three four")]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -125,6 +127,49 @@ def test_a_kill_while_the_traffic_is_copied_does_no_harm(pupil: Pupil) -> None:
     lines = pupil.traffic.read_bytes().splitlines(keepends=True)
     pupil.lesson.with_name("lesson.jsonl.new").write_bytes(b"".join(lines[:3]))
     assert teach(toy_llm(layers=4), pupil, "suffix:remember", small(), gain(9.0))["replies"] == len(PROMPTS)
+
+
+@pytest.mark.parametrize("done", [0, 1, 2, 3])
+def test_a_kill_while_heads_are_switched_leaves_a_head(
+    tmp_path: Path, done: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pupil = pupil_of(open_folder(tmp_path / "l"), None)
+    for path in (pupil.head, pupil.candidate):
+        path.mkdir()
+        (path / "config.json").write_text(path.name)
+    left = [done]
+
+    def killed(act: Any) -> Any:
+        def step(path: Path, *rest: Any, **more: Any) -> Any:
+            if path.exists():
+                if not left[0]:
+                    raise KeyboardInterrupt
+                left[0] -= 1
+            return act(path, *rest, **more)
+
+        return step
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed(Path.rename))
+        patch.setattr(shutil, "rmtree", killed(shutil.rmtree))
+        with nullcontext() if done == 3 else pytest.raises(KeyboardInterrupt):
+            pupil.switch()
+    pupil_of(tmp_path / "l", None)  # as after a restart
+    assert (pupil.head / "config.json").read_text() == ("candidate" if done > 1 else "head")
+    assert [path.name for path in pupil.folder.iterdir() if path.name.startswith("head")] == ["head"]
+
+
+def test_a_lesson_finds_the_head_after_a_kill(pupil: Pupil) -> None:
+    llm = toy_llm(layers=4)
+    teach(llm, pupil, "suffix:remember", small(), gain(9.0))
+    pupil.head.rename(pupil.head.with_name("head.old"))
+
+    def compare(llm: LLM, held: Sequence[RecordedReply], drafter: str, other: str) -> dict[str, float]:
+        assert holds_head(pupil.head)
+        return {"value": 0.9, "low": 0.8, "high": 1.0}
+
+    assert not teach(llm, pupil, f"suffix:remember+head:{pupil.head}", small(), compare)["switched"]
+    assert holds_head(pupil.head)
 
 
 def test_a_head_of_another_model_is_no_start(pupil: Pupil) -> None:

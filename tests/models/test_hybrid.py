@@ -13,7 +13,10 @@ from paceline.checkpoints.checkpoint import open_weights
 from paceline.checkpoints.model_config import read_config
 from paceline.checkpoints.registry import text_config
 from paceline.checkpoints.tensor_names import translated
+from paceline.kernels.cpu.build import library
 from paceline.models.decoder import Decoder
+from paceline.types import Draft, Want
+from paceline.verify.tree import MIN_ROWS, pack
 from tests.support.golden import check_golden, decoder, models
 from tests.support.logits import CPU, check_chunks, check_path, feed, text
 from tests.support.tiny_families import HYBRIDS
@@ -43,6 +46,17 @@ def test_a_drafted_nodes_logits_equal_its_path_fed_plainly(case: str) -> None:
 @pytest.mark.parametrize("length", [47, 253])
 def test_a_drafted_nodes_logits_equal_its_path(case: str, length: int) -> None:
     check_path(*models(case), length)
+
+
+@pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize(("dtype", "rows"), [(torch.bfloat16, 1), (torch.float64, MIN_ROWS)])
+def test_only_torch_computes_padding_rows(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: int) -> None:
+    ours, seen = decoder("qwen3.5", dtype), list[int]()
+    cache, norm = ours.new_cache(), ours.norm
+    slot = cache.acquire(4)
+    monkeypatch.setattr(ours, "norm", lambda x: seen.append(x.shape[1]) or norm(x))
+    ours.forward(pack([7], [Draft.chain([])], [slot], [0], CPU), cache, Want())
+    assert seen == [rows]
 
 
 def test_a_model_that_also_sees_runs_as_a_language_model(tmp_path: Path) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from paceline.errors import InvalidPrompt
-from paceline.server import image_urls
+from paceline.server import image_urls, images
 from paceline.server.image_urls import fetched
 from tests.support.pictures import encoded, noise
 from tests.support.running import serving
@@ -109,7 +110,27 @@ def test_other_urls_are_refused(address: str, url: str, hosts: list[str], cause:
 def test_a_slow_host_is_given_up(address: str, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     monkeypatch.setattr(image_urls, "SECONDS", 0.3)
     with pytest.raises(InvalidPrompt, match=r"within 0\.3 seconds"):
-        fetched(address + path, ["127.0.0.1"], 1000)
+        fetched(address + path, ["127.0.0.1"], 1000, 0.3)
+
+
+def test_all_images_of_a_request_share_one_time_limit(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, given = [0.0], list[float]()
+
+    def slow(url: str, hosts: Sequence[str], limit: int, seconds: float) -> bytes:
+        given.append(seconds)
+        clock[0] += 4
+        return fetched(url, hosts, limit, seconds)
+
+    monkeypatch.setattr(image_urls, "fetched", slow)
+    monkeypatch.setattr(images, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    parts = [{"type": "image_url", "image_url": {"url": f"{address}/a.png?{i}"}} for i in range(6)]
+    body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 2}
+    with serving(seeing_llm(), image_hosts=["127.0.0.1"]) as it:
+        answer = it.post("/v1/chat/completions", body)
+    assert given == [10, 6, 2, -2]
+    assert answer.status_code == 400
+    assert "messages.0.content.3" in answer.text
+    assert "did not arrive within 10 seconds" in answer.text
 
 
 def test_a_path_may_have_any_characters(address: str) -> None:

@@ -17,20 +17,21 @@ from PIL import Image
 from paceline.errors import InvalidPrompt
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
+from paceline.server import images
 from paceline.server.apis.response_bodies import image_chars
 from paceline.server.errors import ApiError
 from paceline.server.image_urls import fetched
 from paceline.server.images import seen
 from paceline.server.limits import Settings
 from paceline.server.request import ChatMessage, ChatPrompt, SentImage
-from paceline.server.worker import Busy
+from paceline.server.worker import Busy, WorkerLimits
 from paceline.text.sandbox import ABANDONED
 from paceline.text.template_text import TemplateText, concat
-from paceline.vision import picture
+from paceline.vision import encoder, picture
 from paceline.vision.picture import read_picture
 from tests.support.pictures import SVG, data_url, encoded, noise, png_bomb
 from tests.support.running import Serving, serving
-from tests.support.toy_vision import ROWS, TOO_NARROW, seeing_llm
+from tests.support.toy_vision import ROWS, TEMPLATE, TOO_NARROW, seeing_llm
 
 FIRST, SECOND = encoded(noise(seed=1)), encoded(noise(seed=2), "JPEG")
 
@@ -124,6 +125,64 @@ def test_an_image_in_a_tool_result_is_seen(it: Serving) -> None:
     assert sizes[0] == sizes[1] + ROWS
 
 
+_USER_IMAGES = TEMPLATE.replace("part.type == 'image'", "part.type == 'image' and m.role == 'user'")
+"""A template that shows no images in tool results."""
+_ONE_USER = "{% for m in messages[1:] if m.role == 'user' %}{{ raise_exception('no') }}{% endfor %}" + _USER_IMAGES
+_FOLLOWS, _BEFORE = "[image: see the next message of the user]", "<user>Images of the tool results above:<image><image>"
+_LEFT_OUT = "[image left out: this model sees no images in tool results]"
+
+
+def tool_chat(*more: Any) -> dict[str, Any]:
+    """A chat with two tool results that have images."""
+    calls = [{"id": one, "type": "function", "function": {"name": "look", "arguments": "{}"}} for one in "cd"]
+    results = [
+        {"role": "tool", "tool_call_id": one, "content": user(*parts)["content"]}
+        for one, parts in (("c", ("shot:", url(FIRST))), ("d", (url(SECOND),)))
+    ]
+    return {"messages": [user("a"), {"role": "assistant", "tool_calls": calls}, *results, *more]}
+
+
+@pytest.mark.parametrize(
+    ("more", "end"),
+    [
+        ((), "<assistant>"),
+        ((user("and?"),), "and?<assistant>"),
+        ((user("and", url(FIRST)),), "and<image><assistant>"),
+        (({"role": "assistant", "content": "b"}, user(url(FIRST))), "<assistant>b<user><image><assistant>"),
+    ],
+)
+def test_images_of_tool_results_follow_if_the_template_shows_none_there(more: tuple[Any, ...], end: str) -> None:
+    llm = seeing_llm(_USER_IMAGES)
+    with serving(llm) as it:
+        prompt = it.post("/apply-template", tool_chat(*more)).json()["prompt"]
+        assert it.post("/v1/chat/completions", {**tool_chat(*more), "max_tokens": 4}).status_code == 200
+    assert prompt == f"<user>a<assistant><tool>shot:\n{_FOLLOWS}<tool>{_FOLLOWS}{_BEFORE}{end}"
+    assert llm.vision
+    assert len(llm.vision.sizes) == 2  # type: ignore[attr-defined]
+
+
+def test_a_note_replaces_images_of_tool_results_that_the_template_can_show_nowhere() -> None:
+    llm = seeing_llm(_ONE_USER)
+    with serving(llm) as it:
+        prompt = it.post("/apply-template", tool_chat()).json()["prompt"]
+        assert it.post("/v1/chat/completions", {**tool_chat(), "max_tokens": 4}).status_code == 200
+    assert prompt == f"<user>a<assistant><tool>shot:\n{_LEFT_OUT}<tool>{_LEFT_OUT}<assistant>"
+
+
+def test_an_image_of_the_user_that_the_template_does_not_show_is_refused() -> None:
+    with serving(seeing_llm(TEMPLATE.replace("part.type == 'image'", "false"))) as it:
+        answer = it.post("/v1/chat/completions", tool_chat(user(url(FIRST))))
+    assert (answer.status_code, "0 marks for 1 images" in answer.text) == (400, True)
+
+
+def test_python_moves_images_of_tool_results_as_well() -> None:
+    llm = seeing_llm(_USER_IMAGES)
+    result = {"role": "tool", "content": [{"type": "image", "image": FIRST}]}
+    ids = llm.encode([{"role": "user", "content": "a"}, result])
+    text = llm.tokenizer.decode(ids, False)
+    assert text == f"<user>a<tool>{_FOLLOWS}{_BEFORE[:-14]}{'<image>' * ROWS}<assistant>"
+
+
 def test_a_model_that_sees_says_so(it: Serving) -> None:
     assert it.get("/v1/models").json()["data"][0]["paceline"]["modalities"] == ["text", "image"]
     assert it.get("/props").json()["modalities"]["vision"] is True
@@ -142,6 +201,25 @@ def test_a_continued_response_still_sees_its_image(it: Serving, llm: LLM) -> Non
     again = it.post("/v1/responses", {"model": "toy", **more}).json()
     assert again["usage"]["input_tokens"] > first["usage"]["input_tokens"] + 4
     assert len(llm.vision.sizes) == before, "an image is encoded once"  # type: ignore[attr-defined]
+
+
+def test_an_image_that_was_sent_before_comes_from_the_prefix_cache() -> None:
+    llm = seeing_llm()
+    llm.engine.__dict__["seamless"] = True  # rounding does not matter in float64
+    large = encoded(Image.effect_noise((700, 600), 50))
+
+    def cached(it: Serving, part: dict[str, Any], tail: str) -> int:
+        body = {"messages": [user("a b c d " * 8, part, "e f g h " * 8 + tail)], "max_tokens": 2}
+        count: int = it.post("/v1/chat/completions", body).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return count
+
+    with serving(llm, WorkerLimits(prefix_bytes=1 << 26)) as it:
+        before = len(llm.encode("<user>" + "a b c d " * 8, raw=True))
+        assert cached(it, url(large), "1") == 0
+        assert cached(it, url(large), "2") > before + ROWS
+        for other in (url(large, detail="low"), url(FIRST)):
+            assert before - 4 < cached(it, other, "2") <= before, "only the text before the image is shared"
+            assert cached(it, other, "3") > before + ROWS
 
 
 def test_tokens_and_templates_count_images(it: Serving) -> None:
@@ -229,14 +307,39 @@ def test_the_oldest_images_are_left_out_of_a_chat_that_is_too_long(llm: LLM) -> 
     assert 2 * ROWS < size <= 100
 
 
-def test_no_more_images_are_encoded_than_the_context_has_room_for(llm: LLM) -> None:
+def test_a_prompt_that_is_too_long_is_refused_before_an_image_is_encoded(llm: LLM) -> None:
     assert llm.vision
     before = len(llm.vision.sizes)  # type: ignore[attr-defined]
-    images = [url(encoded(noise(seed=seed))) for seed in range(20, 30)]
-    with serving(llm, max_prompt=30) as it:
-        answer = it.post("/v1/chat/completions", {"messages": [user(*images)]})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
-    assert len(llm.vision.sizes) - before == 30 // ROWS + 1  # type: ignore[attr-defined]
+    shown = [url(encoded(noise(seed=seed))) for seed in range(20, 26)]
+    with serving(llm, max_prompt=50) as it:
+        for parts in (shown * 3, (*shown, "a" * 40)):  # too many rows, and too much text with them
+            answer = it.post("/v1/chat/completions", {"messages": [user(*parts)]})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert len(llm.vision.sizes) == before  # type: ignore[attr-defined]
+        assert it.post("/v1/chat/completions", {"messages": [user(*shown)], "max_tokens": 2}).status_code == 200
+    assert len(llm.vision.sizes) == before + len(shown)  # type: ignore[attr-defined]
+
+
+def test_the_memory_of_encoded_images_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder, "_CACHED", 0)  # only the latest image is kept
+    llm = seeing_llm()
+    vision: Any = llm.vision
+    chats = [[{"role": "user", "content": [{"type": "image", "image": one}]}] for one in (FIRST, SECOND)]
+    prompts = [llm.encode(chat) for chat in chats]
+    size = prompts[0].images[0].image.nbytes  # type: ignore[attr-defined]
+    assert vision.held_bytes == size, "the latest image does not count"
+    monkeypatch.setattr(images, "_MAX_HELD", size - 1)
+    with serving(llm) as it:
+        answer = it.post("/v1/chat/completions", {"messages": [user(url(encoded(noise(seed=7))))]})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "images_full")
+        assert answer.headers["retry-after"]
+        assert llm.encode(chats[0]) == prompts[0]
+        assert len(vision.sizes) == 2, "nothing was encoded: an image of a prompt is found"
+        prompts.clear()
+        for seed in range(4):
+            body = {"messages": [user(url(encoded(noise(seed=seed))))], "max_tokens": 2}
+            assert it.post("/v1/chat/completions", body).status_code == 200, "requests release their images"
+            assert it.idle()
 
 
 def test_images_are_not_read_for_a_client_that_has_left(it: Serving, llm: LLM) -> None:

@@ -60,7 +60,7 @@ def parts() -> list[Part]:
         room(6, "drafters"),
         room(3, "verify", "functional", "sampling"),
         room(3, "cache", "text", "files"),
-        room(6, "models", "vision"),
+        room(6, "models"),
         room(3, "checkpoints"),
         room(8, "kernels"),
         room(6, "server"),

@@ -33,7 +33,7 @@ class ToyVision(Vision):
 
     def __init__(self, hidden: int) -> None:
         unused = {"model": "", "processor": "", "language": "", "tensors": ()}
-        family = VisionFamily("toy", mark="<image>", token="<image>", encode=self._rows, **unused)  # type: ignore[arg-type]
+        family = VisionFamily("toy", mark="<image>", token="<image>", encode=self._rows, rows=lambda *_: ROWS, **unused)  # type: ignore[arg-type]
         super().__init__(family, {}, dict, {}, torch.float64, torch.device("cpu"))
         self.hidden, self.sizes = hidden, list[tuple[int, int]]()
         self._tower = Tower(None, None, None)

@@ -69,6 +69,16 @@ def test_logits_of_every_position_are_those_of_transformers(seen: Seen, count: i
     assert torch.allclose(ours, theirs[: len(ours)], atol=2e-3), (ours - theirs[: len(ours)]).abs().amax(1)
 
 
+_SIZES = ((40, 70), (20, 20), (64, 30), (200, 30), (30, 200), (97, 83), (33, 32), (32, 33), (8, 90))
+
+
+def test_the_size_of_an_image_tells_its_rows(seen: Seen) -> None:
+    vision = seen[3].vision
+    assert vision
+    pictures = [picture(width, height) for width, height in _SIZES]
+    assert [vision.rows(one) for one in pictures] == [len(vision.encode(one).embeddings) for one in pictures]
+
+
 def _text(llm: LLM, prompt: Any, **options: Any) -> tuple[int, ...]:
     return tuple(llm.generate(prompt, max_new_tokens=24, temperature=0.7, seed=3, ignore_eos=True, **options).token_ids)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import os
 import random
+import struct
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -14,11 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image, ImageOps
+from PIL.JpegImagePlugin import JpegImageFile
 
 from paceline.errors import InvalidPrompt
 from paceline.text.sandbox import can_fork
 from paceline.vision import picture
-from paceline.vision.decoding import MAX_PIXELS, MAX_SIDE
+from paceline.vision.decoding import MAX_PIXELS, MAX_SIDE, decoded
 from paceline.vision.picture import read_picture
 from tests.support.pictures import (
     SVG,
@@ -55,6 +57,24 @@ def test_every_kind_of_source_gives_the_same_picture(tmp_path: Path) -> None:
     assert read_picture(found[0]) is found[0]
     with pytest.raises(ValueError, match="read-only"):
         found[0].pixels[0] = 0
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_jpeg_that_is_scaled_down_is_decoded_at_a_reduced_size(turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6 if turned else 1
+    whole = noise(size=(30, 14)).resize((3000, 1400))
+    sizes, load = [], JpegImageFile.load
+    monkeypatch.setattr(JpegImageFile, "load", lambda self: sizes.append(self.size) or load(self))
+    found = decoded((encoded(whole, "JPEG", exif=exif), 512))
+    assert sizes[0] == (1500, 700)
+    assert isinstance(found, bytes)
+    height, width = shape = struct.unpack_from(">II", found)
+    assert shape == ((512, 239) if turned else (239, 512))
+    shrunk = whole.rotate(-90, expand=True) if turned else whole
+    shrunk.thumbnail((512, 512), Image.Resampling.LANCZOS)
+    near = np.frombuffer(found, np.uint8, offset=8).reshape(height, width, 3).astype(int) - np.asarray(shrunk)
+    assert abs(near).mean() < 2
 
 
 def test_the_digest_depends_on_shape_and_pixels() -> None:

@@ -7,8 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.errors import InvalidData, InvalidOption
+from paceline.text.image_part import with_images
 from paceline.text.prompt_rows import parse_object, parse_row
 from paceline.text.tokenizer import Tokenizer
+from paceline.types import Prompt
+from paceline.vision.picture import Picture
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,17 +23,26 @@ class Question:
         category: Category, such as "coding".
         text: The prompt.
         more: Other prompts to answer in the same batch.
+        images: Pictures that come before each prompt.
     """
 
     id: str | int
     category: str
     text: str
     more: tuple[str, ...] = ()
+    images: tuple[Picture, ...] = ()
 
     @property
     def texts(self) -> list[str]:
         """All prompts of the question. There is one, unless the question is a batch."""
         return [self.text, *self.more]
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """All prompts as `LLM.generate` takes them."""
+        if not self.images:
+            return [*self.texts]
+        return [[{"role": "user", "content": with_images(text, self.images)}] for text in self.texts]
 
 
 def read_questions(path: Path) -> list[Question]:

@@ -172,12 +172,12 @@ def own_system(llm: LLM, sampling: Sampling, width: int = 1) -> Answer:
     def answer(question: Question) -> MeasuredReply:
         timer = FirstTokenTimer()
         if question.more:
-            with llm.batch(question.texts, sampling, width=width) as batch:
+            with llm.batch(question.prompts, sampling, width=width) as batch:
                 for _ in batch:
                     timer.mark()
             done = batch.completions
         else:
-            with llm.stream(question.text, sampling) as stream:
+            with llm.stream(question.prompts[0], sampling) as stream:
                 for _ in stream:
                     timer.mark()
             done = [stream.completion]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.commands import options_of
+from paceline.cli.images import read_images
 from paceline.cli.options import (
     DEMO,
     DataType,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from paceline.bench.systems import Comparison
     from paceline.llm import LLM
+    from paceline.vision.picture import Picture
 
 
 _systems = options_of("Systems")
@@ -47,6 +49,11 @@ class BenchOptions:
     )
     count: int = _workload("Prompts to measure, spread evenly over the categories.", min=1, default=13)
     context: int | None = _workload("Lengthen every prompt to N tokens with text of other prompts before it.", min=1)
+    image: list[str] | None = _workload(
+        "Image that comes before every prompt; - is stdin. Repeatable.\n\nPNG, JPEG, WebP, GIF or BMP. The model must "
+        "see. Encoding is not timed: it happens during the warm-up.",
+        metavar="FILE",
+    )
     tokens: int = _workload("Maximum length of a reply, in tokens.", min=1, default=96)
     repeats: int = _workload("Measurements of every prompt.", min=1, default=1)
     batch: str = _workload("Batch widths to measure, separated by commas, such as 1,8.", metavar="N,N", default="1")
@@ -119,6 +126,12 @@ class BenchOptions:
         }
         return {name: loaded[mode] for name, mode in modes.items()}
 
+    def images(self) -> tuple[Picture, ...]:
+        """Read the images. Raise `PacelineError` if one cannot be read, or another program would have to see it."""
+        if self.image and self.against:
+            raise InvalidOption("other programs are measured without images", "Leave out --image or --against")
+        return tuple(read_images(self.image))
+
     def check_outputs(self) -> None:
         """Raise `PacelineError` if results cannot be written, before hours are spent on measuring."""
         from paceline.bench.plots import require_matplotlib
@@ -142,6 +155,7 @@ def bench(*, options: BenchOptions, quiet: Quiet = False) -> None:
     comparison = options.comparison()
     options.precisions()
     options.check_outputs()
+    images = options.images()
     from rich.console import Console
     from rich.progress import Progress
 
@@ -150,7 +164,9 @@ def bench(*, options: BenchOptions, quiet: Quiet = False) -> None:
 
     everything = read_questions(options.prompts)
     targets = options.load(progress=progress_wanted(quiet))
-    questions = pick(everything, options.count)
+    if images:
+        next(iter(targets.values())).required_vision()
+    questions = [replace(question, images=images) for question in pick(everything, options.count)]
     if options.context is not None:
         tokenizer = next(iter(targets.values())).tokenizer
         questions = [lengthen(question, everything, options.context, tokenizer) for question in questions]
@@ -163,6 +179,10 @@ def bench(*, options: BenchOptions, quiet: Quiet = False) -> None:
             lambda sample, total: bar.update(task, total=total, advance=1, description=sample.question.category),
             prompts=str(options.prompts),
             context=options.context,
+            images=[
+                {"file": name, "pixels": [*image.pixels.shape[1::-1]], "sha256": image.digest}
+                for name, image in zip(options.image or (), images, strict=True)
+            ],
         )
     _show(result)
     if options.out is not None:

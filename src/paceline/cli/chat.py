@@ -15,12 +15,13 @@ import typer
 
 from paceline.cli.background import Background
 from paceline.cli.commands import option, print_error
-from paceline.cli.images import check_sees, data_url, read_images, saved_content, with_images
+from paceline.cli.images import data_url, read_images, saved_content
 from paceline.cli.options import LoadFlags, ModelArgument, Quiet, SamplingOptions, progress_wanted
 from paceline.cli.prompts import STDIN, piped_prompt
 from paceline.cli.show import has_colour, loaded_line, sampling_line, show_stream, summary
 from paceline.cli.wrapping import say
 from paceline.errors import InvalidData, InvalidOption, InvalidPrompt, PacelineError, UnsupportedModel
+from paceline.text.image_part import with_images
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -196,7 +197,7 @@ class _Chat:
     def answer_once(self, line: str, images: Sequence[Picture]) -> None:
         """Answer a single message."""
         if images:
-            check_sees(self._llm)
+            self._llm.required_vision()
         self._reply([*self._messages, {"role": "user", "content": with_images(line, images)}])
 
     def _reset(self, _: str) -> None:
@@ -217,7 +218,7 @@ class _Chat:
         say(sampling_line(self._sampling, self._options.given() | self._changes) or "greedy", err=False)
 
     def _image(self, name: str) -> None:
-        check_sees(self._llm)
+        self._llm.required_vision()
         if not name:
             raise InvalidOption("/image needs the name of a file", "Write /image receipt.png, for example")
         [image] = read_images([name])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from paceline.cli.commands import options_of
-from paceline.cli.images import check_sees, read_images, with_images
+from paceline.cli.images import read_images
 from paceline.cli.options import DEMO, LoadFlags, Quiet, SamplingOptions, follows, note, progress_wanted
 from paceline.cli.prompts import STDIN, read_rows, single_prompt
 from paceline.cli.record import recording
@@ -21,6 +21,7 @@ from paceline.cli.show import summary
 from paceline.cli.wrapping import say
 from paceline.cli.writing import ReplyWriter, write_batch, write_one_by_one
 from paceline.errors import InvalidOption, ModelNotFound
+from paceline.text.image_part import with_images
 from paceline.text.prompt_rows import PromptRow
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def generate(
     with _destination(out.output, out.prompts) as file:
         llm = _load(load, model, out.raw, quiet)
         if out.image:
-            check_sees(llm)
+            llm.required_vision()
         if out.output is not None:
             # Pipes and terminals can be written to, but not truncated.
             with contextlib.suppress(OSError):

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.prompts import STDIN
-from paceline.errors import InvalidOption, InvalidPrompt
+from paceline.errors import InvalidOption
+from paceline.text.image_part import with_images
 
 if TYPE_CHECKING:
-    from paceline.llm import LLM
     from paceline.vision.picture import Picture
 
 
@@ -32,22 +32,6 @@ def read_images(paths: Sequence[str] | None) -> list[Picture]:
         read_picture(sys.stdin.buffer.read(MAX_BYTES + 1) if path == STDIN else Path(path).expanduser())
         for path in paths or ()
     ]
-
-
-def with_images(text: str, pictures: Sequence[Picture]) -> str | list[dict[str, Any]]:
-    """Return the content of a message: its text, after the images if there are any."""
-    if not pictures:
-        return text
-    return [*({"type": "image", "image": one} for one in pictures), {"type": "text", "text": text}]
-
-
-def check_sees(llm: LLM) -> None:
-    """Raise `InvalidPrompt` if a model reads text only."""
-    if llm.vision is None:
-        raise InvalidPrompt(
-            f"{llm.model.path.name} reads text only, so it cannot take images",
-            "Choose a model that sees; `paceline info MODEL` tells",
-        )
 
 
 def data_url(picture: Any) -> str:

@@ -20,15 +20,6 @@ def _clamped(gate: Tensor, up: Tensor) -> Tensor:
     return (up.clamp(-LIMIT, LIMIT) + 1) * (gate * (SLOPE * gate).sigmoid())
 
 
-ACTIVATIONS: dict[str, Gate] = {
-    "silu": lambda gate, up: F.silu(gate) * up,
-    "gelu": lambda gate, up: F.gelu(gate) * up,
-    "gelu_pytorch_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
-    "clamped_swiglu": _clamped,
-}
-"""Activations that combine the gate projection and the up projection."""
-
-
 def _gelu(x: Tensor, approximate: str) -> Tensor:
     """GELU that gives each row the same bits in every pass.
 
@@ -36,6 +27,15 @@ def _gelu(x: Tensor, approximate: str) -> Tensor:
     elements these are depends on the number of rows. In float64 the difference disappears when the result is rounded.
     """
     return F.gelu(x.double() if x.device.type == "cpu" else x, approximate=approximate).to(x.dtype)
+
+
+ACTIVATIONS: dict[str, Gate] = {
+    "silu": lambda gate, up: F.silu(gate) * up,
+    "gelu": lambda gate, up: _gelu(gate, "none") * up,
+    "gelu_pytorch_tanh": lambda gate, up: _gelu(gate, "tanh") * up,
+    "clamped_swiglu": _clamped,
+}
+"""Activations that combine the gate projection and the up projection."""
 
 
 UNGATED: dict[str, Activation] = {

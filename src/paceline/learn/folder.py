@@ -57,6 +57,25 @@ class Pupil:
         """The head in training."""
         return self.folder / "candidate"
 
+    @property
+    def _replaced(self) -> Path:
+        """The head before `head`. It exists only while `switch` runs."""
+        return self.folder / "head.old"
+
+    def switch(self) -> None:
+        """Use the head in training from now on. If this is interrupted, `recover` must follow."""
+        self.recover()
+        if self.head.exists():
+            self.head.rename(self._replaced)
+        self.candidate.rename(self.head)
+        shutil.rmtree(self._replaced, ignore_errors=True)
+
+    def recover(self) -> None:
+        """Finish or undo a switch that was interrupted, so that there is a head again."""
+        if self._replaced.exists() and not self.head.exists():
+            self._replaced.rename(self.head)
+        shutil.rmtree(self._replaced, ignore_errors=True)
+
     def status(self) -> dict[str, Any]:
         """Return the result of the last lesson, {} if there is none or the file is damaged."""
         try:
@@ -116,7 +135,9 @@ def pupil_of(folder: Path, key: str | None) -> Pupil:
     name = "all" if key is None else hashlib.blake2b(key.encode(), key=secret[:64], digest_size=8).hexdigest()
     made = folder / name
     made.mkdir(mode=0o700, exist_ok=True)
-    return Pupil(made)
+    pupil = Pupil(made)
+    pupil.recover()
+    return pupil
 
 
 def pupils(folder: Path) -> list[Pupil]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -50,6 +49,7 @@ def teach(llm: LLM, pupil: Pupil, drafter: str, job: TrainJob, compare: Compare 
     Raises:
         PacelineError: If the traffic or the training fails.
     """
+    pupil.recover()
     if not pupil.lesson.exists():
         pupil.drop_lesson()
         _snapshot(llm, pupil)
@@ -62,8 +62,7 @@ def teach(llm: LLM, pupil: Pupil, drafter: str, job: TrainJob, compare: Compare 
         gain = (compare or replayed)(llm, held, drafter, f"suffix:remember+head:{pupil.candidate}")
     switched = gain is not None and gain["low"] > 1.0
     if switched:
-        shutil.rmtree(pupil.head, ignore_errors=True)
-        pupil.candidate.rename(pupil.head)
+        pupil.switch()
     status = {
         "time": time.time(),
         "until": max(reply.started for reply in recording),

@@ -15,14 +15,13 @@ from torch import Tensor
 from paceline.cache.attention import LayerAttention, SlabPlan, slab_indices
 from paceline.errors import OutOfMemory
 from paceline.kernels.cpu.build import kernel, library
-from paceline.kernels.cpu.matrix import FLOAT_KINDS, KV_KINDS, LANES, SMALLER, CMatrix, NativeGated, NativeLinear
+from paceline.kernels.cpu.matrix import FLOAT_KINDS, GATES, KV_KINDS, LANES, SMALLER, CMatrix, NativeGated, NativeLinear
 from paceline.kernels.low_rank import Adapted, NativeChanges, base_of
 from paceline.models.layers import Attention, Dense, Layer, Mixture, SharedMixture
 from paceline.models.norms import HeadNorm, LayerNorm, WideNorm
 from paceline.models.ranks import Ranks, lost
 from paceline.models.rope import Rope
 
-_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "clamped_swiglu": 3}
 _WIDEST = 1 << 30
 """A window that exceeds any text and still fits into the kernels' 32-bit integers."""
 
@@ -169,7 +168,7 @@ class NativeLayers:
                 layer.residual_scale,
                 parts.out.matrix.shape[0],
                 gated.out,
-                _ACTIVATIONS[gated.activation],
+                GATES[gated.activation],
                 mix.head_dim,
             ),
             *(slab, index, rope),

@@ -158,10 +158,20 @@ class Decoder:
         if rows.resume and any(tap != "final" and tap < rows.resume.layer for tap in want.taps):
             rows = replace(rows, resume=None)
         rows = self._placed(rows, cache)
+        if want.logits == "all" and not want.taps and not rows.resume and self._rows_are_independent():
+            rows = rows.cut()
         first, x = self._enter(rows, cache)
         prompts = [cache.prompts[slot] for slot in rows.slots]
         adapters = [cache.adapters[slot] for slot in rows.slots] if self.adapters else ()
         return self._run(rows, first, x, cache.begin(rows), prompts, want, adapters)
+
+    def _rows_are_independent(self) -> bool:
+        """Return True if a row has the same bits in passes of any length, so that padding rows are not needed.
+
+        The products of the CPU kernels have this property. Torch's do not, and latent attention uses them.
+        """
+        on_cpu = all(device.type == "cpu" for device in self._stack.devices)
+        return on_cpu and isinstance(self._head, NativeLinear) and self.config.attention.latent is None
 
     def _run(
         self,

@@ -22,20 +22,21 @@ from urllib.parse import SplitResult, quote, urljoin, urlsplit
 from paceline.errors import InvalidPrompt
 
 SECONDS = 10.0
-"""Time for one image, with all redirects."""
+"""Time for all images of a request, with all redirects."""
 _REDIRECTS = 3
 _CHUNK = 1 << 16
 _WILD = frozenset("*?[")
 """Characters of patterns. The owner of a domain can have an address for the host "*" in it."""
 
 
-def fetched(url: str, hosts: Sequence[str], limit: int) -> bytes:
+def fetched(url: str, hosts: Sequence[str], limit: int, seconds: float = SECONDS) -> bytes:
     """Return the bytes at a URL.
 
     Args:
         url: An http or https URL.
         hosts: Patterns of the hosts that may be asked.
         limit: Maximum number of bytes.
+        seconds: Time that is left for it.
 
     Raises:
         InvalidPrompt: If the host is not allowed, does not answer in time, or sends no image of at most `limit` bytes.
@@ -44,7 +45,7 @@ def fetched(url: str, hosts: Sequence[str], limit: int) -> bytes:
         raise InvalidPrompt(
             "this server fetches no images from URLs", "Send a data URL, or start the server with --allow-image-urls"
         )
-    deadline, base = time.monotonic() + SECONDS, ""
+    deadline, base = time.monotonic() + seconds, ""
     for _ in range(_REDIRECTS + 1):
         try:
             base = urljoin(base, url)
@@ -167,4 +168,6 @@ def _malformed() -> InvalidPrompt:
 
 
 def _too_slow() -> InvalidPrompt:
-    return InvalidPrompt(f"the image did not arrive within {SECONDS:g} seconds", "Send its data instead")
+    return InvalidPrompt(
+        f"the images of the request did not arrive within {SECONDS:g} seconds", "Send the data of the images instead"
+    )

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import re
+import time
 from dataclasses import replace
 
 from paceline.errors import InvalidPrompt, TimedOut
 from paceline.llm import LLM
-from paceline.server.errors import bad_request
-from paceline.server.image_urls import fetched
+from paceline.server import image_urls
+from paceline.server.errors import bad_request, retry_later
 from paceline.server.limits import Settings
 from paceline.server.request import ChatMessage, ChatPrompt, SentImage
 from paceline.server.worker import Busy
 from paceline.text.sandbox import is_abandoned
+from paceline.vision.encoder import Vision
 from paceline.vision.picture import Picture, data_of_url, read_base64, read_picture
 
 _LOW = 512
 """Longest side, in pixels, of an image that is sent with the detail "low". OpenAI's API documents the same."""
 _MAX_PIXELS = 100_000_000
 """Maximum pixels of all images in a request. They take three times as many bytes."""
+_MAX_HELD = 1 << 30
+"""Maximum bytes of encoded images that waiting and running requests hold when another request is prepared."""
 _DATA = re.compile(r"[A-Za-z0-9+/=_-]{1000,}")
 
 
@@ -53,6 +57,14 @@ def pictures_of(prompt: ChatPrompt) -> list[Picture]:
     return [part for message in prompt.messages for part in message.parts if isinstance(part, Picture)]
 
 
+def check_memory(vision: Vision) -> None:
+    """Raise `ApiError` 503 if the images of other requests take too much memory. Call it before any is encoded."""
+    if vision.held_bytes > _MAX_HELD:
+        raise retry_later(
+            503, f"the images of other requests take more than {_MAX_HELD >> 20} MiB. Try again later", "images_full"
+        )
+
+
 def check_wanted() -> None:
     """Raise `Busy` if the client has left. Images take seconds, and a thread cannot be stopped in between."""
     if is_abandoned():
@@ -73,11 +85,12 @@ def _read(reader: _ImageReader, message: ChatMessage) -> ChatMessage:
 
 
 class _ImageReader:
-    """Reads the images of one request. Counts their bytes and pixels."""
+    """Reads the images of one request. Counts their bytes, their pixels, and the time to fetch them."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._bytes = self._pixels = 0
+        self._seconds = image_urls.SECONDS
         self._read: dict[tuple[str, bool], Picture] = {}
 
     def picture(self, part: SentImage) -> Picture:
@@ -99,9 +112,7 @@ class _ImageReader:
             raise InvalidPrompt("the image has no data", "Send a data URL: data:image/png;base64,...")
         most = _LOW if part.low else None
         if start.startswith(("http://", "https://")):
-            data = fetched(part.source, self._settings.image_hosts, self._settings.max_image_bytes - self._bytes)
-            self._count(len(data))
-            found = read_picture(data, most)
+            found = read_picture(self._fetched(part.source), most)
         else:
             text = data_of_url(part.source) if start.startswith("data:") else part.source
             self._count(len(text) * 3 // 4)
@@ -113,6 +124,14 @@ class _ImageReader:
                 "Scale them down, or send fewer",
             )
         return found
+
+    def _fetched(self, url: str) -> bytes:
+        """Return the bytes at a URL, in the time that earlier images have left."""
+        began, left = time.monotonic(), self._settings.max_image_bytes - self._bytes
+        data = image_urls.fetched(url, self._settings.image_hosts, left, self._seconds)
+        self._seconds -= time.monotonic() - began
+        self._count(len(data))
+        return data
 
     def _count(self, size: int) -> None:
         self._bytes += size

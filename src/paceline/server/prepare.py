@@ -23,7 +23,7 @@ from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import not_finite
 from paceline.server import grammars
 from paceline.server.errors import LOG, REQUEST_ID, ContextExceeded, bad_request
-from paceline.server.images import check_wanted, pictures_of, seen
+from paceline.server.images import check_memory, check_wanted, pictures_of, seen
 from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
 from paceline.server.replies import ChatReply
@@ -33,6 +33,8 @@ from paceline.server.worker import Busy, ReplyJob, ServerStopping
 from paceline.text.chat_template import check_messages
 from paceline.text.infill import infill_prompt, infill_tokens
 from paceline.types import DraftBudget
+from paceline.vision.picture import Picture
+from paceline.vision.tool_images import render_images
 
 _MAX_BRANCHES = 512
 """Maximum branches of a drafted tree. It is large enough not to limit any tree."""
@@ -107,7 +109,7 @@ def _chat(
 ) -> tuple[list[ReplyJob], list[ChatReply]]:
     """Return the jobs of a chat, and a new reply for each."""
     llm, functions = model.llm, prompt.tools.schemas
-    family, text = call_format(llm), chat_text(llm, prompt)
+    family, (text, pictures) = call_format(llm), chat_text(llm, prompt)
     check_length(llm, settings, text, "messages")
     form = thinking.family(llm.tokenizer.template_for(bool(prompt.tools.offered)))
     budget = None
@@ -126,7 +128,7 @@ def _chat(
     grammar = grammars.grammar(model.grammar_trials, request.constraints, calls, thought)
     if grammar and form is None:
         budget = None  # the grammar has no reasoning
-    tokens = chat_ids(llm, text, prompt, prompt_limit(llm, settings))
+    tokens = chat_ids(llm, text, pictures, prompt_limit(llm, settings))
     check_length(llm, settings, tokens, "messages")
     sampling = replace(_sampling(llm, request, grammar), thinking_budget=budget)
     if form:
@@ -243,22 +245,23 @@ def token_ids(llm: LLM, prompt: Any, param: str, chat: bool = False) -> list[int
         raise bad_request(str(error), param) from error
 
 
-def chat_ids(llm: LLM, text: str, prompt: ChatPrompt, limit: int) -> list[int]:
-    """Return the token ids of a chat's text, with the images of the chat. Raises `ApiError` 400.
+def chat_ids(llm: LLM, text: str, pictures: Sequence[Picture], limit: int) -> list[int]:
+    """Return the token ids of a chat's text with its images (see `chat_text`). Raises `ApiError` 400 and 503.
 
-    No more images are encoded once they have more than `limit` rows, because an image may take seconds.
+    A prompt of more than `limit` tokens is refused before its images are encoded, because an image may take seconds.
     """
-    pictures = pictures_of(prompt)
     if not pictures or llm.vision is None:
         return token_ids(llm, text, "messages", chat=True)
 
-    def counted(rows: int) -> None:
+    check_memory(llm.vision)
+
+    def check(tokens: int) -> None:
         check_wanted()
-        if rows > limit:
-            raise ContextExceeded(rows, limit, "messages", exact=False)
+        if tokens > limit:
+            raise ContextExceeded(tokens, limit, "messages", exact=False)
 
     try:
-        return llm.vision.prompt(text, pictures, partial(llm.tokenizer.encode, special=False), counted)
+        return llm.vision.prompt(text, pictures, partial(llm.tokenizer.encode, special=False), check)
     except InvalidPrompt as error:
         raise bad_request(str(error), "messages") from error
 
@@ -286,9 +289,9 @@ def check_length(llm: LLM, settings: Settings, prompt: str | Sequence[int], para
 def chat_tokens(llm: LLM, settings: Settings, prompt: ChatPrompt) -> list[int]:
     """Return the token ids of a chat's prompt. Raises `ApiError` 400."""
     prompt = seen(llm, settings, prompt)
-    text = chat_text(llm, prompt)
+    text, pictures = chat_text(llm, prompt)
     check_length(llm, settings, text, "messages")
-    return chat_ids(llm, text, prompt, prompt_limit(llm, settings))
+    return chat_ids(llm, text, pictures, prompt_limit(llm, settings))
 
 
 def _size(llm: LLM, settings: Settings, prompt: ChatPrompt) -> int:
@@ -312,20 +315,22 @@ def call_format(llm: LLM) -> CallFormat:
     return tools.family(template if tools.knows_tools(template) else None, lambda text: token_id(text) is not None)
 
 
-def chat_text(llm: LLM, prompt: ChatPrompt) -> str:
-    """Return a chat's prompt as text. Raises `ApiError` 400 naming the messages."""
+def chat_text(llm: LLM, prompt: ChatPrompt) -> tuple[str, Sequence[Picture]]:
+    """Return a chat's prompt as text, and the pictures in it. Raises `ApiError` 400 naming the messages."""
     if reserved := prompt.values.keys() & _RESERVED:
         raise bad_request(f"chat_template_kwargs must not contain {reserved.pop()!r}", "chat_template_kwargs")
     try:
-        return _rendered(llm, prompt)
+        chat, pictures = [message.as_dict() for message in prompt.messages], pictures_of(prompt)
+        if llm.vision is None or not pictures:
+            return _rendered(llm, prompt, chat), ()
+        return render_images(llm.vision, check_messages(chat), pictures, partial(_rendered, llm, prompt))
     except TimedOut as error:
         raise Busy(error.cause, error.fix) from error
     except PacelineError as error:
         raise bad_request(str(error), "messages") from error
 
 
-def _rendered(llm: LLM, prompt: ChatPrompt) -> str:
-    chat = [message.as_dict() for message in prompt.messages]
+def _rendered(llm: LLM, prompt: ChatPrompt, chat: list[dict[str, Any]]) -> str:
     given = [function.shown for function in prompt.tools.offered]
     template = llm.tokenizer.template_for(bool(given))
     if tools.knows_tools(template):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from threading import Lock
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -32,7 +34,8 @@ class Vision:
     """The vision tower of a model, which is loaded when the first image comes. It is thread-safe.
 
     One image is encoded at a time, so that the result does not depend on other images, and requests do not compete for
-    processors. Encoded images are kept and found by the hash of their pixels.
+    processors. Encoded images are found by the hash of their pixels as long as a prompt uses them, and the latest ones
+    longer.
     """
 
     def __init__(
@@ -55,9 +58,12 @@ class Vision:
             device: The tower's device.
         """
         self.family, self._config, self._tensors, self._settings = family, config, tensors, settings
-        self._dtype, self._device, self._lock = dtype, device, Lock()
-        self._encoded: OrderedDict[str, EncodedImage] = OrderedDict()
+        self._dtype, self._device = dtype, device
+        self._lock, self._loading = Lock(), Lock()
+        self._latest: OrderedDict[str, EncodedImage] = OrderedDict()
         """Digest of a picture -> the encoded image, in the order of last use."""
+        self._encoded: WeakValueDictionary[str, EncodedImage] = WeakValueDictionary()
+        """Digest of a picture -> the encoded image, for all images in memory."""
 
     @property
     def name(self) -> str:
@@ -65,12 +71,14 @@ class Vision:
         return self.family.name
 
     @property
-    def nbytes(self) -> int:
-        """Memory of the encoded images that are kept, in bytes."""
-        return sum(image.nbytes for image in self._encoded.values())
+    def held_bytes(self) -> int:
+        """Memory of encoded images that only prompts keep, in bytes."""
+        # Iterating over the dictionary could fail, since other threads encode images and drop prompts.
+        only = (ref for ref in self._encoded.valuerefs() if ref.key not in self._latest)
+        return sum(image.nbytes for ref in only if (image := ref()) is not None)
 
     def prompt(
-        self, text: str, pictures: Sequence[Picture], encode: Encode, counted: Callable[[int], object] | None = None
+        self, text: str, pictures: Sequence[Picture], encode: Encode, check: Callable[[int], object] | None = None
     ) -> ImagePrompt:
         """Return a prompt with images.
 
@@ -78,20 +86,25 @@ class Vision:
             text: A rendered chat template, with one mark of the template per picture.
             pictures: The pictures, in order.
             encode: Converts text to token ids.
-            counted: Called before each picture with the number of rows so far, and at the end. It may raise an error.
+            check: Called before each picture is encoded with the minimum number of the prompt's tokens. It may raise an
+                error.
 
         Raises:
             InvalidPrompt: If the text does not have one mark per picture, or contains the token of images.
             UnsupportedModel: If a package is missing.
         """
-        marks = [hit.span() for hit in re.finditer(re.escape(self.family.mark), str.__str__(text))]
-        marks = [span for span in marks if all(flags_of(text)[slice(*span)])]  # those that the template wrote
+        marks = self._marks(text)
         if len(marks) != len(pictures):
             raise InvalidPrompt(
                 f"the chat template wrote {len(marks)} marks for {len(pictures)} images",
                 "Use the model's own chat template, and do not write its marks into messages",
             )
-        images = self._images(pictures, counted or (lambda rows: None))
+        images = list[EncodedImage]()
+        least = len(encode(text)) + sum(self.rows(one) - 1 for one in pictures) if check else 0
+        for picture in pictures:
+            if check:
+                check(least)
+            images.append(self.encode(picture))
         parts, done = list[str](), 0
         for (start, end), image in zip(marks, images, strict=True):
             parts += [text[done:start], TemplateText.written(image.text)]
@@ -108,38 +121,59 @@ class Vision:
             raise CorruptModel("the tokenizer does not fit the vision tower", "Fetch the model again")
         return ImagePrompt(tokens, placed)
 
-    def _images(self, pictures: Sequence[Picture], counted: Callable[[int], object]) -> list[EncodedImage]:
-        images, rows = list[EncodedImage](), 0
-        for picture in pictures:
-            counted(rows)
-            images.append(self.encode(picture))
-            rows += len(images[-1].embeddings)
-        counted(rows)
-        return images
+    def shown(self, text: str) -> int:
+        """Return the number of images that a rendered chat template shows."""
+        return len(self._marks(text))
+
+    def _marks(self, text: str) -> list[tuple[int, int]]:
+        """Return the spans of the marks that the template wrote."""
+        found, flags = re.finditer(re.escape(self.family.mark), str.__str__(text)), flags_of(text)
+        return [hit.span() for hit in found if all(flags[slice(*hit.span())])]
+
+    def rows(self, picture: Picture) -> int:
+        """Return the minimum number of rows of an image, which its size tells. Errors as for `encode`."""
+        tower, (height, width, _) = self._loaded(), picture.pixels.shape
+        with self._refusals(picture):
+            return self.family.rows(tower, height, width)
 
     def encode(self, picture: Picture) -> EncodedImage:
-        """Return an image as the language model reads it. Raises `UnsupportedModel` if a package is missing."""
+        """Return an image as the language model reads it.
+
+        Raises:
+            InvalidPrompt: If the tower cannot encode an image of this size.
+            UnsupportedModel: If a package is missing.
+        """
         with self._lock:
-            if (found := self._encoded.pop(picture.digest, None)) is None:
-                found = self._encode(picture)
-            self._encoded[picture.digest] = found
-            while len(self._encoded) > 1 and self.nbytes > _CACHED:
-                self._encoded.popitem(last=False)
+            if (found := self._encoded.get(picture.digest)) is None:
+                found = self._encoded[picture.digest] = self._encode(picture)
+            self._latest[picture.digest] = found
+            self._latest.move_to_end(picture.digest)
+            while len(self._latest) > 1 and sum(image.nbytes for image in self._latest.values()) > _CACHED:
+                self._latest.popitem(last=False)
             return found
 
     @torch.inference_mode()
     def _encode(self, picture: Picture) -> EncodedImage:
         from PIL import Image
 
-        tower, image = self._tower, Image.fromarray(picture.pixels)
+        tower = self._loaded()
+        with self._refusals(picture), memory_named("no memory to encode the image", "Scale it down"):
+            return self.family.encode(tower, Image.fromarray(picture.pixels))
+
+    @contextmanager
+    def _refusals(self, picture: Picture) -> Iterator[None]:
+        """Convert the errors of transformers' processors to `InvalidPrompt`."""
         try:
-            with memory_named("no memory to encode the image", "Scale it down"):
-                return self.family.encode(tower, image)
-        except (ValueError, IndexError, RuntimeError, ZeroDivisionError) as error:  # of transformers' processors
+            yield
+        except (ValueError, IndexError, RuntimeError, ZeroDivisionError) as error:
+            height, width, _ = picture.pixels.shape
             raise InvalidPrompt(
-                f"{self.name} cannot encode an image of {image.width} x {image.height} pixels ({error})",
-                "Crop or scale it",
+                f"{self.name} cannot encode an image of {width} x {height} pixels ({error})", "Crop or scale it"
             ) from error
+
+    def _loaded(self) -> Tower:
+        with self._loading:
+            return self._tower
 
     @cached_property
     def _tower(self) -> Tower:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -25,6 +26,13 @@ def _idefics3(tower: Tower, image: Any) -> EncodedImage:
     return EncodedImage(f"{tiles}{fake}<global-img>{patches}{fake}", embeddings)
 
 
+def _idefics3_rows(tower: Tower, height: int, width: int) -> int:
+    # transformers counts too few unless the longest side is a multiple of a tile's side, as in SmolVLM and Idefics3.
+    _, rows, columns = tower.processor.get_number_of_image_patches(height, width)
+    patches = tower.processor.max_image_size["longest_edge"] // tower.config.vision_config.patch_size
+    return (rows * columns + 1) * (patches // tower.config.scale_factor) ** 2
+
+
 def _lfm2(tower: Tower, image: Any) -> EncodedImage:
     """Encode an image, as tiles in rows and columns followed by the whole image, or as the whole image only."""
     inputs, rows, columns = tower.processor(image)
@@ -35,12 +43,22 @@ def _lfm2(tower: Tower, image: Any) -> EncodedImage:
     return EncodedImage(f"<|image_start|>{text}<|image_end|>", torch.cat(list(parts)))
 
 
+def _lfm2_rows(tower: Tower, height: int, width: int) -> int:
+    rows: int = tower.processor.rows(height, width)
+    return rows
+
+
 def _gemma3(tower: Tower, image: Any) -> EncodedImage:
     """Encode an image as a whole, as a square."""
     inputs = tower.processor(images=[image], return_tensors="pt", do_pan_and_scan=False)
     (embeddings,) = tower.model.get_image_features(inputs["pixel_values"]).pooler_output
     text = f"\n\n<start_of_image>{'<image_soft_token>' * len(embeddings)}<end_of_image>\n\n"
     return EncodedImage(text, embeddings, mutual="all")
+
+
+def _gemma3_rows(tower: Tower, height: int, width: int) -> int:
+    rows: int = tower.config.mm_tokens_per_image
+    return rows
 
 
 def _gemma4(tower: Tower, image: Any) -> EncodedImage:
@@ -51,6 +69,15 @@ def _gemma4(tower: Tower, image: Any) -> EncodedImage:
     mutual = tower.config.get_text_config().use_bidirectional_attention == "vision"
     text = f"<|image>{'<|image|>' * len(embeddings)}<image|>"
     return EncodedImage(text, embeddings, mutual="windows" if mutual else "none")
+
+
+def _gemma4_rows(tower: Tower, height: int, width: int) -> int:
+    from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
+
+    own = tower.processor
+    most = own.max_soft_tokens * own.pooling_kernel_size**2
+    sides = get_aspect_ratio_preserving_size(height, width, own.patch_size, most, own.pooling_kernel_size)
+    return math.prod(side // (own.patch_size * own.pooling_kernel_size) for side in sides)
 
 
 def _qwen(tower: Tower, image: Any) -> EncodedImage:
@@ -64,6 +91,11 @@ def _qwen(tower: Tower, image: Any) -> EncodedImage:
     return EncodedImage("<|image_pad|>" * len(embeddings), embeddings, deep, grid)
 
 
+def _qwen_rows(tower: Tower, height: int, width: int) -> int:
+    patches: int = tower.processor.get_number_of_image_patches(height, width)
+    return patches // tower.processor.merge_size**2
+
+
 def _qwen_family(kind: str, model: str) -> VisionFamily:
     return VisionFamily(
         kind,
@@ -72,6 +104,7 @@ def _qwen_family(kind: str, model: str) -> VisionFamily:
         language="language_model",
         tensors=("visual.", "model.visual."),
         encode=_qwen,
+        rows=_qwen_rows,
         mark="<|image_pad|>",
         token="<|image_pad|>",
     )
@@ -86,6 +119,7 @@ _FAMILIES = (
             language="text_model",
             tensors=("model.vision_model.", "model.connector."),
             encode=_idefics3,
+            rows=_idefics3_rows,
             mark="<image>",
             token="<image>",
         )
@@ -98,6 +132,7 @@ _FAMILIES = (
         language="language_model",
         tensors=("model.vision_tower.", "model.multi_modal_projector."),
         encode=_lfm2,
+        rows=_lfm2_rows,
         mark="<image>",
         token="<image>",
     ),
@@ -108,6 +143,7 @@ _FAMILIES = (
         language="language_model",
         tensors=tuple(at + part for at in ("", "model.") for part in ("vision_tower.", "multi_modal_projector.")),
         encode=_gemma3,
+        rows=_gemma3_rows,
         mark="<start_of_image>",
         token="<image_soft_token>",
     ),
@@ -118,6 +154,7 @@ _FAMILIES = (
         language="language_model",
         tensors=("model.vision_tower.", "model.embed_vision."),
         encode=_gemma4,
+        rows=_gemma4_rows,
         mark="<|image|>",
         token="<|image|>",
     ),

@@ -36,6 +36,7 @@ class VisionFamily:
         language: Name of the language model in `model`.
         tensors: Prefixes of the tower's tensor names in checkpoints.
         encode: Function from the tower and a Pillow image to the image as the language model reads it.
+        rows: Function from the tower and the height and width of an image to the minimum number of rows that it gets.
         mark: Text that the chat template writes for an image.
         token: Text of the placeholder token, one of which stands for each row of an image.
     """
@@ -46,5 +47,6 @@ class VisionFamily:
     language: str
     tensors: tuple[str, ...]
     encode: Callable[[Tower, Any], EncodedImage]
+    rows: Callable[[Tower, int, int], int]
     mark: str
     token: str

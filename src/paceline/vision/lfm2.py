@@ -78,6 +78,16 @@ class TileProcessor:
         tiles = [one for line in large.split(tile, 2) for one in line.split(tile, 3)]
         return self._inputs([*tiles, *([small] if self._own["use_thumbnail"] else [])]), rows, columns
 
+    def rows(self, height: int, width: int) -> int:
+        """Return the number of rows that an image of this size gets in a prompt."""
+        tall, wide = self._size(height, width)
+        whole_image = (tall // self._factor) * (wide // self._factor)
+        tiles = math.prod(self._grid(height, width))
+        if tiles == 1:
+            return whole_image
+        small = whole_image if self._own["use_thumbnail"] else 0
+        return tiles * (self._own["tile_size"] // self._factor) ** 2 + small
+
     def _grid(self, height: int, width: int) -> tuple[int, int]:
         """Return the numbers of rows and columns of tiles."""
         own = self._own

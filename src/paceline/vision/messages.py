@@ -10,16 +10,18 @@ from paceline.text.image_part import ImagePart
 from paceline.types import Message, Prompt
 from paceline.vision.picture import Picture, read_picture
 
+Chat = list[dict[str, Any]]
+
 _KINDS = ("image", "image_url")
 
 
 def has_images(prompt: Prompt) -> bool:
     """Return True if a prompt is a chat with image parts."""
-    is_chat = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+    is_chat = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
     return is_chat and any(_is_image(part) for message in prompt for part in _parts(message))
 
 
-def split_images(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[Picture]]:
+def split_images(messages: Sequence[Message]) -> tuple[Chat, list[Picture]]:
     """Return messages in which an `ImagePart` stands for each image, and the pictures.
 
     An image is {"type": "image", "image": SOURCE}, where SOURCE is what `read_picture` reads, or
@@ -28,12 +30,12 @@ def split_images(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], lis
     Raises:
         InvalidPrompt: If an image has no source, or cannot be read.
     """
-    chat, pictures = list[dict[str, Any]](), list[Picture]()
+    chat, pictures = Chat(), list[Picture]()
     for index, message in enumerate(messages):
         parts = _parts(message)
         pictures += [read_picture(_source(index, part)) for part in parts if _is_image(part)]
-        content = [ImagePart() if _is_image(part) else part for part in parts] or message.get("content")
-        chat.append({**message, "content": content})
+        content = [ImagePart() if _is_image(part) else part for part in parts]
+        chat.append({**message, "content": content} if content else message)  # type: ignore[arg-type]  # checked later
     return chat, pictures
 
 

@@ -229,6 +229,15 @@ EXPORTED void paceline_softcap(float* x, int64_t n, float cap) {
     }
 }
 
+// y [rows, blocks, 16] = the gated activation of x [rows, blocks, 2, 16], which holds gates and ups in turn.
+EXPORTED void paceline_gated(const float* x, int activation, int rows, int blocks, float* y, int threads) {
+    Team team(threads);
+    team.split(rows, 1, [&](Span mine, int) {
+        for (int64_t i = int64_t(mine.from) * blocks * LANES, end = int64_t(mine.to) * blocks * LANES; i < end; i += LANES)
+            store(y + i, gated(activation, load<Floats>(x + 2 * i), load<Floats>(x + 2 * i + LANES)));
+    });
+}
+
 // y [rows, out] = x [rows, in] W^T + b, plus `residual` unless it is null.
 // wide_x, wide_y: 1 if x or y is float32; otherwise it is bfloat16.
 // indices: the rows of x, y and `residual` to use; null means all rows in order.

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.errors import CorruptModel, OutOfMemory
-from paceline.kernels.activations import ACTIVATIONS
 from paceline.kernels.cpu.build import kernel
 from paceline.kernels.quantize import GROUP, Codes, quantize
 from paceline.kernels.stored import FLOATS, Stored
@@ -30,6 +29,9 @@ EIGHT, EIGHT_AND_FLOOR, FOUR_AND_FLOOR, STACKED, WIDE, IQ4_NL = 8, 9, 4, 1, 16, 
 
 _UNIT = 256
 """A row width that every kind supports."""
+
+GATES = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "clamped_swiglu": 3}
+"""Gated activations (`kernels.activations.ACTIVATIONS`), as numbered in layer.h."""
 
 FLOAT_KINDS = {torch.bfloat16: WIDE, torch.float16: 17, torch.float32: 32}
 """Float types that the kernels support -> their kinds."""
@@ -329,9 +331,13 @@ class NativeGated:
         self.both: Any = NativeLinear(weight[self.order], None if bias is None else bias[self.order])
 
     def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self.both(x).unflatten(-1, (-1, 2, LANES)).unbind(-2)
-        y: Tensor = ACTIVATIONS[self.activation](gate, up).flatten(-2)
-        return y[..., : self.out]
+        both = self.both.precise(x)
+        blocks = both.shape[-1] // 2 // LANES
+        y = both.new_empty(*x.shape[:-1], blocks * LANES)
+        run = kernel("paceline_gated", c_void_p, c_int32, c_int32, c_int32, c_void_p, c_int32)
+        rows = y.numel() // y.shape[-1]
+        run(both.data_ptr(), GATES[self.activation], rows, blocks, y.data_ptr(), torch.get_num_threads())
+        return y[..., : self.out].to(x.dtype)
 
 
 def softcap_(x: Tensor, cap: float) -> Tensor:

@@ -100,9 +100,9 @@ def tokenize(model: LoadedModel, settings: Settings, body: TokenizeRequest) -> b
         tokens = llm.tokenizer.encode(text, special=special)
     else:
         chat = seen(llm, settings, body.chat)
-        text = chat_text(llm, chat)
+        text, pictures = chat_text(llm, chat)
         text = TemplateText.written(text) if body.parse_special else text
-        tokens = chat_ids(llm, text, chat, prompt_limit(llm, settings))
+        tokens = chat_ids(llm, text, pictures, prompt_limit(llm, settings))
     pieces = ({"id": token, "piece": model.token_texts.text(token)} for token in tokens)
     about = {"count": len(tokens), "max_model_len": llm.model.target.context_length}
     return dumps_long(about, "tokens", pieces if body.with_pieces else tokens)
@@ -120,7 +120,7 @@ def detokenize(model: LoadedModel, _: Settings, body: DetokenizeRequest) -> dict
 
 def apply_template(model: LoadedModel, settings: Settings, body: ApplyTemplateRequest) -> dict[str, Any]:
     """Return a chat's prompt as text."""
-    return {"prompt": chat_text(model.llm, seen(model.llm, settings, body.chat))}
+    return {"prompt": chat_text(model.llm, seen(model.llm, settings, body.chat))[0]}
 
 
 def count_tokens(model: LoadedModel, settings: Settings, body: CountTokensRequest) -> dict[str, Any]:

@@ -1,0 +1,453 @@
+"""Write a GGUF file of a real model's shape with random weights, which cost as much time and memory as trained ones.
+
+Types of tensors are those of the common file of each model: Q4_K_M as llama.cpp's `llama-quantize` chooses them, and
+for gpt-oss experts in MXFP4 and the rest in Q8_0. Codes are random bytes. Scales give every matrix a mean of 0 and a
+standard deviation of 0.02, so that logits are finite. The tokenizer is a byte-level BPE of the real size with made-up
+merges. The two large mixtures are cut to fewer layers by default, so that two copies fit into 20 GB of memory.
+
+    python benchmarks/random_gguf.py llama-3.1-8b /tmp/llama-3.1-8b.gguf
+    python benchmarks/random_gguf.py gpt-oss-20b /tmp/tiny.gguf --layers 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, GGUFWriter, TokenType
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+Type = GGMLQuantizationType
+F32, BF16, Q4_K, Q6_K, Q8_0, MXFP4 = Type.F32, Type.BF16, Type.Q4_K, Type.Q6_K, Type.Q8_0, Type.MXFP4
+
+SPREAD = 0.02
+"""Standard deviation of the weights."""
+_PIECE = 1 << 25
+"""Bytes to write at once."""
+
+
+class Part(NamedTuple):
+    """A tensor: its name, its shape (outermost dimension first) and its type. Vectors are float32."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: Type = F32
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model's shape.
+
+    Attributes:
+        architecture: llama.cpp's name of the architecture.
+        layers: Layers of the file by default.
+        hidden: Elements of the residual stream.
+        vocab: Tokens.
+        fields: Metadata by key without the architecture, in addition to the number of layers and `hidden`.
+        layer: Function from a layer's number and the number of layers to the layer's tensors, without "blk.N.".
+        fields_of_layers: Function from the number of layers to the metadata that depends on it.
+        top: Function from the number of layers to the tensors outside of layers, except for `output_norm`.
+    """
+
+    architecture: str
+    layers: int
+    hidden: int
+    vocab: int
+    fields: Mapping[str, Any]
+    layer: Callable[[int, int], Iterable[Part]]
+    top: Callable[[int], Iterable[Part]]
+    fields_of_layers: Callable[[int], Mapping[str, Any]] = lambda layers: {}
+
+    def parts(self, layers: int) -> Iterator[Part]:
+        """Yield all tensors of a file with this many layers."""
+        yield from self.top(layers)
+        yield Part("output_norm.weight", (self.hidden,))
+        for i in range(layers):
+            yield from (part._replace(name=f"blk.{i}.{part.name}") for part in self.layer(i, layers))
+
+
+# Tensors
+
+
+def _more_bits(i: int, count: int) -> Type:
+    """Return the type of the i-th of `count` value or down projections in a Q4_K_M file: half of them are Q6_K."""
+    return Q6_K if i < count // 8 or i >= 7 * count // 8 or (i - count // 8) % 3 == 2 else Q4_K
+
+
+def _norms(size: int, *names: str) -> Iterator[Part]:
+    return (Part(f"{name}.weight", (size,)) for name in names)
+
+
+def _attention(hidden: int, queries: int, kv: int, values: Type, kind: Type = Q4_K, out: int = 0) -> Iterator[Part]:
+    """Yield the projections of attention. `queries`, `kv`: widths of all heads; `out`: that of attention's output."""
+    yield Part("attn_q.weight", (queries, hidden), kind)
+    if kv:
+        yield Part("attn_k.weight", (kv, hidden), kind)
+        yield Part("attn_v.weight", (kv, hidden), values)
+    yield Part("attn_output.weight", (hidden, out or queries), kind)
+
+
+def _mlp(hidden: int, width: int, down: Type) -> Iterator[Part]:
+    yield Part("ffn_gate.weight", (width, hidden), Q4_K)
+    yield Part("ffn_up.weight", (width, hidden), Q4_K)
+    yield Part("ffn_down.weight", (hidden, width), down)
+
+
+def _experts(hidden: int, count: int, width: int, kind: Type, down: Type) -> Iterator[Part]:
+    yield Part("ffn_gate_inp.weight", (count, hidden))
+    yield Part("ffn_gate_exps.weight", (count, width, hidden), kind)
+    yield Part("ffn_up_exps.weight", (count, width, hidden), kind)
+    yield Part("ffn_down_exps.weight", (count, hidden, width), down)
+
+
+def _tables(vocab: int, hidden: int, embedding: Type, head: Type | None) -> Iterator[Part]:
+    yield Part("token_embd.weight", (vocab, hidden), embedding)
+    if head is not None:
+        yield Part("output.weight", (vocab, hidden), head)
+
+
+def _heads(count: int, kv: int, size: int) -> dict[str, int]:
+    return {
+        "attention.head_count": count,
+        "attention.head_count_kv": kv,
+        "attention.key_length": size,
+        "attention.value_length": size,
+    }
+
+
+# Models
+
+
+def _llama_layer(i: int, layers: int) -> Iterator[Part]:
+    yield from _norms(4096, "attn_norm", "ffn_norm")
+    yield from _attention(4096, 32 * 128, 8 * 128, _more_bits(i, layers))
+    yield from _mlp(4096, 14336, _more_bits(i, layers))
+
+
+LLAMA_3_1_8B = Model(
+    "llama",
+    layers=32,
+    hidden=4096,
+    vocab=128256,
+    fields={
+        **_heads(32, 8, 128),
+        "context_length": 131072,
+        "feed_forward_length": 14336,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 500000.0,
+        "rope.dimension_count": 128,
+        "vocab_size": 128256,
+    },
+    layer=_llama_layer,
+    top=lambda layers: [*_tables(128256, 4096, Q4_K, Q6_K), Part("rope_freqs.weight", (64,))],
+)
+
+
+def _qwen3_layer(i: int, layers: int) -> Iterator[Part]:
+    yield from _norms(2048, "attn_norm", "ffn_norm")
+    yield from _norms(128, "attn_q_norm", "attn_k_norm")
+    yield from _attention(2048, 32 * 128, 4 * 128, _more_bits(i, layers))
+    yield from _experts(2048, 128, 768, Q4_K, _more_bits(i, layers))
+
+
+QWEN3_30B_A3B = Model(
+    "qwen3moe",
+    layers=16,  # of 48
+    hidden=2048,
+    vocab=151936,
+    fields={
+        **_heads(32, 4, 128),
+        "context_length": 40960,
+        "feed_forward_length": 6144,
+        "expert_count": 128,
+        "expert_used_count": 8,
+        "expert_feed_forward_length": 768,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.freq_base": 1000000.0,
+    },
+    layer=_qwen3_layer,
+    top=lambda layers: _tables(151936, 2048, Q4_K, Q6_K),
+)
+
+
+def _gpt_oss_layer(i: int, layers: int) -> Iterator[Part]:
+    yield from _norms(2880, "attn_norm", "post_attention_norm")
+    yield from _attention(2880, 64 * 64, 8 * 64, Q8_0, Q8_0)
+    yield Part("attn_sinks.weight", (64,))
+    for name, size in (("attn_q", 64 * 64), ("attn_k", 8 * 64), ("attn_v", 8 * 64), ("attn_output", 2880)):
+        yield Part(f"{name}.bias", (size,))
+    yield from _experts(2880, 32, 2880, MXFP4, MXFP4)
+    yield Part("ffn_gate_inp.bias", (32,))
+    yield from (Part(f"ffn_{name}_exps.bias", (32, 2880)) for name in ("gate", "up", "down"))
+
+
+GPT_OSS_20B = Model(
+    "gpt-oss",
+    layers=12,  # of 24
+    hidden=2880,
+    vocab=201088,
+    fields={
+        **_heads(64, 8, 64),
+        "context_length": 131072,
+        "feed_forward_length": 2880,
+        "expert_count": 32,
+        "expert_used_count": 4,
+        "expert_feed_forward_length": 2880,
+        "attention.sliding_window": 128,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 150000.0,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 32.0,
+        "rope.scaling.original_context_length": 4096,
+    },
+    layer=_gpt_oss_layer,
+    top=lambda layers: _tables(201088, 2880, Q8_0, Q8_0),
+)
+
+
+def _slides(i: int, layers: int) -> bool:
+    """Return True for Gemma 4's layers with a sliding window: all but every sixth and the last."""
+    return (i + 1) % 6 != 0 and i + 1 != layers
+
+
+def _shared(layers: int) -> int:
+    """Return the number of Gemma 4's upper layers that read the keys and values of lower ones: 18 of 42, always sixes,
+    as llama.cpp expects."""
+    return layers * 3 // 7 // 6 * 6
+
+
+def _gemma_layer(i: int, layers: int) -> Iterator[Part]:
+    size, own = 256 if _slides(i, layers) else 512, layers - _shared(layers)
+    yield from _norms(2560, "attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm", "post_norm")
+    yield from _norms(size, "attn_q_norm", *(["attn_k_norm"] if i < own else []))
+    yield from _attention(2560, 8 * size, 2 * size if i < own else 0, _more_bits(i, own))
+    yield from _mlp(2560, 10240, _more_bits(i, layers))
+    yield Part("inp_gate.weight", (256, 2560), Q4_K)
+    yield Part("proj.weight", (2560, 256), Q4_K)
+    yield Part("layer_output_scale.weight", (1,))
+
+
+def _gemma_top(layers: int) -> Iterator[Part]:
+    yield from _tables(262144, 2560, Q6_K, None)
+    yield Part("per_layer_token_embd.weight", (262144, 256 * layers), Q6_K)
+    yield Part("per_layer_model_proj.weight", (256 * layers, 2560), BF16)
+    yield Part("per_layer_proj_norm.weight", (256,))
+    yield Part("rope_freqs.weight", (256,))
+
+
+GEMMA_4_E4B = Model(
+    "gemma4",
+    layers=42,
+    hidden=2560,
+    vocab=262144,
+    fields={
+        **_heads(8, 2, 512),
+        "attention.key_length_swa": 256,
+        "attention.value_length_swa": 256,
+        "context_length": 131072,
+        "feed_forward_length": 10240,
+        "embedding_length_per_layer_input": 256,
+        "attention.sliding_window": 512,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.freq_base": 1000000.0,
+        "rope.freq_base_swa": 10000.0,
+        "rope.dimension_count": 512,
+        "rope.dimension_count_swa": 256,
+        "final_logit_softcapping": 30.0,
+    },
+    layer=_gemma_layer,
+    top=_gemma_top,
+    fields_of_layers=lambda layers: {
+        "attention.shared_kv_layers": _shared(layers),
+        "attention.sliding_window_pattern": [_slides(i, layers) for i in range(layers)],
+    },
+)
+
+
+def _qwen3_5_layer(i: int, layers: int) -> Iterator[Part]:
+    yield from _norms(2560, "attn_norm", "post_attention_norm")
+    if (i + 1) % 4 == 0:
+        yield from _norms(256, "attn_q_norm", "attn_k_norm")
+        yield from _attention(2560, 2 * 16 * 256, 4 * 256, _more_bits(i, layers), out=16 * 256)  # queries and gates
+    else:
+        keys, values, heads = 16 * 128, 32 * 128, 32
+        yield Part("attn_qkv.weight", (2 * keys + values, 2560), _more_bits(i, layers))
+        yield Part("attn_gate.weight", (values, 2560), Q4_K)
+        yield Part("ssm_conv1d.weight", (2 * keys + values, 4))
+        yield Part("ssm_dt.bias", (heads,))
+        yield Part("ssm_a", (heads,))
+        yield Part("ssm_beta.weight", (heads, 2560), Q4_K)
+        yield Part("ssm_alpha.weight", (heads, 2560), Q4_K)
+        yield Part("ssm_norm.weight", (128,))
+        yield Part("ssm_out.weight", (2560, values), Q4_K)
+    yield from _mlp(2560, 9216, _more_bits(i, layers))
+
+
+QWEN3_5_4B = Model(
+    "qwen35",
+    layers=32,
+    hidden=2560,
+    vocab=248320,
+    fields={
+        **_heads(16, 4, 256),
+        "context_length": 262144,
+        "feed_forward_length": 9216,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.freq_base": 10000000.0,
+        "rope.dimension_count": 64,
+        "rope.dimension_sections": [11, 11, 10, 0],
+        "full_attention_interval": 4,
+        "ssm.conv_kernel": 4,
+        "ssm.state_size": 128,
+        "ssm.group_count": 16,
+        "ssm.time_step_rank": 32,
+        "ssm.inner_size": 32 * 128,
+    },
+    layer=_qwen3_5_layer,
+    top=lambda layers: _tables(248320, 2560, Q6_K, None),
+)
+
+MODELS = {
+    "llama-3.1-8b": LLAMA_3_1_8B,
+    "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "gpt-oss-20b": GPT_OSS_20B,
+    "gemma-4-e4b": GEMMA_4_E4B,
+    "qwen3.5-4b": QWEN3_5_4B,
+}
+
+
+# Values
+
+
+def _half(value: float) -> Bytes:
+    return np.frombuffer(np.float16(value).tobytes(), np.uint8)
+
+
+def _rms(values: Iterable[float]) -> float:
+    return float(np.sqrt(np.mean(np.square([*values]))))
+
+
+_FOUR_BITS, _SIX_BITS, _SIGNED = range(16), range(64), range(-128, 128)
+_Q4_K_SCALE = SPREAD / _rms(_SIX_BITS) / _rms(q - 7.5 for q in _FOUR_BITS)
+_Q6_K_SCALE = SPREAD / _rms(_SIGNED) / _rms(q - 32 for q in _SIX_BITS)
+_Q8_0_SCALE = SPREAD / _rms(_SIGNED)
+_MXFP4_EXPONENT = 127 + round(math.log2(SPREAD / _rms([0, 0.5, 1, 1.5, 2, 3, 4, 6])))
+
+
+def _blocks(kind: Type, count: int, dice: np.random.Generator) -> Bytes:
+    """Return random blocks, bytes [count, bytes of a block]. Layouts: ggml's `ggml-common.h`."""
+    size = GGML_QUANT_SIZES[kind][1]
+    words = dice.integers(0, 2**64, -(-count * size // 8), np.uint64)  # seven times as fast as single bytes
+    blocks = words.view(np.uint8)[: count * size].reshape(count, size)
+    if kind == Q4_K:  # two halves, 8 scales and 8 floors of 6 bits, codes; each floor is 7.5 times its scale
+        blocks[:, :2], blocks[:, 2:4] = _half(_Q4_K_SCALE), _half(7.5 * _Q4_K_SCALE)
+        blocks[:, 8:12] = blocks[:, 4:8]
+        blocks[:, 12:16] = (blocks[:, 12:16] & 15) * 17
+    elif kind == Q6_K:  # codes, 16 signed scales, a half
+        blocks[:, -2:] = _half(_Q6_K_SCALE)
+    elif kind == Q8_0:
+        blocks[:, :2] = _half(_Q8_0_SCALE)
+    else:
+        assert kind == MXFP4, kind
+        blocks[:, 0] = _MXFP4_EXPONENT
+    return blocks
+
+
+def _floats(part: Part, dice: np.random.Generator) -> NDArray[np.float32]:
+    """Return the values of a tensor of floats."""
+    if part.name == "rope_freqs.weight" and part.shape == (256,):  # Gemma 4 rotates a quarter of each head
+        return np.repeat(np.float32([1, 1e30]), [64, 192])
+    if part.name.endswith(("norm.weight", "scale.weight", "freqs.weight")):
+        return np.ones(part.shape, np.float32)
+    if part.name.endswith("ssm_a"):
+        return np.full(part.shape, -0.5, np.float32)
+    return dice.standard_normal(part.shape, np.float32) * np.float32(SPREAD)
+
+
+def _pieces(part: Part, dice: np.random.Generator) -> Iterator[bytes]:
+    """Yield the bytes of a tensor."""
+    if part.type == F32:
+        yield _floats(part, dice).tobytes()
+    elif part.type == BF16:
+        yield (_floats(part, dice).view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    else:
+        elements, size = GGML_QUANT_SIZES[part.type]
+        left = math.prod(part.shape) // elements
+        while left:
+            count = min(left, _PIECE // size)
+            yield _blocks(part.type, count, dice).tobytes()
+            left -= count
+
+
+# The file
+
+
+def _tokenizer(vocab: int) -> dict[str, Any]:
+    """Return the metadata of a tokenizer: all bytes, then all pairs of bytes, then some threes, then two control
+    tokens."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [chr(256 + i) for i in range(256 - len(printable))]
+    tokens, merges = [*map(chr, printable), *others], []
+    for i in range(vocab - 256 - 2):
+        left, right = tokens[i // 256], tokens[i % 256]
+        merges.append(f"{left} {right}")
+        tokens.append(left + right)
+    tokens += ["<|begin|>", "<|end|>"]
+    kinds = [TokenType.NORMAL] * (vocab - 2) + [TokenType.CONTROL] * 2
+    return {
+        "model": "gpt2",
+        "pre": "llama-bpe",
+        "tokens": tokens,
+        "token_type": [*map(int, kinds)],
+        "merges": merges,
+        "bos_token_id": vocab - 2,
+        "eos_token_id": vocab - 1,
+    }
+
+
+def write(model: Model, path: Path, layers: int) -> None:
+    """Write a file of random weights, piece by piece."""
+    writer = GGUFWriter(path, model.architecture)
+    fields = {"block_count": layers, "embedding_length": model.hidden, **model.fields, **model.fields_of_layers(layers)}
+    own = {f"{model.architecture}.{key}": value for key, value in fields.items()}
+    for key, value in {**own, **{f"tokenizer.ggml.{k}": v for k, v in _tokenizer(model.vocab).items()}}.items():
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        writer.add_key_value(key, value, GGUFValueType.UINT32 if whole else GGUFValueType.get_type(value))
+    parts = [*model.parts(layers)]
+    for part in parts:
+        elements, size = GGML_QUANT_SIZES[part.type]
+        shape = (*part.shape[:-1], part.shape[-1] // elements * size)
+        writer.add_tensor_info(part.name, shape, np.dtype(np.uint8), math.prod(shape), part.type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    assert writer.fout is not None
+    (file,), dice = writer.fout, np.random.Generator(np.random.SFC64(0))
+    for part in parts:
+        writer.write_padding(file, file.tell())
+        for piece in _pieces(part, dice):
+            file.write(piece)
+    writer.write_padding(file, file.tell())
+    writer.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=MODELS)
+    parser.add_argument("path", type=Path, help="the file to write")
+    parser.add_argument("--layers", type=int, help="write only this many layers")
+    args = parser.parse_args()
+    model = MODELS[args.model]
+    layers = args.layers or model.layers
+    write(model, args.path, layers)
+    print(f"wrote {args.path}: {layers} layers, {args.path.stat().st_size / 1e9:.2f} GB")
+
+
+if __name__ == "__main__":
+    main()
