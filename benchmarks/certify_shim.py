@@ -3,8 +3,9 @@
     python benchmarks/certify_shim.py transformers model.gguf --port 8090
     paceline certify http://127.0.0.1:8090/v1 --body '{"prompt_lookup": 5}' --plain-body '{}'
 
-Libraries: transformers, openvino (openvino-genai) and llama-cpp-python. A library's `speculation` lists the fields that
-switch it on. The server only passes parameters on, refuses other fields, and serves one request at a time.
+Libraries: transformers, openvino (openvino-genai), llama-cpp-python, and paceline, since `paceline serve` offers no
+acceptance rules. A library's `speculation` lists the fields that switch it on. The server only
+passes parameters on, refuses other fields, and serves one request at a time.
 """
 
 from __future__ import annotations
@@ -160,6 +161,27 @@ class LlamaCppPython:
         return answer
 
 
+class Paceline:
+    """Paceline with its EAGLE-3 head, and the acceptance rule of a request."""
+
+    packages = ("paceline",)
+    fields = COMMON | {"presence_penalty", "frequency_penalty"}
+    speculation = ("rule",)
+
+    def __init__(self, path: Path) -> None:
+        import paceline
+
+        self.speculative, self.plain = (paceline.load(str(path), drafter=name) for name in ("eagle3", "none"))
+
+    def answer(self, body: Body) -> Body:
+        """Return the completion of a request."""
+        model = self.speculative if "rule" in body else self.plain
+        given = {name: value for name, value in body.items() if name not in ("model", "messages", "max_tokens")}
+        done = model.generate(body["messages"], max_new_tokens=body.get("max_tokens") or 64, **given)
+        choice = _choice(done.text, {}, done.finish_reason != "length")
+        return _answer(choice, done.prompt_tokens, len(done.token_ids))
+
+
 def _choice(text: str, body: Body, ended: bool) -> Body:
     cut = [text.index(one) for one in body.get("stop") or () if one in text]
     message = {"role": "assistant", "content": text[: min(cut, default=None)]}
@@ -170,7 +192,12 @@ def _answer(choice: Body, prompt: int, new: int) -> Body:
     return {"choices": [choice], "usage": {"prompt_tokens": prompt, "completion_tokens": new}}
 
 
-LIBRARIES: dict[str, Any] = {"transformers": Transformers, "openvino": OpenVino, "llama-cpp-python": LlamaCppPython}
+LIBRARIES: dict[str, Any] = {
+    "transformers": Transformers,
+    "openvino": OpenVino,
+    "llama-cpp-python": LlamaCppPython,
+    "paceline": Paceline,
+}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -223,4 +250,5 @@ if __name__ == "__main__":
     parser.add_argument("--port", type=int, default=8090)
     given = parser.parse_args()
     Handler.library = LIBRARIES[given.library](given.model)
+    ThreadingHTTPServer.request_queue_size = 64
     ThreadingHTTPServer(("127.0.0.1", given.port), Handler).serve_forever()

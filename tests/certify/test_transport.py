@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from paceline.certify import transport
 from paceline.certify.side import NotOffered, Side
 from paceline.certify.transport import EndpointError, Http, parse_json
 from paceline.errors import InvalidOption
@@ -76,6 +77,15 @@ def test_an_endpoint_that_is_not_there_and_one_that_speaks_something_else() -> N
         Http("http://127.0.0.1:9/v1", seconds=2)("GET", "/models")
     with raw_server(lambda connection: connection.sendall(b"SSH-2.0-x\r\n")) as base, pytest.raises(EndpointError):
         Http(base, seconds=2)("GET", "/models")
+
+
+def test_a_request_is_repeated_if_its_connection_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "_RETRY_AFTER", (0.0, 0.0))
+    answers = [b"", b"", b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"]
+    with raw_server(lambda connection: connection.sendall(answers.pop(0) if answers else b"")) as base:
+        assert Http(base, seconds=5)("GET", "/models") == (200, b"{}")
+    with raw_server(lambda connection: None) as base, pytest.raises(EndpointError, match="Is the server running"):
+        Http(base, seconds=5)("GET", "/models")
 
 
 @pytest.mark.parametrize("base", ["ftp://host/v1", "file:///etc/passwd", "http://", "http://user:secret@host/v1"])

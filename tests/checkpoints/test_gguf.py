@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from paceline.checkpoints import gguf_file
-from paceline.checkpoints.checkpoint import eos_token_ids, open_checkpoint
+from paceline.checkpoints.checkpoint import EMBEDDING, eos_token_ids, open_checkpoint
 from paceline.checkpoints.gguf import open_gguf
 from paceline.checkpoints.gguf_file import gguf_vocab_size, read_gguf
 from paceline.checkpoints.gguf_tensors import unpair
@@ -21,10 +21,11 @@ from paceline.checkpoints.loader import HeadTokens, load_model
 from paceline.errors import CorruptModel, ModelNotFound, PacelineError, UnsupportedModel
 from paceline.files.locate import resolve
 from paceline.kernels.cpu.build import library
-from paceline.kernels.cpu.matrix import NativeLinear
+from paceline.kernels.cpu.matrix import NativeLinear, read_rows
 from paceline.kernels.linear import linear
 from paceline.kernels.quantize import Codes, Mode, quantize
 from paceline.kernels.stored import Stored
+from paceline.models.decoder import Decoder
 from paceline.models.lazy import Quantised
 from paceline.models.weights import Weights
 from tests.support.gguf_writing import FFN, HEADS, HIDDEN, KV_HEADS, VOCAB, Q, finish, write_gguf
@@ -219,6 +220,21 @@ def test_a_quantised_file_keeps_its_codes_of(tmp_path: Path, kind: Q, bits: int 
             assert codes.is_float == (bits is None)
             assert codes.form == (8 if mode == "int8" or head else 4)
         assert torch.equal(linear(codes).weight(), tensor) == (bits is not None)
+
+
+@pytest.mark.parametrize("kind", [Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q8_0])
+def test_an_embedding_that_is_no_head_stays_in_the_file(tmp_path: Path, kind: Q) -> None:
+    write_gguf(tmp_path / "m.gguf", "qwen2", kind=kind, tied=False)
+    model = load_model(tmp_path / "m.gguf", quantize="auto").target
+    assert isinstance(model, Decoder)
+    [table] = model.tables
+    assert isinstance(table, Stored)
+    assert table.mapped
+    weights = Weights(Quantised(open_checkpoint(tmp_path / "m.gguf").tensors, "int8"), model.dtype, model.device)
+    head = weights.embedding(EMBEDDING, table.shape, True)
+    assert isinstance(head, NativeLinear)
+    tokens = torch.tensor([[4, 0], [4, 2]])
+    assert torch.equal(read_rows(table[tokens.flatten()]).view(2, 2, -1), head.matrix.rows(tokens))
 
 
 def test_a_type_without_kernels_is_quantised_only_if_that_was_asked(

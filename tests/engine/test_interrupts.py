@@ -12,7 +12,6 @@ import pytest
 from paceline.cache.slots import SlotTable
 from paceline.drafters.eagle import Eagle
 from paceline.engine.detokenizer import TextStream
-from paceline.engine.results import Batch
 from paceline.engine.scheduler import Scheduler
 from paceline.errors import OutOfMemory, PromptTooLong
 from paceline.llm import LLM
@@ -125,7 +124,7 @@ def test_an_interrupt_in_a_constructor_leaves_nothing_to_complain_about(
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Scheduler if make == "batch" else Batch, "__init__", interrupted)
+    monkeypatch.setattr(Scheduler, "__init__", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.batch([PROMPT]) if make == "batch" else llm.stream(PROMPT)
     monkeypatch.undo()

@@ -110,9 +110,11 @@ def test_traffic_stays_within_its_bound_and_is_private(tmp_path: Path) -> None:
 def test_a_damaged_file_does_not_stop_a_server(tmp_path: Path, damage: bytes) -> None:
     pupil = pupil_of(open_folder(tmp_path / "l"), None)
     pupil.head.mkdir()
-    names = ("traffic.jsonl", "traffic.jsonl.old", "status.json", "lesson.jsonl", "head/config.json", "candidate")
+    pupil.lesson.parent.mkdir()
+    names = ("traffic.jsonl", "traffic.jsonl.old", "status.json", "lesson/traffic.jsonl", "head/config.json")
     for name in names:
         (pupil.folder / name).write_bytes(damage)
+    pupil.candidate.write_bytes(damage)
     llm = fresh_llm()
     with serving(llm, learner=Learner(llm, [], plan(tmp_path / "l"))) as it:
         assert ask(it)["choices"][0]["text"]

@@ -85,7 +85,7 @@ def test_a_head_is_used_only_if_its_interval_is_above_one(pupil: Pupil, low: flo
     assert status["switched"] is used
     assert used is holds_head(pupil.head)
     assert ("in use" if used else "not used") in described(status)
-    assert not any(path.exists() for path in (pupil.lesson, pupil.candidate)), "what is left over takes space"
+    assert not pupil.lesson.parent.exists(), "what is left over takes space"
     llm = LLM(toy_model(layers=4), {"suffix": Suffix()})
     with Learner(llm, [], LearningPlan(pupil.folder.parent)) as learner:
         assert learner._keys[0].fresh == 0
@@ -125,7 +125,8 @@ def test_a_lesson_that_was_interrupted_goes_on_with_the_same_traffic(pupil: Pupi
 
 def test_a_kill_while_the_traffic_is_copied_does_no_harm(pupil: Pupil) -> None:
     lines = pupil.traffic.read_bytes().splitlines(keepends=True)
-    pupil.lesson.with_name("lesson.jsonl.new").write_bytes(b"".join(lines[:3]))
+    pupil.lesson.parent.mkdir()
+    pupil.lesson.with_name(f"{pupil.lesson.name}.new").write_bytes(b"".join(lines[:3]))
     assert teach(toy_llm(layers=4), pupil, "suffix:remember", small(), gain(9.0))["replies"] == len(PROMPTS)
 
 

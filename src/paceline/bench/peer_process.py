@@ -20,6 +20,7 @@ from typing import Any
 
 from paceline.bench.measure import MeasuredReply, SystemFailed
 from paceline.bench.peers import PeerAnswer, PeerPrompt, PeerSetup, PeerUnavailable
+from paceline.kernels.torch_variables import RUNNING
 
 
 class PeerProcess:
@@ -83,11 +84,11 @@ class PeerProcess:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of this process with its import path and without GOMP_SPINCOUNT.
+    """Return the environment of this process with its import path and without Paceline's settings of torch.
 
-    `cli.main` sets GOMP_SPINCOUNT for Paceline. It would slow down a program that waits a thousand times per token.
+    `GOMP_SPINCOUNT` would slow down a program that waits a thousand times per token.
     """
-    kept = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    kept = {name: value for name, value in os.environ.items() if name not in RUNNING}
     return kept | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 

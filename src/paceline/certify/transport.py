@@ -8,6 +8,7 @@ import json
 import math
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,6 +17,8 @@ from urllib.parse import urlsplit
 from paceline.errors import InvalidOption, PacelineError, one_line
 
 _PIECE = 1 << 16
+_RETRY_AFTER = (0.2, 1.0)
+"""Seconds before each retry of a request. Servers reset connections that their queue has no room for."""
 _JSON = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
 
 
@@ -29,6 +32,10 @@ class EndpointError(PacelineError):
     def __init__(self, cause: str, fix: str = "", status: int = 0) -> None:
         super().__init__(cause, fix)
         self.status = status
+
+
+class _ConnectionReset(EndpointError):
+    """The endpoint closed a connection without an answer."""
 
 
 class Transport(Protocol):
@@ -60,6 +67,13 @@ class Http:
             raise InvalidOption(f"{_hidden(self.base)} is not an address", "Write http://HOST:PORT/v1")
 
     def __call__(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, bytes]:
+        for wait in _RETRY_AFTER:
+            with contextlib.suppress(_ConnectionReset):
+                return self._once(method, path, body)
+            time.sleep(wait)
+        return self._once(method, path, body)
+
+    def _once(self, method: str, path: str, body: Mapping[str, Any] | None) -> tuple[int, bytes]:
         parts = urlsplit(self.base)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(str(parts.hostname), parts.port, timeout=self.seconds)
@@ -84,7 +98,8 @@ class Http:
         except (OSError, ValueError, http.client.HTTPException) as error:
             if late.is_set() or isinstance(error, TimeoutError):
                 raise EndpointError(f"no complete answer within {self.seconds:.0f} s", "Use --timeout") from None
-            raise EndpointError(f"{parts.netloc}: {type(error).__name__}: {error}", "Is the server running?") from None
+            kind_of_error = _ConnectionReset if isinstance(error, ConnectionResetError) else EndpointError
+            raise kind_of_error(f"{parts.netloc}: {type(error).__name__}: {error}", "Is the server running?") from None
         finally:
             if watchdog:
                 watchdog.cancel()

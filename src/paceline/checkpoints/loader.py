@@ -28,10 +28,11 @@ from paceline.files.progress import progress_bar
 from paceline.kernels.cpu.build import library
 from paceline.kernels.cuda import has_triton
 from paceline.kernels.linear import fast_bfloat16, packs_bfloat16
+from paceline.kernels.low_rank import Factors
 from paceline.kernels.quantize import Mode, Precision, check_precision
 from paceline.kernels.threads import limit_threads
 from paceline.models.config import LayerConfig, ModelConfig
-from paceline.models.decoder import Decoder
+from paceline.models.decoder import Decoder, Progress
 from paceline.models.divided import DividedDecoder
 from paceline.models.lazy import Outlines, Quantised, mostly_codes
 from paceline.models.mirror import Mirror
@@ -126,8 +127,7 @@ def load_model(
             pick_dtype(dtype, where)  # raises before anything is fetched
         checkpoint = open_model(reference, adapter, revision=revision, quiet=not progress, **fetch)
     config = native_config(checkpoint)
-    if mirror or parts is not None:
-        check_divisible(str(reference), config, exact, mirror is not None, parts is not None)
+    check_divisible(str(reference), config, exact, mirror is not None, parts is not None)
     kind = pick_dtype(dtype, where, by_torch=config is None)
     _check_possible(str(reference), config is not None, quantize, bool(adapters), exact and where.type == "cuda")
     stored = _stored_type(kv_type, kind, config is not None, [where, *map(pick_device, parts or ())])
@@ -141,21 +141,16 @@ def load_model(
     with too_large, progress_bar(f"loading {reference}", progress) as advance:
         if config is None:
             target: Target = _through_transformers(checkpoint, kind, where)
-        elif mirror:
-            target = DividedDecoder(config, tensors, kind, where, advance, mirror, factors, stored)
         else:
-            devices = () if parts is None else _placed(parts, config, tensors, mode, kind)
-            first, make = (devices or (where,))[0], _decoder(exact, where)
-            target = make(config, tensors, kind, first, advance, kept, factors, devices, stored)
+            target = place.decoder(config, tensors, mode, kind, stored, factors, kept, exact, advance)
     eos = eos_token_ids(checkpoint.config, checkpoint.generation, checkpoint.tokenizer)
     line = "%s: loaded as %s on %s (%s) in %.1f s"
     _LOG.debug(line, checkpoint.path, mode or kind, where, type(target).__name__, time.perf_counter() - began)
     if mirror:
         mirror.follow()
     mtp = config is not None and has_mtp(checkpoint.tensors)
-    vision = None
-    if config and not (mirror or head_tokens):
-        vision = open_vision(checkpoint.path, kind, where, allow_pickle, config, mmproj)
+    sees = config is not None and not (mirror or head_tokens)
+    vision = open_vision(checkpoint.path, kind, where, allow_pickle, config, mmproj) if sees else None
     return Loaded(target, checkpoint.tokenizer, eos, checkpoint.generation, checkpoint.path, mode, kept, mtp, vision)
 
 
@@ -181,6 +176,25 @@ class _LoadDevices:
         first = pick_device(next(iter(parts), "auto") if parts is not None else device)
         return _LoadDevices(mirror.ranks.device(first) if mirror else first, parts, mirror)
 
+    def decoder(
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, Tensor],
+        mode: Mode | None,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None,
+        adapters: Sequence[Factors],
+        head_tokens: Tensor | None,
+        exact: bool,
+        advance: Progress,
+    ) -> Decoder:
+        """Build a native model on these devices. `mode`: how its weights are quantised. See `Decoder` for the rest."""
+        if self.mirror:
+            return DividedDecoder(config, tensors, dtype, self.first, advance, self.mirror, adapters, kv_dtype)
+        devices = () if self.parts is None else _placed(self.parts, config, tensors, mode, dtype)
+        first, make = (devices or (self.first,))[0], _decoder(exact, self.first)
+        return make(config, tensors, dtype, first, advance, head_tokens, adapters, devices, kv_dtype)
+
     def in_turn(self) -> AbstractContextManager[None]:
         """Return a context that the ranks enter one after the other, rank 0 first."""
         return self.mirror.ranks.one_by_one() if self.mirror else nullcontext()
@@ -199,12 +213,14 @@ def _checked_map(given: DeviceMap | None, device: Device) -> dict[str, int | Non
 
 
 def check_divisible(reference: str, config: ModelConfig | None, exact: bool, ranks: bool, placed: bool) -> None:
-    """Raise an error if a model cannot be split across processes (`ranks`) or devices (`placed`).
+    """Raise an error if a model is to be split across processes (`ranks`) or devices (`placed`), and cannot be.
 
     Raises:
         InvalidOption: Both were requested.
         UnsupportedModel: The model or its options do not allow it.
     """
+    if not (ranks or placed):
+        return
     if ranks and placed:
         raise InvalidOption("tensor parallelism and a device map cannot be combined", "Use one of them")
     if config is None or exact:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -29,6 +28,7 @@ from paceline.cli.perplexity import perplexity
 from paceline.cli.record import record, replay, tune
 from paceline.cli.serve import serve
 from paceline.cli.train import train
+from paceline.kernels.torch_variables import RUNNING, set_unless_given
 
 app = typer.Typer(
     cls=PacelineGroup,
@@ -119,10 +119,7 @@ add_command(app, info, "show")
 
 def main() -> None:
     """Entry point of the `paceline` command."""
-    # torch's threads spin while they wait, and take cores from other programs: a pass of 25 ms then took a second.
-    # About 10 us of spinning cost nothing (docs/notes/kernels.md#idle-threads). torch reads the variable when it is
-    # imported.
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    set_unless_given(RUNNING)
     for stream in (sys.stdout, sys.stderr):
         # On Windows, a pipe uses a code page instead of UTF-8, which lacks most of the characters that models write.
         if isinstance(stream, io.TextIOWrapper):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 import time
@@ -15,6 +14,7 @@ import typer
 
 from paceline.cli.commands import option, options_of
 from paceline.cli.options import Device, Quiet, Threads, parse_numbers, progress_wanted, set_threads
+from paceline.kernels.torch_variables import TRAINING, set_unless_given
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -90,11 +90,7 @@ def train(
     Repeat the same command to continue after an interruption: DIR.work keeps finished answers, hidden states and the
     last checkpoint. Use the drafter with --drafter head:DIR.
     """
-    # oneDNN caches prepared products for the last 1024 shapes of each kind, a few MB each. Batches hardly ever have the
-    # same shape, so this grew to 5 GB in half an hour. Preparing a product again costs little compared with the
-    # product. torch reads these variables when it is imported.
-    for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(cache, "64")
+    set_unless_given(TRAINING)
     job = options.job(target, kind, out)
     from paceline.llm import load
     from paceline.train import run

@@ -59,22 +59,18 @@ class DraftPolicy:
     def _fresh(self) -> tuple[Controller, ...]:
         return tuple(Controller(*part) for part in self.drafter.parts)
 
-    def propose(self, asks: Sequence[Ask], vocab_size: int) -> list[Draft]:
-        """Ask the drafter, and check its drafts.
+    def check_drafts(self, asks: Sequence[Ask], drafts: Sequence[Draft], vocab_size: int) -> None:
+        """Check the drafts that the drafter, which may be the user's own, has made. Warn if it failed on a token.
 
         Args:
             asks: The requests for drafts.
+            drafts: One draft per ask.
             vocab_size: Size of the target's vocabulary.
 
-        Returns:
-            One draft per ask.
-
         Raises:
-            InvalidOption: If a draft is invalid. The drafter may be the user's own.
+            InvalidOption: If a draft is missing or invalid.
         """
-        failures = sum(ask.sampler.draft_failures for ask in asks)
-        drafts = self.drafter.propose(asks)
-        if not self._has_failed and sum(ask.sampler.draft_failures for ask in asks) > failures:
+        if not self._has_failed and any(ask.sampler.draft_failures for ask in asks):
             self._has_failed = True
             _LOG.warning(
                 "Drafter %s failed on a token and proposed nothing for it: its logits are not finite, or a logits "
@@ -95,7 +91,6 @@ class DraftPolicy:
                     f"{type(self.drafter).__name__} drafted {len(draft.tokens)} tokens {draft.tokens}",
                     f"Draft at most {most} tokens here, with ids from 0 to {vocab_size - 1}",
                 )
-        return drafts
 
 
 def shown_name(name: str) -> str:

@@ -94,11 +94,23 @@ def taps(requests: Sequence[Request]) -> tuple[Tap, ...]:
 def plan_round(requests: Sequence[Request], cache: KVCache) -> RoundPlan:
     """Return the plan for a round of these requests, without side effects."""
     known = [_known(request, cache) for request in requests]
-    by_policy: dict[DraftPolicy, dict[int, Request]] = {}
-    for place, (request, draft) in enumerate(zip(requests, known, strict=True)):
-        if request.policy and not draft.tokens:
-            by_policy.setdefault(request.policy, {})[place] = request
-    return RoundPlan(known, [_plan(policy, them, len(requests), cache) for policy, them in by_policy.items()])
+    plans = []
+    for policy, members in _by_policy(requests, known).items():
+        # For rules other than `match`, the text depends on the drafts, so these must not depend on measurements. A
+        # round with such a request uses the drafter's own size.
+        if not policy.controllers or any(r.sampler.rule != "match" for r in members.values()):
+            plans.append(PolicyPlan(policy, members, _fixed_asks(policy, members, cache)))
+        # Most rounds of a text that cannot be drafted are of this kind, so they must cost next to nothing.
+        elif all(one.resting and all(one in r.judged for r in members.values()) for one in policy.controllers):
+            plans.append(PolicyPlan(policy, members, {}, resting=True))
+        else:
+            parts = []
+            for controller in policy.controllers:
+                standings = {i: _standing(r, controller) for i, r in members.items() if _waits(controller, r)}
+                plan = controller.plan([*standings.values()], len(requests))
+                parts.append(PartPlan(controller, plan, standings, _budgets(plan, standings, members, cache)))
+            plans.append(PolicyPlan(policy, members, _asks(policy, members, parts, cache), parts))
+    return RoundPlan(known, plans)
 
 
 def _known(request: Request, cache: KVCache) -> Draft:
@@ -112,28 +124,19 @@ def _known(request: Request, cache: KVCache) -> Draft:
     return request.prediction.propose(room.depth)
 
 
-def _plan(policy: DraftPolicy, members: Members, together: int, cache: KVCache) -> PolicyPlan:
-    """Return the plan for one drafter and these members of a round of `together` requests."""
-    # For rules other than `match`, the text depends on the drafts, so these must not depend on measurements. A round
-    # with such a request uses the drafter's own size.
-    if not policy.controllers or any(r.sampler.rule != "match" for r in members.values()):
-        budgets = {place: _limited(policy.draft, r, cache) for place, r in members.items()}
-        asks = {i: Ask(r.slot, r.prefix, budgets[i], r.sampler) for i, r in members.items() if budgets[i].nodes}
-        return PolicyPlan(policy, members, asks)
-    # Most rounds of a text that cannot be drafted are of this kind, so they must cost next to nothing.
-    if all(one.resting and all(one in r.judged for r in members.values()) for one in policy.controllers):
-        return PolicyPlan(policy, members, {}, resting=True)
-    parts = [_part_plan(controller, members, together, cache) for controller in policy.controllers]
-    waiting = [i for i in members if any(i in part.budgets for part in parts)]
-    return PolicyPlan(policy, members, {i: _ask(members[i], i, policy, parts, cache) for i in waiting}, parts)
+def _by_policy(requests: Sequence[Request], known: Sequence[Draft]) -> dict[DraftPolicy, dict[int, Request]]:
+    """Return the requests that may ask each drafter: all that have one and no draft yet."""
+    found: dict[DraftPolicy, dict[int, Request]] = {}
+    for place, (request, draft) in enumerate(zip(requests, known, strict=True)):
+        if request.policy and not draft.tokens:
+            found.setdefault(request.policy, {})[place] = request
+    return found
 
 
-def _part_plan(controller: Controller, members: Members, together: int, cache: KVCache) -> PartPlan:
-    standings = {i: _standing(r, controller) for i, r in members.items() if _waits(controller, r)}
-    plan = controller.plan([*standings.values()], together)
-    given = zip(standings, plan.budgets, strict=True) if plan.at else ()
-    cut = ((i, _limited(budget, members[i], cache)) for i, budget in given if budget.nodes)
-    return PartPlan(controller, plan, standings, {i: budget for i, budget in cut if budget.nodes})
+def _fixed_asks(policy: DraftPolicy, members: Members, cache: KVCache) -> dict[int, Ask]:
+    """Return asks for the drafter's own size."""
+    budgets = {place: _limited(policy.draft, r, cache) for place, r in members.items()}
+    return {i: Ask(r.slot, r.prefix, budgets[i], r.sampler) for i, r in members.items() if budgets[i].nodes}
 
 
 def _waits(controller: Controller, request: Request) -> bool:
@@ -154,12 +157,27 @@ def unread(request: Request) -> int:
     return len(request.token_ids) - request.num_seen_tokens if known is None else known
 
 
-def _ask(request: Request, place: int, policy: DraftPolicy, parts: Sequence[PartPlan], cache: KVCache) -> Ask:
-    allowed = [Allowance(part.budgets.get(place, _NOTHING), part.plan.price, part.plan.pace) for part in parts]
-    if len(parts) == 1:
-        return Ask(request.slot, request.prefix, allowed[0].budget, request.sampler, *allowed[0][1:])
-    room = _limited(policy.draft, request, cache)
-    return Ask(request.slot, request.prefix, room, request.sampler, parts=tuple(allowed))
+def _budgets(
+    plan: DraftPlan, standings: Mapping[int, Standing], members: Members, cache: KVCache
+) -> dict[int, DraftBudget]:
+    """Return the plan's budgets that are not empty, limited as in `_limited`."""
+    given = zip(standings, plan.budgets, strict=True) if plan.at else ()
+    cut = ((i, _limited(budget, members[i], cache)) for i, budget in given if budget.nodes)
+    return {i: budget for i, budget in cut if budget.nodes}
+
+
+def _asks(policy: DraftPolicy, members: Members, parts: Sequence[PartPlan], cache: KVCache) -> dict[int, Ask]:
+    """Return asks for the requests to which a part gives a budget."""
+    asks = {}
+    for i, r in members.items():
+        if not any(i in part.budgets for part in parts):
+            continue
+        allowed = [Allowance(part.budgets.get(i, _NOTHING), part.plan.price, part.plan.pace) for part in parts]
+        if len(parts) == 1:
+            asks[i] = Ask(r.slot, r.prefix, allowed[0].budget, r.sampler, *allowed[0][1:])
+        else:
+            asks[i] = Ask(r.slot, r.prefix, _limited(policy.draft, r, cache), r.sampler, parts=tuple(allowed))
+    return asks
 
 
 def _limited(draft: DraftBudget, request: Request, cache: KVCache) -> DraftBudget:
@@ -177,12 +195,22 @@ def _fit(draft: DraftBudget, request: Request, cache: KVCache) -> DraftBudget:
 
 
 def propose(plan: RoundPlan, vocab_size: int, timer: Timer) -> Drafted:
-    """Return the drafts of a round. Each drafter is asked at most once."""
+    """Return the drafts of a round. Each drafter is asked at most once.
+
+    Args:
+        plan: The plan of the round.
+        vocab_size: Size of the target's vocabulary.
+        timer: Measures the time of each drafter.
+
+    Raises:
+        InvalidOption: If a draft is invalid (see `DraftPolicy.check_drafts`).
+    """
     drafts, seconds = [*plan.known], list[float]()
     for one in plan.policies:
         began = timer()
         if one.asks:
-            made = one.policy.propose([*one.asks.values()], vocab_size)
+            made = one.policy.drafter.propose([*one.asks.values()])
+            one.policy.check_drafts([*one.asks.values()], made, vocab_size)
             for place, draft in zip(one.asks, made, strict=True):
                 drafts[place] = draft
         seconds.append(timer() - began)

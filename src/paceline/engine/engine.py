@@ -57,7 +57,7 @@ def _exclusive(method: Method) -> Method:
                 return method(self, *args, **options)
             except BaseException:
                 self._leaving |= {*range(len(self.cache.lengths))} - {*self._holders}
-                self._settle()
+                self._release_slots()
                 raise
             finally:
                 self._depth = depth  # not decremented, because an interrupt may have come before the increment
@@ -98,7 +98,7 @@ class Engine:
         """Slot -> the active request that holds it. The reference is weak, because an interrupt may leave a request
         that is never finished."""
         self._leaving: set[int] = set()
-        """Slots to release. If an interrupt stops a release, `_settle` repeats it."""
+        """Slots to release. If an interrupt stops a release, `_release_slots` repeats it."""
 
     @cached_property
     def guarantee(self) -> Guarantee:
@@ -175,7 +175,7 @@ class Engine:
         # If the source has replied, a drafter that reads hidden states has also been fed the states of the reply.
         if source and policy and policy.drafter.taps and (replied or source.policy is not policy):
             source = None
-        self._settle()
+        self._release_slots()
         images = prompt if isinstance(prompt, ImagePrompt) else None
         lag = images.lag if images else 0
         slot = self.cache.fork(source.slot) if source else self.cache.acquire(len(prompt), adapter, lag)
@@ -360,9 +360,9 @@ class Engine:
         self._leaving.add(request.slot)
         request.active = False
         self._holders.pop(request.slot, None)
-        self._settle()
+        self._release_slots()
 
-    def _settle(self) -> None:
+    def _release_slots(self) -> None:
         """Release the slots in `_leaving`."""
         for slot in self._leaving - {*self._holders}:
             try:
@@ -375,7 +375,7 @@ class Engine:
     @contextmanager
     def _holding(self, request: Request) -> Iterator[None]:
         """Record that a request holds its slot. If the request fails to begin, release the slot without saving it."""
-        self._holders[request.slot] = ref(request, partial(_drop, ref(self), request.slot))
+        self._holders[request.slot] = ref(request, partial(_release_deleted, ref(self), request.slot))
         try:
             yield
         except BaseException:
@@ -413,7 +413,7 @@ class Engine:
         return self._forward(rows, want)
 
 
-def _drop(engine: ref[Engine], slot: int, request: ref[Request]) -> None:
+def _release_deleted(engine: ref[Engine], slot: int, request: ref[Request]) -> None:
     """Release the slot of a request that was deleted without `finish`. If a pass is running, release it later."""
     if (own := engine()) is not None:
         own._leaving.add(slot)
@@ -421,7 +421,7 @@ def _drop(engine: ref[Engine], slot: int, request: ref[Request]) -> None:
         if own._lock.acquire(blocking=False):
             try:
                 if not own._depth:
-                    own._settle()
+                    own._release_slots()
             finally:
                 own._lock.release()
 

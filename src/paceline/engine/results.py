@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline.engine.detokenizer import Chunk, Logprobs
 from paceline.engine.engine import Engine
@@ -15,6 +16,8 @@ from paceline.engine.stats import Stats
 from paceline.errors import PacelineError
 from paceline.protocols import Closable
 from paceline.types import FinishReason
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +52,8 @@ class Completion:
         }
 
 
-class Batch(Closable, Iterator[tuple[int, Chunk]]):
-    """Several replies generated together. Iterate over it to get pairs of a reply's index and a chunk.
-
-    Up to `width` requests share a pass, and each accepts its own number of tokens per round. When a request ends, the
-    next one takes its slot. Replies to the same prompt share its prefill if they run at the same time. If a request
-    fails, its error is raised after all others have ended. If it is a `PacelineError`, its `partial` holds all
-    completions.
-    """
+class _Replies(Closable, Iterator[Item]):
+    """Replies that are generated as a caller iterates over them. Base class of `Batch` and `Stream`."""
 
     _scheduler: Scheduler | None = None
     """None only if an interrupt ended the constructor."""
@@ -71,11 +68,11 @@ class Batch(Closable, Iterator[tuple[int, Chunk]]):
         for task in self._tasks:
             self._scheduler.add(task)
 
-    def __next__(self) -> tuple[int, Chunk]:
+    def __next__(self) -> Item:
         try:
             while not self._ready:
                 if not self._scheduler or not self._scheduler.busy:
-                    errors = [] if self._raised else [*self.errors.values()]
+                    errors = [] if self._raised else [task.error for task in self._tasks if task.error]
                     raise errors[0] if errors else StopIteration
                 for task, chunks in self._scheduler.turn():
                     self._ready.extend((self._index[task], chunk) for chunk in chunks)
@@ -83,17 +80,41 @@ class Batch(Closable, Iterator[tuple[int, Chunk]]):
             self._raised = True
             self.close()
             if isinstance(error, PacelineError):
-                error.partial = self.completions
+                error.partial = self._partial()
             raise
         index, chunk = self._ready.popleft()
         self._shown[index].append(chunk)
-        return index, chunk
+        return self._item(index, chunk)
 
     def close(self) -> None:
         """Stop all replies and free their slots. A second call does nothing."""
         if self._scheduler:
             self._scheduler.close()
             self._ready.clear()
+
+    @abstractmethod
+    def _item(self, index: int, chunk: Chunk) -> Item:
+        """Return the next item of the iteration."""
+
+    @abstractmethod
+    def _partial(self) -> object:
+        """Return what has been generated so far, for `PacelineError.partial`."""
+
+
+class Batch(_Replies[tuple[int, Chunk]]):
+    """Several replies generated together. Iterate over it to get pairs of a reply's index and a chunk.
+
+    Up to `width` requests share a pass, and each accepts its own number of tokens per round. When a request ends, the
+    next one takes its slot. Replies to the same prompt share its prefill if they run at the same time. If a request
+    fails, its error is raised after all others have ended. If it is a `PacelineError`, its `partial` holds all
+    completions.
+    """
+
+    def _item(self, index: int, chunk: Chunk) -> tuple[int, Chunk]:
+        return index, chunk
+
+    def _partial(self) -> list[Completion]:
+        return self.completions
 
     def stop(self, index: int) -> None:
         """Cancel one reply. The iteration returns no further chunks of it, and the others continue."""
@@ -111,18 +132,9 @@ class Batch(Closable, Iterator[tuple[int, Chunk]]):
         Raises:
             KeyError: If the reply has not begun.
         """
-        request, shown = self._tasks[index].request, self._shown[index]
-        if request is None:
+        if (request := self._tasks[index].request) is None:
             raise KeyError(f"reply {index} has not begun")
-        failed: FinishReason = "error" if request.error else "length" if request.stream.empty else "cancelled"
-        return Completion(
-            "".join(chunk.text for chunk in shown),
-            [chunk.token_id for chunk in shown],
-            (shown[-1].finish_reason if shown else None) or failed,
-            request.stats,
-            request.num_prompt_tokens,
-            None if request.stream.logprobs is None else [chunk.logprobs for chunk in shown if chunk.logprobs],
-        )
+        return _completion(request, self._shown[index])
 
     @property
     def completions(self) -> list[Completion]:
@@ -130,7 +142,7 @@ class Batch(Closable, Iterator[tuple[int, Chunk]]):
         return [self.completion(index) for index, task in enumerate(self._tasks) if task.request]
 
 
-class Stream(Closable, Iterator[Chunk]):
+class Stream(_Replies[Chunk]):
     """One reply as it is generated. Iterate over its chunks. To stop early, close it or leave its `with` block.
 
     If the reply fails, the stream first returns the tokens of its last complete round, and then raises the error. If it
@@ -138,29 +150,35 @@ class Stream(Closable, Iterator[Chunk]):
     """
 
     def __init__(self, engine: Engine, request: Request) -> None:
-        self._task = Task(request=request, unread=len(request.token_ids) - 1)
-        self._batch = Batch(engine, [self._task], 1)
+        self._request, self._task = request, Task(request=request, unread=len(request.token_ids) - 1)
+        super().__init__(engine, [self._task], 1)
 
-    def __next__(self) -> Chunk:
-        try:
-            return next(self._batch)[1]
-        except PacelineError as error:
-            error.partial = self.completion
-            raise
+    def _item(self, index: int, chunk: Chunk) -> Chunk:
+        return chunk
 
-    def close(self) -> None:
-        """Stop the reply and free its slot. A second call does nothing."""
-        if batch := vars(self).get("_batch"):  # an interrupt may have ended the constructor
-            batch.close()
+    def _partial(self) -> Completion:
+        return self.completion
 
     @property
     def prompt_progress(self) -> tuple[int, int]:
         """Number of prompt tokens that have been read, and of all prompt tokens. Any thread may read this."""
-        request = self._task.request
-        total = request.num_prompt_tokens if request else 0
+        total = self._request.num_prompt_tokens
         return total - self._task.unread, total
 
     @property
     def completion(self) -> Completion:
         """The reply, with the chunks that the iteration has returned so far."""
-        return self._batch.completion(0)
+        return _completion(self._request, self._shown[0])
+
+
+def _completion(request: Request, shown: Sequence[Chunk]) -> Completion:
+    """Return a reply with these chunks."""
+    failed: FinishReason = "error" if request.error else "length" if request.stream.empty else "cancelled"
+    return Completion(
+        "".join(chunk.text for chunk in shown),
+        [chunk.token_id for chunk in shown],
+        (shown[-1].finish_reason if shown else None) or failed,
+        request.stats,
+        request.num_prompt_tokens,
+        None if request.stream.logprobs is None else [chunk.logprobs for chunk in shown if chunk.logprobs],
+    )

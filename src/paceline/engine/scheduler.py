@@ -190,13 +190,27 @@ class Scheduler:
     # Beginning
 
     def _prefill(self) -> list[Task]:
-        """Feed prompts up to this turn's limit. Return the tasks that have ended without a token."""
+        """Feed prompts up to this turn's limit. Return the tasks that have ended without a token.
+
+        If there is no memory for a prompt, its task waits again, and the limit is used up.
+        """
         startable = min(len(self._may_start()), self._limit - len(self.active))
         limit, fed, ended = self._pace.limit(bool(self.running)), 0.0, list[Task]()
         if self.running:
             limit *= max(1, min(startable, _MAX_CATCH_UP))
-        while fed < limit and (task := self._next()):
-            fed += self._feed(task, limit - fed)
+        while fed < limit and (task := self._next_to_read()):
+            try:
+                request, began = self._with_slot(task), self._clock()
+                count = self._engine.feed(request, int(min(limit - fed, PREFILL_ROWS)))
+                self._pace.observe(count, self._clock() - began)
+                self._note_progress(task, request)
+                fed += count
+            except Exception as error:
+                if isinstance(error, OutOfMemory) and self._preempt(task):
+                    _log.debug("a prompt is waiting for memory", exc_info=True)
+                    fed = limit
+                else:
+                    self._fail(task, error)
             if task.done:
                 ended.append(task)
             if task not in self.reading and not self._is_shared(task):
@@ -207,37 +221,23 @@ class Scheduler:
         """Return True if waiting tasks have the same prompt, which then need not be fed again."""
         return task.group is not None and any(one.group == task.group for one in self.waiting)
 
-    def _feed(self, task: Task, limit: float) -> float:
-        """Feed a chunk of the prompt and return its number of tokens. After the last chunk, the task is running.
+    def _note_progress(self, task: Task, request: Request) -> None:
+        """Record how much of a prompt is left after a chunk. If nothing is, the task is running."""
+        task.unread = request.position - self._engine.cache.lengths[request.slot]
+        if task.done or task.unread:
+            return
+        self.reading.remove(task)
+        self.running.append(task)
+        if not request.stream.left:  # an empty reply was requested
+            request.finish = "length"
+            self._end(task)
+        elif task.group is not None:
+            self._prefilled[task.group] = request
+            for one in self.waiting:
+                if one.group == task.group and one.request is None:
+                    one.unread = 0
 
-        If there is no memory for the prompt, the task waits again, and the quota is used up.
-        """
-        try:
-            request = self._start(task)
-            began = self._clock()
-            fed = self._engine.feed(request, int(min(limit, PREFILL_ROWS)))
-            self._pace.observe(fed, self._clock() - began)
-            task.unread = request.position - self._engine.cache.lengths[request.slot]
-            if not task.done and not task.unread:
-                self.reading.remove(task)
-                self.running.append(task)
-                if not request.stream.left:  # an empty reply was requested
-                    request.finish = "length"
-                    self._end(task)
-                elif task.group is not None:
-                    self._prefilled[task.group] = request
-                    for one in self.waiting:
-                        if one.group == task.group and one.request is None:
-                            one.unread = 0
-        except Exception as error:
-            if isinstance(error, OutOfMemory) and self._preempt(task):
-                _log.debug("a prompt is waiting for memory", exc_info=True)
-                return limit
-            self._fail(task, error)
-            return 0
-        return fed
-
-    def _start(self, task: Task) -> Request:
+    def _with_slot(self, task: Task) -> Request:
         """Return a task's request, which is created or resumed if it has no slot."""
         task.started = task.started or self._clock()
         if task.request is None and task.begin:
@@ -248,7 +248,7 @@ class Scheduler:
             self._engine.resume(request)
         return request
 
-    def _next(self) -> Task | None:
+    def _next_to_read(self) -> Task | None:
         """Return the task whose prompt is to be fed next. It holds a slot."""
         if (task := self._startable()) is not None:
             self.waiting.remove(task)

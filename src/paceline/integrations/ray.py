@@ -27,6 +27,7 @@ from paceline.cli.serve import ServedModels, ServerOptions, application
 from paceline.errors import InvalidOption
 from paceline.integrations.replica_streams import known, parts
 from paceline.integrations.routing import Route, ranks, route_of
+from paceline.kernels.torch_variables import RUNNING
 from paceline.server.bodies import BodyReader
 from paceline.server.errors import ApiError, api_error
 from paceline.server.limits import Settings, authorization, check_host, check_key
@@ -213,7 +214,7 @@ def app(arguments: dict[str, Any]) -> serve.Application:
         graceful_shutdown_timeout_s=given["grace"],
         autoscaling_config={"max_replicas": 8, "target_ongoing_requests": max(1, given["slots"] // 2)},
         request_router_config=RequestRouterConfig(request_router_class=f"{__name__}.{PrefixRouter.__name__}"),
-        ray_actor_options={"runtime_env": {"env_vars": {"GOMP_SPINCOUNT": "10000"}}},
+        ray_actor_options={"runtime_env": {"env_vars": dict(RUNNING)}},
     )
     front = serve.deployment(Front, max_ongoing_requests=1000, ray_actor_options={"num_cpus": 0.1})
     return front.bind(replicas.bind(arguments), front_settings(given))

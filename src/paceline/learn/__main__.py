@@ -13,11 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-_ENVIRONMENT = {
-    "GOMP_SPINCOUNT": "10000",
-    **dict.fromkeys(("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), "64"),
-}
-"""Variables that torch reads when it is imported. `cli.main` and `cli.train` give the reasons."""
+from paceline.kernels.torch_variables import RUNNING, TRAINING, set_unless_given
 
 
 def _follow_parent() -> None:
@@ -40,8 +36,7 @@ def main(text: str) -> None:
     """Give a lesson with these settings (`Learner._settings`), as JSON."""
     threading.Thread(target=_follow_parent, daemon=True).start()
     _be_nice()
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    set_unless_given({**RUNNING, **TRAINING})
     settings: dict[str, Any] = json.loads(text)
     from paceline.learn.folder import Pupil
     from paceline.learn.lesson import job_for, teach

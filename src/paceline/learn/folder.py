@@ -43,9 +43,14 @@ class Pupil:
         return self.folder / "traffic.jsonl"
 
     @property
+    def _unfinished(self) -> Path:
+        """Folder of the lesson in progress. Everything that a lesson writes, or leaves after a kill, is in it."""
+        return self.folder / "lesson"
+
+    @property
     def lesson(self) -> Path:
         """Recording that the head in training is trained on. It exists only until that head is finished."""
-        return self.folder / "lesson.jsonl"
+        return self._unfinished / "traffic.jsonl"
 
     @property
     def head(self) -> Path:
@@ -55,7 +60,7 @@ class Pupil:
     @property
     def candidate(self) -> Path:
         """The head in training."""
-        return self.folder / "candidate"
+        return self._unfinished / "head"
 
     @property
     def _replaced(self) -> Path:
@@ -94,10 +99,8 @@ class Pupil:
 
     def drop_lesson(self) -> None:
         """Delete what is left of a lesson."""
-        for path in (self.candidate, self.candidate.with_name("candidate.work")):
-            shutil.rmtree(path, ignore_errors=True)
-        for path in (self.lesson, self.lesson.with_name("lesson.jsonl.new")):  # a kill leaves the latter
-            path.unlink(missing_ok=True)
+        self.lesson.unlink(missing_ok=True)  # first, so that a lesson of which only parts are left is never continued
+        shutil.rmtree(self._unfinished, ignore_errors=True)
 
 
 def _replies(path: Path) -> list[RecordedReply]:

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from paceline.cache.slab import SlabCache
 from paceline.kernels.activations import ACTIVATIONS, UNGATED
-from paceline.kernels.cpu.matrix import NativeLinear, softcap_
+from paceline.kernels.cpu.matrix import NativeLinear, read_rows, softcap_
 from paceline.kernels.linear import Linear, linear
 from paceline.kernels.low_rank import Factors, adapted_pass
+from paceline.kernels.stored import Stored
 from paceline.models.config import LayerConfig, MixtureConfig, ModelConfig, RopeConfig
 from paceline.models.latent import make_latent
 from paceline.models.layers import (
@@ -94,7 +95,9 @@ class Decoder:
         weights = Weights(tensors, dtype, device, adapters)
         self.adapters = tuple(adapter.name for adapter in adapters)
         table = (config.vocab_size, config.hidden)
-        self._embed = weights.embedding("model.embed_tokens.weight", table, config.tied)
+        self._bias = bias = weights.get("lm_head.bias", table[:1]) if "lm_head.bias" in weights else None
+        is_head = config.tied and head_tokens is None and bias is None and not weights.requantises
+        self._embed = weights.embedding("model.embed_tokens.weight", table, is_head)
         # As in the published models, the scale is rounded to the model's dtype first.
         self._embed_scale = torch.tensor(config.embed_scale).to(dtype).item()
         layers = []
@@ -105,18 +108,22 @@ class Decoder:
         self._stack = LayerStack(config, layers, self, ranks=self.ranks, devices=devices)
         self._token_inputs = TokenInputs(config, weights) if config.token_inputs else None
         self.norm = make_norm(config, weights, "model.norm", config.hidden)
-        name, own = "lm_head.weight", None
-        self._bias = bias = weights.get("lm_head.bias", table[:1]) if "lm_head.bias" in weights else None
         if config.tied:
-            weights.skip(name)
-            name = "model.embed_tokens.weight"
-            whole = head_tokens is None and bias is None
-            if isinstance(self._embed, NativeLinear) and whole and not weights.requantises:
-                own = self._embed
-        every = slice(None) if head_tokens is None else head_tokens
-        self._head = own or linear(weights.head(name, table)[every], None if bias is None else bias[every])
+            weights.skip("lm_head.weight")
+        if isinstance(self._embed, NativeLinear):
+            self._head: Linear = self._embed
+        else:
+            head = weights.head("model.embed_tokens.weight" if config.tied else "lm_head.weight", table)
+            every = slice(None) if head_tokens is None else head_tokens
+            self._head = linear(head[every], None if bias is None else bias[every])
         weights.finish()
         progress(config.layers, config.layers)
+
+    @property
+    def tables(self) -> list[Tensor | NativeLinear | Stored]:
+        """The matrices of which a pass reads only the rows of its tokens."""
+        inputs = [self._token_inputs.table] if self._token_inputs else []
+        return [table for table in (self._embed, *inputs) if table is not self._head]
 
     def excerpt(self) -> Decoder:
         """See `protocols.Divisible`.
@@ -284,9 +291,12 @@ class Decoder:
         return self._shaped(products if self._bias is None else products.add_(self._bias[tokens]))
 
 
-def _rows(table: Tensor | NativeLinear, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+def _rows(table: Tensor | NativeLinear | Stored, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the rows [..., *] of an embedding."""
-    return table.matrix.rows(tokens).to(dtype) if isinstance(table, NativeLinear) else F.embedding(tokens, table)
+    if isinstance(table, Tensor):
+        return F.embedding(tokens, table)
+    rows = table.matrix.rows(tokens) if isinstance(table, NativeLinear) else read_rows(table[tokens.flatten()])
+    return rows.view(*tokens.shape, -1).to(dtype)
 
 
 class TokenInputs:
@@ -296,7 +306,7 @@ class TokenInputs:
     def __init__(self, c: ModelConfig, weights: Weights) -> None:
         self._shape, self._dtype = (c.layers, c.token_inputs), weights.dtype
         size, name = c.layers * c.token_inputs, "model.per_layer_model_projection"
-        self._table = weights.embedding("model.embed_tokens_per_layer.weight", (c.vocab_size, size), False)
+        self.table = weights.embedding("model.embed_tokens_per_layer.weight", (c.vocab_size, size), False)
         self._product = weights.linear({name: size}, c.hidden)
         self._norm = make_norm(c, weights, "model.per_layer_projection_norm", c.token_inputs)
         self._scales = c.token_inputs**0.5, c.hidden**-0.5
@@ -304,7 +314,7 @@ class TokenInputs:
     def __call__(self, tokens: Tensor, x: Tensor) -> Tensor:
         """Return the inputs [B, T, layers, P] for tokens [B, T] with embedding x [B, T, H]."""
         of_table, of_product = self._scales
-        own: Tensor = (_rows(self._table, tokens, self._dtype) * of_table).unflatten(-1, self._shape)
+        own: Tensor = (_rows(self.table, tokens, self._dtype) * of_table).unflatten(-1, self._shape)
         normed = self._norm((self._product(x) * of_product).unflatten(-1, self._shape))
         return (normed + own) * math.sqrt(0.5)
 

@@ -104,17 +104,24 @@ class Weights:
         """Take the matrix of an output head."""
         return self._matrix(name, shape, self._head_bits)
 
-    def embedding(self, name: str, shape: tuple[int, int], tied: bool) -> Tensor | NativeLinear:
-        """Take an embedding: a tensor in the model's dtype, or a product whose rows are the embedding.
+    def embedding(self, name: str, shape: tuple[int, int], is_head: bool) -> Tensor | NativeLinear | Stored:
+        """Take an embedding.
 
-        A product is used for codes of the file, and for float embeddings that are tied, because it also serves as the
-        output head.
+        Args:
+            name: Name of the tensor.
+            shape: (vocabulary, width).
+            is_head: True if the product with this matrix is the output head.
+
+        Returns:
+            The head's product, whose rows are the embedding. If there is none, the codes where the file has them, since
+            only the rows of a few tokens are read; floats as a tensor in the model's dtype.
         """
         own = stored_of(self._tensors, name) if self._bits and name in self else None
-        shared = own is not None and not own.is_float if self._bits else tied
-        if shared and takes_stored(self.dtype, self._bits is not None, self.device):
-            return NativeLinear(replace(self._stored(name, shape, self._bits), fewer=False), None)
-        return self.get(name, shape)
+        is_coded = own is not None and not own.is_float
+        if not ((is_coded or (is_head and not self._bits)) and takes_stored(self.dtype, bool(self._bits), self.device)):
+            return self.get(name, shape)
+        stored = replace(self._stored(name, shape, self._bits), fewer=False)
+        return NativeLinear(stored, None) if is_head else stored
 
     def _matrix(self, name: str, shape: tuple[int, int], bits: int | None) -> Tensor | Codes | Stored:
         if takes_stored(self.dtype, bits is not None, self.device):

@@ -52,7 +52,20 @@ class Preprocessor:
 
     async def run(self, pool: PoolName, client: str, work: Callable[[], T]) -> T:
         """Return what `work` returns. Cancelling drops work that has not begun and ends its jobs in the sandbox."""
-        return await self._pools[pool].run(client, work)
+        threads = self._pools[pool]
+        async with threads.turns.setdefault(client, asyncio.Lock()):
+            await threads.free.acquire()
+        abandoned = threading.Event()
+        context = copy_context()
+        context.run(ABANDONED.set, abandoned)
+        future = threads.executor.submit(context.run, work)
+        loop = asyncio.get_running_loop()
+        # Release the thread when the work is done, not when this coroutine ends: cancelling does not stop a thread.
+        future.add_done_callback(lambda _: threads.release_from_thread(loop))
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            abandoned.set()
 
     def close(self) -> None:
         """Drop work that has not begun."""
@@ -61,32 +74,23 @@ class Preprocessor:
 
 
 class _Pool:
-    """Threads for one kind of work. Used from the event loop only."""
+    """Threads for one kind of work. Used from the event loop only.
+
+    Attributes:
+        executor: The threads.
+        free: Counts the threads that have no work.
+        turns: Client -> its lock. The holder waits for a thread; the holders get threads in the order of arrival.
+    """
 
     def __init__(self, name: PoolName, count: int) -> None:
         self.executor = ThreadPoolExecutor(count, f"paceline-{name}", None if name == "short" else _lower_priority)
-        self._free = asyncio.Semaphore(count)
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """Client -> its lock. The holder waits for a thread; the holders get threads in the order of arrival."""
+        self.free = asyncio.Semaphore(count)
+        self.turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def run(self, client: str, work: Callable[[], T]) -> T:
-        async with self._turns.setdefault(client, asyncio.Lock()):
-            await self._free.acquire()
-        abandoned = threading.Event()
-        context = copy_context()
-        context.run(ABANDONED.set, abandoned)
-        future = self.executor.submit(context.run, work)
-        loop = asyncio.get_running_loop()
-        # Release the thread when the work is done, not when this coroutine ends: cancelling does not stop a thread.
-        future.add_done_callback(lambda _: self._release_from_thread(loop))
-        try:
-            return await asyncio.wrap_future(future)
-        finally:
-            abandoned.set()
-
-    def _release_from_thread(self, loop: asyncio.AbstractEventLoop) -> None:
+    def release_from_thread(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Count a thread as free. Called in that thread."""
         with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(self._free.release)
+            loop.call_soon_threadsafe(self.free.release)
 
 
 def _lower_priority() -> None:

@@ -190,13 +190,9 @@ class Service:
         try:
             work = partial(prepare, model, running.id)
             jobs, made = await self.preprocess(request, pool, work, seconds_left(deadline))
-            own: dict[str, Any] = {
-                "client": client_of(request),
-                "key": key_of(self.settings.api_keys, authorization(request.headers)),
-                "timeout": seconds_left(deadline),
-                "adapter": model.adapter,
-            }
-            running.start([replace(job, **own) for job in jobs])
+            client, key = client_of(request), key_of(self.settings.api_keys, authorization(request.headers))
+            left = seconds_left(deadline)
+            running.start([replace(job, client=client, key=key, timeout=left, adapter=model.adapter) for job in jobs])
         except BaseException:
             running.close()
             raise

@@ -30,7 +30,8 @@ def _idefics3_rows(tower: Tower, height: int, width: int) -> int:
     # transformers counts too few unless the longest side is a multiple of a tile's side, as in SmolVLM and Idefics3.
     _, rows, columns = tower.processor.get_number_of_image_patches(height, width)
     patches = tower.processor.max_image_size["longest_edge"] // tower.config.vision_config.patch_size
-    return (rows * columns + 1) * (patches // tower.config.scale_factor) ** 2
+    found: int = (rows * columns + 1) * (patches // tower.config.scale_factor) ** 2
+    return found
 
 
 def _lfm2(tower: Tower, image: Any) -> EncodedImage:
@@ -93,7 +94,8 @@ def _qwen(tower: Tower, image: Any) -> EncodedImage:
 
 def _qwen_rows(tower: Tower, height: int, width: int) -> int:
     patches: int = tower.processor.get_number_of_image_patches(height, width)
-    return patches // tower.processor.merge_size**2
+    merged: int = tower.processor.merge_size**2
+    return patches // merged
 
 
 def _qwen_family(kind: str, model: str) -> VisionFamily:

@@ -55,7 +55,7 @@ class TileProcessor:
         check("preprocessor_config.json", own, _KINDS)
         self._own = own
         self._patch: int = own["encoder_patch_size"]
-        self._factor = self._patch * own["downsample_factor"]
+        self._factor: int = self._patch * own["downsample_factor"]
         """Pixels of a row of the prompt, in each direction."""
 
     def __call__(self, image: Any) -> tuple[dict[str, Tensor], int, int]:
@@ -80,13 +80,12 @@ class TileProcessor:
 
     def rows(self, height: int, width: int) -> int:
         """Return the number of rows that an image of this size gets in a prompt."""
-        tall, wide = self._size(height, width)
-        whole_image = (tall // self._factor) * (wide // self._factor)
+        whole_image = math.prod(side // self._factor for side in self._size(height, width))
         tiles = math.prod(self._grid(height, width))
         if tiles == 1:
             return whole_image
-        small = whole_image if self._own["use_thumbnail"] else 0
-        return tiles * (self._own["tile_size"] // self._factor) ** 2 + small
+        side: int = self._own["tile_size"] // self._factor
+        return tiles * side**2 + (whole_image if self._own["use_thumbnail"] else 0)
 
     def _grid(self, height: int, width: int) -> tuple[int, int]:
         """Return the numbers of rows and columns of tiles."""

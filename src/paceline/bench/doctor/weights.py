@@ -17,7 +17,7 @@ _HEAD_BITS = 8
 
 
 def weight_bytes(target: Target) -> int | None:
-    """Return the bytes that a small pass reads: all weights except the embedding table, unless the head shares it.
+    """Return the bytes that a small pass reads: all weights except tables of embeddings, unless the head shares them.
 
     Returns:
         None for a target that is not a native decoder, and for a mixture of experts, where a pass reads only some
@@ -25,8 +25,9 @@ def weight_bytes(target: Target) -> int | None:
     """
     if not isinstance(target, Decoder) or any(layer.sparse for layer in target.config.plan):
         return None
-    parts = {name: part for name, part in vars(target).items() if name != "_embed"}
-    return sum(t.numel() * t.element_size() for t in tensors_of(parts, target))
+    looked_up = {t.data_ptr() for t in tensors_of(target.tables, target)}
+    read = (t for t in tensors_of(vars(target), target) if t.data_ptr() not in looked_up)
+    return sum(t.numel() * t.element_size() for t in read)
 
 
 def quantised_bytes(model: Loaded) -> dict[str, int]:

@@ -337,7 +337,8 @@ class NativeGated:
         run = kernel("paceline_gated", c_void_p, c_int32, c_int32, c_int32, c_void_p, c_int32)
         rows = y.numel() // y.shape[-1]
         run(both.data_ptr(), GATES[self.activation], rows, blocks, y.data_ptr(), torch.get_num_threads())
-        return y[..., : self.out].to(x.dtype)
+        gated: Tensor = y[..., : self.out].to(x.dtype)
+        return gated
 
 
 def softcap_(x: Tensor, cap: float) -> Tensor:

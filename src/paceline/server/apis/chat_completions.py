@@ -227,7 +227,7 @@ class ChatChoice(Choice):
 
     def first_event(self) -> dict[str, Any]:
         """Return the event with the assistant's role."""
-        return self._event({"role": "assistant", "content": None if self.reply.forced else ""})
+        return self.event({"role": "assistant", "content": None if self.reply.forced else ""})
 
     def as_dict(self) -> dict[str, Any]:
         """Return a choice of a `chat.completion`."""
@@ -247,21 +247,21 @@ class ChatChoice(Choice):
             **self._all_traced(),
         }
 
-    def _event(self, delta: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def event(self, delta: Mapping[str, Any] | None = None) -> dict[str, Any]:
         return {"index": self.index, "delta": delta or {}, "logprobs": None, "finish_reason": None}
 
     def _events(self, round_: ReplyRound) -> list[dict[str, Any]]:
         events = [
-            self._event(self._delta(event))
+            self.event(self._delta(event))
             for event in self.reply.add(round_)
             if not isinstance(event, BlockEnded) and event.block.name not in self.custom
         ]
         if self.reply.finish_reason:
             # The text of a call is known once its JSON is complete.
             whole = [(i, call) for i, call in enumerate(self.reply.calls) if call.name in self.custom]
-            events += [self._event({"tool_calls": [{"index": i, **self._call(call)}]}) for i, call in whole]
+            events += [self.event({"tool_calls": [{"index": i, **self._call(call)}]}) for i, call in whole]
         if self.logprobs or self.trace:
-            events = events or [self._event()]
+            events = events or [self.event()]
             events[0] |= self._trace(round_)
         if self.logprobs:
             new = [self.token_texts.chat_logprobs(chunk) for chunk in round_.chunks]

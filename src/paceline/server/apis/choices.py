@@ -50,20 +50,16 @@ class Choice(ABC):
         events = self._events(round_)
         if reason := round_.chunks[-1].finish_reason:
             self.finish_reason = self._finish(reason)
-            events.append({**self._event(), "finish_reason": self.finish_reason})
+            events.append({**self.event(), "finish_reason": self.finish_reason})
         return events
 
     @abstractmethod
     def as_dict(self) -> dict[str, Any]:
         """Return the whole reply so far."""
 
-    def empty_event(self) -> dict[str, Any]:
-        """Return an event without content."""
-        return self._event()
-
     @abstractmethod
-    def _event(self) -> dict[str, Any]:
-        """An event without content."""
+    def event(self) -> dict[str, Any]:
+        """Return an event without content."""
 
     @abstractmethod
     def _events(self, round_: ReplyRound) -> list[dict[str, Any]]:
@@ -138,7 +134,7 @@ class ChoicesEncoder(Encoder):
     def heartbeat(self) -> Event:
         """Return an event without content, of the first choice that may still grow."""
         growing = [choice for choice in self._choices if choice.finish_reason is None] or self._choices
-        return self._chunks([growing[0].empty_event()])[0]
+        return self._chunks([growing[0].event()])[0]
 
     def progress(self, usage: Usage) -> Event:
         """Return llama.cpp's event."""

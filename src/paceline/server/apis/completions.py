@@ -98,26 +98,26 @@ class TextChoice(Choice):
 
     def first_event(self) -> dict[str, Any] | None:
         """Return the event with the echo, unless the echo waits for its log-probabilities."""
-        return self._event(self.echo) if self.echo and not self.scored else None
+        return self.event(self.echo) if self.echo and not self.scored else None
 
     def as_dict(self) -> dict[str, Any]:
         """Return a choice of a `text_completion`."""
-        choice = {**self._event(self.echo + self.text), "finish_reason": self.finish_reason}
+        choice = {**self.event(self.echo + self.text), "finish_reason": self.finish_reason}
         if self.logprobs:
             choice["logprobs"] = self.token_texts.text_logprobs(self.chunks, 0)
         return choice | self._all_traced()
 
-    def _event(self, text: str = "") -> dict[str, Any]:
+    def event(self, text: str = "") -> dict[str, Any]:
         return {"index": self.index, "text": text, "logprobs": None, "finish_reason": None}
 
     def _events(self, round_: ReplyRound) -> list[dict[str, Any]]:
         events = []
         if self.scored:
             self.chunks, self.scored = self.scored(), None
-            events.append({**self._event(self.echo), "logprobs": self.token_texts.text_logprobs(self.chunks, 0)})
+            events.append({**self.event(self.echo), "logprobs": self.token_texts.text_logprobs(self.chunks, 0)})
         if self.prompt_only:
             return events
-        event = self._event(round_.text) | self._trace(round_)
+        event = self.event(round_.text) | self._trace(round_)
         if self.logprobs:
             event["logprobs"] = self.token_texts.text_logprobs(round_.chunks, len(self.echo) + len(self.text))
             self.chunks += round_.chunks
