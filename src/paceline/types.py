@@ -119,6 +119,7 @@ class Draft:
         carried: Work that verification need not repeat.
         lengthened: Number of tokens that lookups added at the end of a chain (`Drafter.extend`).
         part: The part of a cascade (`Drafter.parts`) that was asked last, with a draft or without.
+        unread: Number of tokens of the text that the drafter must still read before it drafts.
     """
 
     tokens: tuple[int, ...] = ()
@@ -127,6 +128,7 @@ class Draft:
     carried: Carried | None = field(default=None, compare=False)
     lengthened: int = field(default=0, compare=False)
     part: int = field(default=0, compare=False)
+    unread: int = field(default=0, compare=False)
 
     @property
     def own(self) -> int:

@@ -21,9 +21,8 @@ from paceline.sampling.parameters import Sampling
 from paceline.testing.tiny import start
 from paceline.types import Draft, DraftBudget
 from paceline.verify.tree import check, paths_of
-from tests.support.cover import some
 from tests.support.enumerate import Script, outcomes
-from tests.support.every_drafter import EVERY, KINDS, VOCAB
+from tests.support.every_drafter import EVERY, KINDS, PAIRS, VOCAB
 
 PROMPT = [1, 2, 3, 0, 1, 2, 4, 1]
 TREE = DraftBudget(9, 3, 2)
@@ -94,10 +93,12 @@ def drafts(target: Decoder, drafter: Drafter, size: DraftBudget, temperature: fl
     return draft
 
 
-@some("kind", KINDS, fast=["attention"])
-@pytest.mark.parametrize("drafter", EVERY)
-def test_siblings_come_in_the_order_of_their_draws(drafter: str, kind: Callable[[int], Decoder]) -> None:
-    target = kind(0)
+@pytest.mark.parametrize(
+    ("kind", "drafter"),
+    [pytest.param(*pair, marks=[] if pair[0] == "attention" else pytest.mark.slow) for pair in PAIRS],
+)
+def test_siblings_come_in_the_order_of_their_draws(kind: str, drafter: str) -> None:
+    target = KINDS[kind](0)
     made = EVERY[drafter](target)
     for size, temperature in ((DraftBudget.chain(3), 1.0), (TREE, 0.7), (TREE, 2.0)):
         found = outcomes(_hashable(drafts(target, made, size, temperature)))

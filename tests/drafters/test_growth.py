@@ -11,13 +11,14 @@ import torch
 
 from paceline.drafters.base import Ask
 from paceline.drafters.growth import ROOT, Chosen, Growth, pack_level
-from paceline.drafters.model import SHARED, DraftModel
+from paceline.drafters.model import READ, SHARED, DraftModel
 from paceline.engine.draft_length import Controller
+from paceline.engine.engine import Engine
 from paceline.models.decoder import Decoder
 from paceline.protocols import KVCache
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Prefix, Ranked, RuleName
-from paceline.testing import TINY, random_tensors, run
+from paceline.testing import TINY, random_tensors, run, run_together, tiny_target
 from paceline.types import Draft, DraftBudget, Forward, Rows, Verdict, Want
 from paceline.verify.tree import MIN_ROWS
 from tests.support.controlled import fixed_plan
@@ -112,17 +113,47 @@ def test_a_level_is_one_pass_whatever_the_batch() -> None:
         assert all(len(rows.slots) == count and rows.tokens.numel() >= MIN_ROWS for rows in model.passes)
 
 
-def test_a_long_text_is_fed_first_before_the_others_join() -> None:
+def test_a_long_text_is_read_in_parts_while_the_others_draft() -> None:
     model = Counted()
     drafter = DraftModel(model, 37)
-    texts = [[1, 2, 3], [5] * 200]
+    texts = [[1, 2, 3], [5] * (READ + 100)]
     for slot, text in enumerate(texts):
         drafter.admit(slot, text)
-    drafter.propose(asks([Sampling()] * 2, [DraftBudget.chain(1)] * 2, texts))
-    assert [(rows.slots, rows.tokens.shape[1], rows.prefill) for rows in model.passes] == [
-        ((1,), 199, True),
-        ((0, 1), 3, False),
+    found = []
+    for _ in range(2):
+        drafts = drafter.propose(asks([Sampling()] * 2, [DraftBudget.chain(1)] * 2, texts))
+        passes = [(rows.slots, rows.counts) for rows in model.passes]
+        found.append((passes, [(len(draft.tokens), draft.unread) for draft in drafts]))
+        model.passes.clear()
+    assert found == [
+        ([((1,), (READ,)), ((0,), (3,))], [(1, 0), (0, 100)]),
+        ([((1,), (99,)), ((0, 1), (1, 1))], [(1, 0), (1, 0)]),
     ]
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block", "typical"])
+def test_a_text_that_depends_on_drafts_waits_until_the_prompt_is_read(rule: RuleName) -> None:
+    """Otherwise it would depend on what was read for other requests."""
+    model, text = Counted(), [5] * (READ + 100)
+    drafter = DraftModel(model, 37)
+    drafter.admit(0, text)
+    (draft,) = drafter.propose(asks([Sampling(rule=rule, temperature=1.0)], [DraftBudget.chain(1)], [text]))
+    assert draft.tokens
+    assert [sum(rows.counts) for rows in model.passes] == [READ, 99, 1]
+
+
+@pytest.mark.parametrize("rule", ["match", "rejection"])
+def test_no_pass_of_a_draft_model_has_more_rows_than_the_limit(rule: RuleName, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.drafters.model.READ", 40)
+    model, target = Counted(), tiny_target()
+    prompts = [[i * i % 37 for i in range(200)], [1, 2, 3], [*range(37)] * 5]
+    hows = [Sampling(max_new_tokens=20, ignore_eos=True, seed=5, temperature=0.7, rule=rule)] * 3
+    engine = Engine(target, DraftModel(model, 37), DraftBudget.chain(2))
+    texts = [reply[0] for reply in run_together(engine, prompts, hows)]
+    assert max(max(rows.counts) for rows in model.passes) == 40
+    assert sum(len(rows.slots) == 3 for rows in model.passes) > 5, "in the end all of them draft"
+    if rule == "match":
+        assert texts == [reply[0] for reply in run_together(Engine(target), prompts, hows)]
 
 
 def test_a_request_that_can_draft_nothing_does_not_hold_up_the_others() -> None:

@@ -375,6 +375,33 @@ def test_catching_up_costs_the_same_whoever_shares_the_round(asked: int, togethe
     assert caught_up(asked, together) == pytest.approx(0.0001, rel=0.3)
 
 
+def test_rounds_that_only_read_a_part_teach_what_reading_costs_and_nothing_else() -> None:
+    controller, whole = Driven(DraftBudget.chain(8)), 0
+    for turn in range(200):
+        whole = 1000 if turn in (40, 80, 120) else max(0, whole - 100)
+        size = controller.choose(unread=2 + whole, written=5000)
+        read, kept = min(whole, 100), tuple(range(1, size.nodes + 1))
+        left = whole - read if size.nodes else 0
+        draft = Draft(unread=left) if left else Draft.chain((0,) * size.nodes)
+        verdict = Verdict((), (0,)) if left else Verdict(kept, (0, *kept))
+        seconds = 0.0001 * read + (0.001 * size.nodes if not left else 0.0)
+        controller.take([size], [draft], [verdict], seconds, 0.01, 1, 1 + len(draft.tokens))
+    assert controller._catch_up.value == pytest.approx(0.0001, rel=0.3)
+    assert controller._rates[0].chances(controller._round)[8] > 0.8
+
+
+def test_a_try_that_read_a_part_of_the_backlog_is_charged_for_that_part() -> None:
+    saved = []
+    for left in (0, 900):
+        controller = Driven(DraftBudget.chain(1))
+        controller._catch_up = Fading(0.001)
+        controller.choose(unread=1000)
+        controller.last = replace(controller.last, at=1, best=0, tried=True, saved=0.0)
+        controller.take([DraftBudget.chain(1)], [Draft(unread=left)], [Verdict((), (0,))], 0.1, 0.01, 1, 1)
+        saved.append(controller._saved)
+    assert saved[1] - saved[0] == pytest.approx(900 * 0.001)
+
+
 @pytest.mark.parametrize("together", [1, 4])
 def test_the_pace_counts_all_requests_at_the_best_size(together: int) -> None:
     world = World(DraftBudget.chain(4), 0.02, 0.1, 0.9, together)

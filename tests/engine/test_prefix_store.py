@@ -202,6 +202,17 @@ def test_keys_of_another_prompt_length_stay_unused_after_a_restart(tmp_path: Pat
         assert again.cached[-1] == cached
 
 
+def test_a_text_is_not_written_again_for_a_drafter_that_came_later(tmp_path: Path) -> None:
+    """`--learn` loads drafters while the server runs. Files hold none of their states."""
+    target = toy_target(context_length=2048)
+    cache = PrefixCache(PLENTY, True, store_of(started(tmp_path, target)))
+    engine = CachedEngine(target, eagle(target), DraftBudget.chain(3), cache)
+    replied(engine)
+    engine.save_prefixes(60)
+    assert engine.kept_tokens() > len(PROMPT)
+    assert engine.write_prefixes() == []
+
+
 def test_only_whole_chunks_are_used_if_passes_change_bits(tmp_path: Path) -> None:
     prompt = [i % 29 for i in range(2 * PREFILL_ROWS + 40)]
     first = started(tmp_path, seamless=False)

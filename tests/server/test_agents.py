@@ -18,6 +18,9 @@ from tests.support.agents import (
     CODEX_HEADERS,
     CODEX_NAMESPACED,
     COPILOT,
+    OPEN_WEBUI,
+    OPEN_WEBUI_OLLAMA,
+    OPEN_WEBUI_TITLE,
 )
 from tests.support.running import Serving, serving
 from tests.support.scripted import scripted
@@ -124,6 +127,36 @@ def test_copilot() -> None:
         found = streamed(it, "/v1/chat/completions", COPILOT)
         assert "".join(e["choices"][0]["delta"].get("content") or "" for e in found[:-1]) == "It is src."
         assert found[-1]["usage"]["completion_tokens"] > 0
+
+
+def test_open_webui_with_openais_api() -> None:
+    """Open WebUI lists the models, reads the deltas and the usage of a stream, and asks for a title."""
+    key = {"Authorization": "Bearer none", "X-OpenWebUI-User-Name": "a%20b"}
+    with serving(scripted(THOUGHT + "It is noon.")) as it:
+        assert it.get("/v1/models", headers=key).json()["data"][0]["id"] == "toy"
+        found = streamed(it, "/v1/chat/completions", OPEN_WEBUI, **key)
+        deltas = [choice["delta"] for event in found for choice in event["choices"]]
+        assert "".join(delta.get("content") or "" for delta in deltas) == "It is noon."
+        assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == "I look."
+        assert found[-1]["usage"]["total_tokens"] > 0
+        title = it.post("/v1/chat/completions", {"model": "toy", **OPEN_WEBUI_TITLE}, headers=key).json()
+        assert title["choices"][0]["message"]["content"] == "It is noon."
+
+
+def test_open_webui_with_ollamas_api() -> None:
+    """Open WebUI merges `/api/tags` with `/api/ps` by `model`, and reads the lines of a chat."""
+    with serving(scripted("It is noon.")) as it:
+        assert it.get("/api/version").json()["version"]
+        (listed,), (loaded,) = (it.get(f"/api/{name}").json()["models"] for name in ("tags", "ps"))
+        assert listed["model"] == loaded["model"]
+        assert loaded["expires_at"]
+        answer = it.post("/api/chat", {"model": listed["model"], **OPEN_WEBUI_OLLAMA})
+        assert answer.status_code == 200, answer.text
+        lines = [json.loads(line) for line in answer.text.splitlines()]
+        assert "".join(line["message"]["content"] for line in lines) == "It is noon."
+        assert lines[-1]["done"] is True
+        assert lines[-1]["eval_count"] > 0
+        assert it.post("/api/embed", {"model": "toy", "input": ["a"], "truncate": True}).status_code == 200
 
 
 @pytest.mark.parametrize("refuses", ["system", "twice"])

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from paceline.server.apis.chat_completions import ChatRequest
-from paceline.server.worker import WorkerLimits
 from paceline.text.tokenizer import Tokenizer
-from tests.support.running import Serving, serving
-from tests.support.slow_llm import ENDLESS, slow_llm
+from tests.support.running import Serving
 
 pytest.importorskip("llguidance")
 
@@ -199,20 +197,6 @@ def test_the_properties_of_llamacpp(served: Serving) -> None:
     assert "/" not in found["model_path"]
     assert served.get("/props?model=none").status_code == served.get("/slots?model=none").status_code == 404
     assert served.post("/props", {"chat_template": "x"}).status_code == 405
-
-
-def test_the_slots_of_llamacpp_show_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(slow_llm(monkeypatch), WorkerLimits(slots=1)) as it:
-        idle = [{"id": 0, "n_ctx": 4096, "speculative": True, "is_processing": False}]
-        assert it.get("/slots?fail_on_no_slot=1").json() == idle
-        with it.client.stream("POST", "/v1/chat/completions", json=ENDLESS) as answer:
-            pieces = answer.iter_bytes()  # kept: dropping it would close the answer
-            assert next(pieces)  # the answer may begin before the reply does
-            assert it.busy()
-            assert it.get("/slots").json() == [{**idle[0], "is_processing": True}]
-            assert it.get("/slots?fail_on_no_slot=1").status_code == 503
-        assert it.idle()
-        assert it.get("/slots").json() == idle
 
 
 def test_the_tokenizer_is_described(served: Serving, talker: Serving) -> None:

@@ -2,7 +2,8 @@
 
 Codex: `ResponsesApiRequest` in openai/codex, codex-rs/codex-api/src/common.rs, and what it reads of a stream, in
 sse/responses.rs. Claude Code: Anthropic's documentation of the Messages API and of LLM gateways, and captures in public
-issues. Copilot: microsoft/vscode-copilot-chat, src/extension/byok (ollamaProvider.ts, openAIEndpoint.ts).
+issues. Copilot: microsoft/vscode-copilot-chat, src/extension/byok (ollamaProvider.ts, openAIEndpoint.ts). Open WebUI:
+open-webui/open-webui, backend/open_webui (routers/openai.py, routers/ollama.py, routers/tasks.py, utils/payload.py).
 """
 
 from __future__ import annotations
@@ -136,4 +137,49 @@ COPILOT: dict[str, Any] = {
     "top_p": 1,
     "stream": True,
     "stream_options": {"include_usage": True},
+}
+
+_CLOCK = {"type": "function", "function": {"name": "clock", "description": "", "parameters": {"type": "object"}}}
+OPEN_WEBUI: dict[str, Any] = {
+    "stream": True,
+    "messages": [
+        {"role": "system", "content": "User Context:\n\n"},
+        {"role": "user", "content": "What time is it?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {"index": 0, "id": "call_0", "type": "function", "function": {"name": "clock", "arguments": ""}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "call_0", "content": "noon"},
+        {"role": "user", "content": [{"type": "text", "text": "And now?", "cache_control": {"type": "ephemeral"}}]},
+    ],
+    "tools": [_CLOCK],
+    "temperature": 0.8,
+    "stream_options": {"include_usage": True},
+}
+"""A chat through a connection with OpenAI's API. The model's own functions are switched on."""
+OPEN_WEBUI_TITLE: dict[str, Any] = {
+    "messages": [
+        {"role": "user", "content": "### Task:\nGenerate a title.\n<chat_history>\nUSER: hi\n</chat_history>"}
+    ],
+    "stream": False,
+    "max_completion_tokens": 1000,
+}
+OPEN_WEBUI_OLLAMA: dict[str, Any] = {
+    "messages": [
+        {"role": "user", "content": "What time is it?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"index": 0, "id": "0", "function": {"name": "clock", "arguments": {}}}],
+        },
+        {"role": "tool", "tool_call_id": "0", "content": "noon"},
+        {"role": "user", "content": "And now?"},
+    ],
+    "stream": True,
+    "tools": [_CLOCK],
+    "options": {"temperature": 0.8, "num_ctx": 2048, "repeat_last_n": -1, "use_mmap": True},
+    "keep_alive": "5m",
 }

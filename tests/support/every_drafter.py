@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from paceline.checkpoints.loader import Loaded
+from paceline.drafters.assistant import Assistant
 from paceline.drafters.base import Drafter
 from paceline.drafters.block import Block
 from paceline.drafters.cross import SharedTokens, TextDrafter
@@ -21,9 +22,9 @@ from paceline.drafters.parallel import ParallelEagle
 from paceline.drafters.stack import DrafterStack
 from paceline.drafters.suffix import Suffix
 from paceline.drafters.vocab_map import VocabMap
-from paceline.models.config import LayerConfig, ModelConfig
+from paceline.models.config import AttentionConfig, LatentConfig, LayerConfig, ModelConfig
 from paceline.models.decoder import Decoder
-from paceline.models.heads import ExitConfig
+from paceline.models.heads import AssistantConfig, ExitConfig
 from paceline.testing import TINY, random_tensors
 from tests.support.hybrids import HYBRID, MAMBA_HYBRID, hybrid_tensors, mamba_tensors
 from tests.support.tiny_heads import (
@@ -49,6 +50,26 @@ def small(config: ModelConfig, tensors: dict[str, torch.Tensor], **changes: obje
     return Decoder(own, tensors | embeddings, torch.float64, _CPU)
 
 
+_LATENT = LatentConfig(rank=12, query_rank=0, plain=4, rotary=4, value=6)
+
+
+def _latent(seed: int) -> Decoder:
+    config = replace(TINY, kv_heads=1, head_dim=16, attention=AttentionConfig(latent=_LATENT))
+    c, draw = _LATENT, torch.Generator().manual_seed(seed)
+    tensors = {name: x for name, x in random_tensors(config, seed).items() if "self_attn" not in name}
+    shapes = {
+        "q_proj": (config.heads * (c.plain + c.rotary), config.hidden),
+        "kv_a_proj_with_mqa": (c.rank + c.rotary, config.hidden),
+        "kv_b_proj": (config.heads * (c.plain + c.value), c.rank),
+        "o_proj": (config.hidden, config.heads * c.value),
+    }
+    for i in range(config.layers):
+        attn = f"model.layers.{i}.self_attn."
+        tensors |= {f"{attn}{name}.weight": torch.randn(s, generator=draw) * 0.4 for name, s in shapes.items()}
+        tensors[f"{attn}kv_a_layernorm.weight"] = torch.ones(c.rank)
+    return small(config, tensors)
+
+
 KINDS: dict[str, Callable[[int], Decoder]] = {
     "attention": lambda seed: small(TINY, random_tensors(TINY, seed)),
     "window": lambda seed: small(
@@ -56,6 +77,7 @@ KINDS: dict[str, Callable[[int], Decoder]] = {
     ),
     "gated deltanet": lambda seed: small(HYBRID, hybrid_tensors(seed)),
     "mamba-2": lambda seed: small(MAMBA_HYBRID, mamba_tensors(seed)),
+    "latent attention": _latent,
 }
 """Kind of model -> a random one of this seed."""
 
@@ -93,6 +115,18 @@ def _mtp(target: Decoder) -> Drafter:
     return Eagle(config, tensors, target)
 
 
+def _assistant(target: Decoder) -> Drafter:
+    (own,) = {(one.head_dim, one.kv_heads) for one in [target.config.of(target.config.plan[-1])]}
+    layer = replace(
+        TINY, layers=1, vocab_size=VOCAB, head_dim=own[0], kv_heads=own[1], attention=AttentionConfig(scale=1.0)
+    )
+    wide, draw = target.config.hidden, torch.Generator().manual_seed(3)
+    shapes = {"pre_projection.weight": (layer.hidden, 2 * wide), "post_projection.weight": (wide, layer.hidden)}
+    drawn = random_tensors(layer, 3) | {name: torch.randn(s, generator=draw) * 0.2 for name, s in shapes.items()}
+    tensors = {name: x for name, x in drawn.items() if ".k_proj" not in name and ".v_proj" not in name}
+    return Assistant(AssistantConfig(layer, wide), tensors, target)
+
+
 def _layer(target: Decoder) -> ModelConfig:
     """The layer of a head: plain attention, whatever the target has."""
     return replace(TINY, layers=1, vocab_size=VOCAB, context_length=16)
@@ -118,10 +152,26 @@ EVERY: dict[str, Callable[[Decoder], Drafter]] = {
     "block with a markov head": lambda target: _block(target, markov=6),
     "block with a selector": lambda target: _block(target, conv=2, conv_group=8, selector=6, candidates=5),
     "medusa": _medusa,
+    "assistant": _assistant,
     "early exit": lambda target: EarlyExit(ExitConfig(target.config.hidden, 1), {}, target, threshold=0.0),
     "stack": lambda target: DrafterStack([NGram(), DraftModel(KINDS["attention"](9), VOCAB)]),
 }
 """Name of a drafter -> one for this target."""
+
+HEADS = {
+    "eagle": "eagle-1",
+    "eagle3": "eagle-3",
+    "mtp": "mtp",
+    "peagle": "p-eagle",
+    "medusa": "medusa",
+    "block": "block",
+    "exit": "early exit",
+    "assistant": "assistant",
+}
+"""Kind of head (`heads.kind_of`) -> name of its drafter in `EVERY`."""
+
+PAIRS = [(kind, drafter) for kind in KINDS for drafter in EVERY if (kind, drafter) != ("latent attention", "assistant")]
+"""All kinds of models with all drafters. An assistant reads keys and values, and latent attention stores neither."""
 
 
 def _trimmed() -> Decoder:

@@ -20,7 +20,7 @@ from paceline.files.gguf_names import parts_of
 from paceline.files.reading import read_json_if_exists, read_text
 from paceline.files.schema import DECODER, GENERATION, GGUF, NULL, check
 from paceline.models.lazy import kind_of, shape_of
-from paceline.text.infill import fills_gaps
+from paceline.text.infill import InfillTokens
 from paceline.text.tokenizer import TOKENIZER_LIMIT, template_of
 
 _FLOATS = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
@@ -95,7 +95,7 @@ def _of_gguf(path: Path) -> ModelFacts:
         vocab_size=len(tokens),
         template=file.fields.get("tokenizer.chat_template") or "",
         vision=sees(path),
-        infill=fills_gaps({*tokens}.__contains__),
+        infill=InfillTokens.of({token: i for i, token in enumerate(tokens)}.get) is not None,
     )
 
 
@@ -115,7 +115,7 @@ def _of_folder(path: Path) -> ModelFacts:
         vocab_size=config.get("vocab_size") or 0,
         template=template_of(path) or "",
         vision=sees(path),
-        infill=fills_gaps(lambda token: f'"{token}"' in words),
+        infill=InfillTokens.of(lambda token: 0 if f'"{token}"' in words else None) is not None,
         generation=read_json_if_exists(path / "generation_config.json", GENERATION),
     )
 

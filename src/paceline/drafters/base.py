@@ -202,7 +202,10 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """Return one draft per ask, in order. The draft is `Draft()` if the drafter has nothing to propose."""
+        """Return one draft per ask, in order. The draft is `Draft()` if the drafter has nothing to propose.
+
+        All requests wait for this call, so read a long text in parts, and return `Draft(unread=...)` until then.
+        """
 
     def extend(self, ask: Ask, draft: Draft) -> Draft:
         """Return another drafter's chain, extended if this drafter can continue it at no cost."""

@@ -167,6 +167,8 @@ class TextDrafter(_Foreign[Retokenizer]):
         return [self._to_target(ask, draft) for ask, draft in zip(asks, super().propose(asks), strict=True)]
 
     def _to_target(self, ask: Ask, draft: Draft) -> Draft:
+        if not draft.tokens:
+            return draft
         incomplete = self._readers[ask.slot].incomplete
         leaves = (path for row, path in paths_of(draft).items() if row not in draft.parents)
         paths = [self._target_path(ask, [draft.tokens[row - 1] for row in path], incomplete) for path in leaves]

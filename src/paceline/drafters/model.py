@@ -20,6 +20,9 @@ from paceline.verify.tree import chunk_end, pack, pack_prefix
 SHARED = 32
 """Maximum number of tokens per request in a pass with other requests. Longer texts are first fed in separate passes,
 because all requests in a pass are padded to the longest."""
+READ = 128
+"""Maximum number of tokens of a text that one round reads in a separate pass, because all requests wait for it. Until
+the text has been read, it gets no drafts. (Rules other than `match` read all at once.)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,38 @@ class DraftModel(CachedDrafter[CachedSlot], Growing):
     def limit(self, ask: Ask) -> DraftBudget:
         return ask.budget.within(self._model.context_length - len(self._slots[ask.slot].token_ids))
 
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        unread = [self._catch_up(ask) for ask in asks]
+        drafts = iter(super().propose([ask for ask, count in zip(asks, unread, strict=True) if not count]))
+        return [Draft(unread=count) if count else next(drafts) for count in unread]
+
+    def _catch_up(self, ask: Ask) -> int:
+        """Read a part of the text if much of it is unread. Return the number of tokens that are left for later rounds.
+        It is 0 if this round can draft."""
+        if not self.limit(ask).nodes:
+            return 0
+        state = self._slots[ask.slot]
+        # If `propose` is called again before `observe`, feed the pending token again.
+        self._cache.truncate(state.cache_slot, min(self._cache.lengths[state.cache_slot], len(state.token_ids) - 1))
+        while len(self._uncached(state)) > SHARED:
+            if not self._copy_prompt(state):
+                self._read_prompt(state)
+            # With other rules, the text depends on the drafts, and so they must not depend on what was read earlier.
+            if ask.sampler.rule == "match" and (left := len(self._uncached(state))) > SHARED:
+                return left
+        return 0
+
+    def _read_prompt(self, state: CachedSlot) -> None:
+        done = self._cache.lengths[state.cache_slot]
+        chunk = state.token_ids[done : min(chunk_end(done, READ), len(state.token_ids) - 1)]
+        rows = pack_prefix(chunk, state.cache_slot, done, self._model.device)
+        self._model.forward(rows, self._cache, Want("none"))
+        self._cache.commit(rows, [range(1, len(chunk))])
+
+    def _uncached(self, state: CachedSlot) -> list[int]:
+        """Return the tokens that are not cached yet, at least the pending one."""
+        return state.token_ids[self._cache.lengths[state.cache_slot] :]
+
     def roots(self, growths: Sequence[Growth]) -> Sequence[Tensor]:
         states = [self._slots[growth.ask.slot] for growth in growths]
         rest = [self._uncached(state) for state in states]
@@ -79,21 +114,9 @@ class DraftModel(CachedDrafter[CachedSlot], Growing):
         self._cache.commit(rows, [range(1, len(tokens)) for tokens in rest])
         return [line[-1:] if even else line[len(tokens) - 1 :][:1] for line, tokens in zip(logits, rest, strict=True)]
 
-    def _uncached(self, state: CachedSlot) -> list[int]:
-        """Return the tokens that are not cached yet, at least the pending one. Feed all but the end of a long text."""
-        # If `propose` is called again before `observe`, feed the pending token again.
-        self._cache.truncate(state.cache_slot, min(self._cache.lengths[state.cache_slot], len(state.token_ids) - 1))
-        if len(state.token_ids) - self._cache.lengths[state.cache_slot] > SHARED:
-            self._copy_prompt(state)
-        while len(state.token_ids) - (done := self._cache.lengths[state.cache_slot]) > SHARED:
-            chunk = state.token_ids[done : min(chunk_end(done), len(state.token_ids) - 1)]
-            rows = pack_prefix(chunk, state.cache_slot, done, self._model.device)
-            self._model.forward(rows, self._cache, Want("none"))
-            self._cache.commit(rows, [range(1, len(chunk))])
-        return state.token_ids[self._cache.lengths[state.cache_slot] :]
-
-    def _copy_prompt(self, state: CachedSlot) -> None:
-        """Copy keys and values from a request with the same prompt, so that only one sample of a prompt reads it."""
+    def _copy_prompt(self, state: CachedSlot) -> bool:
+        """Copy keys and values from a request with the same prompt, so that only one sample of a prompt reads it.
+        Return False if no request has read more of it."""
         slot, lengths, prompts = state.cache_slot, self._cache.lengths, self._cache.prompts
         most = min(prompts[slot], len(state.token_ids) - 1)
         for other in self._slots.values():
@@ -104,7 +127,8 @@ class DraftModel(CachedDrafter[CachedSlot], Growing):
                 state.cache_slot = self._cache.fork(other.cache_slot)
                 self._cache.truncate(state.cache_slot, known)
                 self._cache.release(slot)
-                return
+                return True
+        return False
 
     def level(self, growths: Sequence[Growth]) -> Sequence[Tensor]:
         states = [self._slots[growth.ask.slot] for growth in growths]

@@ -149,7 +149,10 @@ class DrafterStack(Drafter):
                 asked[i] = replace(ask, budget=budget, price=allowed.price, pace=allowed.pace, sure=sure, parts=())
         for i, draft in zip(asked, drafter.propose([*asked.values()]) if asked else (), strict=True):
             draft = draft if drafter.free else self._extended(asks[i], draft)
-            drafts[i] = draft if draft.part == part else replace(draft, part=part)
+            unread = drafts[i].unread or draft.unread
+            drafts[i] = (
+                draft if (draft.part, draft.unread) == (part, unread) else replace(draft, part=part, unread=unread)
+            )
 
     def _extended(self, ask: Ask, draft: Draft) -> Draft:
         # For acceptance rules that draw, either all tokens of a chain are drawn or none.

@@ -390,6 +390,9 @@ class Controller:
         self._rest, self._plain, self._saved = self._round, plan.plain, plan.saved
         if plan.tried:
             self._last_try = self._round
+            # The loss of the try included reading the whole backlog.
+            left = sum(draft.unread for draft in outcome.drafts) / len(outcome.drafts)
+            self._saved += outcome.together * self._catch_up.value * left
         if plan.best:
             self._pause = _GAP
         elif self._passes[False].known:
@@ -418,7 +421,7 @@ class Controller:
         for budget, draft, verdict in zip(budgets, drafts, outcome.verdicts, strict=True):
             if verdict.path:
                 self._rest, self._pause = self._round, _GAP
-            if verdict.finish is None:
+            if verdict.finish is None and not draft.unread:
                 self._learn_acceptance(min(len(verdict.path), draft.own), budget.depth, outcome.plan.at)
                 if self._chains:
                     self._drafted.add(min(draft.own, budget.depth), budget.depth, 1.0, self._round)
@@ -428,13 +431,14 @@ class Controller:
         self._saved += (_SHARE if self._round > _EARLY else _EARLY_SHARE) * seconds
 
     def _learn_costs(self, outcome: Outcome) -> None:
-        """Learn the costs of drafting and of the pass. If the drafter had a large backlog, only the cost of catching up
-        is learned from the time of drafting."""
+        """Learn the costs of drafting and of the pass. If the drafter read much, its time only tells the cost of
+        reading."""
         drafts, resumed, at = outcome.drafts, outcome.resumed, outcome.plan.at
+        reading = sum(draft.unread for draft in drafts)
         costs, depth = self._costs_of(outcome.plan.asked), self._depths[at]
         mean = sum(len(draft.tokens) for draft in drafts) / len(drafts)
         place = round(mean) if self._chains else at
-        if not self._chains or place <= depth:
+        if not reading and (not self._chains or place <= depth):
             whole = self._passes[resumed].at(outcome.together * (1.0 + mean))
             costs.relative[place].add(whole / self._passes[False].at(outcome.together), self._round)
             costs.seen[place] = True
@@ -442,12 +446,12 @@ class Controller:
             self._resumed = resumed
         if self._chains:
             depth = min(max(draft.own for draft in drafts), depth)
-        level, unread = costs.drafting, sum(request.unread for request in outcome.requests)
-        if unread < _LATE * len(drafts):
+        level, read = costs.drafting, sum(request.unread for request in outcome.requests) - reading
+        if not reading and read < _LATE * len(drafts):
             level.add(depth, outcome.drafting, self._round)
         else:
             known = level.at(depth) if level.known else 0.0
-            self._catch_up.add(max(0.0, outcome.drafting - known) / unread, self._round)
+            self._catch_up.add(max(0.0, outcome.drafting - known) / max(read, 1), self._round)
 
     def _learn_acceptance(self, accepted: int, depth: int, at: int) -> None:
         if self._chains:

@@ -21,6 +21,7 @@ from paceline.engine.detokenizer import Chunk, TextStream, Trimmed
 from paceline.engine.draft_policy import DraftPolicies, Speculation
 from paceline.engine.drafting import learn, plan_round, propose, taps
 from paceline.engine.prefix_cache import PrefixCache
+from paceline.engine.prefix_file import CachedText
 from paceline.engine.prefix_key import drafter_key, target_key
 from paceline.engine.prefix_store import PrefixStore
 from paceline.engine.request import Request, accept
@@ -137,6 +138,16 @@ class Engine:
         """Write the prefix cache to its folder, if it has one, in at most `seconds`."""
         if self.prefixes is not None:
             self.prefixes.flush(seconds)
+
+    @_exclusive
+    def write_prefixes(self) -> list[CachedText]:
+        """Begin to write the texts that the prefix cache's folder lacks, in the background, and return them."""
+        return self.prefixes.write() if self.prefixes is not None else []
+
+    @_exclusive
+    def kept_tokens(self) -> int:
+        """Return the number of tokens of the texts in the prefix cache's folder. 0 if it has none."""
+        return self.prefixes.kept_tokens() if self.prefixes is not None else 0
 
     @_exclusive
     def start(

@@ -142,8 +142,10 @@ class PrefixCache:
             return None
         text, at, nearest = np.asarray(tokens, np.int64), -1, None
         for entry in self._all():
-            longer = len(entry.tokens) >= max(at, 0) + _NOTABLE
-            if longer and entry.adapter == adapter and (common := _common(entry.tokens, text)) > at:
+            if entry.adapter != adapter or len(entry.tokens) < max(at, 0) + _NOTABLE:
+                continue
+            # A folder may hold thousands of texts, and the token at `at` tells most of them from the prompt.
+            if (at < 0 or entry.tokens[at] == text[at]) and (common := _common(entry.tokens, text)) > at:
                 at, nearest = common, entry.tokens
         if nearest is None or min(len(nearest), len(text)) - at < _NOTABLE:
             return None
@@ -212,6 +214,23 @@ class PrefixCache:
             missing = [text for text in reversed(self._entries) if self._is_worth_writing(text, *_ENDING, waits=False)]
             self.disk.flush([(text, self._replaced(text)) for text in missing], seconds)
 
+    def write(self) -> list[CachedText]:
+        """Begin to write the texts in memory that the disk lacks, in the background, and return them."""
+        if not self.disk:
+            return []
+        self.disk.refresh()
+        missing = [text for text in self._entries if self._is_worth_writing(text, *_ENDING)]
+        for text in missing:  # the most recently used comes last, and gets the newest file
+            self.disk.offer(text, self._replaced(text))
+        return missing
+
+    def kept_tokens(self) -> int:
+        """Return the number of tokens of all texts on disk."""
+        if not self.disk:
+            return 0
+        self.disk.refresh()
+        return sum(len(text.tokens) for text in self.disk.texts)
+
     def _write(self, text: CachedText, least: int, part: int) -> None:
         """Write a text to disk in the background if that is worth it (see `_BEHIND`)."""
         if self.disk and self._is_worth_writing(text, least, part):
@@ -222,7 +241,7 @@ class PrefixCache:
         assert self.disk
         others = [*self.disk.texts, *(self.disk.waiting if waits else ())]
         more = []
-        for needs in (None, *text.drafters):
+        for needs in (None, *filter(self.disk.keeps, text.drafters)):
             own = min(self._most(text), text.drafters[needs].length if needs else len(text.tokens))
             more.append(self._whole(text, own) - self._longest(others, text.tokens, needs, text.adapter)[1])
         return max(more) >= max(least, len(text.tokens) // part)

@@ -124,6 +124,10 @@ class PrefixStore:
             return 0
         return self._size[1]
 
+    def keeps(self, drafter: str) -> bool:
+        """Return True if files contain the states of this drafter. Drafters that were loaded later have no key."""
+        return drafter in self._drafters
+
     def refresh(self, most: int = 100) -> None:
         """Look for files that other processes have added or removed. `most`: Number of new files to read."""
         try:
@@ -177,6 +181,14 @@ class PrefixStore:
                 with suppress(RuntimeError):  # the process is ending; `flush` writes the queue
                     thread.start()
                     self._thread = thread
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until no text waits to be written. Return False if that takes longer than `seconds`."""
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join(seconds)
+        return thread is None or not thread.is_alive()
 
     def withdraw(self, text: CachedText) -> None:
         """Do not write a text that is waiting."""

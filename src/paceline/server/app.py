@@ -27,6 +27,7 @@ from paceline.server.apis.about_models import (
     refuse_change,
 )
 from paceline.server.apis.messages import CountTokensRequest
+from paceline.server.apis.slots import SlotRequest, SlotRoutes
 from paceline.server.apis.stored import ResponseRoutes
 from paceline.server.description import (
     DecodedText,
@@ -40,6 +41,7 @@ from paceline.server.description import (
     RenderedPrompt,
     Routes,
     ServedModel,
+    SlotAction,
     Slots,
     TokenCount,
     TokenizerInfo,
@@ -132,7 +134,9 @@ def _api(service: Service, app: FastAPI) -> Routes:
     routes.add_get("/v1/models", models.models, ModelListing)
     routes.add_get("/v1/models/{name:path}", models.model, ServedModel)
     routes.add_get("/props", models.properties, Properties)
-    routes.add_get("/slots", models.slots, Slots)
+    slots = SlotRoutes(service)
+    routes.add_get("/slots", slots.slots, Slots)
+    routes.add_post("/slots/{slot}", slots.act, SlotRequest, SlotAction)
     routes.add_get("/tokenizer_info", models.tokenizer_info, TokenizerInfo)
 
     @routes.get("/metrics", response_class=Response, responses=errors_of("/metrics"))

@@ -100,6 +100,19 @@ class Slots(RootModel[list[Slot]]):
     """The slots of a model. Empty if it is not loaded."""
 
 
+class SlotAction(PlainAnswer):
+    """The result of an action on a slot. Numbers of tokens and bytes are those of all texts in the folder."""
+
+    id_slot: int
+    filename: str | None = None
+    n_saved: int | None = None
+    n_written: int | None = None
+    n_restored: int | None = None
+    n_read: int | None = None
+    n_erased: int | None = None
+    timings: dict[str, float] | None = None
+
+
 class RenderedPrompt(PlainAnswer):
     """A chat's prompt."""
 

@@ -40,9 +40,8 @@ class InfillTokens:
     ends: tuple[int, ...]
 
     @staticmethod
-    def of(tokenizer: Tokenizer) -> InfillTokens | None:
-        """Return a model's tokens, or None if it cannot fill in the middle."""
-        token_id = tokenizer.token_id
+    def of(token_id: Callable[[str], int | None]) -> InfillTokens | None:
+        """Return a model's tokens, or None if it cannot fill in the middle. `token_id`: Looks up a token."""
         for names in _MARKERS:
             prefix, suffix, middle = map(token_id, names)
             if prefix is not None and suffix is not None and middle is not None:
@@ -52,14 +51,9 @@ class InfillTokens:
         return None
 
 
-def fills_gaps(has: Callable[[str], bool]) -> bool:
-    """Return True if a vocabulary has the tokens for filling in the middle. `has` looks up a token."""
-    return any(all(map(has, names)) for names in _MARKERS)
-
-
 def infill_tokens(tokenizer: Tokenizer) -> InfillTokens:
     """Return a model's tokens. Raise `InvalidPrompt` if it cannot fill in the middle."""
-    found = InfillTokens.of(tokenizer)
+    found = InfillTokens.of(tokenizer.token_id)
     if found is None:
         raise InvalidPrompt(
             "this model cannot fill in the middle: its vocabulary has no tokens for it",

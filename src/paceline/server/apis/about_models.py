@@ -1,7 +1,7 @@
 """Endpoints about models: what is served, its settings and its load; and Ollama's download of models.
 
-Clients of OpenAI and Anthropic read /v1/models, clients of Ollama /api/tags, /api/ps and /api/show. /props and /slots
-are in the shapes of llama.cpp's server.
+Clients of OpenAI and Anthropic read /v1/models, clients of Ollama /api/tags, /api/ps and /api/show, clients of
+llama.cpp /props.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from paceline.sampling.parameters import Sampling, recommended
 from paceline.server.api import dumps
 from paceline.server.apis.tokens import tokenizer_info
 from paceline.server.compat import OllamaObject, accepts, ignored
-from paceline.server.errors import ApiError, WrongParameter, api_error, retry_later
+from paceline.server.errors import ApiError, WrongParameter, api_error
 from paceline.server.models import LoadedModel, ModelSource
 from paceline.server.schema import ModelName
 from paceline.server.serving import Service
@@ -63,18 +63,6 @@ def properties(model: LoadedModel, source: ModelSource) -> dict[str, Any]:
         "eos_token": words.special_tokens.get("eos_token", ""),
         "build_info": f"paceline-{paceline.__version__}",
     }
-
-
-def slots(model: LoadedModel | None) -> list[dict[str, Any]]:
-    """List a model's slots, the busy ones first, without their texts. A model that is not loaded has none."""
-    if model is None:
-        return []
-    worker, context = model.worker, model.llm.model.target.context_length
-    running, drafts = worker.load.running, worker.default.drafter is not None
-    return [
-        {"id": i, "n_ctx": context, "speculative": drafts, "is_processing": i < running}
-        for i in range(worker.limits.slots)
-    ]
 
 
 class ModelRoutes:
@@ -127,13 +115,6 @@ class ModelRoutes:
         """Describe a model's tokenizer as vLLM does. The `remote` backend of lm-eval asks for it first."""
         name = request.query_params.get("model") or self._loader.names[0]
         return await self._service.compute(request, name, tokenizer_info)
-
-    async def slots(self, request: Request) -> Response:
-        """List the slots of a loaded model; 503 if `fail_on_no_slot` is set and all are busy (llama.cpp's API)."""
-        found = slots(self._loader.get(request.query_params.get("model")))
-        if request.query_params.get("fail_on_no_slot") and found and all(slot["is_processing"] for slot in found):
-            raise retry_later(503, "no slot available", "no_slot")
-        return Response(dumps(found), media_type="application/json")
 
 
 VERSION = "0.13.0"
@@ -361,7 +342,7 @@ def _facts(source: ModelSource, model: LoadedModel | None) -> Callable[[], Model
         vocab_size=target.vocab_size,
         template=llm.tokenizer.chat_template or "",
         vision=llm.vision is not None,
-        infill=InfillTokens.of(llm.tokenizer) is not None,
+        infill=InfillTokens.of(llm.tokenizer.token_id) is not None,
     )
 
 
