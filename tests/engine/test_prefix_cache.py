@@ -338,9 +338,10 @@ def test_one_bit_that_a_pass_leaves_otherwise_is_noticed(monkeypatch: pytest.Mon
     assert not seamless(target, "rounding")
 
 
-def test_rows_of_toys_depend_on_their_pass_and_the_check_says_so() -> None:
-    assert not seamless(tiny_target(context_length=2048), "bits")
-    assert not seamless(TOY, guarantee(TOY))
+def test_rows_of_torchs_products_depend_on_their_pass_and_the_check_says_so() -> None:
+    target = tiny_target(context_length=2048)
+    assert not seamless(target, "bits")
+    assert not seamless(target, guarantee(target))
 
 
 @pytest.fixture(scope="module")

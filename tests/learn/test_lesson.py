@@ -135,9 +135,9 @@ def test_a_kill_while_heads_are_switched_leaves_a_head(
     tmp_path: Path, done: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pupil = pupil_of(open_folder(tmp_path / "l"), None)
-    for path in (pupil.head, pupil.candidate):
-        path.mkdir()
-        (path / "config.json").write_text(path.name)
+    for name, path in {"head": pupil.head, "candidate": pupil.candidate}.items():
+        path.mkdir(parents=True)
+        (path / "config.json").write_text(name)
     left = [done]
 
     def killed(act: Any) -> Any:
