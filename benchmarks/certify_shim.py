@@ -3,8 +3,8 @@
     python benchmarks/certify_shim.py transformers model.gguf --port 8090
     paceline certify http://127.0.0.1:8090/v1 --body '{"prompt_lookup": 5}' --plain-body '{}'
 
-Libraries: transformers, openvino (openvino-genai), llama-cpp-python, and paceline-rules, because `paceline serve` offers
-no acceptance rules. A library's `speculation` lists the fields that switch it on. The server only passes parameters on,
+Libraries: transformers, openvino (openvino-genai), llama-cpp-python, and paceline-rules, because `paceline serve`
+offers no acceptance rules. A library's `speculation` lists the fields that switch it on. The server only passes parameters on,
 refuses other fields, and serves one request at a time.
 """
 
