@@ -27,7 +27,7 @@ from paceline.server.request import (
     Part,
     SentImage,
     TextPrompt,
-    ToolUse,
+    ToolOffer,
     reasoning_values,
     requested_logprobs,
 )
@@ -317,9 +317,9 @@ class OllamaChat(_OllamaApi[OllamaChatRequest]):
         return body.request(
             ChatPrompt(
                 messages=[_chat_message(m, f"messages.{i}", m is last) for i, m in enumerate(body.messages)],
-                tools=ToolUse.chosen([tool.offered for tool in body.tools or ()]),
+                tools=ToolOffer.chosen([tool.offered for tool in body.tools or ()]),
                 values=body.template_values,
-                truncated=body.truncate is not False,
+                may_truncate=body.truncate is not False,
             )
         )
 

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from paceline.server.api import Api, Encoder, Event, dumps
 from paceline.server.apis.openai_chat import CustomTool, text_of
-from paceline.server.apis.response_bodies import (
+from paceline.server.apis.responses_request import (
     FunctionTool,
     Item,
     MessageItem,
@@ -70,12 +70,12 @@ class Responses(Api[ResponsesRequest]):
         items = self.conversation(body)
         prompt = ChatPrompt(
             messages=chat_messages_of(items, body.instructions, earlier=len(items) - len(body.items)),
-            tools=body.tool_use,
+            tools=body.tool_offer,
             values={
                 **reasoning_values(body.reasoning.effort if body.reasoning else None),
                 **(body.chat_template_kwargs or {}),
             },
-            truncated=body.truncation == "auto",
+            may_truncate=body.truncation == "auto",
         )
         form = body.format
         asked = form if isinstance(form, SchemaText) else JsonSchema()
@@ -408,7 +408,7 @@ class Compaction(Api[CompactRequest]):
         items = [*self._responses.conversation(body), MessageItem(role="user", content=_ASK)]
         messages = chat_messages_of(items, body.instructions)
         return GenerateRequest(
-            prompt=ChatPrompt(messages=messages, values=reasoning_values("none"), truncated=True),
+            prompt=ChatPrompt(messages=messages, values=reasoning_values("none"), may_truncate=True),
             sampling=without_none(seed=body.seed),
             share=_SHARE,
             speculation=body.speculation,
