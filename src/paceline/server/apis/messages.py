@@ -411,12 +411,12 @@ class Messages(Api[MessagesRequest]):
 
     def decode(self, body: MessagesRequest) -> GenerateRequest:
         """Return the request of a chat."""
-        form = body.format
+        form, param = body.format, "output_format" if body.output_format else "output_config.format"
         limit = body.thinking.budget_tokens if body.thinking and body.thinking.type == "enabled" else None
         return GenerateRequest(
             prompt=chat_prompt(body),
             sampling={**body.sampling, **without_none(stop=body.stop_sequences)},
-            constraints={"response_format": ("json_schema", guide(form.schema_))} if form else {},
+            constraints={param: ("json_schema", guide(form.schema_))} if form else {},
             max_tokens=body.max_tokens,
             thinking_budget=body.budget(thinking=limit),
             speculation=body.speculation,

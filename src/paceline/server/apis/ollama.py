@@ -187,11 +187,10 @@ class OllamaRequest(OllamaObject, Generating, extra="ignore"):
         """Return the request with a prompt. Raises `ApiError` 400."""
         length = (self.options and self.options.num_predict) or -1
         schema = ANY_OBJECT if isinstance(self.format, str) else self.format
-        param = "response_format" if isinstance(prompt, ChatPrompt) else "guided_json"
         return GenerateRequest(
             prompt=prompt,
             sampling=self.sampling,
-            constraints={param: ("json_schema", guide(schema))} if self.format and schema else {},
+            constraints={"format": ("json_schema", guide(schema))} if self.format and schema else {},
             max_tokens=max(-1, length),
             logprobs=requested_logprobs(self.logprobs, self.top_logprobs),
             speculation=self.speculation,

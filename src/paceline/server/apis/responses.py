@@ -82,7 +82,7 @@ class Responses(Api[ResponsesRequest]):
         return GenerateRequest(
             prompt=prompt,
             sampling=body.sampling,
-            constraints={} if form.type == "text" else {"response_format": schema_constraint(asked)},
+            constraints={} if form.type == "text" else {"text.format": schema_constraint(asked)},
             max_tokens=-1 if body.max_output_tokens is None else body.max_output_tokens,
             logprobs=(body.top_logprobs or 0) if body.with_logprobs else None,
             thinking_budget=body.budget(reasoning=body.reasoning.max_tokens if body.reasoning else None),
