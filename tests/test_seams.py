@@ -36,21 +36,20 @@ from paceline.testing import (
     drafters,
     random_tensors,
     run,
-    tiny_target,
 )
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 from tests.support.cover import some
 from tests.support.tiny_heads import TINY_BLOCK, TINY_MEDUSA, block_tensors, eagle_config, eagle_tensors, medusa_tensors
-from tests.support.toys import toy_foreigner, toy_model
+from tests.support.toys import toy_foreigner, toy_model, toy_target
 
-OTHER = tiny_target(seed=9)
+OTHER = toy_target(seed=9)
 SHARED = replace(TINY_MEDUSA, shared=True, layers=2)
 FOREIGN = VocabMap(toy_model(), toy_foreigner(seed=9))
 
 
 def eagle(**changes: object) -> Eagle:
     config = eagle_config(**changes)
-    return Eagle(config, eagle_tensors(config), tiny_target())
+    return Eagle(config, eagle_tensors(config), toy_target())
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
@@ -63,9 +62,9 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "model with its own tokenizer": lambda: SharedTokens(FOREIGN),
     "model's text": lambda: TextDrafter(FOREIGN),
     "stack": lambda: DrafterStack([Suffix(), NGram(), DraftModel(OTHER, 37)]),
-    "block": lambda: Block(TINY_BLOCK, block_tensors(), tiny_target()),
-    "medusa": lambda: Medusa(TINY_MEDUSA, medusa_tensors(), tiny_target()),
-    "medusa without heads of its own": lambda: Medusa(SHARED, medusa_tensors(SHARED), tiny_target()),
+    "block": lambda: Block(TINY_BLOCK, block_tensors(), toy_target()),
+    "medusa": lambda: Medusa(TINY_MEDUSA, medusa_tensors(), toy_target()),
+    "medusa without heads of its own": lambda: Medusa(SHARED, medusa_tensors(SHARED), toy_target()),
     "early exit": lambda: EarlyExit(ExitConfig(32, 1), {}, OTHER, threshold=0.1),
     "early exit in a stack": lambda: DrafterStack([NGram(), EarlyExit(ExitConfig(32, 1), {}, OTHER, threshold=0.0)]),
 }
@@ -111,7 +110,7 @@ class Amnesiac(Eagle):
     def load(self, slot: int, saved: SavedStates, length: int) -> None: ...
 
 
-SHALLOW = tiny_target(layers=1)
+SHALLOW = toy_target(layers=1)
 
 
 def amnesiac() -> Amnesiac:
@@ -181,7 +180,7 @@ def test_a_drafter_hears_the_whole_text_and_its_hidden_states() -> None:
         def release(self, slot: int) -> None:
             self.log.append("release")
 
-    target, drafter = tiny_target(context_length=2048), Listener()
+    target, drafter = toy_target(context_length=2048), Listener()
     prompt = [i % 37 for i in range(300)]
     tokens, _, _ = run(target, prompt, Sampling(max_new_tokens=20), engine=Engine(target, drafter))
     assert drafter.log == ["admit", "feed", "feed", "release"]
@@ -220,6 +219,6 @@ def test_a_decoder_writes_the_same_over_the_list_cache() -> None:
     plain = Plain(TINY, random_tensors(TINY), torch.float64, torch.device("cpu"))
     prompt = [1, 5, 9, 5, 9, 5, 2]
     sampling = Sampling(max_new_tokens=20, temperature=0.8, seed=2)
-    alone = run(tiny_target(), prompt, sampling)[0]
+    alone = run(toy_target(), prompt, sampling)[0]
     for drafter in (Suffix(), EarlyExit(ExitConfig(32, 1), {}, plain, threshold=0.0)):
         assert run(plain, prompt, sampling, drafter, DraftBudget(8, 4, 2))[0] == alone

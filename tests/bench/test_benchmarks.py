@@ -12,7 +12,8 @@ import torch
 
 from paceline import DraftBudget, Sampling
 from paceline.engine.stats import Stats
-from paceline.testing import Oracle, run, tiny_target
+from paceline.testing import Oracle, run
+from tests.support.toys import toy_target
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 common, parity = import_module("common"), import_module("parity")
@@ -134,11 +135,10 @@ def test_noise_changes_matrices_by_its_share_and_nothing_else(rules):
 
 def test_every_rule_runs_on_a_toy(rules):
     from paceline.drafters.model import DraftModel
-    from paceline.testing import tiny_target
     from paceline.types import DraftBudget
     from tests.support.toys import toy_llm
 
-    llm = toy_llm(DraftModel(tiny_target(seed=9, layers=1), 37), DraftBudget(4, 2, 2))
+    llm = toy_llm(DraftModel(toy_target(seed=9, layers=1), 37), DraftBudget(4, 2, 2))
     prompts = [common.Question(1, "qa", "why?"), common.Question(2, "qa", "how?")]
     samples = [s for case in rules.cases([0.1], ["tree"], [0.0, 0.7]) for s in rules.measure(llm, case, prompts, 6)]
     assert len(samples) == 10
@@ -187,7 +187,7 @@ def test_prompts_of_random_words_are_the_same_every_time_and_of_several_lengths(
 
 def test_a_wrong_drafter_drafts_as_much_and_is_never_right():
     never_slower = import_module("never_slower")
-    target, sampling = tiny_target(layers=1), Sampling(max_new_tokens=30)
+    target, sampling = toy_target(layers=1), Sampling(max_new_tokens=30)
     text = [1, 2, 3, *run(target, [1, 2, 3], sampling)[0]]
     for drafter in (never_slower.WrongDrafter(Oracle(text, 1.0, 37), 37), never_slower.RandomDrafter(37)):
         tokens, _, stats = run(target, [1, 2, 3], sampling, drafter, DraftBudget.chain(4))

@@ -29,7 +29,7 @@ def test_rows_see_what_they_should_however_far_the_text_has_come(kind: type[Slab
             count = min(256, goal - length)
             witness.feed(pack_prefix([0] * count, slot, length, CPU), [list(range(1, count))])
             length += count
-        for _ in range(3):
+        for _ in range(2):
             fits = witness.cache.fit(slot, DraftBudget(9, 9, 3))
             draft = random_tree(rng, fits.nodes)
             path = some_path(rng, draft)

@@ -26,6 +26,8 @@ from paceline.sampling.parameters import Sampling
 from paceline.types import DraftBudget
 from tests.support.toys import toy_model
 
+pytestmark = pytest.mark.usefixtures("no_forks")
+
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -45,13 +47,20 @@ def run(*args: str) -> Result:
     return CliRunner().invoke(app, list(args))
 
 
+_RECORDING = list[bytes]()
+"""The file of `recorded`, once it has been written."""
+
+
 @pytest.fixture
 def recorded(tmp_path: Path) -> Path:
     prompts, path = tmp_path / "prompts.jsonl", tmp_path / "r.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("ab ab ab", "cd cd cd", "hello")))
-    done = run("record", str(path), "--prompts", str(prompts), "-n", "24", "--ignore-eos", "-d", "none", "-t", "0")
-    assert done.exit_code == 0, done.output
-    assert "3 replies recorded" in done.stderr
+    if not _RECORDING:
+        done = run("record", str(path), "--prompts", str(prompts), "-n", "24", "--ignore-eos", "-d", "none", "-t", "0")
+        assert done.exit_code == 0, done.output
+        assert "3 replies recorded" in done.stderr
+        _RECORDING.append(path.read_bytes())
+    path.write_bytes(_RECORDING[0])
     return path
 
 

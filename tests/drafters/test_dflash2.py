@@ -127,7 +127,7 @@ def test_every_row_follows_its_own_parent(name: str, monkeypatch: pytest.MonkeyP
     engine = Engine(TOY, Block(config, tensors, TOY), DraftBudget(8, 3, 2))
     run_together(engine, [PROMPT, [3, 4], PROMPT * 3], samplings)
     assert {len(path) for _, path, _ in seen} == {0, 1, 2}
-    for text, path, row in seen[::5]:
+    for text, path, row in seen[::11]:
         # `turned` has its angles in float32, and scores reach 10.
         torch.testing.assert_close(row, truth(config, tensors, text, path), rtol=0, atol=1e-5)
 

@@ -231,9 +231,9 @@ def test_a_tree_from_an_exit_after_all_layers_is_mostly_right(temperature: float
 
 def test_an_exit_before_layers_that_do_little_is_nearly_always_right() -> None:
     target = skipping()
-    chain = run(target, PROMPT, Sampling(max_new_tokens=96), early(2, target), CHAIN)[2]
-    warm = run(target, PROMPT, Sampling(max_new_tokens=96, temperature=0.8, seed=1), early(2, target), TREE)[2]
-    soon = run(target, PROMPT, Sampling(max_new_tokens=96), early(1, target), CHAIN)[2]
+    chain = run(target, PROMPT, Sampling(max_new_tokens=48), early(2, target), CHAIN)[2]
+    warm = run(target, PROMPT, Sampling(max_new_tokens=48, temperature=0.8, seed=1), early(2, target), TREE)[2]
+    soon = run(target, PROMPT, Sampling(max_new_tokens=32), early(1, target), CHAIN)[2]
     assert chain.tokens_per_round > 5
     assert warm.tokens_per_round > 4
     assert soon.tokens_per_round < 2, "the layer between matters"

@@ -23,7 +23,7 @@ from paceline.types import Draft, DraftBudget, Forward, Rows, Verdict, Want
 from paceline.verify.tree import MIN_ROWS
 from tests.support.controlled import fixed_plan
 from tests.support.cover import cover
-from tests.support.toys import ask_for
+from tests.support.toys import ask_for, toy_target
 
 CPU = torch.device("cpu")
 PROMPTS = [[1, 5, 9, 5, 9, 5, 2, 1, 5, 9], [3], [i * i % 37 for i in range(SHARED + 20)], [7, 7, 8], [4] * SHARED]
@@ -243,8 +243,8 @@ def test_an_early_stop_changes_no_text(
             self.stops += 1
             return self.stops % 3 != 0
 
-    target, sampling = tiny_target(layers=1), Sampling(max_new_tokens=60, temperature=temperature, seed=2)
-    whim = Whim(tiny_target(seed=9, layers=1), 37)
+    target, sampling = toy_target(layers=1), Sampling(max_new_tokens=60, temperature=temperature, seed=2)
+    whim = Whim(toy_target(seed=9, layers=1), 37)
     assert run(target, [1, 5, 9], sampling, whim, draft)[0] == run(target, [1, 5, 9], sampling)[0]
     assert whim.stops > 0
 
@@ -261,5 +261,5 @@ def test_drafters_learn_the_pace_but_not_under_rules_that_draw(rule: RuleName, m
     most = lambda self, each, together: fixed_plan(self, each, self.sizes[-1], pace=5.0)  # noqa: E731
     monkeypatch.setattr(Controller, "plan", most)
     sampling = Sampling(max_new_tokens=12, temperature=1.0, seed=2, rule=rule)
-    run(tiny_target(layers=1), [1, 5, 9], sampling, Noting(tiny_target(layers=1), 37), None)
+    run(toy_target(layers=1), [1, 5, 9], sampling, Noting(toy_target(layers=1), 37), None)
     assert paces == ({5.0} if rule == "match" else {0.0})

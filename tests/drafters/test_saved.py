@@ -26,15 +26,14 @@ from paceline.models.decoder import Decoder
 from paceline.models.heads import HeadConfig
 from paceline.protocols import KVCache
 from paceline.sampling.parameters import Sampling
-from paceline.testing import tiny_target
 from paceline.types import Draft, DraftBudget, Forward, Rows, Want
 from paceline.verify.tree import PREFILL_ROWS
 from tests.support import random_heads as heads
 from tests.support.cached_engine import CachedEngine, begun
 from tests.support.cover import cover
-from tests.support.toys import toy_foreigner, toy_model
+from tests.support.toys import toy_foreigner, toy_model, toy_target
 
-TARGET = tiny_target(layers=8, vocab_size=64, context_length=1024)
+TARGET = toy_target(layers=8, vocab_size=64, context_length=1024)
 FOREIGN = VocabMap(toy_model(context_length=1024), toy_foreigner(seed=9, context_length=1024))
 PROMPT = [(i * i + 3 * i) % 37 for i in range(2 * PREFILL_ROWS + 90)]
 TREE = DraftBudget(8, 3, 2)
@@ -63,9 +62,9 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "block with a window, mutual": head(Block, heads.MUTUAL),
     "block, few tokens": head(Block, heads.REDUCED),
     "early exit": lambda: EarlyExit(heads.EXIT, heads.head_of(heads.EXIT).tensors, TARGET, threshold=0.0),
-    "model": lambda: DraftModel(tiny_target(seed=9, vocab_size=64, context_length=1024), 64),
+    "model": lambda: DraftModel(toy_target(seed=9, vocab_size=64, context_length=1024), 64),
     "stack": lambda: DrafterStack([Suffix(floor=0.9), EAGLE(), NGram()]),
-    "stack that needs nothing": lambda: DrafterStack([DraftModel(tiny_target(seed=9, vocab_size=64), 64), NGram()]),
+    "stack that needs nothing": lambda: DrafterStack([DraftModel(toy_target(seed=9, vocab_size=64), 64), NGram()]),
     "around": lambda: DrafterWrapper(EAGLE()),
     "ngram": NGram,
     "suffix": Suffix,
@@ -179,7 +178,7 @@ def test_the_controller_knows_what_a_drafter_has_read_of_a_cached_prefix(name: s
 
 
 def test_the_controller_knows_what_a_head_has_read_during_prefill() -> None:
-    target = tiny_target(layers=8, vocab_size=64, context_length=4096)
+    target = toy_target(layers=8, vocab_size=64, context_length=4096)
     config = heads.EAGLE3
     drafter = Eagle(config, heads.head_of(config).tensors, target)
     engine = CachedEngine(target, drafter, TREE, PrefixCache(0))
@@ -223,7 +222,7 @@ def test_one_token_too_many_is_noticed(more: int) -> None:
 
 
 def test_text_before_a_heads_window_is_no_hit() -> None:
-    target = tiny_target(layers=8, vocab_size=64, context_length=2048)
+    target = toy_target(layers=8, vocab_size=64, context_length=2048)
     drafter = Block(heads.WINDOWED, heads.head_of(heads.WINDOWED).tensors, target)
     engine = CachedEngine(target, drafter, DraftBudget.chain(3), PrefixCache(1 << 30, seamless=True))
     prompt = [i * i % 37 for i in range(1500)]

@@ -22,7 +22,7 @@ from paceline.types import DraftBudget, Want
 from paceline.verify.tree import pack_prefix
 from tests.support.cover import cover
 from tests.support.tiny_heads import eagle_config, eagle_tensors
-from tests.support.toys import toy_foreigner, toy_model
+from tests.support.toys import toy_foreigner, toy_model, toy_target
 
 CPU = torch.device("cpu")
 KEPT = torch.tensor([0, 2, 3, 5, 9, 17, 20, 36])
@@ -53,7 +53,7 @@ def test_a_trimmed_head_gives_the_full_heads_logits(tied: bool, mode: str | None
 )
 def test_kept_tokens_are_drafted_as_by_the_full_model(draft: DraftBudget, sampling: Sampling) -> None:
     """A head cut to the tokens of a text drafts that text as well as one that is whole; one without them, nothing."""
-    target, sampling = tiny_target(), replace(sampling, max_new_tokens=40)
+    target, sampling = toy_target(), replace(sampling, max_new_tokens=40)
     plain, _, _ = run(target, PROMPT, sampling)
     written = torch.tensor(sorted({*plain}))
     others = torch.tensor(sorted({*range(37)} - {*plain}))

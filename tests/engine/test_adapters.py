@@ -28,12 +28,12 @@ from paceline.llm import LLM
 from paceline.models.decoder import Decoder
 from paceline.models.heads import ExitConfig
 from paceline.sampling.parameters import Sampling
-from paceline.testing import TINY, random_tensors, run, tiny_target
+from paceline.testing import TINY, random_tensors, run
 from paceline.types import DraftBudget
 from tests.support.cover import cover
 from tests.support.random_adapters import SETS, factors
 from tests.support.tiny_heads import TINY_BLOCK, TINY_MEDUSA, block_tensors, eagle_config, eagle_tensors, medusa_tensors
-from tests.support.toys import loaded
+from tests.support.toys import loaded, toy_target
 
 CPU = torch.device("cpu")
 TENSORS = random_tensors(TINY)
@@ -54,7 +54,7 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "none": lambda: None,
     "suffix": lambda: Suffix(remember=True),
     "ngram": NGram,
-    "model": lambda: DraftModel(tiny_target(), 37),
+    "model": lambda: DraftModel(toy_target(), 37),
     "eagle": lambda: Eagle(eagle_config(), eagle_tensors(eagle_config()), TARGET),
     "medusa": lambda: Medusa(TINY_MEDUSA, medusa_tensors(), TARGET),
     "block": lambda: Block(TINY_BLOCK, block_tensors(), TARGET),

@@ -24,7 +24,7 @@ from paceline.sampling.parameters import Sampling
 from paceline.testing import tiny_target
 from paceline.types import DraftBudget, Forward
 from tests.support.cover import cover, some
-from tests.support.toys import toy_llm, toy_model
+from tests.support.toys import loaded, toy_llm, toy_model, toy_target
 
 PROMPTS = [
     "hello, world",
@@ -38,8 +38,8 @@ PROMPTS = [
 DRAFTERS: dict[str, tuple[Drafter | None, DraftBudget | None]] = {
     "none": (None, None),
     "suffix": (Suffix(), DraftBudget(9, 5, 2)),
-    "another model": (DraftModel(tiny_target(seed=9, layers=1), 37), DraftBudget.chain(4)),
-    "the model itself": (DraftModel(tiny_target(layers=1), 37), DraftBudget(7, 4, 2)),
+    "another model": (DraftModel(toy_target(seed=9, layers=1), 37), DraftBudget.chain(4)),
+    "the model itself": (DraftModel(toy_target(layers=1), 37), DraftBudget(7, 4, 2)),
 }
 
 
@@ -191,7 +191,7 @@ def test_several_share_a_model() -> None:
 @some("rule", ["rejection", "block", "typical"], fast=["block"])
 def test_company_decides_nothing_under_rules_that_follow_the_draft_either(rule: str) -> None:
     how = Sampling(max_new_tokens=20, temperature=0.9, seed=4, rule=rule)  # type: ignore[arg-type]
-    make = lambda: toy_llm(DraftModel(tiny_target(seed=9, layers=1), 37))  # noqa: E731
+    make = lambda: toy_llm(DraftModel(toy_target(seed=9, layers=1), 37))  # noqa: E731
     alone = [make().generate(prompt, how).token_ids for prompt in PROMPTS]  # type: ignore[call-overload]
     assert [c.token_ids for c in make().generate(PROMPTS, how)] == alone  # type: ignore[call-overload]
 
@@ -227,7 +227,7 @@ def test_a_failed_processor_or_criterion_ends_only_its_own_reply() -> None:
 
     fine = Sampling(max_new_tokens=9)
     alone = toy_llm().generate("abc", fine).token_ids
-    for drafter in (None, DraftModel(tiny_target(seed=9, layers=1), 37)):
+    for drafter in (None, DraftModel(toy_target(seed=9, layers=1), 37)):
         for bad in (Sampling(processors=[fails]), Sampling(stop_when=lambda ids, text: 1 / (3 - len(ids)) < 0)):
             batch = toy_llm(drafter).batch(["hello", "abc"], [bad, fine])
             with pytest.raises(ZeroDivisionError):
@@ -237,7 +237,7 @@ def test_a_failed_processor_or_criterion_ends_only_its_own_reply() -> None:
 
 
 def test_memory_of_a_wide_batch_or_a_long_text_is_not_held_for_the_next() -> None:
-    llm = toy_llm(context_length=2048)
+    llm = LLM(loaded(tiny_target(context_length=2048)))  # whose heads are stored without padding
     cache: Any = llm.engine.cache
     llm.generate(["a"] * 8, Sampling(max_new_tokens=2))
     assert cache.nbytes == 0

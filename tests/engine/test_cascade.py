@@ -19,9 +19,10 @@ from paceline.engine.scheduler import Task
 from paceline.models.decoder import Decoder
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Prefix
-from paceline.testing import Oracle, run, run_together, tiny_target
+from paceline.testing import Oracle, run, run_together
 from paceline.testing.tiny import start
 from paceline.types import Draft, DraftBudget
+from tests.support.toys import toy_target
 
 PROMPT = [1, 2, 3]
 
@@ -63,7 +64,7 @@ class Lookup(Slow):
 
 def charged(clock: Clock) -> Decoder:
     """A target that charges a second for a pass."""
-    target = tiny_target(layers=1)
+    target = toy_target(layers=1)
     honest = target.forward
 
     def forward(*args: object) -> object:
@@ -79,7 +80,7 @@ def written(seconds: float) -> tuple[float, Slow, Lookup, Controller]:
     controller of the learned one."""
     clock = Clock()
     target, sampling = charged(clock), Sampling(max_new_tokens=200)
-    plain = run(tiny_target(layers=1), PROMPT, sampling)[0]
+    plain = run(toy_target(layers=1), PROMPT, sampling)[0]
     text = [*PROMPT, *plain]
     lookup, slow = Lookup(Oracle(text, 1.0, 37), clock), Slow(Oracle(text, 1.0, 37), clock, seconds)
     engine = Engine(target, DrafterStack([lookup, slow]), timer=clock)
@@ -115,7 +116,7 @@ def test_a_text_that_lookups_write_does_not_keep_the_learned_drafter_from_anothe
     clock = Clock()
     target = charged(clock)
     texts = [
-        [*prompt, *run(tiny_target(layers=1), prompt, Sampling(max_new_tokens=150))[0]] for prompt in ([5] * 60, PROMPT)
+        [*prompt, *run(toy_target(layers=1), prompt, Sampling(max_new_tokens=150))[0]] for prompt in ([5] * 60, PROMPT)
     ]
 
     class First(Slow):
@@ -184,7 +185,7 @@ class Watched(DrafterWrapper):
 def test_the_first_token_waits_for_no_drafter_that_reads_the_prompt(
     free: bool, reads_prompt: bool, remembers: bool
 ) -> None:
-    target, sampling = tiny_target(layers=1), Sampling(max_new_tokens=30)
+    target, sampling = toy_target(layers=1), Sampling(max_new_tokens=30)
     plain = run(target, PROMPT, sampling)[0]
     drafter = Watched(Oracle([*PROMPT, *plain], 1.0, 37), free, reads_prompt)
     engine = Engine(target, drafter, timer=count().__next__)
@@ -212,7 +213,7 @@ def test_lookups_hold_back_only_for_a_drafter_that_is_asked() -> None:
 
 def test_each_part_notes_once_that_a_text_begins() -> None:
     """A part begins later if other tokens are known or lookups draft."""
-    target, sampling = tiny_target(layers=1), Sampling(max_new_tokens=40)
+    target, sampling = toy_target(layers=1), Sampling(max_new_tokens=40)
     plain = run(target, PROMPT, sampling)[0]
     engine = Engine(target, DrafterStack([Watched(Oracle([0], 1.0, 37), True), Oracle([*PROMPT, *plain], 1.0, 37)]))
     begun: list[Controller] = []

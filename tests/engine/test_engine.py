@@ -23,6 +23,7 @@ from paceline.testing import Oracle, run, run_together, tiny_target
 from paceline.types import Draft, DraftBudget, Forward, Rows, Want
 from paceline.verify.tree import MIN_ROWS, PREFILL_ROWS, pack
 from tests.support.controlled import fixed_plan
+from tests.support.toys import toy_target
 
 
 class Watched(Decoder):
@@ -34,7 +35,7 @@ class Watched(Decoder):
 
 
 def watched(**changes: int) -> Watched:
-    target = tiny_target(context_length=2048, **changes)
+    target = toy_target(context_length=2048, **changes)
     target.__class__ = Watched
     return target  # type: ignore[return-value]
 
@@ -88,9 +89,9 @@ def test_cost_follows_the_text_and_not_the_limit() -> None:
 
 
 def test_the_parts_of_the_time_sum_to_the_whole() -> None:
-    stats = run(
-        tiny_target(layers=1), [1, 2, 3], Sampling(max_new_tokens=8), Oracle([], 0.5, 37), DraftBudget.chain(3)
-    )[2]
+    stats = run(toy_target(layers=1), [1, 2, 3], Sampling(max_new_tokens=8), Oracle([], 0.5, 37), DraftBudget.chain(3))[
+        2
+    ]
     assert set(stats.seconds) == {"prefill", "draft", "verify", "commit", "other"}
     assert all(seconds >= 0 for seconds in stats.seconds.values())
     before = sum(stats.seconds.values())
@@ -99,7 +100,7 @@ def test_the_parts_of_the_time_sum_to_the_whole() -> None:
 
 
 def test_an_error_in_the_middle_leaves_the_engine_ready() -> None:
-    target = tiny_target(layers=1)
+    target = toy_target(layers=1)
     engine = Engine(target, Oracle([], 0.0, 37), DraftBudget.chain(3))
     sampling = Sampling(max_new_tokens=12)
     plain = run(target, [1, 2, 3], sampling, engine=engine)[0]
@@ -119,7 +120,7 @@ def test_an_error_in_the_middle_leaves_the_engine_ready() -> None:
 
 
 def test_an_allocation_that_fails_is_a_typed_error() -> None:
-    target = tiny_target(layers=1)
+    target = toy_target(layers=1)
 
     def full(rows: Rows, cache: KVCache, want: Want) -> Forward:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
@@ -138,7 +139,7 @@ def test_the_self_check_tells_targets_whose_rows_depend_on_each_other() -> None:
             return Forward(out.logits * (1 + 1e-12 * rows.tokens.max()), out.taps)
 
     class Rounded(Decoder):
-        """Rows that agree to the last bit, whatever the shape of the pass."""
+        """Rows of float64 that agree to the last bit, whatever the shape of the pass."""
 
         def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
             return Forward(super().forward(rows, cache, want).logits.mul(1e6).round())
@@ -162,14 +163,14 @@ def test_the_self_check_ends_at_the_first_row_that_differs() -> None:
             out = super().forward(rows, cache, want)
             return Forward(out.logits * (1 + 1e-6 * rows.tokens.shape[1]), out.taps)
 
-    target = tiny_target(layers=1)
+    target = toy_target(layers=1)
     target.__class__ = ByLength
     assert guarantee(target) == "rounding"
     assert len(passes) == 3, "a prefix, the longest pass, and one token"
 
 
 def test_an_excerpt_is_a_part_of_the_target() -> None:
-    target = tiny_target(layers=1)
+    target = toy_target(layers=1)
     part, cache = target.excerpt(), target.new_cache()
     slot = cache.acquire()
     rows = pack([3], [Draft.chain([5, 7])], [slot], [0], target.device)
@@ -203,7 +204,7 @@ def test_a_draft_that_is_none_names_the_drafter_and_leaves_the_engine_ready(draf
         def propose(self, asks: Sequence[Ask]) -> list[Draft]:
             return [draft for _ in asks]
 
-    target = tiny_target(layers=1)
+    target = toy_target(layers=1)
     engine = Engine(target, Odd([], 1.0, 37), DraftBudget.chain(3))
     with pytest.raises(InvalidOption):
         run(target, [1, 2, 3], Sampling(), engine=engine)
@@ -212,7 +213,7 @@ def test_a_draft_that_is_none_names_the_drafter_and_leaves_the_engine_ready(draf
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_draft_model_that_breaks_costs_speed_and_not_the_reply(temperature: float) -> None:
-    broken, target = tiny_target(seed=3), tiny_target(layers=1)
+    broken, target = toy_target(seed=3), toy_target(layers=1)
     honest = broken.forward
     broken.forward = lambda *args: Forward(honest(*args).logits * torch.nan)  # type: ignore[method-assign]
     how = Sampling(max_new_tokens=12, temperature=temperature, seed=1)
@@ -238,7 +239,7 @@ class Sized(DrafterWrapper):
 def test_whatever_is_chosen_from_round_to_round_the_text_is_plain_decoding_s(
     temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, rolls = tiny_target(layers=1), random.Random(1)
+    target, rolls = toy_target(layers=1), random.Random(1)
     sampling = Sampling(max_new_tokens=60, temperature=temperature, seed=5)
     plain = run(target, [1, 2, 3], sampling)[0]
     monkeypatch.setattr(
@@ -254,7 +255,7 @@ def test_whatever_is_chosen_from_round_to_round_the_text_is_plain_decoding_s(
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_draft_lengths_ignore_measurements_if_the_text_depends_on_the_draft(rule: str) -> None:
-    target, sized = tiny_target(layers=1), Sized([])
+    target, sized = toy_target(layers=1), Sized([])
     engine = Engine(target, sized)
     sampling = Sampling(max_new_tokens=60, temperature=0.9, seed=5, rule=rule)  # type: ignore[arg-type]
     first = run(target, [1, 2, 3], sampling, engine=engine)[0]
@@ -279,7 +280,7 @@ def test_the_end_of_a_request_releases_only_its_own_slot() -> None:
 
     drafter = Noting(Oracle([], 0.0, 37))
     lengths = (2, 9, 4)
-    run_together(Engine(tiny_target(layers=1), drafter), [[1, 2, 3]] * 3, [Sampling(max_new_tokens=n) for n in lengths])
+    run_together(Engine(toy_target(layers=1), drafter), [[1, 2, 3]] * 3, [Sampling(max_new_tokens=n) for n in lengths])
     assert released == [0, 2, 1]
 
 
@@ -291,7 +292,7 @@ class NotFinite(Oracle):
 
 
 def test_a_drafter_that_fails_is_counted_and_reported_once(caplog: pytest.LogCaptureFixture) -> None:
-    target, sampling = tiny_target(layers=1), Sampling(max_new_tokens=5)
+    target, sampling = toy_target(layers=1), Sampling(max_new_tokens=5)
     plain, _, stats = run(target, [1, 2, 3], sampling)
     assert stats.draft_failures == 0
     assert "draft_failures" not in stats.as_dict()

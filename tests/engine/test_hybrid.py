@@ -29,6 +29,7 @@ from paceline.types import Draft, DraftBudget
 from tests.support.broken_states import Twice, broken
 from tests.support.cover import cover, some
 from tests.support.hybrids import HYBRID, text, tiny_hybrid, tiny_mamba
+from tests.support.plain import plain_text
 from tests.support.tiny_heads import (
     TINY_BLOCK,
     TINY_MEDUSA,
@@ -40,6 +41,7 @@ from tests.support.tiny_heads import (
 )
 
 TARGET, OTHER = tiny_hybrid(), tiny_hybrid(seed=9)
+MAMBA = tiny_mamba()
 CHAIN, TREE = DraftBudget.chain(4), DraftBudget(8, 4, 3)
 SHAPES = {"chain": CHAIN, "tree": TREE}
 
@@ -55,7 +57,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "early exit": lambda: EarlyExit(ExitConfig(32, 2), {}, TARGET, threshold=0.0),
     "stack": lambda: DrafterStack([NGram(), DraftModel(TARGET, 37)]),
 }
-GREEDY, SAMPLED = Sampling(max_new_tokens=20, temperature=0.0), Sampling(max_new_tokens=20, temperature=0.9, seed=3)
+GREEDY, SAMPLED = Sampling(max_new_tokens=15, temperature=0.0), Sampling(max_new_tokens=15, temperature=0.9, seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -75,16 +77,15 @@ def test_the_text_does_not_depend_on_the_drafter(name: str, shape: DraftBudget, 
 
 @cover(shape=SHAPES, name=["itself", "a mamba", "a hybrid", "ngram"], together=[("shape",)])
 def test_mamba_keeps_its_text_too(shape: DraftBudget, name: str) -> None:
-    target = tiny_mamba()
     made: dict[str, Drafter] = {
-        "itself": DraftModel(target, 37),
+        "itself": DraftModel(MAMBA, 37),
         "a mamba": DraftModel(tiny_mamba(seed=9), 37),
         "a hybrid": DraftModel(TARGET, 37),
         "ngram": NGram(),
     }
     samplings = [GREEDY, SAMPLED]
-    plain = [run(target, text(CHECKPOINT - 10), sampling)[0] for sampling in samplings]
-    replies = run_together(Engine(target, made[name], shape), [text(CHECKPOINT - 10)] * 2, samplings)
+    plain = [plain_text(MAMBA, text(CHECKPOINT - 10), sampling) for sampling in samplings]
+    replies = run_together(Engine(MAMBA, made[name], shape), [text(CHECKPOINT - 10)] * 2, samplings)
     assert [reply[0] for reply in replies] == plain
 
 
@@ -93,7 +94,7 @@ def test_a_state_of_mamba_that_is_applied_twice_is_another_text(shape: DraftBudg
     engine = Engine(broken(Twice, hybrid=tiny_mamba), NGram(), shape)
     for sampling in (GREEDY, SAMPLED):
         prompt = text(CHECKPOINT - 10)
-        assert run(engine.target, prompt, sampling, engine=engine)[0] != run(tiny_mamba(), prompt, sampling)[0]
+        assert run(engine.target, prompt, sampling, engine=engine)[0] != plain_text(MAMBA, prompt, sampling)
 
 
 def test_a_state_that_is_applied_twice_is_another_text(plain: list[list[int]]) -> None:
@@ -104,7 +105,7 @@ def test_a_state_that_is_applied_twice_is_another_text(plain: list[list[int]]) -
 def test_prompts_begin_at_the_checkpoints_of_earlier_texts() -> None:
     engine = Engine(TARGET, NGram(), CHAIN)
     engine.remember(1 << 26)
-    first, short = text(700), Sampling(max_new_tokens=8, temperature=0.7, seed=1)
+    first, short = text(700), Sampling(max_new_tokens=4, temperature=0.7, seed=1)
     run(TARGET, first, short, engine=engine)
     for prompt, cached in ((text(700)[:640] + text(60, 2), 512), (text(700)[:300] + text(60, 3), 256), (text(90), 0)):
         reply, _, stats = run(TARGET, prompt, short, engine=engine)
@@ -132,7 +133,7 @@ def test_sessions_roll_back_to_any_token() -> None:
 def test_bfloat16_keeps_bits(hybrid: Callable[..., Decoder], shape: DraftBudget) -> None:
     target = hybrid(dtype=torch.bfloat16)
     assert guarantee(target) == "bits"
-    prompt, sampling = text(70), Sampling(max_new_tokens=60, temperature=0.8, seed=5)
+    prompt, sampling = text(70), Sampling(max_new_tokens=30, temperature=0.8, seed=5)
     plain = run(target, prompt, sampling)[0]
     assert run(target, prompt, sampling, DraftModel(hybrid(9, torch.bfloat16), 37), shape)[0] == plain
 

@@ -23,11 +23,10 @@ from paceline.errors import OutOfMemory
 from paceline.llm import LLM
 from paceline.models.heads import ExitConfig
 from paceline.sampling.grammar import Grammar
-from paceline.testing import tiny_target
 from paceline.types import DraftBudget
 from tests.support.inject import raising
 from tests.support.tiny_heads import eagle_config, eagle_tensors
-from tests.support.toys import toy_model
+from tests.support.toys import toy_model, toy_target
 
 MODEL = toy_model(layers=2)
 EAGLE = eagle_config()
@@ -63,7 +62,7 @@ def _stack() -> list[Any]:
 DRAFTERS: dict[str, Callable[[], list[Any]]] = {
     "lookups": lambda: [Suffix(remember=True), NGram()],
     "lookups and a head": _stack,
-    "a model": lambda: [NGram(), DraftModel(tiny_target(seed=9, layers=1), 37)],
+    "a model": lambda: [NGram(), DraftModel(toy_target(seed=9, layers=1), 37)],
     "early exit": lambda: [EarlyExit(ExitConfig(32, 1), {}, MODEL.target, threshold=0.0)],
 }
 SIZES = {"auto": None, "tree": DraftBudget(8, 3, 2)}

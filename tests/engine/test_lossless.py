@@ -46,12 +46,12 @@ from tests.support.tiny_heads import (
     fitted_medusa,
     medusa_tensors,
 )
-from tests.support.toys import toy_foreigner, toy_model
+from tests.support.toys import toy_foreigner, toy_model, toy_target
 from tests.support.trees import drafts
 
-TOY = tiny_target()
-SMALL = tiny_target(dtype=torch.float32)
-OTHER = tiny_target(seed=9, layers=1)
+TOY, EXACT = toy_target(), tiny_target()
+
+OTHER = toy_target(seed=9, layers=1)
 EVEN = torch.arange(0, 37, 2)
 SMALLEST = replace(TINY, layers=1)
 TRIMMED = Decoder(SMALLEST, random_tensors(SMALLEST, 9), torch.float64, torch.device("cpu"), head_tokens=EVEN)
@@ -65,7 +65,7 @@ DRAFTERS: dict[str, Make] = {
     "ngram": lambda text: NGram(),
     "suffix": lambda text: Suffix(),
     "suffix that remembers": lambda text: Suffix(remember=True),
-    "the model itself": lambda text: DraftModel(SMALL, 37),
+    "the model itself": lambda text: DraftModel(TOY, 37),
     "another model": lambda text: DraftModel(OTHER, 37),
     "another model with a trimmed head": lambda text: DraftModel(TRIMMED, 37, EVEN),
     "block": lambda text: Block(TINY_BLOCK, block_tensors(), TOY),
@@ -75,7 +75,7 @@ DRAFTERS: dict[str, Make] = {
     "another model with its own tokenizer": lambda text: SharedTokens(FOREIGN),
     "another model's text": lambda text: TextDrafter(FOREIGN),
     "stack": lambda text: DrafterStack([NGram(), DraftModel(OTHER, 37)]),
-    "cascade": lambda text: DrafterStack([Suffix(), NGram(), DraftModel(SMALL, 37)]),
+    "cascade": lambda text: DrafterStack([Suffix(), NGram(), DraftModel(TOY, 37)]),
     "medusa": lambda text: Medusa(TINY_MEDUSA, medusa_tensors(), TOY),
     "medusa that knows the beginning": lambda text: Medusa(TINY_MEDUSA, fitted_medusa(TOY, [text[:32]]), TOY),
     "early exit": lambda text: EarlyExit(EXIT, {}, TOY, threshold=0.0),
@@ -186,20 +186,20 @@ def test_criteria_of_the_users_end_the_reply_inside_an_accepted_block(shape: Dra
 
 
 def test_drafts_reach_the_end_of_the_context() -> None:
-    short = tiny_target(context_length=40)
+    short = toy_target(context_length=40)
     plain, finish, _ = run(short, PROMPT, Sampling(max_new_tokens=500))
     assert finish == "length"
     assert len(plain) == 30
     for shape in SHAPES.values():
-        for drafter in (Oracle(PROMPT + plain, 0.8, 37), DraftModel(tiny_target(layers=1), 37), Suffix()):
+        for drafter in (Oracle(PROMPT + plain, 0.8, 37), DraftModel(toy_target(layers=1), 37), Suffix()):
             assert run(short, PROMPT, Sampling(max_new_tokens=500), drafter, shape)[0] == plain
 
 
 @given(st.lists(st.integers(0, 36), min_size=1, max_size=30), st.integers(0, 99), st.data())
 def test_any_tree_at_any_moment(prompt: list[int], seed: int, data: st.DataObject) -> None:
-    """Drafts arbitrary trees at arbitrary rounds. Some of their paths are right."""
+    """Drafts arbitrary trees at arbitrary rounds. Some of their paths are right. Torch's products, without kernels."""
     sampling = Sampling(max_new_tokens=12, temperature=1.0, seed=seed)
-    plain = run(TOY, prompt, sampling)[0]
+    plain = run(EXACT, prompt, sampling)[0]
 
     class Anything(Oracle):
         def propose(self, asks):  # type: ignore[no-untyped-def]
@@ -209,7 +209,7 @@ def test_any_tree_at_any_moment(prompt: list[int], seed: int, data: st.DataObjec
                 draft = type(draft)((true, *draft.tokens[1:]), draft.parents)
             return [draft for _ in asks]
 
-    assert run(TOY, prompt, sampling, Anything(prompt + plain, 1.0, 37), DraftBudget(8, 8, 3))[0] == plain
+    assert run(EXACT, prompt, sampling, Anything(prompt + plain, 1.0, 37), DraftBudget(8, 8, 3))[0] == plain
 
 
 @cover(

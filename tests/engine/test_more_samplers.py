@@ -19,14 +19,14 @@ from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Prefix
 from paceline.sampling.thinking import ThinkingBudget
-from paceline.testing import Oracle, run, run_together, tiny_target
+from paceline.testing import Oracle, run, run_together
 from paceline.types import DraftBudget
 from tests.support.cover import cover
 from tests.support.plain import plain_reply, plain_text
-from tests.support.toys import ALPHABET, toy_model
+from tests.support.toys import ALPHABET, toy_model, toy_target
 
-TOY = tiny_target(layers=1)
-OTHER = tiny_target(seed=9, layers=1)
+TOY = toy_target(layers=1)
+OTHER = toy_target(seed=9, layers=1)
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
 PLAIN = Sampling(max_new_tokens=28, temperature=0.8, seed=3)
 DRY = {"dry_multiplier": 3.0, "dry_allowed_length": 1, "dry_sequence_breakers": ()}

@@ -16,11 +16,10 @@ from paceline.engine.prediction import PredictedReply, predicted_ids
 from paceline.errors import InvalidOption
 from paceline.sampling.grammar import Grammar
 from paceline.sampling.parameters import Sampling
-from paceline.testing import tiny_target
 from paceline.types import Draft
 from tests.support.counted_lines import counted
 from tests.support.cover import cover
-from tests.support.toys import toy_llm
+from tests.support.toys import toy_llm, toy_target
 
 LENGTH = 80
 SAMPLINGS = {
@@ -31,7 +30,7 @@ SAMPLINGS = {
 DRAFTERS: dict[str, Any] = {
     "none": lambda: None,
     "suffix": Suffix,
-    "model": lambda: DraftModel(tiny_target(seed=9, layers=1), 37),
+    "model": lambda: DraftModel(toy_target(seed=9, layers=1), 37),
 }
 
 

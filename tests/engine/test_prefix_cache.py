@@ -46,11 +46,11 @@ from tests.support.cover import some
 from tests.support.native_models import BASE, MODELS, native
 from tests.support.plain import plain_text
 from tests.support.tiny_heads import TINY_BLOCK, TINY_MEDUSA, block_tensors, eagle_config, eagle_tensors, medusa_tensors
-from tests.support.toys import toy_foreigner, toy_model
+from tests.support.toys import toy_foreigner, toy_model, toy_target
 
-TOY = tiny_target()
-LONG = tiny_target(context_length=2048)
-OTHER = tiny_target(seed=9)
+TOY = toy_target()
+LONG = toy_target(context_length=2048)
+OTHER = toy_target(seed=9)
 FOREIGN = VocabMap(toy_model(), toy_foreigner(seed=9))
 PLENTY = 1 << 30
 
@@ -339,7 +339,7 @@ def test_one_bit_that_a_pass_leaves_otherwise_is_noticed(monkeypatch: pytest.Mon
 
 
 def test_rows_of_toys_depend_on_their_pass_and_the_check_says_so() -> None:
-    assert not seamless(LONG, "bits")
+    assert not seamless(tiny_target(context_length=2048), "bits")
     assert not seamless(TOY, guarantee(TOY))
 
 

@@ -37,7 +37,7 @@ from paceline.models.config import RopeConfig
 from paceline.models.decoder import Decoder
 from paceline.protocols import Saved
 from paceline.sampling.parameters import Sampling
-from paceline.testing import TINY, random_tensors, run, tiny_target
+from paceline.testing import TINY, random_tensors, run
 from paceline.types import DraftBudget
 from paceline.verify.tree import PREFILL_ROWS
 from tests.support.cached_engine import CachedEngine, begun
@@ -47,7 +47,7 @@ from tests.support.hybrids import tiny_hybrid, tiny_mamba
 from tests.support.native_models import BASE, native
 from tests.support.plain import plain_text
 from tests.support.tiny_heads import TINY_BLOCK, block_tensors, eagle_config, eagle_tensors
-from tests.support.toys import toy_foreigner, toy_model
+from tests.support.toys import toy_foreigner, toy_model, toy_target
 
 PLENTY = 1 << 30
 SAMPLING = Sampling(max_new_tokens=12, temperature=0.9, seed=4, ignore_eos=True)
@@ -74,7 +74,7 @@ def turned() -> Decoder:
 
 
 TARGETS: dict[str, Callable[[], Decoder]] = {
-    "keys and values": lambda: tiny_target(context_length=2048),
+    "keys and values": lambda: toy_target(context_length=2048),
     "a window": windowed,
     "recurrent states": tiny_hybrid,
     "mamba": tiny_mamba,
@@ -89,7 +89,7 @@ def eagle(target: Decoder) -> Eagle:
 
 DRAFTERS: dict[str, Callable[[Decoder], Drafter]] = {
     "eagle-3": eagle,
-    "model": lambda target: DraftModel(tiny_target(seed=9, context_length=2048), 37),
+    "model": lambda target: DraftModel(toy_target(seed=9, context_length=2048), 37),
     "block": lambda target: Block(TINY_BLOCK, block_tensors(), target),
     "stack": lambda target: DrafterStack([NGram(), eagle(target)]),
     "shared tokens": lambda target: SharedTokens(
@@ -107,7 +107,7 @@ def started(
     seamless: bool = True,
 ) -> CachedEngine:
     """An engine over a folder, as after a start."""
-    target = target or tiny_target(context_length=2048)
+    target = target or toy_target(context_length=2048)
     engine = CachedEngine(target, drafter, DraftBudget.chain(3), PrefixCache(0))
     keyed = {"the drafter": (drafter_key(drafter, target), drafter)} if drafter else {}
     store = PrefixStore(folder, disk, target_key(target), engine.cache, keyed)
@@ -163,7 +163,7 @@ def test_a_restart_finds_the_prefix_and_continues_with_the_same_text(kind: str, 
 @some("name", [*DRAFTERS], fast=["eagle-3", "model", "stack"])
 def test_a_restart_finds_the_states_of_drafters(name: str, tmp_path: Path) -> None:
     make, prompt = DRAFTERS[name], PROMPT[:150]
-    target = tiny_target(context_length=2048) if name != "shared tokens" else toy_model(context_length=1024).target
+    target = toy_target(context_length=2048) if name != "shared tokens" else toy_model(context_length=1024).target
     assert isinstance(target, Decoder)
     first = started(tmp_path, target, make(target))
     text = [*prompt, *replied(first, prompt), 5, 6, 7]
@@ -178,7 +178,7 @@ def test_a_restart_finds_the_states_of_drafters(name: str, tmp_path: Path) -> No
 
 
 def test_another_drafter_does_not_use_the_states_but_the_target_does(tmp_path: Path) -> None:
-    target = tiny_target(context_length=2048)
+    target = toy_target(context_length=2048)
     first = started(tmp_path, target, eagle(target))
     replied(first)
     first.save_prefixes(60)
@@ -204,7 +204,7 @@ def test_keys_of_another_prompt_length_stay_unused_after_a_restart(tmp_path: Pat
 
 def test_a_text_is_not_written_again_for_a_drafter_that_came_later(tmp_path: Path) -> None:
     """`--learn` loads drafters while the server runs. Files hold none of their states."""
-    target = tiny_target(context_length=2048)
+    target = toy_target(context_length=2048)
     cache = PrefixCache(PLENTY, True, store_of(started(tmp_path, target)))
     engine = CachedEngine(target, eagle(target), DraftBudget.chain(3), cache)
     replied(engine)
@@ -295,7 +295,7 @@ def test_damaged_files_are_never_believed(
 ) -> None:
     """Cut off or changed anywhere: one line in the log, and the text without a cache."""
     name, content = sample
-    path, target = tmp_path / name, tiny_target(context_length=2048)
+    path, target = tmp_path / name, toy_target(context_length=2048)
     store = started(tmp_path, target)
     believed = 0
     for bad in spoiled(content):
@@ -334,7 +334,7 @@ def test_the_reply_goes_on_if_a_device_has_no_memory_for_a_prefix(
     def fail(*_: object) -> None:
         raise RuntimeError("CUDA out of memory")
 
-    file, plain = written(tmp_path), run(tiny_target(context_length=2048), PROMPT, SAMPLING)[0]
+    file, plain = written(tmp_path), run(toy_target(context_length=2048), PROMPT, SAMPLING)[0]
     monkeypatch.setattr(prefix_file, "_tensor", fail)
     engine = started(tmp_path)
     assert replied(engine) == plain
@@ -376,7 +376,7 @@ def test_swapped_files_are_told_apart_by_their_content(tmp_path: Path) -> None:
 
 def test_another_model_of_the_same_shape_uses_none_of_them(tmp_path: Path) -> None:
     file = written(tmp_path)
-    other = tiny_target(seed=1, context_length=2048)
+    other = toy_target(seed=1, context_length=2048)
     engine = started(tmp_path, other)
     assert not store_of(engine).texts
     assert file.name[:32] != target_key(other)[:32]

@@ -14,10 +14,9 @@ from paceline.errors import InvalidOption
 from paceline.llm import LLM
 from paceline.models.heads import ExitConfig
 from paceline.sampling.parameters import Sampling
-from paceline.testing import tiny_target
 from paceline.types import DraftBudget
 from tests.support.cover import some
-from tests.support.toys import toy_model
+from tests.support.toys import toy_model, toy_target
 
 PROMPTS = ["hello", "abcabc", "x"]
 
@@ -26,7 +25,7 @@ PROMPTS = ["hello", "abcabc", "x"]
 def test_a_commit_that_fails_half_way_is_repeated(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     how = Sampling(max_new_tokens=24, temperature=0.9, seed=4)
     alone = [LLM(toy_model(), None).generate(prompt, how).token_ids for prompt in PROMPTS]
-    llm = LLM(toy_model(), DraftModel(tiny_target(layers=1), 37), draft=DraftBudget(12, 4, 4))
+    llm = LLM(toy_model(), DraftModel(toy_target(layers=1), 37), draft=DraftBudget(12, 4, 4))
     cache, calls = llm.engine.cache, 0
     move = cache._move  # type: ignore[attr-defined]
 
@@ -63,7 +62,7 @@ def test_an_error_after_the_commit_ends_the_round_and_is_not_repeated(monkeypatc
 
 
 def test_an_early_exit_drafter_serves_one_engine_at_a_time() -> None:
-    target = tiny_target()
+    target = toy_target()
     drafter = EarlyExit(ExitConfig(target.config.hidden, 2), {}, target)
     engine = Engine(target, drafter)
     with pytest.raises(InvalidOption, match="two models at once"):

@@ -32,12 +32,13 @@ from paceline.models.heads import ExitConfig
 from paceline.protocols import KVCache
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Prefix
-from paceline.testing import Oracle, run, tiny_target
+from paceline.testing import Oracle, run
 from paceline.types import Draft, DraftBudget, Forward, Rows, Tap, Verdict, Want
 from paceline.verify.tree import PREFILL_ROWS
 from tests.support.tiny_heads import TINY_MEDUSA, eagle_config, eagle_tensors, medusa_tensors
+from tests.support.toys import toy_target
 
-TOY = tiny_target(context_length=2048)
+TOY = toy_target(context_length=2048)
 
 
 def drafters() -> dict[str, Drafter]:
@@ -46,7 +47,7 @@ def drafters() -> dict[str, Drafter]:
     return {
         "suffix": Suffix(),
         "ngram": NGram(),
-        "model": DraftModel(tiny_target(seed=1, context_length=2048), 37),
+        "model": DraftModel(toy_target(seed=1, context_length=2048), 37),
         "eagle": Eagle(eagle, eagle_tensors(eagle), TOY),
         "medusa": Medusa(TINY_MEDUSA, medusa_tensors(TINY_MEDUSA), TOY),
         "exit": EarlyExit(ExitConfig(16, 1), {}, TOY),
@@ -167,7 +168,7 @@ def test_the_oldest_comes_first_and_samples_share_a_prefill() -> None:
                 fed.append(rows.tokens.shape[1])
             return super().forward(rows, cache, want)
 
-    target = tiny_target(context_length=2048)
+    target = toy_target(context_length=2048)
     target.__class__ = Watched
     engine = Engine(target)
     scheduler = Scheduler(engine, 2)
@@ -196,7 +197,7 @@ def test_seats_go_round_the_clients_and_not_to_who_asks_most() -> None:
 
 
 def test_cached_prefixes_give_way_to_running_replies() -> None:
-    target, short = tiny_target(context_length=2048), [False]
+    target, short = toy_target(context_length=2048), [False]
     honest = target.forward
     engine = Engine(target)
     engine.prefixes = PrefixCache(1 << 20, seamless=True)
@@ -276,7 +277,7 @@ def test_a_drafter_that_fails_for_one_request_takes_no_other_with_it() -> None:
 @pytest.mark.parametrize("often", [1, 3])
 def test_the_last_reply_waits_when_memory_runs_out_and_loses_nothing(often: int) -> None:
     """No pass of more than two texts succeeds every so often."""
-    target, rounds = tiny_target(context_length=2048), 0
+    target, rounds = toy_target(context_length=2048), 0
     honest = target.forward
 
     def full(rows: Rows, cache: KVCache, want: Want) -> Forward:
@@ -300,7 +301,7 @@ def test_the_last_reply_waits_when_memory_runs_out_and_loses_nothing(often: int)
 
 
 def test_a_single_text_without_room_fails_with_the_cause() -> None:
-    target = tiny_target()
+    target = toy_target()
 
     def full(rows: Rows, cache: KVCache, want: Want) -> Forward:
         raise OutOfMemory("no memory", "Use less")

@@ -15,15 +15,12 @@ from torch import Tensor
 from paceline.errors import CorruptModel
 from paceline.files.reading import map_file
 from paceline.kernels.cpu.build import library
-from paceline.kernels.cpu.matrix import EIGHT, FOUR_AND_FLOOR, IQ4_NL, NativeGated, NativeLinear, fewest_bits
+from paceline.kernels.cpu.matrix import EIGHT, IQ4_NL, NativeGated, NativeLinear, fewest_bits
 from paceline.kernels.quantize import quantize, round_activations
 from paceline.kernels.stored import FLOATS, Form, Stored
 from tests.support.gguf_blocks import HALVES, number, random_blocks, stored
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
-
-FEWER = fewest_bits() if library() else FOUR_AND_FLOOR
-"""The kind of a draft model's matrices."""
 
 
 def near(y: Tensor, weight: Tensor, x: Tensor) -> bool:
@@ -192,8 +189,9 @@ def test_codes_become_fewer_bits_where_that_is_asked(kind: str, bits: int) -> No
         assert torch.equal(fewer.weight(), NativeLinear(floats, None).weight())
 
 
-@pytest.mark.skipif(FEWER != IQ4_NL, reason="this processor has no byte dot products")
 def test_draft_models_have_the_nearest_of_values_that_are_not_evenly_spaced() -> None:
+    if fewest_bits() != IQ4_NL:
+        pytest.skip("these kernels have no byte dot products")
     weight = torch.randn(37, 208, generator=torch.Generator().manual_seed(0)) / 9
     weight[0, :40] = 0
     ours = NativeLinear(replace(Stored.floats(weight, 4), fewer=True), None)
@@ -212,7 +210,7 @@ def test_draft_models_have_the_nearest_of_values_that_are_not_evenly_spaced() ->
 def test_stacked_types_become_one_where_fewer_bits_are_asked() -> None:
     parts = [stored("Q5_0", 24, 256, 1)[0], stored("Q8_0", 24, 256, 2)[0]]
     ours = NativeLinear(Stored.stack([replace(part, form=4, fewer=True) for part in parts]), None)
-    assert ours.matrix.kinds == (FEWER,)
+    assert ours.matrix.kinds == (fewest_bits(),)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

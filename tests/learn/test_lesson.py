@@ -34,6 +34,8 @@ from paceline.types import DraftBudget
 from tests.conftest import packaged_model
 from tests.support.toys import toy_llm, toy_model
 
+pytestmark = pytest.mark.usefixtures("no_forks")
+
 PROMPTS = [a + b for a in "abcdefghijkl" for b in "mnopqrstuvw"]
 
 
@@ -44,7 +46,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
     llm, pupil = toy_llm(layers=4), pupil_of(open_folder(folder), None)
     with llm.record(pupil.traffic):
         for prompt in PROMPTS:
-            llm.generate(prompt, Sampling(max_new_tokens=12, ignore_eos=True))
+            llm.generate(prompt, Sampling(max_new_tokens=5, ignore_eos=True))
     return pupil.traffic
 
 

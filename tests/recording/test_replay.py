@@ -32,15 +32,14 @@ from paceline.recording.file import Recording
 from paceline.recording.rows import RecordedReply
 from paceline.recording.states import StateFiles, StateKeeper, states_folder
 from paceline.sampling.parameters import Sampling
-from paceline.testing import tiny_target
 from paceline.types import Draft, DraftBudget
 from tests.support.cover import cover
 from tests.support.tiny_heads import TINY_BLOCK, TINY_MEDUSA, block_tensors, eagle_config, eagle_tensors, fitted_medusa
-from tests.support.toys import toy_foreigner, toy_model
+from tests.support.toys import toy_foreigner, toy_model, toy_target
 
 MODEL = toy_model(layers=2)
 TOY: Any = MODEL.target
-OTHER = tiny_target(seed=9, layers=1)
+OTHER = toy_target(seed=9, layers=1)
 EAGLE, EAGLE_1 = eagle_config(), eagle_config(version=1)
 FOREIGN = VocabMap(MODEL, toy_foreigner(seed=9))
 PROMPTS: list[list[int]] = [[1, 5, 9, 5, 9, 5, 2, 1, 5, 9], [7, 8, 9], list(range(30)), [4] * 12, [3]]

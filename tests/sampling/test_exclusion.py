@@ -61,7 +61,7 @@ def test_xtc_is_independent_of_the_tokens_noise() -> None:
     """Given that XTC leaves a row as it is, its token is drawn as without XTC; else from what XTC leaves."""
     row, counts = torch.tensor([1.0, 0.5, 0.0]), torch.zeros(2, 3)
     sampler = Sampler(1.0, xtc_probability=0.5, noise=Noise(8))
-    for at in range(1500):
+    for at in range(800):
         prefix = Prefix(range(at))
         excluded = bool(sampler.distribution(prefix, row)[0] == 0)
         counts[int(excluded), sampler.choose(prefix, row)] += 1

@@ -17,7 +17,7 @@ TOOLS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.tool_calls 
 
 @pytest.fixture(scope="session")
 def served() -> Iterator[Serving]:
-    """A float64 toy with two drafters; characters are its tokens."""
+    """A toy with two drafters; characters are its tokens."""
     with serving(LLM(toy_model(layers=2), {"suffix": Suffix(), "ngram": NGram()}), aliases=("other/name",)) as it:
         yield it
 

@@ -28,7 +28,7 @@ def closed(connection: socket.socket, sent: bytes = b"", seconds: float = 20) ->
     try:
         while time.monotonic() < until:
             connection.sendall(sent)
-            if select.select([connection], [], [], 0.2)[0] and not connection.recv(4096):
+            if select.select([connection], [], [], 0.05)[0] and not connection.recv(4096):
                 return True
     except ConnectionError:
         return True
@@ -37,7 +37,7 @@ def closed(connection: socket.socket, sent: bytes = b"", seconds: float = 20) ->
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listen, "_HEADER_TIMEOUT", 1.0)
+    monkeypatch.setattr(listen, "_HEADER_TIMEOUT", 0.4)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -68,7 +68,7 @@ def test_bytes_after_an_answer_are_not_read_for_ever() -> None:
 @pytest.mark.usefixtures("impatient")
 def test_a_reply_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(slow_llm(monkeypatch), connections=9) as it:
-        body: Any = {**ENDLESS, "max_tokens": 200}
+        body: Any = {**ENDLESS, "max_tokens": 140}
         stream = it.openai.chat.completions.create(model="toy", extra_body=body, messages=body["messages"], stream=True)
         assert [part.choices[0].finish_reason for part in stream][-1] == "length"
         assert it.get("/health").status_code == 200
@@ -95,7 +95,7 @@ def read_after(monkeypatch: pytest.MonkeyPatch, seconds: float, buffer: int | No
 
 
 def test_an_answer_that_is_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, got = read_after(monkeypatch, 1.5, 2048)
+    whole, got = read_after(monkeypatch, 0.9, 2048)
     assert got < whole
 
 

@@ -18,7 +18,7 @@ from tests.support.scripted import scripted
 
 FUNCTION: Any = {"name": "add", "description": "Adds.", "parameters": SCHEMA}
 TOOL: Any = {"type": "function", "function": FUNCTION}
-PAUSE, HEARTBEAT = 0.2, 0.02
+PAUSE, HEARTBEAT = 0.12, 0.012
 
 
 def slowed(llm: LLM) -> LLM:
@@ -28,7 +28,7 @@ def slowed(llm: LLM) -> LLM:
 
     def forward(rows: Rows, cache: KVCache, want: Want) -> Forward:
         at = int(rows.positions.max())
-        time.sleep(PAUSE if at <= prompt else 0.0125 if at > call else 0)
+        time.sleep(PAUSE if at <= prompt else 0.0075 if at > call else 0)
         return honest(rows, cache, want)
 
     llm.model.target.forward = forward  # type: ignore[method-assign]

@@ -49,23 +49,23 @@ def sent(it: Serving, path: str, body: Any, size: int | None = None) -> socket.s
 
 
 def test_a_grammar_that_takes_too_much_is_refused(spoken: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "_SECONDS", 0.5)
+    monkeypatch.setattr(grammars, "_SECONDS", 0.2)
     before = live_bytes()
     for _ in range(2):  # the second time, from memory
         answer = spoken.post("/v1/completions", {"prompt": "a", "max_tokens": 4, "guided_json": SLOW})
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "guided_json"
-        assert "takes more than 0.5 s" in answer.json()["error"]["message"]
+        assert "takes more than 0.2 s" in answer.json()["error"]["message"]
     assert live_bytes() == before
 
 
 def test_timeouts_count_from_the_arrival(spoken: Serving) -> None:
-    body = {"prompt": "a", "max_tokens": 4, "timeout": 0.5, "guided_json": {**SLOW, "multipleOf": 10000303}}
+    body = {"prompt": "a", "max_tokens": 4, "timeout": 0.3, "guided_json": {**SLOW, "multipleOf": 10000303}}
     answer = spoken.post("/v1/completions", body)
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
-    quick = {"prompt": "a", "max_tokens": 1, "timeout": 0.5}
+    quick = {"prompt": "a", "max_tokens": 1, "timeout": 0.3}
     with sent(spoken, "/v1/completions", quick, 20) as slow:
-        time.sleep(0.8)
+        time.sleep(0.5)
         slow.sendall(json.dumps(quick).encode()[20:])
         assert b" 504 " in slow.recv(64)
 
@@ -201,16 +201,16 @@ def test_requests_for_tokens_pass_the_gate(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_body_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "_ARRIVAL", 1.0)
+    monkeypatch.setattr(bodies, "_ARRIVAL", 0.4)
     with serving(toy_llm()) as it, sent(it, "/v1/completions", {"prompt": "a" * 200_000}, 50_000) as stalled:
         answer = stalled.recv(4096)  # within the minute that `sent` waits
     assert answer.startswith(b"HTTP/1.1 408")
 
 
 def test_a_body_that_keeps_arriving_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "_ARRIVAL", 1.0)
+    monkeypatch.setattr(bodies, "_ARRIVAL", 0.4)
     with serving(toy_llm()) as it, sent(it, "/tokenize", {"prompt": "a" * 400_000}, 300_000) as slow:
-        time.sleep(1.2)  # the bytes that have arrived extend the limit by three seconds
+        time.sleep(0.7)  # the bytes that have arrived extend the limit by three seconds
         slow.sendall(b"a" * (400_000 - 300_000 + len('{"prompt": ""}') - 2) + b'"}')
         assert slow.recv(4096).startswith(b"HTTP/1.1 200")
 
@@ -272,7 +272,7 @@ def test_a_stop_during_a_body_is_no_traceback(caplog: pytest.LogCaptureFixture) 
     caplog.set_level(logging.INFO)
     with serving(toy_llm()) as it:
         connection = sent(it, "/v1/completions", {"prompt": "a" * 200_000}, 100_000)
-        time.sleep(0.5)
+        time.sleep(0.2)
     with connection:
         assert connection.recv(4096).startswith(b"HTTP/1.1 503")
     assert not [record for record in caplog.records if record.exc_info]

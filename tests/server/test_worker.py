@@ -47,7 +47,7 @@ from paceline.server.worker import (
 from paceline.testing import tiny_target
 from paceline.types import Draft, DraftBudget
 from tests.conftest import packaged_model
-from tests.support.toys import toy_llm, toy_model
+from tests.support.toys import loaded, toy_llm, toy_model
 
 T = TypeVar("T")
 SUFFIX = Speculation("suffix")
@@ -193,7 +193,7 @@ def test_a_round_that_breaks_off_ends_its_replies_and_no_others(monkeypatch: pyt
 
 def test_replies_that_a_broken_turn_ended_are_delivered_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two end in one turn, and the end of the second breaks off: nobody may wait for ever, and no slot is lost."""
-    llm = toy()
+    llm = LLM(loaded(tiny_target(layers=1)))  # reads prompts whole, so that all three end in the same turn
     worker = Worker(llm)
     honest, ended = Engine.finish, []
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+import paceline
+
+_PACKAGE = str(Path(paceline.__file__).parent)
 
 
 @contextmanager
@@ -16,7 +21,7 @@ def counted() -> Iterator[Callable[[], int]]:
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal lines
         lines += event == "line"
-        return trace if "paceline" in frame.f_code.co_filename else None
+        return trace if frame.f_code.co_filename.startswith(_PACKAGE) else None
 
     sys.settrace(trace)
     try:

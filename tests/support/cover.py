@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+FAST_ONLY = False
+"""True if slow combinations are left out, because `-m "not slow"` would only deselect them. `conftest.py` sets it."""
+
 Axis = Mapping[str, Any] | Iterable[Any]
 
 
@@ -81,6 +84,7 @@ def cover(
         [
             pytest.param(*values, id="-".join(ids), marks=() if ids in fast else pytest.mark.slow)
             for ids, values in rows.items()
+            if ids in fast or not FAST_ONLY
         ],
     )
 
@@ -92,5 +96,9 @@ def some(name: str, values: Axis, fast: Collection[str]) -> pytest.MarkDecorator
         raise ValueError(f"unknown ids in the fast tier: {sorted(unknown)}")
     return pytest.mark.parametrize(
         name,
-        [pytest.param(value, id=key, marks=() if key in fast else pytest.mark.slow) for key, value in named.items()],
+        [
+            pytest.param(value, id=key, marks=() if key in fast else pytest.mark.slow)
+            for key, value in named.items()
+            if key in fast or not FAST_ONLY
+        ],
     )

@@ -17,7 +17,7 @@ from paceline.cli import app
 from paceline.cli.show import Display
 from paceline.engine.detokenizer import Chunk
 from paceline.llm import LLM
-from paceline.testing import tiny_target
+from tests.support.toys import toy_target
 
 # A runner builds all commands anew for every call, which takes longer than most of the tests.
 typer.testing._get_command = cache(typer.testing._get_command)  # type: ignore[attr-defined]
@@ -50,7 +50,7 @@ def make_llm(drafter: str | None = "auto", draft: Any = "auto") -> LLM:
     from paceline.drafters.factory import make_drafter, spec_name, to_tree
 
     tokenizer: Any = Letters()
-    loaded = Loaded(tiny_target(layers=1), tokenizer, (), RECOMMENDED, Path("tiny"))
+    loaded = Loaded(toy_target(layers=1), tokenizer, (), RECOMMENDED, Path("tiny"))
 
     def refuse(reference: str) -> Loaded:
         raise AssertionError(reference)

@@ -22,6 +22,7 @@ from paceline.models.decoder import Decoder
 from paceline.testing import TINY, random_tensors
 from paceline.text.gguf_tokenizer import frame
 from paceline.text.tokenizer import Tokenizer
+from tests.support.toys import toy_dtype
 
 ROLES = {"bos_token": "<s>", "eos_token": "</s>"}
 
@@ -80,10 +81,17 @@ def letters() -> Tokenizer:
     return Tokenizer(backend, {"eos_token": "</s>"})
 
 
+_TRAINED: dict[tuple[str, str, int], str] = {}
+"""Untrained tokenizer, trainer and size -> the trained tokenizer, because hundreds of tests use the same few."""
+
+
 def trained(backend: tokenizers.Tokenizer, kind: Any, size: int, **how: Any) -> Tokenizer:
-    how = {"special_tokens": list(ROLES.values())} | how
-    backend.train_from_iterator([SAMPLE], kind(vocab_size=size, show_progress=False, **how))
-    return Tokenizer(backend, ROLES)
+    key = backend.to_str(), repr((kind, sorted(how.items()))), size
+    if key not in _TRAINED:
+        how = {"special_tokens": list(ROLES.values())} | how
+        backend.train_from_iterator([SAMPLE], kind(vocab_size=size, show_progress=False, **how))
+        _TRAINED[key] = backend.to_str()
+    return Tokenizer(tokenizers.Tokenizer.from_str(_TRAINED[key]), ROLES)
 
 
 KINDS: dict[str, Callable[[], Tokenizer]] = {
@@ -136,6 +144,6 @@ def _config(words: Tokenizer, padded: int = 0) -> ModelConfig:
 
 
 def _speaker(words: Tokenizer, tensors: dict[str, Tensor], padded: int = 0) -> Loaded:
-    model = Decoder(_config(words, padded), tensors, torch.float64, torch.device("cpu"))
+    model = Decoder(_config(words, padded), tensors, toy_dtype(), torch.device("cpu"))
     end = words.eos_token_id
     return Loaded(model, words, () if end is None else (end,), {}, Path("tiny"))

@@ -58,13 +58,14 @@ def test_a_seed_makes_a_run_repeatable(tmp_path: Path) -> None:
 def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()
-    whole = trainer(tmp_path / "a", replace(PLAN, epochs=1.5, every=0.0))
+    plan = replace(PLAN, epochs=1.5, batch=8, every=0.0)
+    whole = trainer(tmp_path / "a", plan)
     whole.run()
-    for stop in (8, 72, 100):
+    for stop in (8, 72, 104):
         with pytest.raises(Stop):
-            trainer(tmp_path / "b", replace(PLAN, epochs=1.5, every=0.0), report=stop_after(stop)).run()
-    resumed = trainer(tmp_path / "b", replace(PLAN, epochs=1.5, every=0.0))
-    assert resumed.report().documents == 100
+            trainer(tmp_path / "b", plan, report=stop_after(stop)).run()
+    resumed = trainer(tmp_path / "b", plan)
+    assert resumed.report().documents == 104
     resumed.run()
     expected = weights(whole)
     assert all(torch.equal(expected[n], p) for n, p in weights(resumed).items())
@@ -72,14 +73,15 @@ def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(tmp_path: Path) -
 
 
 def test_finished_shards_are_not_computed_again_after_a_kill(tmp_path: Path) -> None:
+    plan = replace(PLAN, batch=8, every=0.0)
     with pytest.raises(Stop):
-        trainer(tmp_path, replace(PLAN, every=0.0), report=stop_after(72)).run()
+        trainer(tmp_path, plan, report=stop_after(72)).run()
     states = States(TARGET, selection(documents(96)), TAPS)
     asked: list[int] = []
     shard = states.shard
     states.shard = lambda number: (asked.append(number), shard(number))[1]  # type: ignore[method-assign]
     held = States(TARGET, selection(documents(16, seed=1)), TAPS)
-    Trainer(recipe(), states, held, replace(PLAN, every=0.0), tmp_path, "toy").run()
+    Trainer(recipe(), states, held, plan, tmp_path, "toy").run()
     assert asked == [1]
 
 

@@ -10,14 +10,13 @@ from paceline.checkpoints.loader import Loaded
 from paceline.errors import InvalidData, InvalidOption, UnsupportedModel
 from paceline.files.jsonl import Journal, JsonlFile
 from paceline.llm import LLM
-from paceline.testing import tiny_target
 from paceline.text.tokenizer import Tokenizer
 from paceline.train.answers import derive_seed
 from paceline.train.prompts import Prompts, is_held
 from paceline.train.self_prompts import SHORTEST, UserTurn, write_prompts
 from paceline.train.writing import Progress
 from tests.conftest import SHARED, packaged_model
-from tests.support.toys import toy_llm, toy_tokenizer
+from tests.support.toys import toy_llm, toy_target, toy_tokenizer
 from tests.support.training_data import some_prompts, write_rows
 
 pytestmark = pytest.mark.usefixtures("no_forks")
@@ -214,7 +213,7 @@ def llm_with(template: str | None, alphabet_special: str = "") -> LLM:
     if alphabet_special:
         tokenizer._backend.add_special_tokens([alphabet_special])
     tokenizer = Tokenizer(tokenizer._backend, tokenizer.special_tokens, template)
-    return LLM(Loaded(tiny_target(vocab_size=38), tokenizer, (36,), {}, Path("toy")))
+    return LLM(Loaded(toy_target(vocab_size=38), tokenizer, (36,), {}, Path("toy")))
 
 
 def test_a_turn_ends_at_its_special_token_or_at_the_text_that_follows() -> None:

@@ -39,7 +39,7 @@ def order(tmp_path: Path) -> TrainJob:
     letters = "abcdefghijklmnopqrstuvwxyz"
     prompts.write_text("".join(json.dumps({"prompt": letters[i % 26] * (1 + i // 26)}) + "\n" for i in range(100)))
     plan = loop.TrainPlan(epochs=1, batch=8, rate=5e-3, every=0.0, evaluate=1e9)
-    mix = answers.AnswerPlan((0.0, 0.8), answer_tokens=12)
+    mix = answers.AnswerPlan((0.0, 0.8), answer_tokens=8)
     return TrainJob("toy", "eagle3", tmp_path / "head", prompts, vocabulary=30, steps=2, rank=8, mix=mix, plan=plan)
 
 

@@ -222,7 +222,7 @@ def add_page(app: FastAPI, folder: Path) -> None:
         if file.is_file():
             name = file.relative_to(folder).as_posix()
             path = "/" if name == "index.html" else f"/{name}"
-            app.add_api_route(path, _file_endpoint(file), methods=["GET", "HEAD"], include_in_schema=False)
+            app.add_route(path, _file_endpoint(file), methods=["GET", "HEAD"], include_in_schema=False)
 
 
 def _file_endpoint(file: Path) -> Callable[[Request], Awaitable[Response]]:
