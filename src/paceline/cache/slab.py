@@ -357,7 +357,7 @@ class SlabCache(SlotTable):
     def begin(self, rows: Rows) -> SlabPass:
         """See `protocols.KVCache.begin`."""
         self.note_pass(rows)
-        layouts = [layout_of(rows, i) for i in range(len(rows.slots))]
+        layouts = [_layout_of(rows, i) for i in range(len(rows.slots))]
         self._reserve(rows.slots, [n + x.visible.shape[1] for n, x in zip(rows.lengths, layouts, strict=True)])
         return SlabPass(self._plans(rows, layouts), self._layers, self._indices, rows.prefill)
 
@@ -423,7 +423,7 @@ class SlabCache(SlotTable):
             self._tops[slot] = max(used, end)
 
     def _columns(self, rows: Rows, index: int) -> Sequence[int]:
-        return layout_of(rows, index).columns
+        return _layout_of(rows, index).columns
 
     def _move(self, slot: int, source: list[int], target: list[int]) -> None:
         slabs, place = self._home(slot)
@@ -431,7 +431,7 @@ class SlabCache(SlotTable):
             slab.move(place, source, target)
 
 
-def layout_of(rows: Rows, index: int) -> Layout:
+def _layout_of(rows: Rows, index: int) -> Layout:
     """Return the layout of one slot's rows in a pass, including rows of earlier passes over the same tree."""
     start, length = rows.starts[index], rows.lengths[index]
     return layout(rows.parents[index][: start + rows.counts[index]], length % 2, start)
