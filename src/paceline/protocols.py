@@ -16,7 +16,7 @@ from paceline.types import DraftBudget, Forward, Rows, Want
 
 
 class Pass(Protocol):
-    """A cache that is ready for a forward pass."""
+    """One forward pass's view of a cache, which holds room for the rows of the pass."""
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store keys and values of the pass's rows for a layer.
@@ -30,6 +30,9 @@ class Pass(Protocol):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store keys and values of a layer, then attend. Each row sees its slot's committed prefix, its ancestors and
         itself.
+
+        A model may also do this itself: the CPU kernels store and attend in C++ (`models.cpu_layers.NativeLayers.run`,
+        `write_head` in kernels/cpu/attention.h).
 
         Args:
             layer: Number of the layer.

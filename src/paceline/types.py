@@ -96,7 +96,8 @@ class DraftBudget:
 class Carried:
     """Work that drafting has already done in the target (early exit), which verification need not repeat.
 
-    The first m rows of the draft have passed all layers before `layer`. Their keys and values are in the cache.
+    The first m rows of the draft have passed all layers before `layer`. Their keys and values in these layers are
+    in the cache.
 
     Attributes:
         layer: The first layer that has not run.

@@ -113,9 +113,9 @@ def test_nothing_of_a_failed_request_reaches_its_neighbours(kind: type[SlabCache
     witness.feed(pack_prefix([0] * 40, second, 0, CPU), [list(range(1, 40))])
     witness.draw = lambda b, t, heads: torch.full((b, t, heads, D), torch.nan, dtype=torch.float64)  # type: ignore[method-assign]
     with torch.inference_mode():
-        attention = witness.cache.begin(pack_prefix([0] * 60, first, 0, CPU))
+        view = witness.cache.begin(pack_prefix([0] * 60, first, 0, CPU))
         for layer in range(len(LAYERS)):
-            attention.attend(layer, *(witness.draw(1, 60, h) for h in (HEADS, KV, KV)))
+            view.attend(layer, *(witness.draw(1, 60, h) for h in (HEADS, KV, KV)))
     witness.cache.release(first)
     del witness.draw  # type: ignore[attr-defined]
     third = witness.acquire()

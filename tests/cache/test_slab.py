@@ -95,9 +95,9 @@ def extend(cache: SlabCache, slot: int, count: int) -> None:
     for done in range(0, count, 256):
         n = min(256, count - done)
         rows = pack_prefix([0] * n, slot, cache.lengths[slot], CPU)
-        attention = cache.begin(rows)
+        view = cache.begin(rows)
         for layer in range(2):
-            attention.write(layer, *torch.full((2, 1, n, 2, 8), float(slot + 1)))
+            view.write(layer, *torch.full((2, 1, n, 2, 8), float(slot + 1)))
         cache.commit(rows, [range(1, n)])
 
 

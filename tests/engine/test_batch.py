@@ -125,9 +125,9 @@ def test_replies_leave_in_any_order_and_pass_over_views(monkeypatch: pytest.Monk
     """Whichever request leaves, the slots of a shared slab are adjacent and in the order of their requests."""
     read = SlabPlan.read
 
-    def read_views(plan: SlabPlan, layer: int) -> tuple[Tensor, Tensor]:
+    def read_views(plan: SlabPlan, index: int) -> tuple[Tensor, Tensor]:
         assert plan._views, "slots were copied together"
-        return read(plan, layer)
+        return read(plan, index)
 
     monkeypatch.setattr(SlabPlan, "read", read_views)
     rng = random.Random(3)

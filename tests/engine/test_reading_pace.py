@@ -45,8 +45,8 @@ def test_a_small_quota_is_respected() -> None:
     assert pace.limit(running=True) == 3
 
 
-def test_one_slow_chunk_does_not_lower_the_limit() -> None:
-    """The first chunk of a request also loads its cached prefix."""
+def test_one_slow_piece_does_not_lower_the_limit() -> None:
+    """The first piece of a prompt also loads its cached prefix."""
     pace = ReadingPace(128)
     pace.observe(1000, 2.0)
     pace.observe(100, 20.0)
@@ -56,7 +56,7 @@ def test_one_slow_chunk_does_not_lower_the_limit() -> None:
     assert pace.limit(running=True) == 8
 
 
-def test_the_first_chunk_is_small_and_no_quota_means_no_limit() -> None:
+def test_the_first_piece_is_small_and_no_quota_means_no_limit() -> None:
     assert ReadingPace(128).limit(running=False) == 32
     assert ReadingPace(inf).limit(running=True) == inf
 

@@ -420,7 +420,7 @@ def test_a_long_prompt_advances_while_short_ones_keep_coming() -> None:
     long = task(engine, [5] * 900, Sampling(max_new_tokens=2))
     scheduler.add(long)
     turns = turns_in_a_crowd(engine, scheduler, long)
-    assert 15 < turns < 230, "at least a quarter of the chunks"
+    assert 15 < turns < 230, "at least a quarter of the pieces"
 
 
 def test_a_medium_prompt_advances_between_a_long_one_and_short_ones() -> None:

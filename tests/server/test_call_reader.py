@@ -30,7 +30,7 @@ from paceline.chat.tools import (
     PLAIN,
     QWEN,
     CallFormat,
-    family,
+    call_format_of,
 )
 from tests.support.counted_lines import counted
 
@@ -305,7 +305,7 @@ def test_calls_in_reasoning_count_if_it_never_ends() -> None:
 def test_families_are_told_by_their_tokens_too(
     template: str | None, tokens: tuple[str, ...], wanted: CallFormat, starts: set[str]
 ) -> None:
-    found = family(template, lambda text: text in tokens)
+    found = call_format_of(template, lambda text: text in tokens)
     assert found.name == wanted.name
     assert starts <= {found.start, *(form.start for form in found.also)}
     assert starts <= found.markers

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.sampling.lark_pattern import pattern_of
 from paceline.server.apis.openai_chat import CustomTool
-from paceline.server.apis.response_bodies import packed, unpacked
+from paceline.server.apis.responses_request import packed, unpacked
 from tests.support.running import Serving, serving
 from tests.support.scripted import scripted
 from tests.support.toys import toy_llm

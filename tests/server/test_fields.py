@@ -21,7 +21,7 @@ from paceline.server.apis.chat_completions import ChatRequest
 from paceline.server.apis.completions import CompletionRequest
 from paceline.server.apis.messages import MessagesRequest
 from paceline.server.apis.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions
-from paceline.server.apis.response_bodies import ResponsesRequest
+from paceline.server.apis.responses_request import ResponsesRequest
 from paceline.server.compat import Rule
 from tests.support.other_servers import CHAT, COMPLETION, OLLAMA
 from tests.support.running import Serving

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.chat import harmony
 from paceline.chat.harmony import HarmonyParser
-from paceline.chat.thinking import HARMONY, family
+from paceline.chat.thinking import HARMONY, thought_format_of
 from tests.support.running import serving
 from tests.support.scripted import scripted
 
@@ -63,8 +63,8 @@ def test_channels_are_split_however_they_arrive(text: str, thought: str, answer:
 
 
 def test_the_family_is_known_by_its_markers() -> None:
-    assert family(TEMPLATE) is HARMONY
-    assert family("<|user|><|end|><|assistant|>") is None, "Phi-3"
+    assert thought_format_of(TEMPLATE) is HARMONY
+    assert thought_format_of("<|user|><|end|><|assistant|>") is None, "Phi-3"
 
 
 def test_a_chat_has_reasoning_text_and_calls_apart() -> None:

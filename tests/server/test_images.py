@@ -18,7 +18,7 @@ from paceline.errors import InvalidPrompt
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
 from paceline.server import images
-from paceline.server.apis.response_bodies import image_chars
+from paceline.server.apis.responses_request import image_chars
 from paceline.server.errors import ApiError
 from paceline.server.image_urls import fetched
 from paceline.server.images import seen

@@ -358,15 +358,15 @@ def test_additions_of_other_providers_to_messages_and_tools_have_no_effect(talke
 
 def test_agents_may_have_hundreds_of_tools(served: Serving) -> None:
     from paceline.server.apis.messages import MessagesRequest, chat_prompt
-    from paceline.server.apis.response_bodies import ResponsesRequest
+    from paceline.server.apis.responses_request import ResponsesRequest
 
     ask: dict[str, Any] = {"role": "user", "content": "x"}
     tools = [{"type": "function", "name": f"t{i}"} for i in range(300)]
     responses = ResponsesRequest.model_validate({"input": [ask], "tools": tools})
     client = [{"name": tool["name"], "input_schema": {}} for tool in tools]
     messages = MessagesRequest.model_validate({"messages": [ask], "tools": client, "max_tokens": 1})
-    for tool_use in (responses.tool_use, chat_prompt(messages).tools):
-        assert len(tool_use.offered) == 300
+    for offer in (responses.tool_offer, chat_prompt(messages).tools):
+        assert len(offer.offered) == 300
     refused(served, "/v1/chat/completions", {"messages": CHAT, "tools": [{}] * 513}, "tools")
 
 

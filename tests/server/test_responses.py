@@ -9,7 +9,7 @@ import pytest
 
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
-from paceline.server.apis.response_bodies import MessageItem, ResponsesRequest, chat_messages_of
+from paceline.server.apis.responses_request import MessageItem, ResponsesRequest, chat_messages_of
 from paceline.server.apis.stored import ResponseStore, StoredResponse, memory
 from paceline.server.compat import left_out
 from paceline.server.errors import ApiError

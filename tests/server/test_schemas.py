@@ -68,6 +68,27 @@ def test_other_apis_have_guides(served: Serving) -> None:
     assert served.post("/v1/responses", {"model": "toy", **strict}).status_code == 400
 
 
+def test_errors_in_a_schema_name_the_field_that_the_client_sent(served: Serving) -> None:
+    bad = {"type": "nonsense"}
+    form = {"type": "json_schema", "schema": bad}
+    messages = {"messages": CHAT, "max_tokens": 200}
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        ("/v1/messages", {**messages, "output_format": form}, "output_format"),
+        ("/v1/messages", {**messages, "output_config": {"format": form}}, "output_config.format"),
+        ("/v1/responses", {"input": "go", "text": {"format": {**form, "name": "x"}}}, "text.format"),
+        ("/v1/chat/completions", chat(bad), "response_format"),
+    ]
+    for path, body, param in cases:
+        answer = served.post(path, {"model": "toy", **body})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, param), answer.text
+        assert error["message"].startswith(f"{param}: ")
+    for path, body in (("/api/chat", {"messages": CHAT}), ("/api/generate", {"prompt": "go"})):
+        answer = served.post(path, {"model": "toy", "stream": False, "format": bad, **body})
+        assert answer.status_code == 400
+        assert answer.json()["error"].startswith("format: ")
+
+
 def test_arguments_follow_a_guide_unless_the_function_is_strict(served: Serving) -> None:
     def asked(choice: Any, **more: Any) -> Any:
         tool = {"type": "function", "function": {"name": "add", "parameters": SCHEMA, **more}}

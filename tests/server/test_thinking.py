@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.chat.thinking import ThoughtFormat, ThoughtParser, family
+from paceline.chat.thinking import ThoughtFormat, ThoughtParser, thought_format_of
 from tests.support.cover import some
 from tests.support.running import serving
 from tests.support.scripted import TEMPLATE, scripted
@@ -71,8 +71,8 @@ def test_gemma_thinks_in_a_channel(special: tuple[str, ...]) -> None:
 
 
 def test_families() -> None:
-    assert family("{{ '[THINK]' }}{{ '[/THINK]' }}") == ThoughtFormat("[THINK]", "[/THINK]")
-    assert family(None) is family("<think>") is None
+    assert thought_format_of("{{ '[THINK]' }}{{ '[/THINK]' }}") == ThoughtFormat("[THINK]", "[/THINK]")
+    assert thought_format_of(None) is thought_format_of("<think>") is None
 
 
 @pytest.mark.parametrize("special", [(), ("<think>", "</think>")])

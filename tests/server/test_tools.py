@@ -25,7 +25,7 @@ from paceline.chat.tools import (
     QWEN,
     SEED,
     CallFormat,
-    family,
+    call_format_of,
     knows_tools,
     with_tools,
 )
@@ -332,7 +332,7 @@ def chunk(text: str, token: int, finish: Any = None) -> Chunk:
 def test_a_marker_that_the_text_does_not_show_is_read_by_its_token(form: CallFormat) -> None:
     call = json.dumps({"name": "add", "parameters" if form is LLAMA else "arguments": {}})
     body = call if form is LLAMA else f"[{call}]"
-    reply = ChatReply(parser=CallParser(form, FUNCTIONS), markers={5: form.start})
+    reply = ChatReply(call_parser=CallParser(form, FUNCTIONS), markers={5: form.start})
     choice = ChatChoice(index=0, token_texts=TokenTexts(toy_tokenizer()), reply=reply)
     assert choice.add_round(ReplyRound(0, [chunk("Hm.", 1), chunk("", 5)], 0, None, 1.0)) == [
         {"index": 0, "delta": {"content": "Hm."}, "logprobs": None, "finish_reason": None}
@@ -344,7 +344,7 @@ def test_a_marker_that_the_text_does_not_show_is_read_by_its_token(form: CallFor
     assert (last["delta"], last["finish_reason"]) == ({}, "tool_calls")
     whole = choice.as_dict()["message"]
     assert (whole["content"], len(whole["tool_calls"])) == ("Hm.", 1)
-    unread = ChatReply(parser=CallParser(form, FUNCTIONS))
+    unread = ChatReply(call_parser=CallParser(form, FUNCTIONS))
     unread.add(ReplyRound(0, [chunk("Hm.", 1), chunk("", 5), chunk(body, 2), chunk("", 36, "eos")], 0, None, 1.0))
     assert unread.text == "Hm." + body
 
@@ -369,7 +369,7 @@ def test_a_marker_that_the_text_does_not_show_is_read_by_its_token(form: CallFor
     ],
 )
 def test_families_are_told_by_their_templates(template: str | None, wanted: CallFormat) -> None:
-    assert family(template) is wanted
+    assert call_format_of(template) is wanted
 
 
 def test_templates_that_know_no_tools_are_told_in_the_system_message() -> None:

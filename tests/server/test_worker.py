@@ -258,7 +258,7 @@ def test_each_round_has_its_own_count_of_drafted_tokens() -> None:
     rounds = run(worker, work())
     assert sum(len(made.chunks) for made in rounds) == 24
     assert all(made.accepted <= made.drafted <= 2 for made in rounds)
-    stats = request.replies[0].stats
+    stats = request.handles[0].stats
     assert len(rounds) == stats.rounds > 1
     assert sum(made.drafted for made in rounds) == stats.drafted > 2
 

@@ -51,10 +51,10 @@ class Witness:
     def feed(self, rows: Rows, paths: list[list[int]]) -> None:
         """One pass, checked row by row, then committed along one path per slot."""
         b, t = rows.tokens.shape
-        attention = self.cache.begin(rows)
+        view = self.cache.begin(rows)
         for layer, how in enumerate(LAYERS):
             q, k, v = (self.draw(b, t, heads) for heads in (HEADS, KV, KV))
-            mixed = attention.attend(layer, q, k, v)
+            mixed = view.attend(layer, q, k, v)
             k, v = map(self.stored, (k, v))
             for line, slot in enumerate(rows.slots):
                 real = rows.counts[line]

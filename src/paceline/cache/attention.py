@@ -66,7 +66,7 @@ class LayerAttention:
 
 
 def slab_indices(layers: Sequence[LayerAttention | None]) -> list[tuple[int, int]]:
-    """Return the place of each layer's keys and values.
+    """Return where each layer's keys and values are stored.
 
     Args:
         layers: Attention of each layer. None for a layer without attention.
@@ -90,11 +90,11 @@ def slab_indices(layers: Sequence[LayerAttention | None]) -> list[tuple[int, int
 
 
 class SlabPlan:
-    """The columns of one set of slabs that a pass writes and reads, for the slots that these slabs hold."""
+    """The columns of one slab that a pass writes and reads, for the slots that the slab holds."""
 
     def __init__(
         self,
-        slabs: tuple[Tensor, ...],
+        tensors: tuple[Tensor, ...],
         window: int | None,
         rows: Rows,
         members: Sequence[int],
@@ -105,22 +105,22 @@ class SlabPlan:
         """Plan the reads and writes of a pass.
 
         Args:
-            slabs: Keys and values, each [layers, places, kv_heads, capacity, D], with D in its stored size
-                (`kv_types.py`). One tensor if it is both.
+            tensors: Keys and values of one slab, each [layers, places, kv_heads, capacity, D], with D in its stored
+                size (`kv_types.py`). One tensor if it is both.
             window: See `LayerAttention`.
             rows: The rows of the pass.
-            members: Indices in the pass of the slots that these slabs hold: one slot or all of them.
-            places: For each member, its place in the slabs.
+            members: Indices in the pass of the slots that the slab holds: one slot or all of them.
+            places: For each member, its place in the slab.
             layouts: For each member, the layout of its rows.
             chunked: See `LayerAttention`.
         """
         self._chunked = chunked
-        self.slabs, self.window, self.rows = slabs, window, rows
+        self.tensors, self.window, self.rows = tensors, window, rows
         self.members, self.places, self.layouts = list(members), list(places), layouts
         self.lengths = [rows.lengths[i] for i in self.members]
         self.count = max(rows.counts[i] for i in self.members)
         ends = [length + x.visible.shape[1] for length, x in zip(self.lengths, layouts, strict=True)]
-        self.reach = min(max(ends), slabs[0].shape[3])
+        self.reach = min(max(ends), tensors[0].shape[3])
         # As long as every position lies within the window, every row sees all columns of the committed prefix. The mask
         # can then begin where the shortest prefix ends.
         self._moved = window is not None and max(ends) > window
@@ -129,7 +129,7 @@ class SlabPlan:
     @cached_property
     def mask(self) -> Tensor:
         """Mask [B, T, reach - seen] to add to the scores of columns `seen` to `reach` - 1."""
-        keys = self.slabs[0]
+        keys = self.tensors[0]
         if self._moved and self.window:
             span = self.window, self._chunked
             mask = _window_mask(self.count, self.lengths, self.layouts, span, keys.shape[3], self.reach)
@@ -139,12 +139,12 @@ class SlabPlan:
 
     @cached_property
     def _writes(self) -> _SlabWrites:
-        device, (_, _, kv, capacity, head_dim) = self.slabs[0].device, self.slabs[0].shape
+        device, (_, _, kv, capacity, head_dim) = self.tensors[0].device, self.tensors[0].shape
         stores, copies, of = list[tuple[int, int]](), list[tuple[int, int]](), self.rows.tokens.shape[1]
         for i, place, length, x in zip(self.members, self.places, self.lengths, self.layouts, strict=True):
-            entries = [place * kv * capacity + (length + column) % capacity for column in range(len(x.rows))]
-            stores += [(entries[column], i * of + row) for column, row in x.stores.tolist()]
-            copies += [(entries[column], entries[source]) for column, source in x.copies.tolist()]
+            lines = [place * kv * capacity + (length + column) % capacity for column in range(len(x.rows))]
+            stores += [(lines[column], i * of + row) for column, row in x.stores.tolist()]
+            copies += [(lines[column], lines[source]) for column, source in x.copies.tolist()]
         # With the slab viewed as [places * kv_heads * capacity, D], one store per layer is enough for all slots.
         heads = torch.arange(kv, device=device) * capacity
         targets, copy_targets, copy_sources = (
@@ -154,7 +154,7 @@ class SlabPlan:
         wanted = [row for _, row in stores]
         in_order = wanted == list(range(wanted[0], wanted[0] + len(wanted)))
         sources = slice(wanted[0], wanted[-1] + 1) if in_order else torch.tensor(wanted, device=device)
-        flat = [s.view(len(s), -1, head_dim).unbind(0) for s in self.slabs]
+        flat = [x.view(len(x), -1, head_dim).unbind(0) for x in self.tensors]
         return _SlabWrites(targets, sources, copy_sources, copy_targets, flat)
 
     @cached_property
@@ -163,30 +163,33 @@ class SlabPlan:
         first, end = self.places[0], self.places[0] + len(self.places)
         if self.places != list(range(first, end)):
             return None
-        return [slab[:, first:end, :, : self.reach].flatten(1, 2).unbind(0) for slab in self.slabs]
+        return [x[:, first:end, :, : self.reach].flatten(1, 2).unbind(0) for x in self.tensors]
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+    def write(self, index: int, k: Tensor, v: Tensor) -> None:
         """Store keys and values of the pass.
 
         Args:
-            layer: Index of the layer in the slabs.
-            k: Keys [B, T, kv_heads, D] of all slots of the pass. D may be smaller than in the slabs, which native
+            index: Index of the layer within the slab.
+            k: Keys [B, T, kv_heads, D] of all slots of the pass. D may be smaller than in the slab, which native
                 layers pad.
             v: Values, in the same shape.
         """
         x = self._writes
         for flat, new in zip(x.flat, (k, v), strict=False):  # a slab of one tensor stores only the keys
-            new = to_stored(new.flatten(0, 1)[x.sources], flat[layer])
+            new = to_stored(new.flatten(0, 1)[x.sources], flat[index])
             if len(x.copy_sources):
-                flat[layer].index_copy_(0, x.copy_targets, flat[layer][x.copy_sources])
-            flat[layer].index_copy_(0, x.targets, new.reshape(-1, new.shape[-1]))
+                flat[index].index_copy_(0, x.copy_targets, flat[index][x.copy_sources])
+            flat[index].index_copy_(0, x.targets, new.reshape(-1, new.shape[-1]))
 
-    def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return stored keys and values of the slots, each [B * kv_heads, reach, stored size of D]."""
+    def read(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return the stored keys and values of layer `index` within the slab, for the slots of the plan.
+
+        Each is [B * kv_heads, reach, D], with D in its stored size.
+        """
         if self._views:
-            found = [view[layer] for view in self._views]
+            found = [view[index] for view in self._views]
         else:
-            found = [slab[layer, self.places, :, : self.reach].flatten(0, 1) for slab in self.slabs]
+            found = [x[index, self.places, :, : self.reach].flatten(0, 1) for x in self.tensors]
         return found[0], found[-1]
 
     def queries(self, q: Tensor) -> Tensor:
@@ -223,7 +226,7 @@ class SlabPass:
             plan.write(index, k, v)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `protocols.Pass.attend`."""
+        """See `protocols.Pass.attend`. The CPU kernels do not call it (`models.cpu_layers.NativeLayers.run`)."""
         self.write(layer, k, v)
         return self.look(layer, q)
 
@@ -326,11 +329,11 @@ class _SlabWrites:
     """The writes of a pass to each layer of a slab, where a layer is viewed as [places * kv_heads * capacity, D].
 
     Attributes:
-        targets: Entries to store rows in.
+        targets: Lines to store rows in. A line is the D elements of one key head in one column.
         sources: The row, among all B * T, for each of `targets`.
-        copy_sources: Entries of earlier passes that are copied before rows are stored.
-        copy_targets: The entry that each of `copy_sources` is copied to.
-        flat: Keys and values [entries, D] of each layer.
+        copy_sources: Lines of earlier passes that are copied before rows are stored.
+        copy_targets: The line that each of `copy_sources` is copied to.
+        flat: Keys and values [lines, D] of each layer.
     """
 
     targets: Tensor

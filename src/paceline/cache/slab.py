@@ -1,4 +1,7 @@
-"""The KV cache. Each slot takes as much memory as its own text needs. `attention.py` reads it."""
+"""The KV cache. Each slot takes as much memory as its own text needs.
+
+The rows of a pass are written and read by `SlabPlan` in `attention.py`.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +35,12 @@ def ring(window: int) -> int:
 
 
 class Slab:
-    """Keys and values of all layers with one kind of attention, addressed by position.
+    """Keys and values of all layers with one kind of attention.
 
     Keys and values are each [layers, places, kv_heads, capacity, D], with D in its stored size (`kv_types.py`). The
-    places hold one slot (`SlabCache`) or several (`SharedSlabCache`). A position is stored in column `position %
-    capacity`. Layers with a window use a ring, which overwrites positions that no later row can see. Other slabs grow
-    before they would wrap.
+    places hold one slot (`SlabCache`) or several (`SharedSlabCache`). The *entries* of a slot are the keys and values
+    of its tokens in order, followed by the rows of the draft. Entry i is stored in column `i % capacity`. Layers with a
+    window use a ring, which overwrites entries that no later row can see. Other slabs grow before they would wrap.
     """
 
     def __init__(self, layers: int, window: int | None, empty: Tensor, limit: int, single: bool = False) -> None:
@@ -47,7 +50,7 @@ class Slab:
             layers: Number of layers.
             window: See `LayerAttention`.
             empty: A tensor [kv_heads, 0, D] with the dtype and device of the slab.
-            limit: Maximum number of positions.
+            limit: Maximum number of entries.
             single: See `LayerAttention`.
         """
         kv_heads, _, head_dim = empty.shape
@@ -79,7 +82,7 @@ class Slab:
         return max(reach, min(-(-more // step) * step, self._limit))
 
     def resize(self, places: int, capacity: int, used: int) -> None:
-        """Change the size to `places` x `capacity` and keep the first `used` positions.
+        """Change the size to `places` x `capacity` and keep the first `used` entries.
 
         Raises:
             OutOfMemory: If there is no memory for the new size.
@@ -100,31 +103,32 @@ class Slab:
         self.tensors = new
 
     def copy(self, other: Slab, source: int, place: int, top: int) -> None:
-        """Copy the first `top` positions of place `source` in `other`, which may be this slab, to place `place`."""
+        """Copy the first `top` entries of place `source` in `other`, which may be this slab, to place `place`."""
         for slab, theirs in zip(self.tensors, other.tensors, strict=True):
             slab[:, place, :, :top] = theirs[:, source, :, :top]
 
     def clear(self, place: int, top: int) -> None:
-        """Reset the first `top` positions to zero: masked columns have a weight of 0, and 0 times NaN is NaN."""
+        """Reset the first `top` entries to zero: masked columns have a weight of 0, and 0 times NaN is NaN."""
         for slab in self.tensors:
             slab[:, place, :, :top] = 0
 
     def holds(self, length: int, top: int) -> bool:
-        """Return True if a place still holds every position that a row at position `length` sees, after `top` positions
-        have been written to it."""
+        """Return True if a place still holds every entry that a row at position `length` sees, after `top` entries have
+        been written to it."""
         return self.window is None or top <= self.capacity or length - self.window + 1 >= top - self.capacity
 
     def first(self, top: int) -> int:
-        """Return the first position that a place still holds after `top` positions have been written to it."""
+        """Return the first entry that a place still holds after `top` entries have been written to it."""
         return 0 if self.window is None else max(0, top - self.capacity)
 
-    def read(self, place: int, first: int, end: int) -> tuple[Tensor, ...]:
-        """Return copies of keys and values at positions `first` to `end` - 1: [layers, kv_heads, end - first, D]."""
+    def export(self, place: int, first: int, end: int) -> tuple[Tensor, ...]:
+        """Return copies of entries `first` to `end` - 1 for the prefix cache: keys and values [layers, kv_heads,
+        end - first, D]."""
         columns = self._columns(first, end)
         return tuple(slab[:, place].index_select(2, columns) for slab in self.tensors)
 
-    def write(self, place: int, first: int, end: int, tensors: Sequence[Tensor]) -> None:
-        """Store tensors from `read` with the same `first`, up to position `end` - 1."""
+    def restore(self, place: int, first: int, end: int, tensors: Sequence[Tensor]) -> None:
+        """Store tensors from `export` with the same `first`, up to entry `end` - 1."""
         columns = self._columns(first, end)
         for slab, x in zip(self.tensors, tensors, strict=True):
             slab[:, place].index_copy_(2, columns, x[:, :, : end - first])
@@ -133,7 +137,7 @@ class Slab:
         return torch.arange(first, end, device=self.tensors[0].device) % max(1, self.capacity)
 
     def move(self, place: int, source: Sequence[int], target: Sequence[int]) -> None:
-        """Copy positions `source` to positions `target`. Read all of them before writing any."""
+        """Copy entries `source` to entries `target`. Read all of them before writing any."""
         here, there = (torch.tensor(x, device=self.tensors[0].device) % self.capacity for x in (source, target))
         for slab in self.tensors:
             slab[:, place, :, there] = slab[:, place, :, here]
@@ -162,8 +166,8 @@ class SavedSlabs(Saved):
     """Keys and values of a slot: for each slab, tensors [layers, kv_heads, n, D].
 
     Attributes:
-        top: Number of positions that had been written, including rows that were not committed.
-        firsts: First saved position of each slab.
+        top: Number of entries that had been written, including rows that were not committed.
+        firsts: First saved entry of each slab.
         windows: Window of each slab (see `LayerAttention`).
         choice: `choose` of the prompt's length, for example a set of rotary factors.
         choose: See `SlabCache`.
@@ -178,7 +182,7 @@ class SavedSlabs(Saved):
     def most(self, length: int, prompt: int) -> int:
         """Return the number of tokens that can be loaded, at most `length`.
 
-        It is 0 if a window no longer holds the positions that the text would continue from, or if the rotary factors
+        It is 0 if a window no longer holds the entries that the text would continue from, or if the rotary factors
         are different for a prompt of this length.
         """
         length, seen = min(length, self.length), zip(self.firsts, self.windows, strict=True)
@@ -208,7 +212,7 @@ class SlabCache(SlotTable):
     """
 
     initial_capacity = 256
-    """Number of positions in a new slab. Capacities are multiples of it."""
+    """Number of entries in a new slab. Capacities are multiples of it."""
     growth = 1.25
     """Minimum factor by which a slab grows, so that a long text is not copied at every step."""
 
@@ -250,7 +254,7 @@ class SlabCache(SlotTable):
         self._held: dict[int, tuple[Slab, ...]] = {}
         """Taken slot -> its slabs."""
         self._tops: dict[int, int] = {}
-        """Taken slot -> number of positions written so far, whether committed or not."""
+        """Taken slot -> number of entries written so far, whether committed or not."""
 
     @property
     def slabs(self) -> Sequence[Slab]:
@@ -259,7 +263,7 @@ class SlabCache(SlotTable):
 
     @property
     def capacity(self) -> int:
-        """Capacity of the largest slab, in positions."""
+        """Capacity of the largest slab, in entries."""
         return max((slab.capacity for slab in self.slabs), default=0)
 
     @property
@@ -297,7 +301,7 @@ class SlabCache(SlotTable):
         self.check_taken(slot)
         length, top, (slabs, place) = self.lengths[slot], self._tops[slot], self._home(slot)
         firsts = tuple(min(slab.first(top), length) for slab in slabs)
-        parts = [slab.read(place, first, length) for slab, first in zip(slabs, firsts, strict=True)]
+        parts = [slab.export(place, first, length) for slab, first in zip(slabs, firsts, strict=True)]
         return SavedSlabs(
             length,
             tuple(x for part in parts for x in part),
@@ -313,11 +317,11 @@ class SlabCache(SlotTable):
         """See `protocols.KVCache.load`."""
         if not (length := saved.most(length, self.prompts[slot])):
             return 0
-        # A ring that has dropped positions is restored at its full size, so that `Slab.first` still knows which.
+        # A ring that has dropped entries is restored at its full size, so that `Slab.first` still knows which.
         self._reserve([slot], [saved.top if any(saved.firsts) else length])
         (slabs, place), tensors = self._home(slot), iter(saved.tensors)
         for slab, first in zip(slabs, saved.firsts, strict=True):
-            slab.write(place, first, length, [*islice(tensors, len(slab.tensors))])
+            slab.restore(place, first, length, [*islice(tensors, len(slab.tensors))])
         self.lengths[slot] = length
         return length
 
@@ -332,7 +336,7 @@ class SlabCache(SlotTable):
 
     @torch.inference_mode()
     def truncate(self, slot: int, length: int) -> None:
-        """See `protocols.KVCache.truncate`. The slot starts over at length 0 if a ring has overwritten positions that a
+        """See `protocols.KVCache.truncate`. The slot starts over at length 0 if a ring has overwritten entries that a
         row at position `length` sees."""
         self.check_length(slot, length)
         slabs, place = self._home(slot)
@@ -353,7 +357,7 @@ class SlabCache(SlotTable):
     def begin(self, rows: Rows) -> SlabPass:
         """See `protocols.KVCache.begin`."""
         self.note_pass(rows)
-        layouts = [_layout(rows, i) for i in range(len(rows.slots))]
+        layouts = [_layout_of(rows, i) for i in range(len(rows.slots))]
         self._reserve(rows.slots, [n + x.visible.shape[1] for n, x in zip(rows.lengths, layouts, strict=True)])
         return SlabPass(self._plans(rows, layouts), self._layers, self._indices, rows.prefill)
 
@@ -419,7 +423,7 @@ class SlabCache(SlotTable):
             self._tops[slot] = max(used, end)
 
     def _columns(self, rows: Rows, index: int) -> Sequence[int]:
-        return _layout(rows, index).columns
+        return _layout_of(rows, index).columns
 
     def _move(self, slot: int, source: list[int], target: list[int]) -> None:
         slabs, place = self._home(slot)
@@ -427,7 +431,7 @@ class SlabCache(SlotTable):
             slab.move(place, source, target)
 
 
-def _layout(rows: Rows, index: int) -> Layout:
+def _layout_of(rows: Rows, index: int) -> Layout:
     """Return the layout of one slot's rows in a pass, including rows of earlier passes over the same tree."""
     start, length = rows.starts[index], rows.lengths[index]
     return layout(rows.parents[index][: start + rows.counts[index]], length % 2, start)

@@ -71,8 +71,8 @@ class SlotTable(ABC):
             if path is None:
                 continue
             self.check_commit(slot, rows, i)
-            # Count from the length before the pass, not from `self.lengths`, so that a commit that failed half-way can
-            # be repeated.
+            # Count from the length before the pass, not from `self.lengths`. If a commit fails half-way, the round is
+            # repeated as a new pass, and `self.lengths` has already grown for some of its slots.
             length, columns = rows.lengths[i], self._columns(rows, i)
             moves = [(length + columns[row], length + to) for to, row in enumerate(path, 1) if columns[row] != to]
             if moves:
@@ -117,4 +117,7 @@ class SlotTable(ABC):
 
     @abstractmethod
     def _move(self, slot: int, source: list[int], target: list[int]) -> None:
-        """Copy the entries at positions `source` to positions `target`. Read all of them before writing any."""
+        """Copy entries `source` to entries `target`. Read all of them before writing any.
+
+        Entry i holds the keys and values of token i, or of a row of the draft after the committed tokens.
+        """

@@ -195,12 +195,12 @@ class StateCache(SlabCache):
 
     def begin(self, rows: Rows) -> StatePass:
         """See `protocols.KVCache.begin`."""
-        attention = super().begin(rows)
+        view = super().begin(rows)
         if rows.resume is None:
             self._fed |= {slot: _Fed() for slot, start in zip(rows.slots, rows.starts, strict=True) if not start}
         fed = [self._fed[slot] for slot in rows.slots]
         before = [self._states[slot][length] for slot, length in zip(rows.slots, rows.lengths, strict=True)]
-        return StatePass(attention.plans, self._layers, self._indices, rows, self.recurrences, before, fed)
+        return StatePass(view.plans, self._layers, self._indices, rows, self.recurrences, before, fed)
 
     @torch.inference_mode()
     def commit(self, rows: Rows, paths: Sequence[Sequence[int] | None]) -> None:

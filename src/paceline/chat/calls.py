@@ -1,4 +1,9 @@
-"""Streaming parsers for function calls in a reply. Everything that is not a call in the family's format is text."""
+"""Streaming parsers for function calls in a reply. Everything that is not a call in the model's format is text.
+
+`CallParser` reads replies that may contain calls, and returns each call as a whole. `ForcedCallParser` reads a reply
+that must be a call, and returns its arguments piece by piece. If such a reply is cut off, for example by the length
+limit, the arguments are incomplete JSON.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +50,8 @@ Piece = Call | str
 class ForcedCallParser:
     """Parses a reply that is one call generated under `CallFormat.grammar`. It streams the arguments."""
 
-    def __init__(self, family: CallFormat, functions: Functions) -> None:
-        self._forms = {name: family.forced(schema) for name, schema in functions.items()}
+    def __init__(self, call_format: CallFormat, functions: Functions) -> None:
+        self._forms = {name: call_format.forced(schema) for name, schema in functions.items()}
         self._heads = {name: form.head(name) for name, form in self._forms.items()}
         self._functions = functions
         self._held = ""
@@ -135,23 +140,28 @@ class CallParser:
     """
 
     def __init__(
-        self, family: CallFormat, functions: Functions, single: bool = False, bare: bool = True, marked: bool = False
+        self,
+        call_format: CallFormat,
+        functions: Functions,
+        single: bool = False,
+        bare: bool = True,
+        marked: bool = False,
     ) -> None:
         """Make a parser.
 
         Args:
-            family: The model's format.
+            call_format: The model's format.
             functions: The functions that may be called.
             single: True to drop everything after the first call.
             bare: True to read a reply that consists of a JSON object as a call.
             marked: True to read only calls that begin with a marker.
         """
-        self._family, self._functions, self._single = family, functions, single
-        forms = [form for form in (*family.also, family) if form.start and not (marked and form.last)]
+        self._format, self._functions, self._single = call_format, functions, single
+        forms = [form for form in (*call_format.also, call_format) if form.start and not (marked and form.last)]
         self._forms = {form.start: form for form in forms}
         self._starts = re.compile("|".join(map(re.escape, sorted(self._forms, key=len, reverse=True))))
-        self._bare = not marked and (bare or family.name == "llama")
-        self._whole = replace(_WHOLE, tails=("```", *family.ends))
+        self._bare = not marked and (bare or call_format.name == "llama")
+        self._whole = replace(_WHOLE, tails=("```", *call_format.ends))
         self._text = GrowingText()
         self._found: list[str | list[Call]] = []
         self._reading = self._read()
@@ -222,13 +232,13 @@ class CallParser:
         """Read calls in a format. If they turn out not to be calls, everything that was read becomes text."""
         try:
             calls = yield from _CallBlock(
-                self._text, form, self._functions, lenient=self._family.name == "llama"
+                self._text, form, self._functions, lenient=self._format.name == "llama"
             ).calls()
         except Malformed:
             self._found.append(self._text.taken())
         else:
             self._text.taken()
-            self._found.append([Call(name, arguments, self._family.new_id()) for name, arguments in calls])
+            self._found.append([Call(name, arguments, self._format.new_id()) for name, arguments in calls])
 
 
 class ReasonedCalls:
@@ -237,8 +247,8 @@ class ReasonedCalls:
     After a call, the reasoning is held back. If it ends after all, the call was part of the reasoning.
     """
 
-    def __init__(self, family: CallFormat, functions: Functions, single: bool = False) -> None:
-        self._parser = CallParser(family, functions, single, marked=True)
+    def __init__(self, call_format: CallFormat, functions: Functions, single: bool = False) -> None:
+        self._parser = CallParser(call_format, functions, single, marked=True)
         self._raw = self._text = ""
         """The text that is held back, with and without its calls."""
         self._calls: list[Call] = []

@@ -128,7 +128,7 @@ _FORMATS = (
 )
 
 
-def family(template: str | None) -> ThoughtFormat | None:
+def thought_format_of(template: str | None) -> ThoughtFormat | None:
     """Return the reasoning format that a chat template uses. None if the model does not reason."""
     return next((form for form in _FORMATS if form.known(template or "")), None)
 

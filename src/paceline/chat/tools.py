@@ -320,7 +320,7 @@ FORMATS = (
 """All families. The first one that matches a template is used."""
 
 
-def family(template: str | None, has_token: Callable[[str], bool] = lambda _: False) -> CallFormat:
+def call_format_of(template: str | None, has_token: Callable[[str], bool] = lambda _: False) -> CallFormat:
     """Return the format of a model's calls.
 
     The main format is identified by the chat template, else by the vocabulary, else it is `PLAIN`. The parser also

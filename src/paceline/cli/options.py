@@ -452,9 +452,9 @@ class SamplingOptions:
 
 def _thinking_budget(llm: LLM, tokens: int) -> ThinkingBudget:
     """Return a budget with the model's markers around reasoning. Raise `InvalidOption` if it does not reason."""
-    from paceline.chat.thinking import family
+    from paceline.chat.thinking import thought_format_of
 
-    form = family(llm.tokenizer.chat_template)
+    form = thought_format_of(llm.tokenizer.chat_template)
     if form is None:
         raise InvalidOption(
             "the model's chat template has no reasoning to limit with --thinking-budget", "Leave it out"

@@ -283,10 +283,10 @@ class TextStream:
         return self._state.left
 
     def trim(self, verdict: Verdict, draft: Draft, logits: Tensor) -> Trimmed:
-        """Cut a verdict after the first token that ends the reply, without side effects.
+        """Cut a verdict after the first token that ends the reply, and convert its tokens to chunks of text.
 
-        A reply ends at EOS, a stop token, a stop string, a stopping criterion or the length limit. `emit` applies the
-        result.
+        A reply ends at EOS, a stop token, a stop string, a stopping criterion or the length limit. This has no side
+        effects: `emit` makes the new state of the text current, once the cache has committed the verdict.
 
         Args:
             verdict: The verdict.
@@ -310,7 +310,7 @@ class TextStream:
         return Trimmed(verdict.path, verdict.tokens, verdict.finish, chunks, state)
 
     def emit(self, verdict: Trimmed) -> list[Chunk]:
-        """Apply the latest result of `trim`, and return its chunks."""
+        """Take over the state that `trim` made, and return its chunks."""
         self._state = verdict.state or self._state
         return list(verdict.chunks)
 

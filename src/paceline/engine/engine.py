@@ -196,9 +196,9 @@ class Engine:
             if source:
                 self.cache.truncate(slot, request.position)
             if policy and source and source.policy is policy and not replied:
-                policy.drafter.fork(slot, source.slot, request.text)
+                policy.drafter.fork(slot, source.slot, request.ids_with_images)
             elif policy:
-                policy.drafter.admit(slot, request.text)
+                policy.drafter.admit(slot, request.ids_with_images)
         return request
 
     @_exclusive
@@ -214,7 +214,7 @@ class Engine:
         request.active, request.resumed, request.num_seen_tokens = True, True, 0
         with self._holding(request):
             if request.policy:
-                request.policy.drafter.admit(request.slot, request.text)
+                request.policy.drafter.admit(request.slot, request.ids_with_images)
 
     def prefill(self, request: Request) -> None:
         """Feed the prompt except its last token, which is row 0 of the first round."""
@@ -223,7 +223,7 @@ class Engine:
 
     @_exclusive
     def feed(self, request: Request, limit: int = PREFILL_ROWS) -> int:
-        """Feed the next chunk of the prompt.
+        """Feed the next piece of the prompt: a chunk of `PREFILL_ROWS` tokens, or a part of one.
 
         Args:
             request: The request.
@@ -237,27 +237,29 @@ class Engine:
         """
         clock = Clock(self._timer)
         reader = request.prompt_reader
-        done = self.cache.lengths[request.slot] or (0 if reader else self._load_prefix(request))
+        done = self.cache.lengths[request.slot]
+        if not done and not reader:
+            done = self._load_prefix(request)
         limit = PREFILL_ROWS if limit < PREFILL_ROWS and not self.seamless else limit
         end, images = min(chunk_end(done, limit), request.position), request.images
-        chunk = request.token_ids[done : images.chunk_end(done, end) if images else end]
-        if chunk:
-            rows = pack_prefix(chunk, request.slot, done, self.target.device)
+        piece = request.token_ids[done : images.chunk_end(done, end) if images else end]
+        if piece:
+            rows = pack_prefix(piece, request.slot, done, self.target.device)
             if images:
-                rows = replace(rows, given=images.given(done, done + len(chunk)))
+                rows = replace(rows, given=images.given(done, done + len(piece)))
             want = reader.want if reader else Want("none")
             out = self._forward(rows, Want(want.logits, taps=tuple(dict.fromkeys((*taps([request]), *want.taps)))))
-            self.cache.commit(rows, [range(1, len(chunk))])
+            self.cache.commit(rows, [range(1, len(piece))])  # row 0 is always kept, and no path contains it
             if request.policy:
-                states = {tap: x[0, : len(chunk)] for tap, x in out.taps.items()}
-                request.policy.drafter.feed(request.slot, chunk, states)
+                states = {tap: x[0, : len(piece)] for tap, x in out.taps.items()}
+                request.policy.drafter.feed(request.slot, piece, states)
             if reader:
-                reader.read(done, request.token_ids[done + 1 : done + 1 + len(chunk)], out)
-            if done + len(chunk) == request.position:
+                reader.read(done, request.token_ids[done + 1 : done + 1 + len(piece)], out)
+            if done + len(piece) == request.position:
                 self._save_prefix(request)
         clock.lap("prefill")
         _charge([request], clock)
-        return len(chunk)
+        return len(piece)
 
     def _load_prefix(self, request: Request) -> int:
         """Load the longest cached prefix of the text. Return its number of tokens."""
@@ -325,8 +327,8 @@ class Engine:
         clock.lap("verify")
         self.cache.commit(rows, [None if verdict.error else verdict.path for verdict in verdicts])
         try:
-            for place, (request, draft, verdict) in enumerate(zip(requests, drafted.drafts, verdicts, strict=True)):
-                self._commit(request, draft, verdict, {tap: states[place] for tap, states in out.taps.items()})
+            for i, (request, draft, verdict) in enumerate(zip(requests, drafted.drafts, verdicts, strict=True)):
+                self._advance(request, draft, verdict, {tap: states[i] for tap, states in out.taps.items()})
             clock.lap("commit")
             _charge(requests, clock)
             learn(plan, requests, drafted, verdicts, clock.laps["verify"] + clock.laps["commit"])
@@ -394,8 +396,11 @@ class Engine:
             raise
 
     @staticmethod
-    def _commit(request: Request, draft: Draft, verdict: Trimmed, states: Mapping[Tap, Tensor]) -> None:
-        """Advance a request and its drafter by a verdict. `states`: Taps of the request's rows, each [T, H]."""
+    def _advance(request: Request, draft: Draft, verdict: Trimmed, states: Mapping[Tap, Tensor]) -> None:
+        """Advance a request and its drafter by a verdict that the cache has committed.
+
+        `states`: Taps of the request's rows, each [T, H].
+        """
         request.stats.count(draft, verdict)
         request.stats.draft_failures = request.sampler.draft_failures
         if verdict.error:

@@ -17,7 +17,7 @@ class ReadingPace:
     """Limits the prompt tokens per turn, so that neither running replies nor new requests wait long for a prompt.
 
     On a fast machine, `quota` tokens are the limit. On a slow one, they would take seconds, so the time that recent
-    chunks took is the limit. The number of tokens changes no text.
+    pieces took is the limit. The number of tokens changes no text.
 
     Attributes:
         round_seconds: Duration of the latest round.
@@ -27,11 +27,11 @@ class ReadingPace:
         """`quota`: Maximum number of tokens between two rounds. `inf` for no limit, also of time."""
         self._quota = quota
         self._costs: deque[float] = deque(maxlen=4)
-        """Seconds per token of recent chunks. The lowest counts, since a chunk may include the loading of a prefix."""
+        """Seconds per token of recent pieces. The lowest counts, since a piece may include the loading of a prefix."""
         self.round_seconds = 0.0
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Record the duration of a chunk."""
+        """Record the duration of a piece of a prompt."""
         if tokens:
             self._costs.append(seconds / tokens)
 

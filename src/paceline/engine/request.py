@@ -69,8 +69,8 @@ class Request:
     on_finish: Callable[[Request], object] | None = None
 
     @property
-    def text(self) -> Sequence[int]:
-        """The token ids, with the images among them."""
+    def ids_with_images(self) -> Sequence[int]:
+        """The token ids of prompt and reply, as an `ImagePrompt` if there are images among them."""
         return ImagePrompt(self.token_ids, self.images.images) if self.images else self.token_ids
 
     @property

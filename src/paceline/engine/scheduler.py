@@ -1,8 +1,8 @@
 """Continuous batching: admission, prefill between rounds, preemption. Every reply is driven from here.
 
 Between two rounds, some prompt tokens are fed (`reading_pace.py` says how many). Several prompts may be partly read:
-three chunks of four go to the prompt with the fewest unread tokens, so that a short prompt does not wait for a long
-one, and the fourth goes to the prompt that has waited longest for a chunk, so that every prompt advances.
+three pieces of four are of the prompt with the fewest unread tokens, so that a short prompt does not wait for a long
+one, and the fourth is of the prompt that has waited longest for its next piece, so that every prompt advances.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MAX_CATCH_UP = 4
 """Maximum multiple of the usual number of prompt tokens that is fed between two rounds while requests are waiting. A
 higher one would shorten the wait for first tokens, but stall running replies."""
 _IN_TURN = 4
-"""Every chunk of this number goes to the prompt that has waited longest for one."""
+"""One piece in this number is of the prompt that has waited longest."""
 
 
 @dataclass(eq=False, slots=True)
@@ -105,8 +105,8 @@ class Scheduler:
         self._pace = ReadingPace(quota)
         self.waiting: deque[Task] = deque()
         self.reading: list[Task] = []
-        """Tasks whose prompts are partly read. The first one has waited longest for a chunk."""
-        self._num_chunks = 0
+        """Tasks whose prompts are partly read. The first one has waited longest for its next piece."""
+        self._num_pieces = 0
         # The order matches the slots. When a reply leaves, a shared cache moves the last slot to its place, so the last
         # task moves as well.
         self.running: list[Task] = []
@@ -198,7 +198,7 @@ class Scheduler:
         limit, fed, ended = self._pace.limit(bool(self.running)), 0.0, list[Task]()
         if self.running:
             limit *= max(1, min(startable, _MAX_CATCH_UP))
-        while fed < limit and (task := self._next_to_read()):
+        while fed < limit and (task := self._take_next()):
             try:
                 request, began = self._with_slot(task), self._clock()
                 count = self._engine.feed(request, int(min(limit - fed, PREFILL_ROWS)))
@@ -214,6 +214,8 @@ class Scheduler:
             if task.done:
                 ended.append(task)
             if task not in self.reading and not self._is_shared(task):
+                # The prompt is complete, so its reply waits for a round now: keep to the limit of running replies.
+                # Tasks with the same prompt are started first, so that all of them join that round.
                 limit = self._pace.limit(running=True)
         return ended
 
@@ -222,7 +224,7 @@ class Scheduler:
         return task.group is not None and any(one.group == task.group for one in self.waiting)
 
     def _note_progress(self, task: Task, request: Request) -> None:
-        """Record how much of a prompt is left after a chunk. If nothing is, the task is running."""
+        """Record how much of a prompt is left after a piece. If nothing is, the task is running."""
         task.unread = request.position - self._engine.cache.lengths[request.slot]
         if task.done or task.unread:
             return
@@ -248,15 +250,18 @@ class Scheduler:
             self._engine.resume(request)
         return request
 
-    def _next_to_read(self) -> Task | None:
-        """Return the task whose prompt is to be fed next. It holds a slot."""
+    def _take_next(self) -> Task | None:
+        """Return the task whose prompt is fed next, and move it to the end of `reading`.
+
+        If a waiting task may start, it leaves the queue first.
+        """
         if (task := self._startable()) is not None:
             self.waiting.remove(task)
             self.reading.append(task)
         if not self.reading:
             return None
-        self._num_chunks += 1
-        in_turn = self._num_chunks % _IN_TURN == 0
+        self._num_pieces += 1
+        in_turn = self._num_pieces % _IN_TURN == 0
         task = self.reading[0] if in_turn else min(self.reading, key=lambda one: one.unread)
         self.reading.remove(task)
         self.reading.append(task)

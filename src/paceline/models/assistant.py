@@ -75,13 +75,13 @@ class AssistantNetwork:
         Returns:
             The normed states [B, T, H], and the predicted stand-in for the target's hidden states [B, T, target H].
         """
-        attention = cache.view(slots, tokens.shape[1], self._attentions)
+        view = cache.view(slots, tokens.shape[1], self._attentions)
         lengths = [cache.lengths[slot] for slot in slots]
         positions = torch.tensor(lengths, device=tokens.device)[:, None].expand_as(tokens)
         ropes = self._ropes(positions, max(lengths) + 1, [cache.prompts[slot] for slot in slots])
         x = self._enter(torch.cat([self._host.embed(tokens), hidden.to(self._host.dtype)], -1))
         for i, layer in enumerate(self._layers):
-            x = layer(x, i, ropes[self._ropes.index[i]], attention)
+            x = layer(x, i, ropes[self._ropes.index[i]], view)
         x = self._norm(x)
         return x, self._leave(x)
 

@@ -99,13 +99,13 @@ class BlockNetwork:
             counts: Number of valid rows per slot.
         """
         b, n, _ = features.shape
-        rows, attention, ropes = self._begin(cache, slots, [cache.lengths[slot] for slot in slots], n)
+        rows, view, ropes = self._begin(cache, slots, [cache.lengths[slot] for slot in slots], n)
         both = self._keys_values(self._fused_norm(self._fuse(features)))
         c = self.config.layer
         keys, values = both.view(b, n, c.layers, 2, c.kv_heads, c.head_dim).unbind(3)
         for i, (norm, kind) in enumerate(zip(self._head_norms, self._stack.ropes.index, strict=True)):
             k, rope = norm(keys[:, :, i]) if norm else keys[:, :, i], ropes[kind]
-            attention.write(i, rotate(k, *rope) if rope else k, values[:, :, i])
+            view.write(i, rotate(k, *rope) if rope else k, values[:, :, i])
         cache.commit(rows, [range(1, count) if count else None for count in counts])
 
     @torch.inference_mode()
@@ -121,8 +121,8 @@ class BlockNetwork:
         Returns:
             Normed states [B, size, H], the input of `logits`.
         """
-        _, attention, ropes = self._begin(cache, slots, first, x.shape[1])
-        x, _ = self._stack.run(x, 0, self.config.layer.layers, ropes, attention)
+        _, view, ropes = self._begin(cache, slots, first, x.shape[1])
+        x, _ = self._stack.run(x, 0, self.config.layer.layers, ropes, view)
         return self._norm(x)
 
     @torch.inference_mode()

@@ -69,7 +69,7 @@ class ConvolvedLayer(Layer):
         x: Tensor,
         layer: int,
         rope: Rope,
-        attention: Pass,
+        view: Pass,
         entry: Tensor | None = None,
         given: Tensor | None = None,
     ) -> Tensor:
@@ -77,7 +77,7 @@ class ConvolvedLayer(Layer):
         assert self.mlp_norm
         norm, mixer, out, mlp = self._parts()
         seen, added = self._around_attention.before(norm(x))
-        mixed = out(mixer.mix(seen, layer, rope, attention))
+        mixed = out(mixer.mix(seen, layer, rope, view))
         x = x + self._around_attention.after(mixed, added)
         seen, added = self._around_mlp.before(self.mlp_norm(x))
         return x + self._around_mlp.after(mlp(seen), added)

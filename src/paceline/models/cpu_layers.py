@@ -325,11 +325,11 @@ class _KernelPass:
 
     def _view(self, plans: Sequence[SlabPlan]) -> _View:
         slots = [slot for plan in plans for slot in self._slots(plan)]
-        kind = KV_KINDS[plans[0].slabs[0].dtype]
+        kind = KV_KINDS[plans[0].tensors[0].dtype]
         return _View(min(plans[0].window or 0, _WIDEST), kind, (_CSlot * len(slots))(*slots))
 
     def _slots(self, plan: SlabPlan) -> Iterator[_CSlot]:
-        keys, values = plan.slabs
+        keys, values = plan.tensors
         layer, each, counts = keys.stride(0), keys.stride(1) * keys.element_size(), plan.rows.counts
         for i, place, length, x in zip(plan.members, plan.places, plan.lengths, plan.layouts, strict=True):
             self._held.append(x)

@@ -170,7 +170,8 @@ class Decoder:
         first, x = self._enter(rows, cache)
         prompts = [cache.prompts[slot] for slot in rows.slots]
         adapters = [cache.adapters[slot] for slot in rows.slots] if self.adapters else ()
-        return self._run(rows, first, x, cache.begin(rows), prompts, want, adapters)
+        view = cache.begin(rows)
+        return self._run(rows, first, x, view, prompts, want, adapters)
 
     def _rows_are_independent(self) -> bool:
         """Return True if a row has the same bits in passes of any length, so that padding rows are not needed.
@@ -185,7 +186,7 @@ class Decoder:
         rows: Rows,
         first: int,
         x: Tensor,
-        attention: Pass,
+        view: Pass,
         prompts: Sequence[int],
         want: Want,
         adapters: Sequence[int] = (),
@@ -200,11 +201,11 @@ class Decoder:
         taps: dict[Tap, Tensor] = {}
         for deep in (rows.given.deep if rows.given else ())[: end - first]:
             own = [tap for tap in inner if tap == first]
-            x, found = self._stack.run(x, first, first + 1, ropes, attention, None, own, inputs, adapters)
+            x, found = self._stack.run(x, first, first + 1, ropes, view, None, own, inputs, adapters)
             assert rows.given
             x, first, taps = rows.given.place(x, deep, add=True), first + 1, taps | found
         inner = [tap for tap in inner if tap >= first]
-        x, found = self._stack.run(x, first, end, ropes, attention, taps=inner, given=inputs, adapters=adapters)
+        x, found = self._stack.run(x, first, end, ropes, view, taps=inner, given=inputs, adapters=adapters)
         taps |= found
         if want.logits == "none" and "final" not in want.taps:
             return Forward(x.new_empty(x.shape[0], 0, self.vocab_size), taps)

@@ -55,7 +55,7 @@ class LatentAttention(Mixer):
         self._keys, self._values = keys, values
         self._sizes = [c.query_rank or heads * (c.plain + c.rotary), c.rank, c.rotary]
 
-    def mix(self, x: Tensor, layer: int, rope: Rope, attention: Pass) -> Tensor:
+    def mix(self, x: Tensor, layer: int, rope: Rope, view: Pass) -> Tensor:
         """See `layers.Attention.mix`. Returns [B, T, heads * value]."""
         c = self._config
         assert rope
@@ -67,7 +67,7 @@ class LatentAttention(Mixer):
         turned = rotate(torch.cat([turning, key[:, :, None]], 2), *rope)
         row = torch.cat([self._norm(latent)[:, :, None], turned[:, :, -1:]], -1)
         queries = torch.cat([_by_head(self._keys, plain), turned[:, :, :-1]], -1)
-        mixed = attention.attend(layer, queries, row, row).unflatten(-1, (self._heads, -1))
+        mixed = view.attend(layer, queries, row, row).unflatten(-1, (self._heads, -1))
         return _by_head(self._values, mixed[..., : c.rank]).flatten(2)
 
 

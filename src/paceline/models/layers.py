@@ -44,7 +44,7 @@ class Mixer(Protocol):
     """The part of a layer in which rows see other rows: attention, or a recurrence."""
 
     @abstractmethod
-    def mix(self, x: Tensor, layer: int, rope: Rope, attention: Any) -> Tensor:
+    def mix(self, x: Tensor, layer: int, rope: Rope, view: Any) -> Tensor:
         """Map normed rows x [B, T, H] to the input of the output projection, [B, T, *]."""
         ...
 
@@ -88,7 +88,7 @@ class Attention(Mixer):
         self.heads, self.head_dim, self.tempered = heads, head_dim, tempered
         self.rotated_first = rotated_first
 
-    def mix(self, x: Tensor, layer: int, rope: Rope, attention: Pass) -> Tensor:
+    def mix(self, x: Tensor, layer: int, rope: Rope, view: Pass) -> Tensor:
         """Attend. Returns [B, T, heads * D], before the output projection.
 
         `rope` is None if the layer encodes no positions (SmolLM3).
@@ -109,7 +109,7 @@ class Attention(Mixer):
             qk = rotate(qk, *rope)
         if self.norm is not None and self.rotated_first:
             qk = self.norm(qk)
-        mixed = attention.attend(layer, qk[:, :, : self.heads], qk[:, :, self.heads :], v)
+        mixed = view.attend(layer, qk[:, :, : self.heads], qk[:, :, self.heads :], v)
         return mixed if gate is None else mixed * sigmoid(gate)
 
 
@@ -121,12 +121,12 @@ class SharedAttention(Mixer):
     def __init__(self, q: Linear, heads: int, head_dim: int, norm: HeadNorms | None) -> None:
         self._q, self._shape, self._norm = q, (heads, head_dim), norm
 
-    def mix(self, x: Tensor, layer: int, rope: Rope, attention: SharedPass) -> Tensor:
+    def mix(self, x: Tensor, layer: int, rope: Rope, view: SharedPass) -> Tensor:
         """See `Attention.mix`."""
         q = self._q(x).unflatten(-1, self._shape)
         if self._norm is not None:
             q = self._norm(q)
-        return attention.look(layer, q if rope is None else rotate(q, *rope))
+        return view.look(layer, q if rope is None else rotate(q, *rope))
 
 
 class Dense:
@@ -314,7 +314,7 @@ class Layer:
         x: Tensor,
         layer: int,
         rope: Rope,
-        attention: Pass,
+        view: Pass,
         entry: Tensor | None = None,
         given: Tensor | None = None,
     ) -> Tensor:
@@ -324,7 +324,7 @@ class Layer:
             x: The stream.
             layer: Index of the layer.
             rope: Rotary factors; None if the layer encodes no positions.
-            attention: The pass's view of the cache.
+            view: The pass's view of the cache.
             entry: Input of attention, if it is not the normed stream.
             given: The layer's token embeddings, see `TokenInput`.
         """
@@ -332,7 +332,7 @@ class Layer:
         if self.attention and self.out:
             if entry is None:
                 entry = x if self.attn_norm is None else self.attn_norm(x)
-            x = self._plus(x, self.out, self.attention.mix(entry, layer, rope, attention), first)
+            x = self._plus(x, self.out, self.attention.mix(entry, layer, rope, view), first)
         if self.mlp:
             x = self._plus(x, self.mlp, x if self.mlp_norm is None else self.mlp_norm(x), second)
         if self.token_input is not None and given is not None:
@@ -364,12 +364,12 @@ class ParallelLayer(Layer):
         x: Tensor,
         layer: int,
         rope: Rope,
-        attention: Pass,
+        view: Pass,
         entry: Tensor | None = None,
         given: Tensor | None = None,
     ) -> Tensor:
         """See `Layer`. These layers have neither `post` norms nor per-layer embeddings."""
         norm, mixer, out, mlp = self._parts()
         normed = norm(x)
-        mixed = mixer.mix(normed, layer, rope, attention)
+        mixed = mixer.mix(normed, layer, rope, view)
         return mlp.onto(normed if self.mlp_norm is None else self.mlp_norm(x), out.onto(mixed, x))

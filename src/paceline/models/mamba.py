@@ -93,14 +93,14 @@ class Mamba2(RecurrentMixer):
         self.config, self._product, self.recurrence, self._norm = config, product, state, norm
         self._rate, self._bias = steps
 
-    def mix(self, x: Tensor, layer: int, rope: Rope, attention: RecurrentPass) -> Tensor:
+    def mix(self, x: Tensor, layer: int, rope: Rope, view: RecurrentPass) -> Tensor:
         """See `layers.Mixer.mix`."""
         c, wide = self.config, self._rate.dtype
         values = c.heads * c.value_dim
         gate, entries, step = self._product.precise(x).to(wide).split([values, c.channels, c.heads], -1)
         # Computed in float64 because torch's float32 function differs in the last elements of a tensor (see `sigmoid`).
         step = F.softplus((step + self._bias).double())
-        out = attention.recur(layer, (entries, (self._rate * step).to(wide), step.to(wide))).flatten(2)
+        out = view.recur(layer, (entries, (self._rate * step).to(wide), step.to(wide))).flatten(2)
         gate = gate * sigmoid(gate)
         return (out * gate if self._norm is None else self._norm(out, gate)).to(x.dtype)
 
@@ -111,9 +111,9 @@ class Parallel(RecurrentMixer):
     def __init__(self, attention: Attention, other: RecurrentMixer) -> None:
         self.attention, self._other, self.recurrence = attention, other, other.recurrence
 
-    def mix(self, x: Tensor, layer: int, rope: Rope, attention: RecurrentPass) -> Tensor:
+    def mix(self, x: Tensor, layer: int, rope: Rope, view: RecurrentPass) -> Tensor:
         """Return the outputs of attention and of the state, concatenated, [B, T, *]."""
-        return torch.cat([one.mix(x, layer, rope, attention) for one in (self.attention, self._other)], -1)
+        return torch.cat([one.mix(x, layer, rope, view) for one in (self.attention, self._other)], -1)
 
 
 class SplitProduct(Addend):

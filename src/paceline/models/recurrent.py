@@ -288,10 +288,10 @@ class ShortConv(RecurrentMixer):
         """`product` computes the gate before the convolution, the gate after it, and the convolution's entries."""
         self._product, self.recurrence = product, ConvolutionState(convolution)
 
-    def mix(self, x: Tensor, layer: int, rope: Rope, attention: RecurrentPass) -> Tensor:
+    def mix(self, x: Tensor, layer: int, rope: Rope, view: RecurrentPass) -> Tensor:
         """See `layers.Mixer.mix`."""
         before, after, entries = self._product.precise(x).chunk(3, -1)
-        return (after * attention.recur(layer, (before * entries,))).to(x.dtype)
+        return (after * view.recur(layer, (before * entries,))).to(x.dtype)
 
 
 class DeltaNet(RecurrentMixer):
@@ -320,13 +320,13 @@ class DeltaNet(RecurrentMixer):
         self.recurrence = DeltaRule(config, convolution)
         self._rate, self._bias = decay
 
-    def mix(self, x: Tensor, layer: int, rope: Rope, attention: RecurrentPass) -> Tensor:
+    def mix(self, x: Tensor, layer: int, rope: Rope, view: RecurrentPass) -> Tensor:
         """See `layers.Mixer.mix`."""
         c, (share, step) = self.config, self._gates
         entries, gate = self._mixed(x).split([c.channels, c.heads * c.value_dim], -1)
         wide = self._rate.dtype
         decay = (self._rate * F.softplus((step.precise(x).to(wide) + self._bias).double())).to(wide)
-        out = attention.recur(layer, (entries, decay, sigmoid(share.precise(x).to(wide))))
+        out = view.recur(layer, (entries, decay, sigmoid(share.precise(x).to(wide))))
         gate = gate.to(wide)
         mixed: Tensor = self._norm(out).flatten(2) * (gate * sigmoid(gate))
         return mixed.to(x.dtype)

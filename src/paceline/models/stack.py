@@ -144,7 +144,7 @@ class LayerStack:
         first: int,
         end: int,
         ropes: Sequence[Rope],
-        attention: Pass,
+        view: Pass,
         entry: Tensor | None = None,
         taps: Sequence[int] = (),
         given: Tensor | None = None,
@@ -157,7 +157,7 @@ class LayerStack:
             first: Index of the first layer.
             end: Index after the last layer.
             ropes: All rotary factors of the pass.
-            attention: The pass's view of the cache.
+            view: The pass's view of the cache.
             entry: Input [B, T, *] of the first layer's attention, if it is not the normed stream.
             taps: Indices of layers, ascending, from `first` to `end`. The stream before each of them is returned.
             given: Per-layer token embeddings [B, T, layers, P], see `layers.TokenInput`.
@@ -171,7 +171,7 @@ class LayerStack:
             start, stop = max(first, part.first), min(end, part.end)
             if start < stop:
                 inner = [tap for tap in taps if start <= tap < stop]
-                x, found = part.run(x, start, stop, ropes, attention, entry, inner, given, adapters)
+                x, found = part.run(x, start, stop, ropes, view, entry, inner, given, adapters)
                 states |= {tap: state.to(self._device) for tap, state in found.items()}
                 entry = None
         x = x.to(self._device)
@@ -207,7 +207,7 @@ class _PlacedLayers:
         start: int,
         stop: int,
         ropes: Sequence[Rope],
-        attention: Pass,
+        view: Pass,
         entry: Tensor | None,
         taps: Sequence[int],
         given: Tensor | None,
@@ -216,8 +216,8 @@ class _PlacedLayers:
         """See `LayerStack.run`. Layer indices count all layers of the model."""
         x, entry = x.to(self.device), None if entry is None else entry.to(self.device)
         ropes = [rope and (rope[0].to(self.device), rope[1].to(self.device)) for rope in ropes]
-        if self.native and isinstance(attention, SlabPass):
-            plans, inner = attention.plans[self._slabs], [tap - self.first for tap in taps]
+        if self.native and isinstance(view, SlabPass):
+            plans, inner = view.plans[self._slabs], [tap - self.first for tap in taps]
             x, found = self.native.run(x, start - self.first, stop - self.first, ropes, plans, entry, inner, adapters)
             return x, {self.first + tap: state for tap, state in found.items()}
         states = {}
@@ -226,7 +226,7 @@ class _PlacedLayers:
                 if index in taps:
                     states[index] = x
                 own = None if given is None else given[:, :, index].to(self.device)
-                x = self.layers[index - self.first](x, index, ropes[self._rope_of[index]], attention, entry, own)
+                x = self.layers[index - self.first](x, index, ropes[self._rope_of[index]], view, entry, own)
                 entry = None
         return x, states
 

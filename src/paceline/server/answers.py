@@ -38,7 +38,7 @@ class RunningRequest:
         model: The model.
         limit: The limit on concurrent requests.
         tracer: Records the replies.
-        replies: The replies, one for each job.
+        handles: The handles of the replies, one for each job.
         outputs: Rounds that have not been read.
         error: The error that ended the replies.
         open: False after `close`.
@@ -49,7 +49,7 @@ class RunningRequest:
     model: LoadedModel
     limit: RequestLimit
     tracer: Tracer
-    replies: list[ReplyHandle] = field(default_factory=list)
+    handles: list[ReplyHandle] = field(default_factory=list)
     outputs: asyncio.Queue[ReplyRound] = field(default_factory=asyncio.Queue)
     error: Exception | None = None
     open: bool = True
@@ -58,7 +58,7 @@ class RunningRequest:
     def start(self, jobs: Sequence[ReplyJob]) -> None:
         """Submit the jobs. If one is refused, `close` cancels the others. Raises `Busy`, `ServerStopping`."""
         for index, job in enumerate(jobs):
-            self.replies.append(self.model.worker.submit(job, self.outputs, index))
+            self.handles.append(self.model.worker.submit(job, self.outputs, index))
 
     def close(self) -> None:
         """Cancel replies that still run, and log the usage. Closing twice does nothing."""
@@ -67,19 +67,19 @@ class RunningRequest:
         self.open = False
         self.limit.release()
         self.model.release()
-        for reply in self.replies:
-            reply.cancel()
-            reply.outcome = reply.finish_reason or ("error" if self.error else "abort")
-            self.model.metrics.observe_end(reply.outcome, reply.seconds)
-            self.tracer.record(reply)
-        if self.replies:
+        for handle in self.handles:
+            handle.cancel()
+            handle.outcome = handle.engine_reason or ("error" if self.error else "abort")
+            self.model.metrics.observe_end(handle.outcome, handle.seconds)
+            self.tracer.record(handle)
+        if self.handles:
             usage = self.usage()
             self.model.metrics.observe_draft_failures(sum(stats.draft_failures for stats in usage.stats))
             LOG.info(
                 "%s %s %s: completion tokens %d, prompt tokens %d, rounds %d",
                 REQUEST_ID.get(),
                 self.id,
-                ",".join(str(reply.outcome) for reply in self.replies),
+                ",".join(str(handle.outcome) for handle in self.handles),
                 usage.written,
                 usage.prompt,
                 usage.rounds,
@@ -90,7 +90,7 @@ class RunningRequest:
 
         If a reply fails, all replies end and its error is raised.
         """
-        running = len(self.replies)
+        running = len(self.handles)
         try:
             while running:
                 round_ = None
@@ -99,26 +99,26 @@ class RunningRequest:
                 if round_ is None:
                     yield None
                     continue
-                reply = self.replies[round_.index]
+                handle = self.handles[round_.index]
                 if round_.chunks:
-                    self._count(reply, round_)
+                    self._count(handle, round_)
                     yield round_
                 if round_.over:
                     running -= 1
-                    if not reply.job.sampling.max_new_tokens and not reply.error:
-                        reply.finish_reason = "length"  # without a token there was no round to say so
-                        self._count_first(reply)
-                    if reply.error or reply.finish_reason is None:
-                        raise reply.error or ServerStopping()
+                    if not handle.job.sampling.max_new_tokens and not handle.error:
+                        handle.engine_reason = "length"  # without a token there was no round to say so
+                        self._count_first(handle)
+                    if handle.error or handle.engine_reason is None:
+                        raise handle.error or ServerStopping()
         except Exception as error:
             self.error = error
             raise
 
     def stop(self) -> None:
         """End all replies as a stop string does."""
-        for reply in self.replies:
-            reply.finish_reason = reply.finish_reason or "stop"
-            reply.cancel()
+        for handle in self.handles:
+            handle.engine_reason = handle.engine_reason or "stop"
+            handle.cancel()
 
     async def finish(self) -> None:
         """Wait until all replies are over. Raises the first error of one."""
@@ -146,7 +146,7 @@ class RunningRequest:
                 yield encode(event)
             spoken = time.monotonic()
             async for events in self._events_of_rounds(encoder, pause):
-                begun = any(reply.first is not None for reply in self.replies)
+                begun = any(handle.first is not None for handle in self.handles)
                 if not events and time.monotonic() - spoken >= (heartbeat if begun else pause):
                     reading = encoder.shows_progress and not begun
                     events = [encoder.progress(self.usage()) if reading else encoder.heartbeat()]
@@ -172,17 +172,17 @@ class RunningRequest:
                     self.stop()
                     return
 
-    def _count(self, reply: ReplyHandle, round_: ReplyRound) -> None:
-        self.model.metrics.observe_round(round_, reply.first is None)
-        self._count_first(reply)
-        reply.tokens += 0 if reply.job.prompt_only else len(round_.chunks)
-        reply.finish_reason = round_.chunks[-1].finish_reason
+    def _count(self, handle: ReplyHandle, round_: ReplyRound) -> None:
+        self.model.metrics.observe_round(round_, handle.first is None)
+        self._count_first(handle)
+        handle.tokens += 0 if handle.job.prompt_only else len(round_.chunks)
+        handle.engine_reason = round_.chunks[-1].finish_reason
 
-    def _count_first(self, reply: ReplyHandle) -> None:
-        if reply.first is None:
-            reply.first = reply.seconds
-            prompt, stats = reply.job.prompt_tokens, reply.stats
-            self.model.metrics.observe_first(reply.queued, reply.first, prompt, stats.cached, stats.from_disk)
+    def _count_first(self, handle: ReplyHandle) -> None:
+        if handle.first is None:
+            handle.first = handle.seconds
+            prompt, stats = handle.job.prompt_tokens, handle.stats
+            self.model.metrics.observe_first(handle.queued, handle.first, prompt, stats.cached, stats.from_disk)
             if stats.diverged:
                 LOG.info("%s %s", REQUEST_ID.get(), self._reason(stats.diverged, stats.cached))
 
@@ -196,17 +196,17 @@ class RunningRequest:
 
     def usage(self) -> Usage:
         """Counts so far."""
-        first_samples = [reply for reply in self.replies if reply.job.sample == 0]  # samples share their prompt
+        first_samples = [handle for handle in self.handles if handle.job.sample == 0]  # samples share their prompt
         return Usage(
-            prompt=sum(reply.job.prompt_tokens for reply in first_samples),
-            written=sum(reply.tokens for reply in self.replies),
-            stats=[reply.stats for reply in self.replies],
-            cached=sum(reply.stats.cached for reply in first_samples),
-            drafter=self.replies[0].drafter if self.replies else None,
-            queued=min((reply.queued for reply in self.replies), default=0.0),
-            first=min((reply.first or 0.0 for reply in self.replies), default=0.0),
-            total=max((reply.seconds for reply in self.replies), default=0.0),
-            read=sum(reply.read for reply in first_samples),
+            prompt=sum(handle.job.prompt_tokens for handle in first_samples),
+            written=sum(handle.tokens for handle in self.handles),
+            stats=[handle.stats for handle in self.handles],
+            cached=sum(handle.stats.cached for handle in first_samples),
+            drafter=self.handles[0].drafter if self.handles else None,
+            queued=min((handle.queued for handle in self.handles), default=0.0),
+            first=min((handle.first or 0.0 for handle in self.handles), default=0.0),
+            total=max((handle.seconds for handle in self.handles), default=0.0),
+            read=sum(handle.read for handle in first_samples),
         )
 
 

@@ -49,7 +49,7 @@ class Encoder(ABC):
 
     @abstractmethod
     def add(self, round_: ReplyRound) -> Sequence[Event]:
-        """Add a round, and return its events."""
+        """Add a round, which has at least one chunk, and return its events."""
 
     @abstractmethod
     def heartbeat(self) -> Event:
@@ -79,6 +79,10 @@ class Encoder(ABC):
 
 class Api(ABC, Generic[Body]):
     """An API for generated text.
+
+    The body has properties that the server reads: `constrained` must be True if the reply needs a grammar, and
+    `image_chars` must count the images. The checklist in docs/how-to/own-api.md names further places, such as the shape
+    of errors.
 
     Attributes:
         path: The path of the requests.

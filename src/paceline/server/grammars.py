@@ -82,29 +82,32 @@ def content_schema(constraints: Mapping[str, Constraint]) -> Any:
 
 
 def grammar(
-    trials: GrammarTrials, constraints: Mapping[str, Constraint], calls: str | None = None, thought: str | None = None
+    trials: GrammarTrials,
+    constraints: Mapping[str, Constraint],
+    call_rules: str | None = None,
+    thought_rules: str | None = None,
 ) -> Grammar | None:
     """Return the grammar of a reply, None if it has no constraint. Blocks until the grammar has been tried.
 
     Args:
         trials: The trials of the model's grammars.
         constraints: The request's constraints by parameter.
-        calls: A Lark grammar of the function calls and of constrained content, in place of `constraints`.
-        thought: Rules for an `answer` after reasoning.
+        call_rules: A Lark grammar of the function calls and of constrained content, in place of `constraints`.
+        thought_rules: Rules for an `answer` after reasoning.
 
     Raises:
         ApiError: 400 for more than one constraint, and for a schema, expression or grammar that is malformed or too
             expensive to compile.
         Busy: The grammar cannot be tried now.
     """
-    if calls is not None:
-        constraints = {"tools": ("lark", calls)}
+    if call_rules is not None:
+        constraints = {"tools": ("lark", call_rules)}
     if len(constraints) > 1:
         raise bad_request(f"{' and '.join(constraints)} exclude each other. Send one of them", next(iter(constraints)))
     for param, (kind, content) in constraints.items():
         text = content if isinstance(content, str) else json.dumps(content)
-        if thought is not None:
-            kind, text = "lark", f"{thought}answer: {_as_lark(kind, content)}\n"
+        if thought_rules is not None:
+            kind, text = "lark", f"{thought_rules}answer: {_as_lark(kind, content)}\n"
         try:
             return Grammar(kind, text, size=trials.size(kind, text))
         except Busy:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import uuid
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from paceline.chat import thinking, tools
 from paceline.chat.calls import CallParser, ForcedCallParser, ReasonedCalls
+from paceline.chat.thinking import ThoughtFormat
 from paceline.chat.tools import CallFormat
 from paceline.engine.draft_policy import OFF, Speculation
 from paceline.engine.prediction import predicted_ids
@@ -27,7 +28,7 @@ from paceline.server.images import check_memory, check_wanted, pictures_of, seen
 from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
 from paceline.server.replies import ChatReply
-from paceline.server.request import ChatMessage, ChatPrompt, GenerateRequest, TextPrompt
+from paceline.server.request import ChatMessage, ChatPrompt, GenerateRequest, TextPrompt, ToolOffer
 from paceline.server.schema import SpeculationOptions
 from paceline.server.worker import Busy, ReplyJob, ServerStopping
 from paceline.text.chat_template import check_messages
@@ -96,7 +97,7 @@ def prepare(model: LoadedModel, settings: Settings, request: GenerateRequest | N
     try:
         jobs, replies = _chat(model, settings, request, prompt)
     except ContextExceeded:
-        if not prompt.truncated:
+        if not prompt.may_truncate:
             raise
         most = prompt_limit(model.llm, settings)
         prompt = truncated(prompt, lambda shorter: _size(model.llm, settings, shorter), most, request.max_tokens)
@@ -109,51 +110,74 @@ def _chat(
 ) -> tuple[list[ReplyJob], list[ChatReply]]:
     """Return the jobs of a chat, and a new reply for each."""
     llm, functions = model.llm, prompt.tools.schemas
-    family, (text, pictures) = call_format(llm), chat_text(llm, prompt)
+    call_format, (text, pictures) = _call_format(llm), chat_text(llm, prompt)
     check_length(llm, settings, text, "messages")
-    form = thinking.family(llm.tokenizer.template_for(bool(prompt.tools.offered)))
+    thought_format = thinking.thought_format_of(llm.tokenizer.template_for(bool(prompt.tools.offered)))
     budget = None
-    if form and request.thinking_budget is not None and not form.over(text):
-        budget = form.budget(request.thinking_budget, form.begun(text))
-    if form and (form.over(text) or not (prompt.split or form is thinking.HARMONY)):
-        form = None
-    inside = form is not None and form.begun(text)
-    markers = _special(llm, *(family.markers if functions else ()), *(form.markers if form else ()))
-    calls = None
+    if thought_format and request.thinking_budget is not None and not thought_format.over(text):
+        budget = thought_format.budget(request.thinking_budget, thought_format.begun(text))
+    if thought_format and (thought_format.over(text) or not (prompt.split or thought_format is thinking.HARMONY)):
+        thought_format = None
+    inside = thought_format is not None and thought_format.begun(text)
+    markers = _special(
+        llm, *(call_format.markers if functions else ()), *(thought_format.markers if thought_format else ())
+    )
+    call_rules = None
     if functions:
         content = grammars.content_schema(request.constraints)
         if prompt.tools.forced or content is not None:
-            calls = family.grammar([*functions.items()], markers, None if prompt.tools.forced else content)
-    thought = form.rules(inside, markers) if form else None
-    grammar = grammars.grammar(model.grammar_trials, request.constraints, calls, thought)
-    if grammar and form is None:
+            call_rules = call_format.grammar([*functions.items()], markers, None if prompt.tools.forced else content)
+    thought_rules = thought_format.rules(inside, markers) if thought_format else None
+    grammar = grammars.grammar(model.grammar_trials, request.constraints, call_rules, thought_rules)
+    if grammar and thought_format is None:
         budget = None  # the grammar has no reasoning
     tokens = chat_ids(llm, text, pictures, prompt_limit(llm, settings))
     check_length(llm, settings, tokens, "messages")
     sampling = replace(_sampling(llm, request, grammar), thinking_budget=budget)
-    if form:
-        sampling = replace(sampling, reasoning=form.reasoning(inside))
+    if thought_format:
+        sampling = replace(sampling, reasoning=thought_format.reasoning(inside))
     if request.prediction:
         # Here, because doing it where the reply begins would hold up all other replies.
         most, size = sampling.max_new_tokens, llm.model.target.vocab_size
         sampling = replace(sampling, prediction=predicted_ids(request.prediction, llm.tokenizer.encode, most, size))
-
-    def parser() -> CallParser | ForcedCallParser | None:
-        if prompt.tools.forced:
-            return ForcedCallParser(family, functions)
-        return CallParser(family, functions, prompt.tools.single, bare=grammar is None) if functions else None
-
-    def reply() -> ChatReply:
-        reasoned = form and functions and not prompt.tools.forced
-        return ChatReply(
-            parser=parser(),
-            thoughts=form.parser(inside) if form else None,
-            reasoned=ReasonedCalls(family, functions, prompt.tools.single) if reasoned else None,
-            markers={token: marker for marker, token in markers.items()},
-        )
-
     jobs = _jobs(llm, settings, request, [tokens], sampling)
-    return jobs, [reply() for _ in jobs]
+    shown = {token: marker for marker, token in markers.items()}
+    bare = grammar is None
+    return jobs, [_new_reply(prompt.tools, call_format, bare, thought_format, inside, shown) for _ in jobs]
+
+
+def _new_reply(
+    offer: ToolOffer,
+    call_format: CallFormat,
+    bare: bool,
+    thought_format: ThoughtFormat | None,
+    inside: bool,
+    markers: Mapping[int, str],
+) -> ChatReply:
+    """Return an empty reply with its parsers.
+
+    Args:
+        offer: The functions and the tool choice.
+        call_format: The format of calls.
+        bare: See `CallParser`.
+        thought_format: The format of reasoning. None if reasoning is part of the text.
+        inside: True if the prompt ends inside the reasoning.
+        markers: See `ChatReply`.
+    """
+    functions = offer.schemas
+    call_parser: CallParser | ForcedCallParser | None = None
+    unclosed_thought_calls = None
+    if offer.forced:
+        call_parser = ForcedCallParser(call_format, functions)
+    elif functions:
+        call_parser = CallParser(call_format, functions, offer.single, bare)
+        unclosed_thought_calls = ReasonedCalls(call_format, functions, offer.single) if thought_format else None
+    return ChatReply(
+        call_parser=call_parser,
+        thought_parser=thought_format.parser(inside) if thought_format else None,
+        unclosed_thought_calls=unclosed_thought_calls,
+        markers=markers,
+    )
 
 
 def _text_jobs(model: LoadedModel, settings: Settings, request: GenerateRequest, prompt: TextPrompt) -> list[ReplyJob]:
@@ -309,10 +333,12 @@ def _special(llm: LLM, *markers: str) -> dict[str, int]:
     return {marker: token for marker, token in ids.items() if token is not None and token in llm.tokenizer.special_ids}
 
 
-def call_format(llm: LLM) -> CallFormat:
+def _call_format(llm: LLM) -> CallFormat:
     """Return the format in which a model writes calls."""
     template, token_id = llm.tokenizer.template_for(tools=True), llm.tokenizer.token_id
-    return tools.family(template if tools.knows_tools(template) else None, lambda text: token_id(text) is not None)
+    return tools.call_format_of(
+        template if tools.knows_tools(template) else None, lambda text: token_id(text) is not None
+    )
 
 
 def chat_text(llm: LLM, prompt: ChatPrompt) -> tuple[str, Sequence[Picture]]:
@@ -334,7 +360,7 @@ def _rendered(llm: LLM, prompt: ChatPrompt, chat: list[dict[str, Any]]) -> str:
     given = [function.shown for function in prompt.tools.offered]
     template = llm.tokenizer.template_for(bool(given))
     if tools.knows_tools(template):
-        chat, given = tools.fitted(template, call_format(llm), check_messages(chat), given)
+        chat, given = tools.fitted(template, _call_format(llm), check_messages(chat), given)
         return _applied(llm, prompt, chat, given)
     if given:
         return _applied(llm, prompt, tools.with_tools(check_messages(chat), given), [])
@@ -348,10 +374,10 @@ def _rendered(llm: LLM, prompt: ChatPrompt, chat: list[dict[str, Any]]) -> str:
 
 def _applied(llm: LLM, prompt: ChatPrompt, chat: list[dict[str, Any]], given: list[dict[str, Any]]) -> str:
     values = {"tools": given or None, **prompt.values}
-    if prompt.continued:
+    if prompt.continues_last:
         return _continued(llm, chat, values)
-    text = llm.tokenizer.apply_chat_template(chat, prompt.answered, **values)
-    form = thinking.family(llm.tokenizer.template_for(bool(given)))
+    text = llm.tokenizer.apply_chat_template(chat, prompt.opens_reply, **values)
+    form = thinking.thought_format_of(llm.tokenizer.template_for(bool(given)))
     return form.skip(text) if form and values.get("enable_thinking") is False else text
 
 

@@ -27,7 +27,7 @@ class ReplyBlock:
     Attributes:
         kind: The kind of the part.
         index: The position among the reply's blocks.
-        text: The text so far. Of a call, the arguments as JSON.
+        text: The text so far. Of a call, the arguments as JSON, which is incomplete if a forced call is cut off.
         name: The function of a call.
         id: The id of a call.
     """
@@ -54,7 +54,7 @@ class BlockBegun:
 
 @dataclass(frozen=True, slots=True)
 class BlockGrown:
-    """More text of the last block."""
+    """More text of the last block. A call only grows if it is forced (see `chat.calls`)."""
 
     block: ReplyBlock
     text: str
@@ -75,9 +75,9 @@ class ChatReply:
     """One reply as far as its rounds have been added.
 
     Attributes:
-        parser: The parser of calls. None if no tool may be called.
-        thoughts: The parser of reasoning. None if reasoning is part of the text.
-        reasoned: The parser of calls within reasoning that never ends.
+        call_parser: The parser of calls. None if no tool may be called.
+        thought_parser: The parser of reasoning. None if reasoning is part of the text.
+        unclosed_thought_calls: The parser of calls within reasoning that never ends.
         markers: Special tokens that the parsers must see, and their texts.
         blocks: The blocks so far.
         open: True if the last block may grow.
@@ -86,9 +86,9 @@ class ChatReply:
         stop: The stop string that ended the reply.
     """
 
-    parser: CallParser | ForcedCallParser | None = None
-    thoughts: ThoughtParser | HarmonyParser | None = None
-    reasoned: ReasonedCalls | None = None
+    call_parser: CallParser | ForcedCallParser | None = None
+    thought_parser: ThoughtParser | HarmonyParser | None = None
+    unclosed_thought_calls: ReasonedCalls | None = None
     markers: Mapping[int, str] = field(default_factory=dict)
     blocks: list[ReplyBlock] = field(default_factory=list)
     open: bool = False
@@ -99,7 +99,7 @@ class ChatReply:
     @property
     def forced(self) -> bool:
         """True if the reply must be a call."""
-        return isinstance(self.parser, ForcedCallParser)
+        return isinstance(self.call_parser, ForcedCallParser)
 
     @property
     def text(self) -> str:
@@ -121,8 +121,9 @@ class ChatReply:
         thought, text = self._split_reasoning(round_)
         last = round_.chunks[-1]
         calls: Sequence[Call] = ()
-        if self.reasoned and self.thoughts:
-            thought, calls = self.reasoned.push(thought, self.thoughts.inside, last.finish_reason)
+        if self.unclosed_thought_calls and self.thought_parser:
+            inside = self.thought_parser.inside
+            thought, calls = self.unclosed_thought_calls.push(thought, inside, last.finish_reason)
         shown, pieces = self._parse_calls(text, over=last.finish_reason is not None)
         events = [*self._extend("reasoning", thought), *self._extend("text", shown)]
         for piece in (*pieces, *calls):
@@ -138,24 +139,24 @@ class ChatReply:
     def _split_reasoning(self, round_: ReplyRound) -> tuple[str, str]:
         """Return the round's (reasoning, text after it)."""
         pieces = [chunk.text + self.markers.get(chunk.token_id, "") for chunk in round_.chunks]
-        thoughts = self.thoughts
-        if thoughts is None:
+        parser = self.thought_parser
+        if parser is None:
             return "", "".join(pieces)
         thought, text = "", ""
         for piece in pieces:
-            began = thoughts.inside
-            new_thought, new_text = thoughts.push(piece)
-            self.reasoning_tokens += began or thoughts.inside or bool(new_thought)
+            began = parser.inside
+            new_thought, new_text = parser.push(piece)
+            self.reasoning_tokens += began or parser.inside or bool(new_thought)
             thought, text = thought + new_thought, text + new_text
-        rest = thoughts.flush() if round_.chunks[-1].finish_reason else ("", "")
+        rest = parser.flush() if round_.chunks[-1].finish_reason else ("", "")
         return thought + rest[0], text + rest[1]
 
     def _parse_calls(self, text: str, over: bool) -> tuple[str, Sequence[Piece]]:
         """Return (text that can be shown, pieces of calls)."""
-        if self.parser is None:
+        if self.call_parser is None:
             return text, ()
-        shown, pieces = self.parser.push(text)
-        rest, last = self.parser.flush() if over else ("", [])
+        shown, pieces = self.call_parser.push(text)
+        rest, last = self.call_parser.flush() if over else ("", [])
         return shown + rest, [*pieces, *last]
 
     def _extend(self, kind: Literal["reasoning", "text", "call"], text: str) -> list[BlockEvent]:
@@ -180,7 +181,7 @@ class ChatReply:
         return [BlockEnded(self.blocks[-1])] if was_open else []
 
     def _finish(self, reason: str) -> str:
-        incomplete = isinstance(self.parser, ForcedCallParser) and not self.parser.complete
+        incomplete = isinstance(self.call_parser, ForcedCallParser) and not self.call_parser.complete
         if self.calls and reason != "length" and not incomplete:
             return "tool_calls"
         return FINISH_REASONS.get(reason, reason)

@@ -147,8 +147,8 @@ class OfferedFunction:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolUse:
-    """The functions of a chat.
+class ToolOffer:
+    """The functions that a request offers, and its tool choice.
 
     Attributes:
         offered: The functions that the prompt shows.
@@ -171,7 +171,7 @@ class ToolUse:
         single: bool = False,
         where: str = "tools",
         param: str = "tool_choice",
-    ) -> ToolUse:
+    ) -> ToolOffer:
         """Return the functions that a tool choice leaves. Raises `ApiError` 400 for a choice that contradicts them.
 
         Args:
@@ -191,9 +191,9 @@ class ToolUse:
         if mode == "required" and not offered:
             raise bad_request("tool_choice 'required' requires tools", param)
         if mode == "none":
-            return ToolUse()
+            return ToolOffer()
         kept = [function for function in offered if names is None or function.name in names]
-        return ToolUse(offered, kept, mode == "required", single)
+        return ToolOffer(offered, kept, mode == "required", single)
 
     @property
     def schemas(self) -> dict[str, Schema | None]:
@@ -218,21 +218,21 @@ class ChatPrompt:
 
     Attributes:
         messages: The messages.
-        tools: The functions.
+        tools: The functions that the request offers.
         values: Variables of the template.
-        continued: True if the reply continues the last message.
-        answered: True if the prompt ends with the beginning of a reply.
+        continues_last: True if the reply continues the last message.
+        opens_reply: True if the prompt ends with the beginning of a reply.
         split: True if reasoning is separated from the text.
-        truncated: True to leave out the oldest messages of a chat that is too long.
+        may_truncate: True if the oldest messages may be left out of a chat that is too long.
     """
 
     messages: Sequence[ChatMessage]
-    tools: ToolUse = field(default_factory=ToolUse)
+    tools: ToolOffer = field(default_factory=ToolOffer)
     values: Mapping[str, Any] = field(default_factory=dict)
-    continued: bool = False
-    answered: bool = True
+    continues_last: bool = False
+    opens_reply: bool = True
     split: bool = True
-    truncated: bool = False
+    may_truncate: bool = False
 
     def __post_init__(self) -> None:
         for i, message in enumerate(self.messages):
@@ -267,7 +267,8 @@ class GenerateRequest:
     Attributes:
         prompt: The prompt.
         sampling: The fields of `Sampling` that the request sets. The model's own values apply to the others.
-        constraints: Constraints on the reply's form, by the parameters that set them.
+        constraints: Constraints on the reply's form, by the parameters of the client's body that set them. An error
+            names the parameter.
         max_tokens: Maximum tokens of a reply. -1: the context length divided by `share`.
         share: See `max_tokens`.
         samples: Number of replies to each prompt.
@@ -290,7 +291,7 @@ class GenerateRequest:
 
     def __post_init__(self) -> None:
         chat = self.prompt
-        if isinstance(chat, ChatPrompt) and chat.continued:
+        if isinstance(chat, ChatPrompt) and chat.continues_last:
             last = chat.messages[-1]
             if last.role != "assistant" or last.calls:
                 raise bad_request(

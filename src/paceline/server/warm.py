@@ -86,6 +86,6 @@ def _shared_tokens(worker: Worker, settings: Settings, prompt: ChatPrompt) -> Se
     if prompt.messages[-1].role in ("user", "tool"):
         return chat_tokens(worker.llm, settings, prompt)
     users = [ChatMessage(role="user", content=text) for text in ("a", "b")]
-    chats = [replace(prompt, messages=[*prompt.messages, user], continued=False) for user in users]
+    chats = [replace(prompt, messages=[*prompt.messages, user], continues_last=False) for user in users]
     one, other = (chat_tokens(worker.llm, settings, chat) for chat in chats)
     return one[: [a == b for a, b in zip(one, other, strict=False)].index(False)]

@@ -169,8 +169,8 @@ class ReplyHandle:
 
     first: Seconds from submission to the first token that was read.
     tokens: Tokens that were read.
-    finish_reason: The engine's.
-    outcome: The finish reason at the end, "error", or "abort" if the client left.
+    engine_reason: The engine's finish reason, once the reply has ended.
+    outcome: The engine's finish reason at the end, "error", or "abort" if the client left.
     """
 
     def __init__(self, job: ReplyJob, task: Task, outputs: asyncio.Queue[ReplyRound], index: int) -> None:
@@ -180,7 +180,7 @@ class ReplyHandle:
         self._no_stats = Stats(0, "rounding")
         self.first: float | None = None
         self.tokens = 0
-        self.finish_reason: str | None = None
+        self.engine_reason: str | None = None
         self.outcome: str | None = None
 
     @property

@@ -101,6 +101,7 @@ class DeviceCache(SharedSlabCache):
         return DevicePass(self, table, prompt)
 
     def _columns(self, rows: Rows, index: int) -> Sequence[int]:
+        # `SlotTable._columns` again, which `SlabCache` overrides: rows are stored in the order of their numbers here.
         return range(len(rows.parents[index]))
 
 

@@ -217,7 +217,7 @@ class OllamaModels:
             "vision": facts.vision,
             "tools": bool(facts.template),
             "insert": facts.infill,
-            "thinking": thinking.family(facts.template) is not None,
+            "thinking": thinking.thought_format_of(facts.template) is not None,
         }
         sampling = sampling or Sampling(**recommended(facts.generation))
         names = ("temperature", "top_p", "top_k", "min_p")

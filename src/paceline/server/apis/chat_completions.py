@@ -16,7 +16,7 @@ from paceline.server.apis.openai_chat import (
     ContentPart,
     Function,
     FunctionName,
-    Messages,
+    MessageList,
     NamedTool,
     Tools,
     chat_messages,
@@ -27,7 +27,7 @@ from paceline.server.compat import Strict, accepts, ignored, only
 from paceline.server.errors import WrongParameter
 from paceline.server.prepare import Prepared
 from paceline.server.replies import BlockBegun, BlockEnded, BlockGrown, ChatReply, ReplyBlock
-from paceline.server.request import ChatPrompt, GenerateRequest, ToolUse, reasoning_values, requested_logprobs
+from paceline.server.request import ChatPrompt, GenerateRequest, ToolOffer, reasoning_values, requested_logprobs
 from paceline.server.schema import (
     LENGTHS,
     MAX_TOOLS,
@@ -85,7 +85,7 @@ class PredictedContent(Strict):
 class ChatRequest(ThinkingBudgets, RequestBody):
     """Body of /v1/chat/completions."""
 
-    messages: Messages
+    messages: MessageList
     max_completion_tokens: Length | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
@@ -170,9 +170,9 @@ class ChatRequest(ThinkingBudgets, RequestBody):
         return self.tool_choice or self.function_call or "auto"
 
     @property
-    def tool_use(self) -> ToolUse:
+    def tool_offer(self) -> ToolOffer:
         """The functions and which of them may be called. Raises `ApiError` 400 for a choice that contradicts them."""
-        offered = [*(tool.offered for tool in self.tools or ()), *(one.offered() for one in self.functions or ())]
+        offered = [*(tool.offered for tool in self.tools or ()), *(one.offered for one in self.functions or ())]
         mode, names, choice = "required", None, self.choice
         if isinstance(choice, str):
             mode = choice
@@ -181,7 +181,7 @@ class ChatRequest(ThinkingBudgets, RequestBody):
         else:
             mode = choice.allowed_tools.mode
             names = [tool.function.name for tool in choice.allowed_tools.tools]
-        return ToolUse.chosen(
+        return ToolOffer.chosen(
             offered,
             mode,
             names,
@@ -301,10 +301,10 @@ class ChatCompletions(Api[ChatRequest]):
         """Return the request of a chat."""
         prompt = ChatPrompt(
             messages=chat_messages(body.messages),
-            tools=body.tool_use,
+            tools=body.tool_offer,
             values=body.template_values,
-            continued=bool(body.continue_final_message),
-            answered=body.add_generation_prompt is not False,
+            continues_last=bool(body.continue_final_message),
+            opens_reply=body.add_generation_prompt is not False,
             split=body.reasoning_format != "none",
         )
         logprobs = requested_logprobs(body.logprobs, body.top_logprobs)

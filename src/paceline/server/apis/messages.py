@@ -33,7 +33,7 @@ from paceline.server.request import (
     OfferedFunction,
     Part,
     SentImage,
-    ToolUse,
+    ToolOffer,
     reasoning_values,
     refuse_media,
 )
@@ -318,9 +318,9 @@ def chat_prompt(body: CountTokensRequest) -> ChatPrompt:
         effort = "none"
     return ChatPrompt(
         messages=messages,
-        tools=_tool_use(body),
+        tools=_tool_offer(body),
         values={**reasoning_values(effort), **(body.chat_template_kwargs or {})},
-        continued=messages[-1].role == "assistant" and not messages[-1].calls,
+        continues_last=messages[-1].role == "assistant" and not messages[-1].calls,
     )
 
 
@@ -391,14 +391,14 @@ def _result(block: ToolResultBlock, param: str) -> str | list[Part]:
     return f"Error: {content}" if isinstance(content, str) else ["Error:", *content]
 
 
-def _tool_use(body: CountTokensRequest) -> ToolUse:
+def _tool_offer(body: CountTokensRequest) -> ToolOffer:
     """Return the functions, and which of them may be called. A choice of "auto" is valid even if all tools were
     skipped."""
     offered = [OfferedFunction(tool.name, tool.description, tool.input_schema) for tool in body.functions]
     choice = body.tool_choice or ToolChoice(type="auto")
     mode = {"any": "required", "tool": "required"}.get(choice.type, choice.type)
     names = None if choice.name is None else [choice.name]
-    return ToolUse.chosen(offered, mode, names, single=bool(choice.disable_parallel_tool_use))
+    return ToolOffer.chosen(offered, mode, names, single=bool(choice.disable_parallel_tool_use))
 
 
 class Messages(Api[MessagesRequest]):
@@ -411,12 +411,12 @@ class Messages(Api[MessagesRequest]):
 
     def decode(self, body: MessagesRequest) -> GenerateRequest:
         """Return the request of a chat."""
-        form = body.format
+        form, param = body.format, "output_format" if body.output_format else "output_config.format"
         limit = body.thinking.budget_tokens if body.thinking and body.thinking.type == "enabled" else None
         return GenerateRequest(
             prompt=chat_prompt(body),
             sampling={**body.sampling, **without_none(stop=body.stop_sequences)},
-            constraints={"response_format": ("json_schema", guide(form.schema_))} if form else {},
+            constraints={param: ("json_schema", guide(form.schema_))} if form else {},
             max_tokens=body.max_tokens,
             thinking_budget=body.budget(thinking=limit),
             speculation=body.speculation,

@@ -27,7 +27,7 @@ from paceline.server.request import (
     Part,
     SentImage,
     TextPrompt,
-    ToolUse,
+    ToolOffer,
     reasoning_values,
     requested_logprobs,
 )
@@ -187,11 +187,10 @@ class OllamaRequest(OllamaObject, Generating, extra="ignore"):
         """Return the request with a prompt. Raises `ApiError` 400."""
         length = (self.options and self.options.num_predict) or -1
         schema = ANY_OBJECT if isinstance(self.format, str) else self.format
-        param = "response_format" if isinstance(prompt, ChatPrompt) else "guided_json"
         return GenerateRequest(
             prompt=prompt,
             sampling=self.sampling,
-            constraints={param: ("json_schema", guide(schema))} if self.format and schema else {},
+            constraints={"format": ("json_schema", guide(schema))} if self.format and schema else {},
             max_tokens=max(-1, length),
             logprobs=requested_logprobs(self.logprobs, self.top_logprobs),
             speculation=self.speculation,
@@ -317,9 +316,9 @@ class OllamaChat(_OllamaApi[OllamaChatRequest]):
         return body.request(
             ChatPrompt(
                 messages=[_chat_message(m, f"messages.{i}", m is last) for i, m in enumerate(body.messages)],
-                tools=ToolUse.chosen([tool.offered for tool in body.tools or ()]),
+                tools=ToolOffer.chosen([tool.offered for tool in body.tools or ()]),
                 values=body.template_values,
-                truncated=body.truncate is not False,
+                may_truncate=body.truncate is not False,
             )
         )
 

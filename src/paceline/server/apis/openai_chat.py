@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, PrivateAttr, ValidationError, model_validator
@@ -213,9 +214,10 @@ class Function(Lenient):
         Field(description="Arguments always follow the schema if tool_choice is required or names a function."),
     ] = None
 
-    def offered(self, custom: bool = False) -> OfferedFunction:
-        """Return the function that the model may call."""
-        return OfferedFunction(self.name, self.description, self.parameters, self.strict, custom)
+    @property
+    def offered(self) -> OfferedFunction:
+        """The function that the model may call."""
+        return OfferedFunction(self.name, self.description, self.parameters, self.strict)
 
 
 class Tool(Lenient):
@@ -238,7 +240,7 @@ class Tool(Lenient):
     @property
     def offered(self) -> OfferedFunction:
         """The function that the model may call."""
-        return self._custom.offered if self._custom else self.function.offered(custom=self.type == "custom")
+        return self._custom.offered if self._custom else replace(self.function.offered, custom=self.type == "custom")
 
 
 class FunctionName(Strict):
@@ -264,7 +266,7 @@ class AllowedTools(Strict):
     allowed_tools: Allowed
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=10_000, fail_fast=True)]
+MessageList = Annotated[list[Message], Field(min_length=1, max_length=10_000, fail_fast=True)]
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
 
 

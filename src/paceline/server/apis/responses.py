@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from paceline.server.api import Api, Encoder, Event, dumps
 from paceline.server.apis.openai_chat import CustomTool, text_of
-from paceline.server.apis.response_bodies import (
+from paceline.server.apis.responses_request import (
     FunctionTool,
     Item,
     MessageItem,
@@ -70,19 +70,19 @@ class Responses(Api[ResponsesRequest]):
         items = self.conversation(body)
         prompt = ChatPrompt(
             messages=chat_messages_of(items, body.instructions, earlier=len(items) - len(body.items)),
-            tools=body.tool_use,
+            tools=body.tool_offer,
             values={
                 **reasoning_values(body.reasoning.effort if body.reasoning else None),
                 **(body.chat_template_kwargs or {}),
             },
-            truncated=body.truncation == "auto",
+            may_truncate=body.truncation == "auto",
         )
         form = body.format
         asked = form if isinstance(form, SchemaText) else JsonSchema()
         return GenerateRequest(
             prompt=prompt,
             sampling=body.sampling,
-            constraints={} if form.type == "text" else {"response_format": schema_constraint(asked)},
+            constraints={} if form.type == "text" else {"text.format": schema_constraint(asked)},
             max_tokens=-1 if body.max_output_tokens is None else body.max_output_tokens,
             logprobs=(body.top_logprobs or 0) if body.with_logprobs else None,
             thinking_budget=body.budget(reasoning=body.reasoning.max_tokens if body.reasoning else None),
@@ -408,7 +408,7 @@ class Compaction(Api[CompactRequest]):
         items = [*self._responses.conversation(body), MessageItem(role="user", content=_ASK)]
         messages = chat_messages_of(items, body.instructions)
         return GenerateRequest(
-            prompt=ChatPrompt(messages=messages, values=reasoning_values("none"), truncated=True),
+            prompt=ChatPrompt(messages=messages, values=reasoning_values("none"), may_truncate=True),
             sampling=without_none(seed=body.seed),
             share=_SHARE,
             speculation=body.speculation,

@@ -12,7 +12,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from paceline.server.api import dumps_long
-from paceline.server.apis.response_bodies import Item, image_chars, listed
+from paceline.server.apis.responses_request import Item, image_chars, listed
 from paceline.server.errors import ApiError
 
 _MAX_COUNT, _MAX_BYTES = 4096, 64 * 2**20

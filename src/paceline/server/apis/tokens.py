@@ -8,13 +8,13 @@ from pydantic import Field, model_validator
 
 from paceline.server.api import dumps_long
 from paceline.server.apis.messages import CountTokensRequest, chat_prompt
-from paceline.server.apis.openai_chat import Messages, Tools, chat_messages, image_chars
+from paceline.server.apis.openai_chat import MessageList, Tools, chat_messages, image_chars
 from paceline.server.errors import bad_request
 from paceline.server.images import seen
 from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
 from paceline.server.prepare import chat_ids, chat_text, chat_tokens, prompt_limit
-from paceline.server.request import ChatPrompt, ToolUse
+from paceline.server.request import ChatPrompt, ToolOffer
 from paceline.server.schema import NamedBody, TemplateValues, Text, TokenId
 from paceline.text.template_text import TemplateText
 
@@ -22,7 +22,7 @@ from paceline.text.template_text import TemplateText
 class PromptRequest(NamedBody):
     """Messages for the chat template."""
 
-    messages: Messages | None = None
+    messages: MessageList | None = None
     tools: Tools | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -38,10 +38,10 @@ class PromptRequest(NamedBody):
         """The prompt of a chat. Raises `ApiError` 400 for new content that is not text."""
         return ChatPrompt(
             messages=chat_messages(self.messages or ()),
-            tools=ToolUse([tool.offered for tool in self.tools or ()]),
+            tools=ToolOffer([tool.offered for tool in self.tools or ()]),
             values=self.chat_template_kwargs or {},
-            continued=bool(self.continue_final_message),
-            answered=self.add_generation_prompt is not False,
+            continues_last=bool(self.continue_final_message),
+            opens_reply=self.add_generation_prompt is not False,
         )
 
 
@@ -82,7 +82,7 @@ class TokenizeRequest(PromptRequest):
 class ApplyTemplateRequest(PromptRequest):
     """Body of /apply-template."""
 
-    messages: Messages
+    messages: MessageList
 
 
 class DetokenizeRequest(NamedBody):

@@ -28,7 +28,7 @@ from paceline.server.request import (
     ChatMessage,
     OfferedFunction,
     SentImage,
-    ToolUse,
+    ToolOffer,
 )
 from paceline.server.schema import (
     MAX_TOOLS,
@@ -441,7 +441,7 @@ class ResponsesRequest(ThinkingBudgets, Samplers, OtherServers):
         return found
 
     @property
-    def tool_use(self) -> ToolUse:
+    def tool_offer(self) -> ToolOffer:
         """The functions and which of them may be called. Raises `ApiError` 400 for a choice that contradicts them."""
         offered = [tool.offered for tool in self.callable_tools]
         for i, function in enumerate(offered):
@@ -456,7 +456,7 @@ class ResponsesRequest(ThinkingBudgets, Samplers, OtherServers):
             names = [choice.name]
         else:
             mode, names = choice.mode, [tool.name for tool in choice.tools]
-        return ToolUse.chosen(offered, mode, names, single=self.parallel_tool_calls is False)
+        return ToolOffer.chosen(offered, mode, names, single=self.parallel_tool_calls is False)
 
     @property
     def custom(self) -> frozenset[str]:
