@@ -4,8 +4,8 @@
     paceline certify http://127.0.0.1:8090/v1 --body '{"prompt_lookup": 5}' --plain-body '{}'
 
 Libraries: transformers, openvino (openvino-genai), llama-cpp-python, and paceline-rules, because `paceline serve`
-offers no acceptance rules. A library's `speculation` lists the fields that switch it on. The server only passes parameters on,
-refuses other fields, and serves one request at a time.
+offers no acceptance rules. A library's `speculation` lists the fields that switch it on. The server only passes
+parameters on, refuses other fields, and serves one request at a time.
 """
 
 from __future__ import annotations
