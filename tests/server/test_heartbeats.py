@@ -100,7 +100,7 @@ def test_streams_tell_the_progress_of_a_prompt_if_asked(slow: Serving, path: str
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line and not line.endswith("[DONE]")]
     told = [chunk["prompt_progress"] for chunk in chunks if "prompt_progress" in chunk]
     first = next(i for i, chunk in enumerate(chunks) if not silent(chunk) and "role" not in str(chunk["choices"]))
-    assert len(told) > 4
+    assert len(told) > 1
     assert all("prompt_progress" not in chunk for chunk in chunks[first:])
     total = slow.post(path, BODIES[path]).json()["usage"]["prompt_tokens"]
     assert all(one["total"] == total and 0 <= one["cache"] <= one["processed"] <= total for one in told)
@@ -123,7 +123,7 @@ def test_several_choices_and_usage(slow: Serving) -> None:
 def test_completions(slow: Serving) -> None:
     asked: Any = {"model": "toy", "prompt": "go:", "max_tokens": 200}
     pieces = [chunk.choices[0].text for chunk in slow.openai.completions.create(stream=True, **asked)]
-    assert pieces.count("") > 4
+    assert pieces.count("") > 1
     assert "".join(pieces) == slow.openai.completions.create(**asked).choices[0].text
 
 
