@@ -242,10 +242,17 @@ def test_after_a_pause_the_new_measurement_counts_most() -> None:
     assert seen.value < 1.1
 
 
+def test_an_outlier_after_the_first_measurement_is_not_believed() -> None:
+    curve = Curve(slope=0.1)
+    for seconds in (2.5, 9.0):
+        curve.add(8, seconds, 1)
+    assert curve.at(8) == 2.5
+
+
 def test_a_small_pass_is_taken_to_cost_no_more_than_a_larger_one() -> None:
     curve = Curve(slope=0.1)
     for size, seconds in ((4, 9.0), (8, 2.0), (16, 4.0)):
-        curve.add(size, 0.0, 1)
+        curve.add(size, 10.0, 1)
         curve.add(size, seconds, 2)
     assert [curve.at(size) for size in (4, 6, 8, 12, 16)] == [2.0, 2.0, 2.0, 3.0, 4.0]
     assert curve.at(2) == pytest.approx(2.0 * 1.2 / 1.4)

@@ -26,7 +26,8 @@ class Fading:
 
         Args:
             value: A first guess that counts as one measurement. Outliers are then not clipped, so the quantity may
-                jump. If None, outliers are clipped, and the first measurement (warm-up) is ignored.
+                jump. If None, outliers are clipped. The first measurement (warm-up) then only limits the second,
+                which may be an outlier too.
         """
         self.value = value or 0.0
         self._warm = value is not None
@@ -41,13 +42,15 @@ class Fading:
     def add(self, measured: float, round: int) -> None:
         """Add a measurement. `round`: Its round. Measurements of earlier rounds count less."""
         if not self._warm:
-            self._warm = True
+            self._warm, self.value = True, measured
             return
         if self._weight == 1 and measured < self.value:
             # Replace the only measurement so far, which may be an outlier.
             self._weight = 0.0
         elif self._weight > 0:
             measured = min(measured, self._clip * self.value)
+        else:
+            measured = min(measured, self.value)
         weight = self._weight * _MEMORY ** (round - self._round)
         self.value += (measured - self.value) / (weight + 1)
         self._weight, self._round = min(weight + 1, _MAX_WEIGHT), round
