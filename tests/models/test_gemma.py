@@ -27,7 +27,7 @@ def gemma(request: pytest.FixtureRequest) -> Iterator[Loaded]:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(
     "gemma",
-    [pytest.param("auto", id="the file's codes"), pytest.param(None, id="bfloat16")],
+    [pytest.param("auto", id="the file's codes"), pytest.param("none", id="bfloat16")],
     indirect=True,
 )
 def test_it_writes_sense_and_the_same_with_a_drafter(gemma: Loaded, temperature: float) -> None:
@@ -41,7 +41,7 @@ def test_it_writes_sense_and_the_same_with_a_drafter(gemma: Loaded, temperature:
         assert drafted.stats.tokens_per_round > 1.2
 
 
-@pytest.mark.parametrize("gemma", [None], indirect=True)
+@pytest.mark.parametrize("gemma", ["none"], indirect=True)
 def test_a_text_longer_than_its_windows_goes_on_as_it_began(gemma: Loaded) -> None:
     """1,300 tokens: the local layers' rings of 1,024 columns have wrapped."""
     llm = LLM(gemma, Suffix())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import cycle
+from itertools import cycle, product
 
 import torch
 from torch import Tensor
@@ -15,16 +15,18 @@ from paceline.protocols import Adaptable, Divisible, KVCache, Target
 from paceline.types import Draft, DraftBudget, Guarantee, Rows, Want
 from paceline.verify.tree import PREFILL_ROWS, pack, with_siblings
 
-_PREFIX, _ROWS, _LONGEST = 61, 5, 32
-"""Number of tokens before the compared rows, number of compared rows, and rows of the longest pass, rounded up."""
+_PREFIXES, _ROWS, _LONGEST = (61, 5), 5, 32
+"""Numbers of tokens before the compared rows, number of compared rows, and rows of the longest pass, rounded up.
+
+torch's float32 products may give rows after a short text different bits, and the same bits after a longer one."""
 
 
 def guarantee(target: Target) -> Guarantee:
     """Check if speculation can change the bits of logits.
 
     Rows are fed one by one, in chains, in trees, and together with another request. Their logits must be identical, and
-    so must be the logits of the row after them once they are committed. The check takes about a dozen small passes for
-    plain rows and for each adapter, or three passes if rows differ. It uses the target's `excerpt` if it has one.
+    so must be the logits of the row after them once they are committed. The check takes about 25 small passes for plain
+    rows and for each adapter, or three passes if rows differ. It uses the target's `excerpt` if it has one.
 
     Returns:
         "bits" if all logits are identical. Text with speculation then equals plain decoding bit for bit. "rounding" if
@@ -34,7 +36,8 @@ def guarantee(target: Target) -> Guarantee:
     count = 1 + _adapters(target)
     if target.context_length <= _LONGEST:
         return "rounding"
-    return "bits" if all(_same_bits(target, one, (one + 1) % count) for one in range(count)) else "rounding"
+    ways = product(_PREFIXES, range(count))
+    return "bits" if all(_same_bits(target, *way, (way[1] + 1) % count) for way in ways) else "rounding"
 
 
 def check_exact(guarantee: Guarantee, device: torch.device) -> None:
@@ -55,9 +58,10 @@ def _adapters(target: Target) -> int:
     return len(target.adapters) if isinstance(target, Adaptable) else 0
 
 
-def _same_bits(target: Target, adapter: int, neighbour: int) -> bool:
-    """Return True if the guarantee is "bits" for requests with one adapter. `neighbour`: Adapter of another request."""
-    before = min(_PREFIX, target.context_length - _LONGEST)
+def _same_bits(target: Target, before: int, adapter: int, neighbour: int) -> bool:
+    """Return True if the guarantee is "bits" after `before` tokens for requests with one adapter. `neighbour`: Adapter
+    of another request."""
+    before = min(before, target.context_length - _LONGEST)
     tokens = _tokens(target, before + _ROWS)
     cache, path = target.new_cache(), tokens[before:]
     slot = cache.acquire(0, adapter)

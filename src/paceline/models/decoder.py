@@ -176,10 +176,12 @@ class Decoder:
     def _rows_are_independent(self) -> bool:
         """Return True if a row has the same bits in passes of any length, so that padding rows are not needed.
 
-        The products of the CPU kernels have this property. Torch's do not, and latent attention uses them.
+        The products of the CPU kernels have this property. Torch's do not; latent attention and the adapters of
+        layer-by-layer models use them.
         """
         on_cpu = all(device.type == "cpu" for device in self._stack.devices)
-        return on_cpu and isinstance(self._head, NativeLinear) and self.config.attention.latent is None
+        native = isinstance(self._head, NativeLinear) and self.config.attention.latent is None
+        return on_cpu and native and not self.adapters
 
     def _run(
         self,
