@@ -1,9 +1,10 @@
 """Write a GGUF file of a real model's shape with random weights, which cost as much time and memory as trained ones.
 
-Types of tensors are those of the common file of each model: Q4_K_M as llama.cpp's `llama-quantize` chooses them, and
-for gpt-oss experts in MXFP4 and the rest in Q8_0. Codes are random bytes. Scales give every matrix a mean of 0 and a
-standard deviation of 0.02, so that logits are finite. The tokenizer is a byte-level BPE of the real size with made-up
-merges. The two large mixtures are cut to fewer layers by default, so that two copies fit into 20 GB of memory.
+Each tensor has the type that it has in the model's most common file: Q4_K_M, as `llama-quantize` of llama.cpp assigns
+types, and for gpt-oss MXFP4 for the experts and Q8_0 for the rest. Codes are random bytes. Scales give every matrix a
+mean of 0 and a standard deviation of 0.02, so that logits are finite. The tokenizer is a byte-level BPE of the real
+size with made-up merges. The two large mixtures are cut to fewer layers by default, so that two copies fit into 20 GB
+of memory.
 
     python benchmarks/random_gguf.py llama-3.1-8b /tmp/llama-3.1-8b.gguf
     python benchmarks/random_gguf.py gpt-oss-20b /tmp/tiny.gguf --layers 2
@@ -85,7 +86,7 @@ def _norms(size: int, *names: str) -> Iterator[Part]:
 
 
 def _attention(hidden: int, queries: int, kv: int, values: Type, kind: Type = Q4_K, out: int = 0) -> Iterator[Part]:
-    """Yield the projections of attention. `queries`, `kv`: widths of all heads; `out`: that of attention's output."""
+    """Yield the projections of attention. `queries`, `kv`: total width of the heads; `out`: width of the output."""
     yield Part("attn_q.weight", (queries, hidden), kind)
     if kv:
         yield Part("attn_k.weight", (kv, hidden), kind)

@@ -213,7 +213,7 @@ def _checked_map(given: DeviceMap | None, device: Device) -> dict[str, int | Non
 
 
 def check_divisible(reference: str, config: ModelConfig | None, exact: bool, ranks: bool, placed: bool) -> None:
-    """Raise an error if a model is to be split across processes (`ranks`) or devices (`placed`), and cannot be.
+    """Raise an error if a model cannot be split across processes (`ranks`) or devices (`placed`) as requested.
 
     Raises:
         InvalidOption: Both were requested.

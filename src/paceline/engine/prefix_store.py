@@ -204,12 +204,11 @@ class PrefixStore:
         """
         until, now = time.monotonic() + seconds, time.time_ns()
         with self._lock:
-            thread, queued = self._thread, [*self._queue]
+            queued = [*self._queue]
             self._queue.clear()
         # Each is a microsecond older than the one before it, so that the order of use survives.
         jobs = [_Job(text, replaces, now - 1000 * i) for i, (text, replaces) in enumerate(texts)]
-        if thread is not None:
-            thread.join(seconds)
+        self.wait(seconds)
         for job in (*jobs, *(job for job in queued if all(job.text is not one.text for one in jobs))):
             self._write(job, until)
 

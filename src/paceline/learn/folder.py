@@ -68,7 +68,7 @@ class Pupil:
         return self.folder / "head.old"
 
     def switch(self) -> None:
-        """Use the head in training from now on. If this is interrupted, `recover` must follow."""
+        """Replace the head by the one in training. If this is interrupted, call `recover`."""
         self.recover()
         if self.head.exists():
             self.head.rename(self._replaced)
@@ -76,7 +76,7 @@ class Pupil:
         shutil.rmtree(self._replaced, ignore_errors=True)
 
     def recover(self) -> None:
-        """Finish or undo a switch that was interrupted, so that there is a head again."""
+        """Finish or undo an interrupted switch. If a head was in use before, one is in use afterwards."""
         if self._replaced.exists() and not self.head.exists():
             self._replaced.rename(self.head)
         shutil.rmtree(self._replaced, ignore_errors=True)
@@ -99,7 +99,7 @@ class Pupil:
 
     def drop_lesson(self) -> None:
         """Delete what is left of a lesson."""
-        self.lesson.unlink(missing_ok=True)  # first, so that a lesson of which only parts are left is never continued
+        self.lesson.unlink(missing_ok=True)  # first, so that a partly deleted lesson is never continued
         shutil.rmtree(self._unfinished, ignore_errors=True)
 
 

@@ -121,7 +121,7 @@ class Decoder:
 
     @property
     def tables(self) -> list[Tensor | NativeLinear | Stored]:
-        """The matrices of which a pass reads only the rows of its tokens."""
+        """The embedding matrices that are no output head. A pass reads only the rows of its tokens from them."""
         inputs = [self._token_inputs.table] if self._token_inputs else []
         return [table for table in (self._embed, *inputs) if table is not self._head]
 

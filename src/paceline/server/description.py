@@ -101,7 +101,7 @@ class Slots(RootModel[list[Slot]]):
 
 
 class SlotAction(PlainAnswer):
-    """The result of an action on a slot. Numbers of tokens and bytes are those of all texts in the folder."""
+    """The result of an action on a slot. It counts the tokens and bytes of all texts in the folder."""
 
     id_slot: int
     filename: str | None = None
