@@ -73,10 +73,10 @@ def saved(case: str, folder: Path) -> HeadFile:
     return head
 
 
-def drafter(case: str, folder: Path) -> Assistant:
+def drafter(case: str, folder: Path, dtype: torch.dtype = torch.float64) -> Assistant:
     head = saved(case, folder)
     assert isinstance(head.config, AssistantConfig)
-    return Assistant(head.config, head.tensors, decoder(case))
+    return Assistant(head.config, head.tensors, decoder(case, dtype))
 
 
 @torch.inference_mode()
@@ -144,6 +144,15 @@ def test_the_text_is_that_without_it(case: str, shape: DraftBudget, temperature:
     drafted = run(ours, prompt, how, drafter(case, tmp_path), shape)
     assert drafted[0] == run(ours, prompt, how)[0]
     assert drafted[2].drafted
+
+
+def test_drafts_are_the_same_over_the_padded_heads_of_the_cpu_kernels(tmp_path: Path) -> None:
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        ours, drafting = decoder("gemma4, small", dtype), drafter("gemma4, small", tmp_path, dtype)
+        reply, _, stats = run(ours, text(20), Sampling(max_new_tokens=40), drafting, DraftBudget.chain(3))
+        found.append((reply, stats.drafted, stats.accepted_at))
+    assert found[0] == found[1]
 
 
 def test_an_assistant_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -244,6 +244,7 @@ struct Model {
     float softcap;
     bool norms;
     int shared;  // 1: the last of the experts is every row's, and the others are chosen by sigmoid
+    int given;   // size of token embeddings; with them, values are normed keys, and a second layer reads the first one's
 };
 
 const Model MODELS[] = {
@@ -253,6 +254,7 @@ const Model MODELS[] = {
     {"mixture", SILU, 64, 0, 4, 0, true, 0},
     {"mixture by sigmoid", SILU, 64, 0, 5, 0, true, 1},
     {"gpt-oss", CLAMPED, 64, 24, 1, 0, false, 0},  // with sinks
+    {"gemma 4", GELU_TANH, 64, 24, 1, 0, true, 0, 40},
 };
 
 constexpr int HIDDEN = 256, FFN = 256, QUERY = 4, KV = 2, CAPACITY = 2048, LONG = 1500;
@@ -272,7 +274,9 @@ class Text {
 
    public:
     Text(const Model& model, const Source& codes, int kind, const Source& head)
-        : size_(whole(model.head_dim)), mix_(QUERY * model.head_dim), qkv_(codes, kind, (QUERY + 2 * KV) * model.head_dim, HIDDEN, 20),
+        : size_(whole(model.head_dim)), mix_(QUERY * model.head_dim), given_(model.given),
+          qkv_(codes, kind, (QUERY + (given_ ? KV : 2 * KV)) * model.head_dim, HIDDEN, 20), query_(codes, kind, mix_, HIDDEN, 27),
+          gate_(codes, kind, given_ ? given_ : LANES, HIDDEN, 28), embedding_(F32_SOURCE, FULL, HIDDEN, given_ ? given_ : LANES, 29),
           out_(mix_ % 256 && head.elements == 256 ? Q8_SOURCE : head, kind, HIDDEN, mix_, 21), router_(F32_SOURCE, FULL, model.experts - model.shared, HIDDEN, 22, 1),
           norm_(numbers(HIDDEN, 23)), rotation_(numbers(2 * CAPACITY * model.head_dim, 24)),
           keys_(KV * CAPACITY * Stored::line(size_)), values_(keys_.size()) {
@@ -285,9 +289,12 @@ class Text {
         const int groups = 2 * model.shared;
         const Routing routing{model.experts - model.shared, model.experts > 1 ? 2 : 1, 1, model.shared, groups, groups / 2, 1,
                               model.shared, nullptr, nullptr};
-        layer_ = {qkv_.matrix, out_.matrix, router_.matrix, experts_.data(), routing, norm_.data(), inner, norm_.data(), inner, inner, inner,
-                  1e-6f, 1.0f, HIDDEN, FFN, model.activation, model.head_dim, 0, 0, 0,
-                  {QUERY, KV, size_, 0.125f, model.softcap, model.activation == CLAMPED ? norm_.data() : nullptr}};
+        layers_[0] = {qkv_.matrix, out_.matrix, router_.matrix, given_ ? gate_.matrix : Matrix{}, embedding_.matrix, experts_.data(), routing,
+                      norm_.data(), inner, norm_.data(), inner, inner, inner, inner, given_ ? inner : nullptr,
+                      1e-6f, 1.0f, given_ ? 0.7f : 1.0f, HIDDEN, FFN, model.activation, model.head_dim, 0, KV, given_ ? 0 : KV, 0, 0, 0,
+                      {QUERY, KV, size_, 0.125f, model.softcap, model.activation == CLAMPED ? norm_.data() : nullptr}};
+        layers_[1] = layers_[0];
+        layers_[1].qkv = query_.matrix, layers_[1].keys = 0, layers_[1].given_first = given_;
         view_.window = model.window, view_.kind = kind_of<Stored>();
     }
 
@@ -310,13 +317,13 @@ class Text {
     }
 
    private:
-    int size_, mix_, length_ = 0;
-    Packed qkv_, out_, router_;
+    int size_, mix_, given_, length_ = 0;
+    Packed qkv_, query_, gate_, embedding_, out_, router_;
     std::vector<Packed> gate_up_, down_;
     std::vector<Expert> experts_;
     std::vector<float> norm_, rotation_;
     std::vector<typename Stored::Number> keys_, values_;
-    Layer layer_;
+    Layer layers_[2];
     View view_{};
 
     void pass(int rows, bool tree, int threads, std::vector<float>& y) {
@@ -332,16 +339,21 @@ class Text {
         const Slot slot{keys_.data(), values_.data(), int64_t(keys_.size()), CAPACITY, length_, 0, rows, rows, 0, rows, 0,
                         stores.data(), nullptr, visible.data(), depth.data(), depth.data()};
         view_.slots = &slot;
-        const Rotation rotation{rotation_.data(), rotation_.data() + rotation_.size() / 2, layer_.head_dim};
-        const Pass pass{1, rows, rows, threads, indices.data(), &view_, &rotation};
-        const auto input = numbers(size_t(rows) * HIDDEN, 50 + length_);
-        std::vector<Number> x(input.size());
-        for (size_t i = 0; i < x.size(); i += LANES) Element::narrow(&x[i], load<Floats>(&input[i]));
-        if (paceline_layers(&layer_, 1, &pass, kind_of<Element>(), x.data(), nullptr, 0, nullptr, 0, nullptr)) std::puts("layers\tfailed");
+        const Rotation rotation{rotation_.data(), rotation_.data() + rotation_.size() / 2, layers_->head_dim};
+        auto x = drawn(rows * HIDDEN, 50 + length_), embeddings = drawn(rows * 2 * given_, 51 + length_);
+        const Pass pass{1, rows, rows, threads, indices.data(), &view_, &rotation, nullptr, 0, 2 * given_, embeddings.data()};
+        if (paceline_layers(layers_, given_ ? 2 : 1, &pass, kind_of<Element>(), x.data(), nullptr, 0, nullptr, 0, nullptr)) std::puts("layers\tfailed");
         const size_t at = y.size();
         y.resize(at + x.size());
         for (size_t i = 0; i < x.size(); i += LANES) store(&y[at + i], Element::widen(&x[i]));
         if (!tree) length_ += rows;
+    }
+
+    static std::vector<Number> drawn(int count, uint64_t seed) {
+        const auto from = numbers(count, seed);
+        std::vector<Number> x(count);
+        for (int i = 0; i < count; i += LANES) Element::narrow(&x[i], load<Floats>(&from[i]));
+        return x;
     }
 
     template <class Type>

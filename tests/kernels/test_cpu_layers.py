@@ -30,6 +30,7 @@ from tests.support.native_models import (
     BASE,
     CPU,
     FULL,
+    GEMMA4,
     GLM,
     GPT_OSS,
     MODELS,
@@ -89,7 +90,7 @@ def test_logits_and_taps_are_torchs_up_to_rounding(name: str) -> None:
 
 @pytest.mark.parametrize("mode", ["int4", "int8"])
 @pytest.mark.parametrize(
-    "name", ["llama", "a mixture", "no size in whole lanes", "gemma3", "qwen2: biases", GPT_OSS, GLM]
+    "name", ["llama", "a mixture", "no size in whole lanes", "gemma3", GEMMA4, "qwen2: biases", GPT_OSS, GLM]
 )
 def test_codes_give_torchs_logits_up_to_rounding(name: str, mode: Mode) -> None:
     c = replace(BASE, **MODELS[name])
@@ -105,7 +106,7 @@ FLOATS = {torch.float16: 2e-3, torch.float32: 1e-5}
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(
-    "name", ["llama", "gemma2", "a mixture", "no size in whole lanes", "heads of 128", GPT_OSS, GLM]
+    "name", ["llama", "gemma2", GEMMA4, "a mixture", "no size in whole lanes", "heads of 128", GPT_OSS, GLM]
 )
 def test_each_float_type_has_its_own_precision(name: str, dtype: torch.dtype) -> None:
     c = replace(BASE, **MODELS[name])
@@ -121,10 +122,13 @@ def test_each_float_type_has_its_own_precision(name: str, dtype: torch.dtype) ->
 TYPES = [(name, torch.bfloat16, None) for name in MODELS] + [
     *(
         (name, dtype, None)
-        for name in ("gemma2", "a mixture", "no size in whole lanes", GPT_OSS, GLM)
+        for name in ("gemma2", GEMMA4, "a mixture", "no size in whole lanes", GPT_OSS, GLM)
         for dtype in FLOATS
     ),
-    *((name, torch.bfloat16, torch.int8) for name in ("gemma2", "no size in whole lanes", "heads of 128", GPT_OSS)),
+    *(
+        (name, torch.bfloat16, torch.int8)
+        for name in ("gemma2", GEMMA4, "no size in whole lanes", "heads of 128", GPT_OSS)
+    ),
     ("gemma2", torch.float32, torch.int8),
     ("gemma2", torch.float32, torch.bfloat16),
     ("llama", torch.bfloat16, torch.float16),
@@ -190,6 +194,7 @@ def test_every_row_of_any_tree_is_its_path_fed_plainly(name: str) -> None:
 LONG = [
     ("llama", torch.bfloat16, None),
     ("gemma2", torch.bfloat16, None),
+    (GEMMA4, torch.bfloat16, None),
     (GPT_OSS, torch.float16, None),
     ("heads of 80", torch.float32, None),
     ("gemma2", torch.bfloat16, torch.int8),
@@ -247,9 +252,10 @@ def test_a_window_longer_than_any_text_hides_nothing() -> None:
         assert torch.equal(logits, results[0])
 
 
-def test_taps_and_layers_may_be_cut_anywhere() -> None:
+@pytest.mark.parametrize("name", ["llama", GEMMA4])
+def test_taps_and_layers_may_be_cut_anywhere(name: str) -> None:
     """Early exit, and a pass that goes on where drafting has stopped."""
-    target = native(replace(BASE, layers=4))
+    target = native(replace(BASE, **{"layers": 4, **MODELS[name]}))
     prefix, path = text(20), text(6, 5)
     out = plain(target, prefix, path, (0, 1, 2, 3, "final"))
     alone = torch.cat([x.logits[:, 0] for x in out])

@@ -18,7 +18,7 @@ from paceline.kernels.quantize import Mode
 from paceline.testing import run
 from tests.support.gguf_blocks import HALVES, stored
 from tests.support.instruction_sets import FUSED, using
-from tests.support.native_models import BASE, MODELS, native, text, whole
+from tests.support.native_models import BASE, GEMMA4, MODELS, native, text, whole
 from tests.support.native_products import KINDS, make, random
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(library() is None, reason="there is no C++ compiler")]
@@ -78,7 +78,9 @@ def test_norms(sets: list[InstructionSet]) -> None:
 
 
 @pytest.mark.parametrize("mode", ["int4", "int8", None])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gelu", "heads of 80", "a mixture", "no size in whole lanes"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma2", GEMMA4, "gelu", "heads of 80", "a mixture", "no size in whole lanes"]
+)
 def test_layers_with_attention_over_a_long_text(sets: list[InstructionSet], name: str, mode: Mode | None) -> None:
     def compute() -> list[Tensor]:
         logits, taps = whole(native(replace(BASE, **MODELS[name]), mode), text(150), (1, 2, "final"))

@@ -7,6 +7,7 @@ import torch
 
 from paceline.drafters.early_exit import EarlyExit
 from paceline.engine.self_check import guarantee
+from paceline.kernels.cpu.build import library
 from paceline.kernels.linear import packs_bfloat16
 from paceline.kernels.low_rank import Factors
 from paceline.models.decoder import Decoder
@@ -17,13 +18,24 @@ from paceline.types import DraftBudget
 from paceline.verify.tree import PREFILL_ROWS
 from tests.support.cover import some
 from tests.support.golden import check_golden, decoder, models, read, tensors_of
-from tests.support.logits import CPU, assert_close, check_chunks, check_path, check_ring, feed, text
+from tests.support.logits import CPU, assert_close, check_chunks, check_path, check_ring, chunks_and_tokens, feed, text
 from tests.support.tiny_families import GEMMA4, VOCAB
 
 
 @pytest.mark.parametrize("case", GEMMA4)
 def test_logits_are_the_golden_ones_in_chunks_and_token_by_token(case: str) -> None:
     check_golden(case, (33, 35, 65), end=70)
+
+
+@pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("case", ["gemma4, small", "gemma4, large"])
+def test_one_call_of_the_kernels_runs_the_dense_layers(case: str) -> None:
+    ours, golden = decoder(case, torch.float32), read(case)
+    assert ours.runs_natively
+    logits = chunks_and_tokens(ours, golden.text[:70], (33, 35, 65))
+    at = [position for position in golden.logits if position < 70]
+    expected = torch.tensor([golden.logits[position] for position in at])
+    assert float((logits[at] - expected).norm() / expected.norm()) < 1e-5
 
 
 @pytest.mark.slow
@@ -82,9 +94,12 @@ def test_greedy_text_is_what_transformers_generates(case: str) -> None:
 @some("shape", {"chain": DraftBudget.chain(4), "tree": DraftBudget(9, 4, 3)}, fast=["tree"])
 @some("case", ["gemma4, small", "gemma4, all at once"], fast=["gemma4, small"])
 @some("temperature", [0.0, 0.8], fast=["0.8"])
-def test_the_text_is_the_same_with_drafters(case: str, temperature: float, shape: DraftBudget) -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_the_text_is_the_same_with_drafters(
+    case: str, temperature: float, shape: DraftBudget, dtype: torch.dtype
+) -> None:
     """Early exit ends among the layers that share keys, and verification goes on from there."""
-    ours, prompt, how = decoder(case), text(34), Sampling(max_new_tokens=40, temperature=temperature, seed=2)
+    ours, prompt, how = decoder(case, dtype), text(34), Sampling(max_new_tokens=40, temperature=temperature, seed=2)
     plain = run(ours, prompt, how)[0]
     early = EarlyExit(ExitConfig(48, 5), {}, ours, threshold=0.0)
     for drafter in (Oracle([*prompt, *plain], 0.7, VOCAB), early):

@@ -38,6 +38,8 @@ def plan(*windows: int | None) -> dict[str, Any]:
 
 
 GEMMA = {"norms": NormConfig(offset=1.0, after=True), "embed_scale": 8.0, "activation": "gelu_pytorch_tanh"}
+_LOCAL, _WIDE = LayerConfig(LOCAL, 7, head_dim=20), LayerConfig(FULL, kv_heads=1, head_dim=32, keys_as_values=True)
+GEMMA4 = "gemma4: token embeddings, keys of earlier layers, sizes by layer"
 SCORED = MixtureConfig(8, 3, 32, normalised=True, shared_block="mlp.shared_experts", sigmoid=True)
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -47,6 +49,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3: head norms": {"norms": NormConfig(heads="shared"), "head_dim": 32},
     "gemma2": {**GEMMA, **plan(7, None, 7), "attention": AttentionConfig(scale=0.2, softcap=3.0), "final_softcap": 5.0},
     "gemma3": {**GEMMA, **plan(9, 9, None), "norms": NormConfig(1e-5, offset=1.0, after=True, heads="shared")},
+    GEMMA4: {
+        **{"norms": NormConfig(after=True, heads="shared", values=True), "attention": AttentionConfig(scale=0.1)},
+        **{"activation": "gelu_pytorch_tanh", "layer_scale": True, "token_inputs": 24, "layers": 5},
+        "special": (_LOCAL, _WIDE, _LOCAL, *(replace(x, source=i, ffn=150) for x, i in ((_LOCAL, 2), (_WIDE, 1)))),
+    },
     "gelu": {"activation": "gelu"},
     "partial rotary": {"rope": RopeConfig(share=0.5), "head_dim": 32},
     "layers without rope": {"special": (LayerConfig(None), LayerConfig(FULL))},
@@ -112,18 +119,38 @@ def tensors_of(c: ModelConfig) -> dict[str, Tensor]:
         if c.attention.sinks:
             tensors |= {f"{layer}self_attn.sinks.weight": torch.full((c.heads,), 2.0)}
         if c.norms.heads:
-            tensors |= {f"{layer}self_attn.{x}_norm.weight": torch.ones(c.head_dim) for x in "qk"}
+            size = c.of(c.plan[i]).head_dim
+            tensors |= {f"{layer}self_attn.{x}_norm.weight": torch.ones(size) for x in "qk"}
         if c.norms.after:
             tensors |= {f"{layer}{x}_feedforward_layernorm.weight": torch.ones(c.hidden) for x in ("pre", "post")}
         if c.mixture and c.plan[i].sparse:
             dense = {f"{layer}mlp.{x}_proj.weight" for x in ("gate", "up", "down")}
             tensors = {name: x for name, x in tensors.items() if name not in dense}
             tensors |= experts_of(c, f"{layer}mlp.", draw)
+        if c.token_inputs:
+            tensors = gemma4_layer(c, i, tensors, draw)
+    if c.token_inputs:
+        width, name = c.layers * c.token_inputs, "model.per_layer_model_projection.weight"
+        tensors |= {"model.embed_tokens_per_layer.weight": torch.randn(c.vocab_size, width, generator=draw) * 0.2}
+        tensors |= {name: torch.randn(width, c.hidden, generator=draw)}
+        tensors |= {"model.per_layer_projection_norm.weight": torch.ones(c.token_inputs)}
     for name, tensor in tensors.items():
         if tensor.dim() == 1:
             tensors[name] = tensor - c.norms.offset * ("norm" in name) + torch.randn(tensor.shape, generator=draw) * 0.3
     tensors["model.embed_tokens.weight"] *= 4
     return {name: tensor.bfloat16().float() for name, tensor in tensors.items()}
+
+
+def gemma4_layer(c: ModelConfig, i: int, tensors: dict[str, Tensor], draw: torch.Generator) -> dict[str, Tensor]:
+    """Return the tensors with what Gemma 4's layer i adds to Llama's, and without what it lacks."""
+    own, layer, shape = c.plan[i], f"model.layers.{i}.", (c.token_inputs, c.hidden)
+    lacks = ("k_proj", "v_proj", "k_norm") if own.source is not None else ("v_proj",) if own.keys_as_values else ()
+    names = {f"{layer}self_attn.{name}.weight" for name in lacks}
+    tensors = {name: x for name, x in tensors.items() if name not in names}
+    for name, size in (("per_layer_input_gate", shape), ("per_layer_projection", shape[::-1])):
+        tensors[f"{layer}{name}.weight"] = torch.randn(size, generator=draw) * 0.5 * size[1] ** -0.5
+    ones = {"post_per_layer_input_norm.weight": torch.ones(c.hidden), "layer_scalar": torch.ones(1)}
+    return tensors | {layer + name: x for name, x in ones.items()}
 
 
 def experts_of(c: ModelConfig, block: str, draw: torch.Generator) -> dict[str, Tensor]:

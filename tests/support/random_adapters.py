@@ -11,7 +11,7 @@ from paceline.kernels.low_rank import Factors
 
 SETS: dict[str, tuple[int, tuple[str, ...]]] = {
     "queries and values": (4, ("q_proj", "v_proj")),
-    "all": (5, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "in_proj_z", "in_proj")),
+    "all": (5, ("_proj", "in_proj_z", "per_layer_input_gate", "per_layer_projection")),
     "half of the gates": (3, ("up_proj", "down_proj")),
 }
 """Name of an adapter -> its rank and the modules that it changes."""

@@ -243,12 +243,16 @@ class SlabPass:
         keys = values = from_stored(stored[0], q.dtype)
         if not spec.single:
             values = from_stored(stored[1], q.dtype)
-        own, padding = plan.queries(q), q.shape[1] - plan.count
+        own, padding, spare = plan.queries(q), q.shape[1] - plan.count, keys.shape[-1] - q.shape[-1]
+        if spare:  # native layers store padded heads
+            own = F.pad(own, (0, spare))
         if self._prefill and spec.softcap is None and spec.sinks is None:
             mixed = _fast(own, keys, values, plan, spec)
         else:
             parts = enumerate(own.split(_ROWS, 1))
             mixed = torch.cat([_exact(x, keys, values, plan, spec, i * _ROWS) for i, x in parts], 1)
+        if spare:
+            mixed = mixed.unflatten(-1, (q.shape[2], -1))[..., :-spare].flatten(-2)
         # A padding row repeats the first row's token. With the same attention output it also chooses the same experts,
         # so a mixture-of-experts layer reads no extra weights.
         return torch.cat([mixed, mixed[:, :1].expand(-1, padding, -1)], 1) if padding else mixed

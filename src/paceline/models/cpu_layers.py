@@ -48,14 +48,14 @@ class _Routing(Structure):
 
 class _CLayer(Structure):
     _fields_ = _fields(
-        (CMatrix, "qkv out router"),
+        (CMatrix, "qkv out router given_gate given_out"),
         (POINTER(_Expert), "experts"),
         (_Routing, "routing"),
-        (c_void_p, "before_mix after_mix before_mlp after_mlp query_norm key_norm"),
-        (c_float, "eps residual_scale"),
-        (c_int32, "hidden ffn activation head_dim view index rotation"),
+        (c_void_p, "before_mix after_mix before_mlp after_mlp after_given query_norm key_norm value_norm"),
+        (c_float, "eps residual_scale scale"),
+        (c_int32, "hidden ffn activation head_dim given_first keys values view index rotation"),
         (_Heads, "heads"),
-        (c_void_p, "on_qkv on_out on_gate_up on_down"),
+        (c_void_p, "on_qkv on_out on_gate_up on_down on_given_gate on_given_out"),
     )
 
 
@@ -83,8 +83,8 @@ class _CPass(Structure):
         (POINTER(_View), "views"),
         (POINTER(_Rotation), "rotations"),
         (c_void_p, "adapters"),
-        (c_int32, "rank"),
-        (c_void_p, "reduce ranks"),
+        (c_int32, "rank given_width"),
+        (c_void_p, "given reduce ranks"),
     )
 
 
@@ -105,7 +105,7 @@ class NativeLayers:
         self._layers = layers
         self._sums = None if ranks is None else _Sums(ranks)
         each = zip(layers, attentions, slab_indices(attentions), rope_of, strict=True)
-        table = [self._structure(layer, attention, *indices, rope) for layer, attention, indices, rope in each]
+        table = [self._structure(number, *own) for number, own in enumerate(each)]
         self._table = (_CLayer * len(table))(*table)
         self._run = kernel(
             *("paceline_layers", c_void_p, c_int32, POINTER(_CPass), c_int32, c_void_p, c_void_p, c_int32),
@@ -121,6 +121,7 @@ class NativeLayers:
         plans: Sequence[Sequence[SlabPlan]],
         entry: Tensor | None,
         taps: Sequence[int],
+        given: Tensor | None = None,
         adapters: Sequence[int] = (),
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """See `stack.LayerStack.run`. `plans` come from a `SlabPass`. No tap may lie after the last layer."""
@@ -130,6 +131,9 @@ class NativeLayers:
         if first < end:
             rank = max((changes.rank for changes in self._changes), default=0)
             passed = _KernelPass(plans, ropes, adapters if rank else (), rank)
+            if given is not None:
+                given = given.to(x.dtype).contiguous()
+                passed.c.given, passed.c.given_width = given.data_ptr(), given.shape[2:].numel()
             if self._sums:
                 passed.c.reduce, passed.c.ranks = self._sums.function()
             entry = None if entry is None else entry.contiguous()
@@ -145,36 +149,28 @@ class NativeLayers:
                 raise OutOfMemory(f"not enough memory for a pass of {passed.c.rows} rows", SMALLER)
         return x, dict(zip(inner, states, strict=True)) | ({first: entering} if first in taps else {})
 
-    def _structure(self, layer: Layer, spec: LayerAttention, slab: int, index: int, rope: int) -> _CLayer:
+    def _structure(self, number: int, layer: Layer, spec: LayerAttention, place: tuple[int, int], rope: int) -> _CLayer:
+        """`place`: see `slab_indices`."""
         parts = _parts(layer)
         assert parts
-        mix, post = layer.attention, layer.post or (None, None)
-        assert isinstance(mix, Attention)
-        last = layer.mlp_norm or post[1]
+        mix, gated, last = parts.mix, parts.experts[0][0], layer.mlp_norm or (layer.post and layer.post[1])
         assert last
-        norms = [norm.weight if norm else None for norm in (layer.attn_norm, post[0], layer.mlp_norm, post[1])]
-        norms += (mix.norm.weight[0], mix.norm.weight[-1]) if isinstance(mix.norm, HeadNorm) else (None, None)
+        keys, size, given = mix.split[1], mix.head_dim, layer.token_input
+        values = parts.qkv.matrix.shape[0] // size - mix.split[0]
+        kv = spec.heads[0] if spec.heads else keys
         experts = [_Expert(both.matrix.c, down.matrix.c) for _, both, down in parts.experts]
-        gated = parts.experts[0][0]
-        products: list[object] = [mix.qkv, layer.out]
-        if isinstance(layer.mlp, Dense):
-            products += [gated.both, layer.mlp.down]
+        of_given = [product.matrix.c for product in parts.given] or [CMatrix(), CMatrix()]
+        products = [mix.qkv, layer.out]
+        products += [gated.both, layer.mlp.down] if isinstance(layer.mlp, Dense) else [None, None]
+        products += [given.gate, given.out] if given else [None, None]
         return _CLayer(
             *(parts.qkv.matrix.c, parts.out.matrix.c, parts.router.matrix.c if parts.router else CMatrix()),
-            *((_Expert * len(experts))(*experts), self._routing(parts)),
-            *(self._pointer(norm) for norm in norms),
-            *(
-                last.eps,
-                layer.residual_scale,
-                parts.out.matrix.shape[0],
-                gated.out,
-                GATES[gated.activation],
-                mix.head_dim,
-            ),
-            *(slab, index, rope),
-            _Heads(
-                mix.heads, mix.split[1], whole(mix.head_dim), spec.scale, spec.softcap or 0.0, self._pointer(spec.sinks)
-            ),
+            *(*of_given, (_Expert * len(experts))(*experts), self._routing(parts)),
+            *map(self._pointer, _norms(layer, mix)),
+            *(last.eps, layer.residual_scale, 1.0 if layer.scale is None else layer.scale.item()),
+            *(parts.out.matrix.shape[0], gated.out, GATES[gated.activation], size),
+            *(number * of_given[0].out, keys, values, *place, rope),
+            _Heads(mix.heads, kv, whole(size), spec.scale, spec.softcap or 0.0, self._pointer(spec.sinks)),
             *map(self._changed, products),
         )
 
@@ -242,48 +238,60 @@ class _Parts(NamedTuple):
     """The products of a layer, without adapters.
 
     `experts` holds for each network the gate and up projections, their product, and the down projection. A dense layer
-    has one network; a shared expert comes last. `router` belongs to `mixture`.
+    has one network; a shared expert comes last. `router` belongs to `mixture`. `given` holds the products of the token
+    embeddings: gate and output.
     """
 
+    mix: Attention
     qkv: NativeLinear
     out: NativeLinear
     experts: list[tuple[NativeGated, NativeLinear, NativeLinear]]
+    given: list[NativeLinear]
     router: NativeLinear | None
     mixture: Mixture | None
 
 
 def _parts(layer: Layer) -> _Parts | None:
     """Return the products of a layer; None if the kernels cannot run it."""
-    if not isinstance(layer.attention, Attention) or layer.attention.gated or layer.attention.value_norm:
+    mix, found = layer.attention, _networks(layer.mlp)
+    if not isinstance(mix, Attention) or mix.gated or mix.tempered or mix.rotated_first:
         return None
-    if layer.attention.tempered or layer.attention.rotated_first:
+    if isinstance(mix.norm, WideNorm) or type(layer) is not Layer or isinstance(layer.attn_norm, LayerNorm):
         return None
-    if isinstance(layer.attention.norm, WideNorm) or layer.token_input or layer.scale is not None:
-        return None
-    if type(layer) is not Layer or isinstance(layer.attn_norm, LayerNorm):
-        return None
-    found, qkv, out = _networks(layer.mlp), base_of(layer.attention.qkv), base_of(layer.out)
     if found is None:
         return None
-    mixture, dense = found
-    router = mixture and mixture.router
+    (mixture, dense), token = found, layer.token_input
+    products = _native(mix.qkv, layer.out, *((token.gate, token.out) if token else ()))
+    router = _native(*((mixture.router,) if mixture else ()))
+    if products is None or router is None:
+        return None
     experts = []
     for one in dense:
-        if not isinstance(one.gate_up, NativeGated):
+        if not isinstance(one.gate_up, NativeGated) or not (pair := _native(one.gate_up.both, one.down)):
             return None
-        both, down = base_of(one.gate_up.both), base_of(one.down)
-        if not (isinstance(both, NativeLinear) and isinstance(down, NativeLinear)):
-            return None
-        experts.append((one.gate_up, both, down))
-    if not (isinstance(qkv, NativeLinear) and isinstance(out, NativeLinear)):
-        return None
-    if router is not None and not isinstance(router, NativeLinear):
-        return None
+        experts.append((one.gate_up, pair[0], pair[1]))
     # The kernels need all experts to have one type and shape, and do not apply adapters within a mixture.
     alike = len({(both.matrix.c.kind, down.matrix.c.kind, both.matrix.shape) for _, both, down in experts}) == 1
     each = zip(dense, experts, strict=True)
     changed = mixture and any(gated.both is not both or one.down is not down for one, (gated, both, down) in each)
-    return _Parts(qkv, out, experts, router, mixture) if alike and not changed else None
+    if not alike or changed:
+        return None
+    qkv, out, *given = products
+    return _Parts(mix, qkv, out, experts, given, router[0] if router else None, mixture)
+
+
+def _native(*products: object) -> list[NativeLinear] | None:
+    """Return the products without adapters; None if torch computes one of them."""
+    found = [base for product in products if isinstance(base := base_of(product), NativeLinear)]
+    return found if len(found) == len(products) else None
+
+
+def _norms(layer: Layer, mix: Attention) -> list[Tensor | None]:
+    """Return the weights of a layer's norms, in the order of layer.h."""
+    post, token, value = layer.post or (None, None), layer.token_input, mix.value_norm
+    norms = [layer.attn_norm, post[0], layer.mlp_norm, post[1], token.norm if token else None]
+    heads = (mix.norm.weight[0], mix.norm.weight[-1]) if isinstance(mix.norm, HeadNorm) else (None, None)
+    return [*(norm.weight if norm else None for norm in norms), *heads, value.weight if value else None]
 
 
 def _networks(mlp: object) -> tuple[Mixture | None, Sequence[Dense]] | None:

@@ -386,9 +386,7 @@ def _make_mixer(
     return attention or state, products[0] if products else None
 
 
-def make_attention(
-    c: ModelConfig, layer: LayerConfig, weights: Weights, prefix: str, width: int
-) -> Attention | SharedAttention:
+def make_attention(c: ModelConfig, layer: LayerConfig, weights: Weights, prefix: str, width: int) -> Attention:
     """Build attention over inputs of `width` elements."""
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
     if layer.source is not None:
@@ -396,7 +394,7 @@ def make_attention(
             weights.skip(f"{prefix}{name}.weight")
         product = weights.linear({prefix + "q_proj": q}, width)
         norm = make_head_norms(replace(c, kv_heads=0), weights, prefix, names=("q_norm", "q_norm"))
-        return SharedAttention(product, c.heads, c.head_dim, norm)
+        return SharedAttention(product, c.heads, 0, c.head_dim, norm)
     parts = {prefix + "q_proj": 2 * q if c.attention.gated else q, prefix + "k_proj": kv, prefix + "v_proj": kv}
     if layer.keys_as_values:
         del parts[prefix + "v_proj"]

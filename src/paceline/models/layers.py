@@ -113,19 +113,14 @@ class Attention(Mixer):
         return mixed if gate is None else mixed * sigmoid(gate)
 
 
-class SharedAttention(Mixer):
-    """Attention that has only queries and reads the keys and values of an earlier layer (Gemma 4)."""
-
-    sinks: Tensor | None = None
-
-    def __init__(self, q: Linear, heads: int, head_dim: int, norm: HeadNorms | None) -> None:
-        self._q, self._shape, self._norm = q, (heads, head_dim), norm
+class SharedAttention(Attention):
+    """Attention without key heads, which reads the keys and values of an earlier layer (Gemma 4)."""
 
     def mix(self, x: Tensor, layer: int, rope: Rope, view: SharedPass) -> Tensor:
         """See `Attention.mix`."""
-        q = self._q(x).unflatten(-1, self._shape)
-        if self._norm is not None:
-            q = self._norm(q)
+        q = self.qkv(x).unflatten(-1, (self.heads, self.head_dim))
+        if self.norm is not None:
+            q = self.norm(q)
         return view.look(layer, q if rope is None else rotate(q, *rope))
 
 
@@ -276,11 +271,11 @@ class TokenInput:
     """The addition of per-layer token embeddings to the stream (Gemma 4)."""
 
     def __init__(self, gate: Linear, activation: Gate, out: Linear, norm: Norm) -> None:
-        self._gate, self._activation, self._out, self._norm = gate, activation, out, norm
+        self.gate, self._activation, self.out, self.norm = gate, activation, out, norm
 
     def __call__(self, x: Tensor, given: Tensor) -> Tensor:
         """Return x [B, T, H] plus the contribution of the layer's token embedding `given` [B, T, P]."""
-        return x + self._norm(self._out(self._activation(self._gate(x), given)))
+        return x + self.norm(self.out(self._activation(self.gate(x), given)))
 
 
 class Layer:

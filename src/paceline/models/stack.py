@@ -17,7 +17,7 @@ from paceline.kernels.low_rank import adapted_pass
 from paceline.models.config import LayerConfig, ModelConfig
 from paceline.models.cpu_layers import NativeLayers, runs_natively, whole
 from paceline.models.latent import LatentAttention
-from paceline.models.layers import Attention, Layer, SharedAttention
+from paceline.models.layers import Attention, Layer
 from paceline.models.mamba import Parallel
 from paceline.models.ranks import Ranks, Summed
 from paceline.models.recurrent import RecurrentMixer
@@ -25,7 +25,7 @@ from paceline.models.rope import Rope, RotarySet
 from paceline.protocols import Pass, TargetWithHead
 from paceline.types import Tap
 
-_Attending = Attention | SharedAttention | LatentAttention
+_Attending = Attention | LatentAttention
 
 
 class LayerStack:
@@ -218,7 +218,9 @@ class _PlacedLayers:
         ropes = [rope and (rope[0].to(self.device), rope[1].to(self.device)) for rope in ropes]
         if self.native and isinstance(view, SlabPass):
             plans, inner = view.plans[self._slabs], [tap - self.first for tap in taps]
-            x, found = self.native.run(x, start - self.first, stop - self.first, ropes, plans, entry, inner, adapters)
+            own = None if given is None else given[:, :, self.first : self.end]
+            span = start - self.first, stop - self.first
+            x, found = self.native.run(x, *span, ropes, plans, entry, inner, own, adapters)
             return x, {self.first + tap: state for tap, state in found.items()}
         states = {}
         with adapted_pass(adapters):

@@ -38,15 +38,15 @@ TINY = ModelConfig(
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor of a Llama with this config, by Hugging Face name."""
-    width, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden)}
-    for i in range(config.layers):
+    for i, own in enumerate(map(config.of, config.plan)):
         attn, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
+        width, kv = own.heads * own.head_dim, own.kv_heads * own.head_dim
         shapes |= {attn + "q_proj.weight": (width, config.hidden), attn + "o_proj.weight": (config.hidden, width)}
         shapes |= {attn + f"{x}_proj.weight": (kv, config.hidden) for x in "kv"}
         shapes |= {attn + "sinks.weight": (config.heads,)} if config.attention.sinks else {}
-        shapes |= {mlp + f"{x}_proj.weight": (config.ffn, config.hidden) for x in ("gate", "up")}
-        shapes |= {mlp + "down_proj.weight": (config.hidden, config.ffn)}
+        shapes |= {mlp + f"{x}_proj.weight": (own.ffn, config.hidden) for x in ("gate", "up")}
+        shapes |= {mlp + "down_proj.weight": (config.hidden, own.ffn)}
     if not config.tied:
         shapes |= {"lm_head.weight": (config.vocab_size, config.hidden)}
     norms = ["model.norm"] + [

@@ -22,19 +22,25 @@ struct Expert {
 
 struct Layer {
     Matrix qkv, out, router;  // `router` is used in a mixture
+    Matrix given_gate, given_out;  // see `LayerTask::add_given`; `given_gate.out` is 0 if the layer adds no token embeddings
     const Expert* experts;    // all of the same kinds and sizes; a single one if this is not a mixture
     Routing routing;          // used in a mixture
-    // Norm weights, or null. The `after` norms apply to the outputs of attention and feed-forward.
-    const float *before_mix, *after_mix, *before_mlp, *after_mlp, *query_norm, *key_norm;
-    float eps, residual_scale;  // factor of the outputs of attention and feed-forward
+    // Norm weights, or null. The `after` norms apply to the outputs of attention, feed-forward and token embeddings.
+    const float *before_mix, *after_mix, *before_mlp, *after_mlp, *after_given, *query_norm, *key_norm, *value_norm;
+    float eps, residual_scale, scale;  // factor of the outputs of attention and feed-forward; factor of the layer's output
     int32_t hidden, ffn, activation, head_dim;
+    int32_t given_first;  // where the layer's embedding begins in a row of `Pass::given`
+    // Heads that `qkv` outputs after the queries. Without values, the keys before norm and rotation are the values. Without
+    // keys, the layer writes nothing: `view` and `index` are those of an earlier layer.
+    int32_t keys, values;
     int32_t view, index, rotation;  // numbers of the pass's view and rotation; number of the layer in the view
     Heads heads;  // `head_dim` elements, padded to whole lanes
-    const LowRank *on_qkv, *on_out, *on_gate_up, *on_down;  // for each adapter; null if no adapter changes the product
+    // For each adapter; null if no adapter changes the product.
+    const LowRank *on_qkv, *on_out, *on_gate_up, *on_down, *on_given_gate, *on_given_out;
 
     bool mixture() const { return routing.count() > 1; }
     int queries() const { return heads.query * heads.size; }
-    int all_heads() const { return queries() + 2 * heads.kv * heads.size; }
+    int all_heads() const { return queries() + (keys + values) * heads.size; }
 };
 
 struct Pass {
@@ -44,6 +50,8 @@ struct Pass {
     const Rotation* rotations;
     const int32_t* adapters;  // adapter number of each row, starting at 1, or 0 for no adapter; null if no row has one
     int32_t rank;             // the largest rank of all adapters
+    int32_t given_width;
+    const void* given;  // token embeddings of all layers [room, given_width], of the stream's type; or null
     // Adds the numbers of the other processes that share the model. Returns 1 on failure. Null if there are none.
     int32_t (*reduce)(const void* ranks, float* numbers, int64_t count);
     const void* ranks;
@@ -150,6 +158,8 @@ struct Scratch {
         to_mix.reserve(rows, l.qkv), to_out.reserve(rows, l.out);
         to_mlp.reserve(rows, l.experts->gate_up), to_down.reserve(rows * l.routing.each(), l.experts->down);
         routes.reserve(l.routing.count(), size_t(rows) * l.routing.each());
+        grow(inner, rows, whole(l.given_gate.out));
+        if (l.given_gate.out) to_mlp.reserve(rows, l.given_gate), to_down.reserve(rows, l.given_out);
         if (!l.mixture()) return;
         grow(scores, rows, 3 * l.routing.width()), grow(parts, rows, l.routing.each()), grow(chosen, rows, l.routing.each());
         to_route.reserve(rows, l.router);
@@ -164,7 +174,8 @@ class LayerTask {
    public:
     // `locals`: one for each thread of the team.
     LayerTask(const Layer& layer, const Pass& pass, Scratch& scratch, ThreadScratch* locals, Team& team)
-        : l(layer), pass(pass), s(scratch), locals(locals), team(team), rows(pass.rows), hidden(whole(l.hidden)), queries(l.queries()), all_heads(l.all_heads()) {}
+        : l(layer), pass(pass), s(scratch), locals(locals), team(team), rows(pass.rows), hidden(whole(l.hidden)), queries(l.queries()), all_heads(l.all_heads()),
+          fed(l.given_gate.out && pass.given) {}
 
     // `entry` [rows, width] is the input of attention; null means the normed stream. Returns false if another process is lost.
     bool run(const float* entry, int width) {
@@ -175,7 +186,7 @@ class LayerTask {
                 set(s.to_mix, l.qkv, row, normed_row(row, l.before_mix, local), l.on_qkv);
         });
         multiply(l.qkv, s.to_mix, s.qkv.data(), all_heads, l.on_qkv);
-        team.split(all_heads / l.heads.size, 1, [&](Span mine, int thread) {
+        team.split(l.heads.query + (l.keys ? 2 * l.heads.kv : 0), 1, [&](Span mine, int thread) {
             for (int head = mine.from; head < mine.to; head++) rotate_and_store(head, locals[thread]);
         });
         attend();
@@ -183,7 +194,7 @@ class LayerTask {
         multiply(l.out, s.to_out, s.added.data(), hidden, l.on_out);
         if (!summed()) return false;
         each_row([&](int row, ThreadScratch& local) {
-            add(row, l.after_mix, false);
+            add(row, l.after_mix, l.residual_scale, false);
             const float* x = normed_row(row, l.before_mlp, local);
             set(s.to_mlp, l.experts->gate_up, row, x, l.on_gate_up);
             if (l.mixture()) set(s.to_route, l.router, row, x, nullptr);
@@ -191,7 +202,11 @@ class LayerTask {
         route();
         feed_forward();
         if (!summed()) return false;
-        each_row([&](int row, ThreadScratch&) { add(row, l.after_mlp, true); });
+        each_row([&](int row, ThreadScratch&) {
+            add(row, l.after_mlp, l.residual_scale, !fed);
+            if (fed) set_given(row);
+        });
+        if (fed) add_given();
         return true;
     }
 
@@ -202,6 +217,7 @@ class LayerTask {
     ThreadScratch* const locals;
     Team& team;
     const int rows, hidden, queries, all_heads;
+    const bool fed;  // token embeddings are added
 
     float* stream(int row) { return &s.stream[int64_t(row) * hidden]; }
     float* added(int row) { return &s.added[int64_t(row) * hidden]; }
@@ -287,11 +303,12 @@ class LayerTask {
 
     // Copies a head of a row to x, padded, and applies its norm and rotation.
     void rotate_head(float* x, int row, int head) {
-        copy_row(x, &s.qkv[int64_t(row) * all_heads + head * l.head_dim], l.head_dim);
-        if (head >= l.heads.query + l.heads.kv) return;
-        const float* norm = head < l.heads.query ? l.query_norm : l.key_norm;
+        const bool value = head >= l.heads.query + l.heads.kv;
+        const int source = value && !l.values ? head - l.heads.kv : head;
+        copy_row(x, &s.qkv[int64_t(row) * all_heads + source * l.head_dim], l.head_dim);
+        const float* norm = value ? l.value_norm : head < l.heads.query ? l.query_norm : l.key_norm;
         if (norm) normed(x, x, norm, l.head_dim, l.eps);
-        rotate(x, pass.rotations[l.rotation], pass.indices[row]);
+        if (!value) rotate(x, pass.rotations[l.rotation], pass.indices[row]);
     }
 
     // Runs attention for all queries of all key heads.
@@ -433,15 +450,41 @@ class LayerTask {
         }
     }
 
-    // Adds a row to the stream. The stream is rounded at the end of every layer (`last`), so it does not matter where a run of
-    // layers ends.
-    [[gnu::flatten]] void add(int row, const float* norm, bool last) {
+    // The token embedding of a row, then the product of its gate with it.
+    float* given(int row) { return &s.inner[int64_t(row) * whole(l.given_gate.out)]; }
+
+    void set_given(int row) {
+        const Number* from = static_cast<const Number*>(pass.given) + pass.indices[row] * pass.given_width + l.given_first;
+        widen_row<Element>(given(row), from, l.given_gate.out);
+        set(s.to_mlp, l.given_gate, row, stream(row), l.on_given_gate);
+    }
+
+    // Adds the layer's token embeddings to the stream: a feed-forward network in which they replace the up projection.
+    void add_given() {
+        const int width = whole(l.given_gate.out), blocks = blocks_of(l.given_gate);
+        team.split((blocks + 1) / 2, 1, [&](Span pairs, int) {
+            const Span own{2 * pairs.from, std::min(2 * pairs.to, blocks)};
+            product(own, l.given_gate, s.to_mlp, {0, rows}, [&](int row, int at, Floats gate) {
+                float* x = given(row) + at;
+                store(x, gated(l.activation, grown(l.on_given_gate, row, at, gate), load<Floats>(x)));
+            });
+            for (int row = 0; row < rows; row++)
+                s.to_down.set({0, rows}, row, l.given_out, given(row), width, own.from * LANES, own.to * LANES);
+        });
+        if (l.on_given_out && pass.adapters) each_row([&](int row, ThreadScratch&) { shrink(l.on_given_out, row, given(row), width); });
+        multiply(l.given_out, s.to_down, s.added.data(), hidden, l.on_given_out);
+        each_row([&](int row, ThreadScratch&) { add(row, l.after_given, 1.0f, true); });
+    }
+
+    // Adds a row to the stream. At the end of every layer (`last`), the stream is scaled and rounded, so it does not matter where
+    // a run of layers ends.
+    [[gnu::flatten]] void add(int row, const float* norm, float factor, bool last) {
         float *to = stream(row), *y = added(row);
         if (norm) normed(y, y, norm, l.hidden, l.eps);
         for (int i = 0; i < hidden; i += LANES) {
-            Floats total = load<Floats>(to + i) + load<Floats>(y + i) * l.residual_scale;
+            Floats total = load<Floats>(to + i) + load<Floats>(y + i) * factor;
             Number rounded[LANES];
-            Element::narrow(rounded, total);
+            Element::narrow(rounded, total * l.scale);
             store(to + i, last ? Element::widen(rounded) : total);
         }
     }
