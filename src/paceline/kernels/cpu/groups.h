@@ -2,7 +2,8 @@
 //
 // With few rows, all threads work on all rows, one stage of a layer at a time. Many rows are cut into groups, and a free
 // thread takes the group that is furthest behind through its next layer. Groups wait only for earlier rows of the same text.
-// So no thread waits at the end of a stage, and a thread that the system suspends delays only its own group.
+// So no thread waits at the end of a stage, and a thread that the system suspends delays only its own group. A layer that reads an
+// earlier layer's keys may meet those of later rows, even half written: its rows do not see them, so they have weight 0.
 #pragma once
 
 #include <mutex>
