@@ -126,14 +126,13 @@ def attend(
     if not isinstance(view, KernelView):
         view = plans[0].kernel_view = KernelView(plans)
     stored = plans[0].tensors
-    q, k, v = (None if x is None else x.contiguous() for x in (q, k, None if spec.single else v))
-    assert q is not None
+    inputs = [x if x is None else x.contiguous() for x in (q, k, None if spec.single else v)]
     b, t, heads, size = q.shape
     mixed = q.new_empty(b, t, heads * size)
     sinks = None if spec.sinks is None else F.pad(spec.sinks.float(), (0, -heads % LANES)).contiguous()
     call = _Attending(
         *(POINTER(CView)(view.c), POINTER(CHeads)(_heads(spec, heads, stored[0], sinks)), addressof(view.lines)),
-        *(None if x is None else x.data_ptr() for x in (q, k, v, mixed)),
+        *(None if x is None else x.data_ptr() for x in (*inputs, mixed)),
         *(view.count, view.rows, index, size, torch.get_num_threads()),
     )
     if kernel("paceline_attend", c_void_p, c_int32)(byref(call), FLOAT_KINDS[q.dtype]):
