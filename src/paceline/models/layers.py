@@ -116,7 +116,8 @@ class Attention(Mixer):
 class SharedAttention(Attention):
     """Attention without key heads, which reads the keys and values of an earlier layer (Gemma 4)."""
 
-    def mix(self, x: Tensor, layer: int, rope: Rope, view: SharedPass) -> Tensor:
+    # Only caches of models with such layers are asked for a pass of them.
+    def mix(self, x: Tensor, layer: int, rope: Rope, view: SharedPass) -> Tensor:  # type: ignore[override]
         """See `Attention.mix`."""
         q = self.qkv(x).unflatten(-1, (self.heads, self.head_dim))
         if self.norm is not None:
