@@ -60,18 +60,13 @@ def parts() -> list[Part]:
     roots = sorted(path.name for path in (ROOT / "tests").glob("test_*.py"))
     return [
         compiled_first(room(9, "kernels")),
+        room(8, "server"),
         room(5, "engine"),
         room(4, "drafters"),
-        room(3, "verify", "functional", "sampling"),
-        room(3, "cache", "text", "files"),
-        room(3, "models"),
-        room(3, "checkpoints"),
-        room(6, "server"),
-        room(6, "certify"),
-        room(4, "cli", "bench"),
-        room(6, "train", "recording", "learn"),
-        room(4, "vision"),
-        room(2, *roots),
+        room(4, "verify", "functional", "sampling", "cache", "text", "files"),
+        room(5, "models", "checkpoints", "vision"),
+        room(6, "cli", "bench", "certify"),
+        room(6, "train", "recording", "learn", *roots),
         Part("integrations", 2, (*PYTEST, "tests/integrations")),
         Part("parity with transformers", 2, (sys.executable, "benchmarks/parity.py")),
     ]
