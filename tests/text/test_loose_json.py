@@ -14,7 +14,7 @@ from paceline.text.growing import GrowingText, Malformed, finish, overlap
 from paceline.text.loose_json import DEPTH, JsonReader, parse
 from tests.support.counted_lines import counted
 
-fuzz = settings(derandomize=True, max_examples=150, deadline=None)
+fuzz = settings(max_examples=2 * settings.default.max_examples)
 
 
 @pytest.mark.parametrize(
