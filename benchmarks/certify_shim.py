@@ -40,6 +40,7 @@ class Transformers:
         self.torch: Any = torch
         self.tokenizer: Any = AutoTokenizer.from_pretrained(**where)
         self.model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32).eval()
+        self.layers = self.model.config.num_hidden_layers
 
     def answer(self, body: Body) -> Body:
         """Return the completion of a request."""
@@ -57,6 +58,8 @@ class Transformers:
         scored = bool(body.get("logprobs"))
         with self.torch.inference_mode():
             self.torch.manual_seed(body.get("seed") or self.torch.seed() % 2**32)
+            # An error while an early exit drafts would leave the model without its upper layers.
+            self.model.config.num_hidden_layers = self.layers
             done = self.model.generate(**inputs, return_dict_in_generate=True, output_logits=scored, **options)
         prompt = inputs["input_ids"].shape[1]
         new = done.sequences[0, prompt:]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -46,6 +46,7 @@ class LayerAttention:
         part: Number of the part of the model that holds this layer (`models/placement.py`). Each part has one device.
         single: True if the keys are also the values. They are stored once.
         chunked: True if windows begin at multiples of `window` (chunked attention).
+        kernel: Computes the attention (`kernels.cpu.attention.attend`). None for torch's products.
     """
 
     scale: float
@@ -58,6 +59,7 @@ class LayerAttention:
     part: int = 0
     single: bool = False
     chunked: bool = False
+    kernel: Callable[..., Tensor] | None = field(default=None, compare=False)
 
     @property
     def kind(self) -> Kind:
@@ -114,8 +116,9 @@ class SlabPlan:
             layouts: For each member, the layout of its rows.
             chunked: See `LayerAttention`.
         """
-        self._chunked = chunked
-        self.tensors, self.window, self.rows = tensors, window, rows
+        self.tensors, self.window, self.chunked, self.rows = tensors, window, chunked, rows
+        self.kernel_view: object = None
+        """The plan in the kernels' own structures, which the first layer makes."""
         self.members, self.places, self.layouts = list(members), list(places), layouts
         self.lengths = [rows.lengths[i] for i in self.members]
         self.count = max(rows.counts[i] for i in self.members)
@@ -131,7 +134,7 @@ class SlabPlan:
         """Mask [B, T, reach - seen] to add to the scores of columns `seen` to `reach` - 1."""
         keys = self.tensors[0]
         if self._moved and self.window:
-            span = self.window, self._chunked
+            span = self.window, self.chunked
             mask = _window_mask(self.count, self.lengths, self.layouts, span, keys.shape[3], self.reach)
         else:
             mask = _mask(self.count, self.lengths, self.layouts, self.seen, self.reach)
@@ -226,7 +229,10 @@ class SlabPass:
             plan.write(index, k, v)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `protocols.Pass.attend`. The CPU kernels do not call it (`models.cpu_layers.NativeLayers.run`)."""
+        """See `protocols.Pass.attend`. Native layers do not call it (`models.cpu_layers.NativeLayers.run`)."""
+        spec, (slab, index) = self._layers[layer], self._indices[layer]
+        if spec and spec.kernel:
+            return spec.kernel(self.plans[slab], index, spec, q, k, v)
         self.write(layer, k, v)
         return self.look(layer, q)
 
@@ -235,14 +241,16 @@ class SlabPass:
         slab, index = self._indices[layer]
         spec = self._layers[layer]
         assert spec
+        if spec.kernel:
+            return spec.kernel(self.plans[slab], index, spec, q)
         return torch.cat([self._look(plan, index, spec, q) for plan in self.plans[slab]])
 
     def _look(self, plan: SlabPlan, index: int, spec: LayerAttention, q: Tensor) -> Tensor:
         """Return the attention output of one plan's slots, given the queries of the whole pass."""
-        stored = plan.read(index)
-        keys = values = from_stored(stored[0], q.dtype)
+        stored, size = plan.read(index), q.shape[-1]
+        keys = values = from_stored(stored[0], q.dtype)[..., :size]  # native layers of the same model pad heads
         if not spec.single:
-            values = from_stored(stored[1], q.dtype)
+            values = from_stored(stored[1], q.dtype)[..., :size]
         own, padding = plan.queries(q), q.shape[1] - plan.count
         if self._prefill and spec.softcap is None and spec.sinks is None:
             mixed = _fast(own, keys, values, plan, spec)
@@ -257,7 +265,7 @@ class SlabPass:
 def _fast(q: Tensor, keys: Tensor, values: Tensor, plan: SlabPlan, spec: LayerAttention) -> Tensor:
     """Compute attention with the fastest kernel. This is for prompt chunks, which do not depend on drafts."""
     b, t, heads, d = q.shape
-    keys, values = (x.view(b, -1, plan.reach, d) for x in (keys, values))
+    keys, values = (x.unflatten(0, (b, -1)) for x in (keys, values))
     mask = F.pad(plan.mask, (plan.seen, 0)).to(q.dtype)[:, None]
     mixed = F.scaled_dot_product_attention(
         q.transpose(1, 2), keys, values, mask, scale=spec.scale, enable_gqa=heads != keys.shape[1]

@@ -11,6 +11,7 @@ from torch import Tensor
 from paceline.cache.attention import LayerAttention
 from paceline.cache.slab import SlabCache
 from paceline.errors import UnsupportedModel
+from paceline.kernels.cpu.attention import attend, attends_natively
 from paceline.kernels.linear import linear
 from paceline.models.config import LayerConfig, ModelConfig
 from paceline.models.decoder import Decoder, make_layer
@@ -54,9 +55,9 @@ class AssistantNetwork:
         weights.finish()
         self.logits = linear(head).precise
         """Maps the normed states that `step` returns first to logits [..., V]."""
+        kernel = attend if attends_natively(host.dtype, host.device) else None
         self._attentions = [
-            LayerAttention(c.attention.scale or 1.0, one.window, heads=(one.kv_heads, one.head_dim), source=one.source)
-            for one in c.plan
+            LayerAttention(c.attention.scale or 1.0, one.window, source=one.source, kernel=kernel) for one in c.plan
         ]
         ropes = [(one.rope, one.head_dim) for one in c.plan]
         self._ropes = RotarySet(ropes, torch.promote_types(host.dtype, torch.float32), host.device)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -14,73 +13,48 @@ from torch import Tensor
 
 from paceline.cache.attention import LayerAttention, SlabPlan, slab_indices
 from paceline.errors import OutOfMemory
+from paceline.kernels.cpu.attention import CHeads, CView, KernelView, fields, whole
 from paceline.kernels.cpu.build import kernel, library
-from paceline.kernels.cpu.matrix import FLOAT_KINDS, GATES, KV_KINDS, LANES, SMALLER, CMatrix, NativeGated, NativeLinear
+from paceline.kernels.cpu.matrix import FLOAT_KINDS, GATES, LANES, SMALLER, CMatrix, NativeGated, NativeLinear
 from paceline.kernels.low_rank import Adapted, NativeChanges, base_of
 from paceline.models.layers import Attention, Dense, Layer, Mixture, SharedMixture
 from paceline.models.norms import HeadNorm, LayerNorm, WideNorm
 from paceline.models.ranks import Ranks, lost
 from paceline.models.rope import Rope
 
-_WIDEST = 1 << 30
-"""A window that exceeds any text and still fits into the kernels' 32-bit integers."""
-
-
-def _fields(*groups: tuple[type, str]) -> list[tuple[str, type]]:
-    """Return the fields of a C structure, in the order of layer.h and attention.h. Each group is a type and its
-    names."""
-    return [(name, kind) for kind, names in groups for name in names.split()]
-
-
-class _Heads(Structure):
-    _fields_ = _fields((c_int32, "query kv size"), (c_float, "scale softcap"), (c_void_p, "sinks"))
-
 
 class _Expert(Structure):
-    _fields_ = _fields((CMatrix, "gate_up down"))
+    _fields_ = fields((CMatrix, "gate_up down"))
 
 
 class _Routing(Structure):
-    _fields_ = _fields(
+    _fields_ = fields(
         (c_int32, "routed used normalised sigmoid groups groups_used group_best shared"), (c_void_p, "bias scales")
     )
 
 
 class _CLayer(Structure):
-    _fields_ = _fields(
+    _fields_ = fields(
         (CMatrix, "qkv out router"),
         (POINTER(_Expert), "experts"),
         (_Routing, "routing"),
         (c_void_p, "before_mix after_mix before_mlp after_mlp query_norm key_norm"),
         (c_float, "eps residual_scale"),
         (c_int32, "hidden ffn activation head_dim view index rotation"),
-        (_Heads, "heads"),
+        (CHeads, "heads"),
         (c_void_p, "on_qkv on_out on_gate_up on_down"),
     )
 
 
-class _CSlot(Structure):
-    _fields_ = _fields(
-        (c_void_p, "keys values"),
-        (c_int64, "layer_stride capacity length"),
-        (c_int32, "first rows columns skipped store_count copy_count"),
-        (c_void_p, "stores copies visible depth below"),
-    )
-
-
-class _View(Structure):
-    _fields_ = _fields((c_int32, "window kind"), (POINTER(_CSlot), "slots"))
-
-
 class _Rotation(Structure):
-    _fields_ = _fields((c_void_p, "cosines signed_sines"), (c_int32, "rotated"))
+    _fields_ = fields((c_void_p, "cosines signed_sines"), (c_int32, "rotated"))
 
 
 class _CPass(Structure):
-    _fields_ = _fields(
+    _fields_ = fields(
         (c_int32, "slots rows room threads"),
         (c_void_p, "indices"),
-        (POINTER(_View), "views"),
+        (POINTER(CView), "views"),
         (POINTER(_Rotation), "rotations"),
         (c_void_p, "adapters"),
         (c_int32, "rank"),
@@ -172,7 +146,7 @@ class NativeLayers:
                 mix.head_dim,
             ),
             *(slab, index, rope),
-            _Heads(
+            CHeads(
                 mix.heads, mix.split[1], whole(mix.head_dim), spec.scale, spec.softcap or 0.0, self._pointer(spec.sinks)
             ),
             *map(self._changed, products),
@@ -226,11 +200,6 @@ class _Sums:
         except Exception as error:
             self.error = error
             return 1
-
-
-def whole(size: int) -> int:
-    """Round a head size up to whole SIMD lanes, as the cache of native layers stores heads."""
-    return -(-size // LANES) * LANES
 
 
 def runs_natively(layers: Sequence[Layer], dtype: torch.dtype) -> bool:
@@ -304,13 +273,13 @@ class _KernelPass:
     def __init__(
         self, plans: Sequence[Sequence[SlabPlan]], ropes: Sequence[Rope], adapters: Sequence[int] = (), rank: int = 0
     ) -> None:
-        self._held: list[object] = []
+        views = [KernelView(own) for own in plans]
+        self._held: list[object] = [*views]
         rows = plans[0][0].rows
-        self._firsts = list(accumulate(rows.counts, initial=0))
         self.c = _CPass(
             *(len(rows.slots), sum(rows.counts), rows.tokens.numel(), torch.get_num_threads()),
-            self._longs(rows.lines),
-            (_View * len(plans))(*map(self._view, plans)),
+            ctypes.addressof(views[0].lines),
+            (CView * len(plans))(*(view.c for view in views)),
             (_Rotation * len(ropes))(*(self._rotation(rope) for rope in ropes)),
             *(self._of_rows(adapters, rows.counts), rank),
         )
@@ -323,29 +292,9 @@ class _KernelPass:
         self._held.append(array := (c_int32 * len(each))(*each))
         return ctypes.addressof(array)
 
-    def _view(self, plans: Sequence[SlabPlan]) -> _View:
-        slots = [slot for plan in plans for slot in self._slots(plan)]
-        kind = KV_KINDS[plans[0].tensors[0].dtype]
-        return _View(min(plans[0].window or 0, _WIDEST), kind, (_CSlot * len(slots))(*slots))
-
-    def _slots(self, plan: SlabPlan) -> Iterator[_CSlot]:
-        keys, values = plan.tensors
-        layer, each, counts = keys.stride(0), keys.stride(1) * keys.element_size(), plan.rows.counts
-        for i, place, length, x in zip(plan.members, plan.places, plan.lengths, plan.layouts, strict=True):
-            self._held.append(x)
-            yield _CSlot(
-                *(keys.data_ptr() + place * each, values.data_ptr() + place * each, layer, keys.shape[3], length),
-                *(self._firsts[i], counts[i], len(x.rows), 0, len(x.stores), len(x.copies)),
-                *(t.data_ptr() for t in (x.stores, x.copies, x.visible, x.row_depths, x.column_depths)),
-            )
-
     def _rotation(self, rope: Rope) -> _Rotation:
         if rope is None:
             return _Rotation(None, None, 0)
         cos, sin = (x.contiguous() for x in rope)
         self._held += [cos, sin]
         return _Rotation(cos.data_ptr(), sin.data_ptr(), cos.shape[-1])
-
-    def _longs(self, values: Sequence[int]) -> int:
-        self._held.append(array := (c_int64 * len(values))(*values))
-        return ctypes.addressof(array)

@@ -12,10 +12,10 @@ from paceline.cache.attention import LayerAttention, SlabPass, slab_indices
 from paceline.cache.shared import SharedSlabCache
 from paceline.cache.slab import SlabCache
 from paceline.cache.state import StateCache
-from paceline.kernels.cpu.matrix import LANES
+from paceline.kernels.cpu.attention import attend, attends_natively, whole
 from paceline.kernels.low_rank import adapted_pass
 from paceline.models.config import LayerConfig, ModelConfig
-from paceline.models.cpu_layers import NativeLayers, runs_natively, whole
+from paceline.models.cpu_layers import NativeLayers, runs_natively
 from paceline.models.latent import LatentAttention
 from paceline.models.layers import Attention, Layer, SharedAttention
 from paceline.models.mamba import Parallel
@@ -51,12 +51,14 @@ class LayerStack:
             devices: Device of each layer; () for the host's device.
         """
         plan, self._device, self._dtype = config.plan, host.device, host.dtype
-        native = _natively(layers, plan, host.dtype)
-        runs = [(device, len([*same])) for device, same in groupby(devices or [host.device] * len(plan))]
-        numbers = [number for number, (_, count) in enumerate(runs) for _ in range(count)]
+        native, places = runs_natively(layers, host.dtype), devices or [host.device] * len(plan)
+        runs = [(device, len([*same])) for device, same in groupby(places)]
+        # The kernels read heads that are padded to whole lanes. All parts of a model share one cache layout.
+        padded = any(attends_natively(host.dtype, device) for device, _ in runs)
+        parts = [(number, device) for number, (device, count) in enumerate(runs) for _ in range(count)]
         self._attentions = [
-            self._attention(config, spec, one, both, native, part) if (one := _attending(layer)) else None
-            for layer, spec, both, part in zip(layers, plan, mutual or (False,) * len(plan), numbers, strict=True)
+            self._attention(config, spec, one, both, padded, *part) if (one := _attending(layer)) else None
+            for layer, spec, both, part in zip(layers, plan, mutual or (False,) * len(plan), parts, strict=True)
         ]
         mixers = [layer.attention for layer in layers]
         self._recurrences = {i: mixer.recurrence for i, mixer in enumerate(mixers) if isinstance(mixer, RecurrentMixer)}
@@ -70,16 +72,14 @@ class LayerStack:
             first = self._parts[-1].end if self._parts else 0
             self._parts.append(_PlacedLayers(first, layers[first : first + count], device, self.ropes.index, indices))
         for placed in self._parts:
-            # Torch's attention reads heads without padding, but all parts share one cache layout.
-            own = plan[placed.first : placed.end]
-            if native or (config.head_dim % LANES == 0 and _natively(placed.layers, own, host.dtype)):
+            if padded and runs_natively(placed.layers, host.dtype):
                 placed.take(self._attentions, ranks)
         if ranks and not native:
             for layer in layers:  # `Division` only supports layers with both attention and an MLP
                 assert layer.out
                 assert layer.mlp
                 layer.out, layer.mlp = Summed(layer.out, ranks), Summed(layer.mlp, ranks)
-        head_dim = whole(config.head_dim) if native else config.head_dim
+        head_dim = whole(config.head_dim) if padded else config.head_dim
         self._cache_sizes = config.kv_heads, head_dim, host.context_length
 
     @property
@@ -103,13 +103,14 @@ class LayerStack:
         spec: LayerConfig,
         mixer: _Attending,
         mutual: bool,
-        native: bool,
+        padded: bool,
         part: int,
+        device: torch.device,
     ) -> LayerAttention:
         """Return one layer's attention, as described to the cache."""
         own = config.of(spec)
         scale = config.attention.scale or own.head_dim**-0.5
-        sizes = own.kv_heads, whole(own.head_dim) if native else own.head_dim
+        sizes = own.kv_heads, whole(own.head_dim) if padded else own.head_dim
         heads = sizes if spec.kv_heads or spec.head_dim else None
         return LayerAttention(
             scale,
@@ -122,6 +123,7 @@ class LayerStack:
             part=part,
             single=config.attention.latent is not None,
             chunked=spec.chunked,
+            kernel=attend if padded and device.type == "cpu" else None,
         )
 
     def new_cache(self, kind: type[SlabCache] = SlabCache, dtype: torch.dtype | None = None) -> SlabCache:
@@ -229,11 +231,6 @@ class _PlacedLayers:
                 x = self.layers[index - self.first](x, index, ropes[self._rope_of[index]], view, entry, own)
                 entry = None
         return x, states
-
-
-def _natively(layers: Sequence[Layer], plan: Sequence[LayerConfig], dtype: torch.dtype) -> bool:
-    """Return True if the CPU kernels can run these layers. They do not support chunked attention."""
-    return not any(spec.chunked for spec in plan) and runs_natively(layers, dtype)
 
 
 def _attending(layer: Layer) -> _Attending | None:

@@ -31,7 +31,8 @@ def device_target(capture=tape, dtype=torch.float64, config=TINY) -> DeviceDecod
 @pytest.fixture(autouse=True)
 def _no_kernels_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a CUDA device."""
-    monkeypatch.setattr("paceline.kernels.linear.library", lambda: None)
+    for module in ("linear", "cpu.attention"):
+        monkeypatch.setattr(f"paceline.kernels.{module}.library", lambda: None)
 
 
 @pytest.fixture(autouse=True)

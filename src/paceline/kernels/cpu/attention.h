@@ -45,12 +45,17 @@ struct Positions {
 
 // The slots of a pass, in layers with one kind of attention.
 struct View {
-    int32_t window;  // 0: none
-    int32_t kind;    // of keys and values: a `Kind` of floats, or `EIGHT`
+    int32_t window;   // 0: none
+    int32_t chunked;  // 1 if windows begin at multiples of `window`
+    int32_t kind;     // of keys and values: a `Kind` of floats, or `EIGHT`
     const Slot* slots;
 
     // The first position that a row sees.
-    int64_t lowest(const Slot& slot, int depth) const { return window ? std::max<int64_t>(0, slot.length + depth - window + 1) : 0; }
+    int64_t lowest(const Slot& slot, int depth) const {
+        const int64_t here = slot.length + depth;
+        if (chunked) return here / window * window;
+        return window ? std::max<int64_t>(0, here - window + 1) : 0;
+    }
 
     // All positions that rows `from` to `to` - 1 of the slot see.
     Positions seen(const Slot& slot, int from, int to) const {
@@ -122,7 +127,7 @@ class AttentionPieces {
             most_blocks_ = std::max(most_blocks_, own), blocks += own * h.kv;
         }
         least_ = (threads + blocks - 1) / std::max(1, blocks);
-        for (int i = 0; i < slots; i++) units_ += h.kv * parts(view.slots[i]);
+        for (int i = 0; i < slots; i++) units_ += h.kv * shares(view.slots[i]);
         if (threads > 1 && units_ < 2 * threads) spans_ = std::min(most_blocks_, (4 * threads + units_ - 1) / units_);
     }
 
@@ -132,18 +137,21 @@ class AttentionPieces {
     int spans() const { return spans_; }
     int most_blocks() const { return most_blocks_; }
 
+    // Number of results that are kept, for a pass of so many rows.
+    int parts(int rows) const { return spans_ > 1 ? rows * h_.query * most_blocks_ : 0; }
+
     AttentionPiece operator[](int index) const {
         const int span = index % spans_;
         int unit = index / spans_;
         const Slot* slot = view_.slots;
-        for (; unit >= h_.kv * parts(*slot); slot++) unit -= h_.kv * parts(*slot);
-        const int count = parts(*slot);
+        for (; unit >= h_.kv * shares(*slot); slot++) unit -= h_.kv * shares(*slot);
+        const int count = shares(*slot);
         const Span own = share(unit % count, count, slot->rows * h_.group());
         return {slot, unit / count, own.from, own.to - own.from, span};
     }
 
    private:
-    int parts(const Slot& slot) const {
+    int shares(const Slot& slot) const {
         const int all = slot.rows * h_.group();
         return std::min(all, std::max(least_, (all + QUERIES - 1) / QUERIES));
     }
@@ -287,8 +295,8 @@ class Attention {
             uint8_t* sees = &tail_[(row - from) * size];
             std::memset(sees, 1, before), sees += before;
             std::memcpy(sees, slot.visible + int64_t(row) * slot.columns, tail);
-            const int32_t passed = slot.depth[row] - view.window;  // the last position out of the window, beyond `length`
-            for (int c = 0; view.window && c < tail; c++) sees[c] &= slot.below[c] > passed;
+            const int64_t first = view.lowest(slot, slot.depth[row]) - slot.length;  // of the window, beyond `length`
+            for (int c = 0; view.window && c < tail; c++) sees[c] &= slot.below[c] >= first;
         }
         for (int i = 0; i < count_; i++) {
             const int row = (piece.first + i) / group;

@@ -3,10 +3,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <tuple>
 #include <vector>
 
-#include "attention.h"
+#include "attending.h"
 #include "experts.h"
 #include "low_rank.h"
 #include "product.h"
@@ -104,26 +103,13 @@ void grow(std::vector<T>& v, int rows, int width) {
 // Memory of one thread.
 struct ThreadScratch {
     std::vector<float> row;
-    std::tuple<Attention<BFloat16>, Attention<Float16>, Attention<Float32>, Attention<Int8>> attentions;
-    Attention<PairedBFloat16> paired_attention;
+    Attentions attentions;
     Inputs gathered;  // the rows of one expert
 
     void reserve(const Layer& l, const Pass& pass) {
-        const View& view = pass.views[l.view];
         grow(row, 1, std::max(whole(l.hidden), l.queries()));
-        attend(view.kind, [&](auto& attention) { attention.reserve(view, l.heads, pass.slots); });
+        attentions.reserve(pass.views[l.view], l.heads, pass.slots);
         if (l.mixture()) gathered.reserve(pass.rows, l.experts->gate_up);
-    }
-
-    // Calls work(attention) with the attention for keys and values of this kind that is fastest on this processor.
-    template <class Work>
-    void attend(int kind, Work work) {
-        switch (kind) {
-            case WIDE: return multiplies_pairs() ? work(paired_attention) : work(std::get<0>(attentions));
-            case HALF: return work(std::get<1>(attentions));
-            case FULL: return work(std::get<2>(attentions));
-            default: return work(std::get<3>(attentions));
-        }
     }
 };
 
@@ -144,8 +130,7 @@ struct Scratch {
         grow(stream, rows, whole(l.hidden)), grow(entry, rows, whole(width)), grow(added, rows, whole(l.hidden));
         grow(qkv, rows, l.all_heads()), grow(heads, rows, l.queries()), grow(mixed, rows, l.queries());
         grow(inner, rows * l.routing.each(), whole(l.ffn));
-        const AttentionPieces pieces(pass.views[l.view], pass.slots, l.heads, pass.threads);
-        if (pieces.spans() > 1) grow(attended, rows * l.heads.query * pieces.most_blocks(), part_size(l.heads));
+        grow(attended, AttentionPieces(pass.views[l.view], pass.slots, l.heads, pass.threads).parts(rows), part_size(l.heads));
         if (pass.adapters) grow(shrunk, rows, pass.rank);
         to_mix.reserve(rows, l.qkv), to_out.reserve(rows, l.out);
         to_mlp.reserve(rows, l.experts->gate_up), to_down.reserve(rows * l.routing.each(), l.experts->down);
@@ -275,7 +260,7 @@ class LayerTask {
         const bool value = head >= l.heads.query + l.heads.kv;
         const int kv_head = (head - l.heads.query) % l.heads.kv;
         const View& view = pass.views[l.view];
-        local.attend(view.kind, [&](auto& attention) {
+        local.attentions.with(view.kind, [&](auto& attention) {
             using Stored = typename std::decay_t<decltype(attention)>::Element;
             for (const Slot* slot = view.slots; slot < view.slots + pass.slots; slot++)
                 write_head<Stored>(*slot, value ? slot->values : slot->keys, l.index, l.heads, kv_head, [&](int row) {
@@ -296,76 +281,8 @@ class LayerTask {
 
     // Runs attention for all queries of all key heads.
     void attend() {
-        const View& view = pass.views[l.view];
-        const AttentionPieces pieces(view, pass.slots, l.heads, team.count());
-        const int count = std::min(pieces.count(), Pool::PIECES);
-        team.run(count, [&](int index, int thread) {
-            const Span own = share(index, count, pieces.count());
-            locals[thread].attend(view.kind, [&](auto& attention) {
-                for (int i = own.from; i < own.to; i++) attend(attention, view, pieces[i], pieces);
-            });
-        });
-        if (pieces.spans() > 1) team.split(rows * l.heads.query, 1, [&](Span own, int) { join_parts(view, pieces, own); });
-    }
-
-    // Computes one piece. Joins the blocks at once, or keeps their results for `join_parts`.
-    template <class Attending>
-    void attend(Attending& attention, const View& view, const AttentionPiece& piece, const AttentionPieces& pieces) {
-        const Slot& slot = *piece.slot;
-        const int size = l.heads.size, group = l.heads.group();
-        const bool whole = pieces.spans() == 1;
-        const Positions seen = whole ? view.seen(slot, piece.first / group, (piece.first + piece.count - 1) / group + 1) : view.seen(slot);
-        attention.begin(view, l.index, l.heads, piece, seen, &s.heads[int64_t(slot.first) * queries], queries);
-        Softmax joined[AttentionPieces::QUERIES];
-        auto query = [&](int i) {
-            const int at = piece.first + i;
-            return (slot.first + at / group) * l.heads.query + piece.head * group + at % group;
-        };
-        for (int i = 0; i < piece.count && whole; i++) joined[i] = begin_query(query(i));
-        const Span blocks = share(piece.span, pieces.spans(), seen.blocks());
-        for (int block = blocks.from; block < blocks.to; block++) {
-            attention.run(seen.first_block() + block);
-            for (int i = 0; i < piece.count; i++) {
-                if (whole) {
-                    join<Element>(joined[i], mixed(query(i)), attention.found(i), attention.sum(i), size);
-                } else {
-                    float* to = part(query(i), block, pieces);
-                    std::copy_n(attention.sum(i), size, to);
-                    to[size] = attention.found(i).top, to[size + 1] = attention.found(i).total;
-                }
-            }
-        }
-        for (int i = 0; i < piece.count && whole; i++) divide(mixed(query(i)), joined[i].total, size);
-    }
-
-    // Joins the blocks of these queries of the pass.
-    void join_parts(const View& view, const AttentionPieces& pieces, Span own) {
-        const Slot* slot = view.slots;
-        const int size = l.heads.size;
-        int blocks = 0;
-        for (int query = own.from; query < own.to; query++) {
-            while (query >= (slot->first + slot->rows) * l.heads.query) slot++, blocks = 0;
-            if (!blocks) blocks = view.seen(*slot).blocks();
-            Softmax joined = begin_query(query);
-            for (int block = 0; block < blocks; block++) {
-                const float* from = part(query, block, pieces);
-                join<Element>(joined, mixed(query), {from[size], from[size + 1]}, from, size);
-            }
-            divide(mixed(query), joined.total, size);
-        }
-    }
-
-    Softmax begin_query(int query) {
-        std::fill_n(mixed(query), l.heads.size, 0.0f);
-        return Softmax::begin(l.heads, query % l.heads.query);
-    }
-
-    // The output of a query of the pass: rows times query heads.
-    float* mixed(int query) { return &s.mixed[int64_t(query) * l.heads.size]; }
-
-    // Room for the result of a query in one block.
-    float* part(int query, int block, const AttentionPieces& pieces) {
-        return &s.attended[(int64_t(query) * pieces.most_blocks() + block) * part_size(l.heads)];
+        const AttentionTask<Element> task(pass.views[l.view], pass.slots, l.index, l.heads, team.count());
+        task.run(s.heads.data(), s.mixed.data(), s.attended.data(), rows, team, [&](int thread) -> Attentions& { return locals[thread].attentions; });
     }
 
     // Chooses the experts of each row.

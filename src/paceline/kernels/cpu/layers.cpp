@@ -65,6 +65,75 @@ struct CallerState {
 
 thread_local CallerState state_of_caller;
 
+// Arguments of `paceline_attend`.
+struct Attending {
+    const View* view;
+    const Heads* heads;
+    const int64_t* indices;    // index of each row in the tensors
+    const void *q, *k, *v;     // [room, heads, D]
+    void* mixed;               // [room, query heads, D]
+    int32_t slots, rows, layer, size, threads;  // `layer`: its number in the view; `size`: D
+};
+
+// Memory that a calling thread reuses for its next attention.
+struct AttentionState {
+    struct Local {
+        Attentions attentions;
+        std::vector<float> row;
+    };
+
+    std::vector<float> queries, mixed, kept;
+    std::vector<Local> locals;
+};
+
+thread_local AttentionState attention_of_caller;
+
+// Copies head `head` of a row of x [room, heads, D] to y, padded.
+template <class Element>
+void load_head(float* y, const Attending& a, const void* x, int row, int head, int heads) {
+    widen_row<Element>(y, static_cast<const typename Element::Number*>(x) + (a.indices[row] * heads + head) * a.size, a.size);
+}
+
+template <class Element>
+void store_rows(const Attending& a, std::vector<AttentionState::Local>& locals, Team& team) {
+    const int kv = a.heads->kv;
+    team.split(a.v ? 2 * kv : kv, 1, [&](Span own, int thread) {
+        AttentionState::Local& local = locals[thread];
+        for (int i = own.from; i < own.to; i++)
+            local.attentions.with(a.view->kind, [&](auto& attention) {
+                using Stored = typename std::decay_t<decltype(attention)>::Element;
+                for (const Slot* slot = a.view->slots; slot < a.view->slots + a.slots; slot++)
+                    write_head<Stored>(*slot, i < kv ? slot->keys : slot->values, a.layer, *a.heads, i % kv, [&](int row) {
+                        load_head<Element>(local.row.data(), a, i < kv ? a.k : a.v, row, i % kv, kv);
+                        return local.row.data();
+                    });
+            });
+    });
+}
+
+template <class Element>
+int attend(const Attending& a) {
+    AttentionState& s = attention_of_caller;  // by reference: see `run_layers`
+    const Heads& h = *a.heads;
+    Team team(a.threads);
+    const AttentionTask<Element> task(*a.view, a.slots, a.layer, h, team.count());
+    try {
+        grow(s.queries, a.rows, h.query * h.size), grow(s.mixed, a.rows, h.query * h.size);
+        grow(s.kept, task.parts(a.rows), part_size(h));
+        if (s.locals.size() < size_t(team.count())) s.locals.resize(team.count());
+        for (AttentionState::Local& local : s.locals) local.attentions.reserve(*a.view, h, a.slots), grow(local.row, 1, h.size);
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+    for (int i = 0; i < a.rows * h.query; i++) load_head<Element>(&s.queries[int64_t(i) * h.size], a, a.q, i / h.query, i % h.query, h.query);
+    if (a.k) store_rows<Element>(a, s.locals, team);
+    task.run(s.queries.data(), s.mixed.data(), s.kept.data(), a.rows, team, [&](int thread) -> Attentions& { return s.locals[thread].attentions; });
+    auto* mixed = static_cast<typename Element::Number*>(a.mixed);
+    for (int i = 0; i < a.rows * h.query; i++)
+        narrow_row<Element>(mixed + (a.indices[i / h.query] * h.query + i % h.query) * a.size, &s.mixed[int64_t(i) * h.size], a.size);
+    return 0;
+}
+
 bool cut(Groups& groups, const Pass& pass, const Layer* layers, int count) {
     if (pass.reduce) return false;  // all processes must exchange sums in the same order
     int views = 0;
@@ -157,6 +226,16 @@ EXPORTED int paceline_layers(const Layer* layers, int count, const Pass* pass, i
         case WIDE: return run_layers<BFloat16>(layers, count, *pass, x, entry, width, taps, tap_count, states);
         case HALF: return run_layers<Float16>(layers, count, *pass, x, entry, width, taps, tap_count, states);
         default: return run_layers<Float32>(layers, count, *pass, x, entry, width, taps, tap_count, states);
+    }
+}
+
+// Stores the keys and values of a pass's rows, unless `k` is null, and computes their attention in one layer. Keys are also the
+// values if `v` is null and the view's keys and values are the same memory. Returns 1 if out of memory.
+EXPORTED int paceline_attend(const Attending* arguments, int element) {
+    switch (element) {
+        case WIDE: return attend<BFloat16>(*arguments);
+        case HALF: return attend<Float16>(*arguments);
+        default: return attend<Float32>(*arguments);
     }
 }
 
