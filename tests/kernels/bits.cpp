@@ -375,7 +375,7 @@ void attention(const char* name) {
     slot.keys = keys.data(), slot.values = values.data();
     slot.capacity = CAPACITY, slot.length = LONG, slot.rows = slot.columns = ROWS;
     slot.visible = visible.data(), slot.depth = slot.below = depth.data();
-    const View view{0, 0, &slot};
+    const View view{0, 0, 0, &slot};
     const Heads heads{GROUP_SIZE, 1, SIZE, 0.5f, 0, nullptr};
     const AttentionPieces pieces(view, 1, heads, 1);
     Attention<Element> attention;
