@@ -249,6 +249,10 @@ class Target(Protocol):
 class Divisible(Protocol):
     """A target that can be represented by a part of it, for self-checks."""
 
+    @property
+    def rows_are_independent(self) -> bool:
+        """True if a row has the same bits in passes of any length by the construction of all sums."""
+
     def excerpt(self) -> Target:
         """Return a target of the first layers, as few as include each kind of layer.
 

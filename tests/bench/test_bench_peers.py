@@ -175,6 +175,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_transformers_answers_at_most_so_many_tokens_and_the_same_by_lookup(folder: Path) -> None:
     setup = PeerSetup(str(folder), (99,), 12, 40, torch.get_num_threads())
     answer = transformers(setup)

@@ -38,6 +38,7 @@ from paceline.cli import app
 from paceline.drafters.early_exit import EarlyExit
 from paceline.drafters.ngram import NGram
 from paceline.drafters.suffix import Suffix
+from paceline.llm import LLM
 from paceline.models.decoder import Decoder
 from paceline.models.heads import ExitConfig
 from paceline.protocols import KVCache
@@ -47,7 +48,7 @@ from paceline.testing import Oracle, tiny_target
 from paceline.types import DraftBudget, Forward, Rows, Want
 from paceline.verify.tree import PREFILL_ROWS
 from tests.support.gguf_writing import write_gguf
-from tests.support.toys import toy_llm, toy_model
+from tests.support.toys import toy_llm, toy_model, toy_target
 
 pytestmark = pytest.mark.usefixtures("no_forks")
 
@@ -77,7 +78,7 @@ def test_every_size_is_observed_as_it_would_be_used(kind: str) -> None:
     found, _ = observe(model, Suffix(), sizes, write_replies(model, texts, 24))
     assert list(found.kinds) == ["a", "b"]
     for size in sizes:
-        done = [toy_llm(Suffix(), size).generate(text, Sampling(max_new_tokens=24)) for text in texts["b"]]
+        done = [LLM(model, Suffix(), size).generate(text, Sampling(max_new_tokens=24)) for text in texts["b"]]
         tokens, rounds = sum(len(c.token_ids) for c in done), sum(c.stats.rounds for c in done)
         assert found.kinds["b"].gains[size].tokens == pytest.approx(tokens / rounds)
     assert found.kinds["b"].gains[sizes[-1]].rows >= 4
@@ -91,7 +92,7 @@ def test_early_exit_is_observed_as_it_writes() -> None:
     found, seconds = observe(model, drafter, sizes, write_replies(model, {"a": ["ab ab ab"]}, 24))
     for size in sizes:
         again = EarlyExit(ExitConfig(32, 1), {}, model.target, threshold=0.0)
-        stats = toy_llm(again, size).generate("ab ab ab", Sampling(max_new_tokens=24)).stats
+        stats = LLM(model, again, size).generate("ab ab ab", Sampling(max_new_tokens=24)).stats
         assert found.kinds["a"].gains[size].tokens == pytest.approx(stats.tokens / stats.rounds)
     assert all(taken > 0 for taken in seconds.values())
 
@@ -170,7 +171,7 @@ def slow(clock: FakeTimer, **changes: int) -> Decoder:
             clock.now += 10 + rows.tokens.shape[1] + rows.lengths[0] / 100
             return super().forward(rows, cache, want)
 
-    target = tiny_target(context_length=2048, **changes)
+    target = toy_target(context_length=2048, **changes)
     target.__class__ = Slow
     return target
 

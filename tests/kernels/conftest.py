@@ -6,13 +6,20 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.kernels.cpu.build import SETS, available
+from paceline.kernels.cpu.build import SETS, available, instruction_set
+from tests.support import cover
 from tests.support.instruction_sets import using
 
-OTHERS = available()[:-1]
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "kernels" in metafunc.fixturenames:
+        best = instruction_set().name  # the set that PACELINE_ISA names, if it names one
+        others = [] if cover.FAST_ONLY else [name for name in available() if name != best]
+        names = [best, *(pytest.param(name, marks=pytest.mark.slow) for name in others)]
+        metafunc.parametrize("kernels", names, indirect=True, scope="module")
 
 
-@pytest.fixture(scope="module", params=[available()[-1], *(pytest.param(x, marks=pytest.mark.slow) for x in OTHERS)])
+@pytest.fixture(scope="module")
 def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every instruction set of this processor, the best first."""
     with using(SETS[request.param]):

@@ -68,7 +68,7 @@ def test_products_equal_float64(kernels: None, kind: str) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_weights_come_back_as_they_were_given(kind: str) -> None:
+def test_the_weights_come_back_as_they_were_given(kernels: None, kind: str) -> None:
     for out, width in SHAPES:
         ours, weight, _ = make(kind, out, width)
         assert torch.equal(ours.weight(), values(weight))
@@ -94,7 +94,7 @@ def test_every_form_of_a_product_is_the_precise_one_rounded_once(kernels: None, 
 
 @needs_kernels
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gate_and_up_lie_in_turns_and_come_out_in_order(activation: str) -> None:
+def test_gate_and_up_lie_in_turns_and_come_out_in_order(kernels: None, activation: str) -> None:
     weight, bias, x = random(96, 64).bfloat16(), random(96, seed=1).bfloat16(), random(6, 64, seed=2).bfloat16()
     left, right = (x.float() @ weight.float().T + bias.float()).chunk(2, -1)
     ours = NativeGated(weight, bias, activation)(x)
@@ -162,7 +162,7 @@ def test_activations_of_any_size_are_rounded_as_in_python(kernels: None) -> None
 
 @needs_kernels
 @pytest.mark.parametrize("bits", [4, 8])
-def test_codes_give_by_torch_what_the_kernels_give(bits: int) -> None:
+def test_codes_give_by_torch_what_the_kernels_give(kernels: None, bits: int) -> None:
     weight, x = quantize(random(40, 208) / 14, bits), random(9, 208)
     bias = random(40, seed=1)
     ours, theirs = NativeLinear(weight, bias), _Coded(weight, bias)
@@ -198,7 +198,7 @@ def test_norms_equal_float64_and_single_rows(kernels: None, count: int, width: i
 
 
 @needs_kernels
-def test_a_norm_of_a_row_that_is_not_finite_is_not() -> None:
+def test_a_norm_of_a_row_that_is_not_finite_is_not(kernels: None) -> None:
     x = random(3, 32).bfloat16()
     x[1, 5] = torch.nan
     y = RMSNorm(torch.ones(32), 1e-6)(x)

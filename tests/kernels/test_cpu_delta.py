@@ -13,7 +13,7 @@ from paceline.models.config import DeltaNetConfig, Mamba2Config
 from paceline.models.mamba import Selective
 from paceline.models.recurrent import Convolution, DeltaRule, MatrixState
 
-pytestmark = pytest.mark.skipif(library() is None, reason="no CPU kernels here")
+pytestmark = [pytest.mark.skipif(library() is None, reason="no CPU kernels here"), pytest.mark.usefixtures("kernels")]
 CHAIN, TREE = tuple(range(-1, 10)), (-1, 0, 0, 1, 1, 2, 3, 4, 5, 8, 9)
 
 

@@ -18,7 +18,10 @@ from paceline.models.decoder import Decoder
 from paceline.models.layers import Mixture
 from tests.support.native_models import BASE, MODELS, by_torch, native, text, whole
 
-pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(library() is None, reason="there is no C++ compiler"),
+    pytest.mark.usefixtures("kernels"),
+]
 CONFIG = replace(BASE, **MODELS["twenty experts, ragged"])
 TOKENS = text(4)
 

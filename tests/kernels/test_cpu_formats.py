@@ -20,7 +20,10 @@ from paceline.kernels.quantize import quantize, round_activations
 from paceline.kernels.stored import FLOATS, Form, Stored
 from tests.support.gguf_blocks import HALVES, number, random_blocks, stored
 
-pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(library() is None, reason="there is no C++ compiler"),
+    pytest.mark.usefixtures("kernels"),
+]
 
 
 def near(y: Tensor, weight: Tensor, x: Tensor) -> bool:
@@ -48,7 +51,7 @@ def test_a_weight_costs_hardly_more_bits_than_in_the_file(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", HALVES)
-def test_products_equal_float64_with_the_same_bits_anywhere(kernels: None, kind: str) -> None:
+def test_products_equal_float64_with_the_same_bits_anywhere(kind: str) -> None:
     matrix, weight = stored(kind, 37, 512)
     ours = NativeLinear(matrix, None)
     for count in (1, 2, 3, 5, 8, 19):
@@ -60,7 +63,7 @@ def test_products_equal_float64_with_the_same_bits_anywhere(kernels: None, kind:
 
 
 @pytest.mark.parametrize("kind", HALVES)
-def test_extreme_codes_do_not_saturate(kernels: None, kind: str) -> None:
+def test_extreme_codes_do_not_saturate(kind: str) -> None:
     """All bits set, against rows whose codes are all 127 or -127."""
     data = random_blocks(kind, 16, 256)
     count = gguf.GGML_QUANT_SIZES[number(kind)][1]

@@ -19,7 +19,10 @@ from tests.support.ragged_passes import DRAFTS, filled, packed, verify
 from tests.support.row_groups import watched
 from tests.support.trees import path_to
 
-pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(library() is None, reason="there is no C++ compiler"),
+    pytest.mark.usefixtures("kernels"),
+]
 
 THREADS = (2, 3, 5)
 LENGTHS = (20, 7, 41, 300, 33, 1, 90, 64)

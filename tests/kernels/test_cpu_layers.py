@@ -42,7 +42,10 @@ from tests.support.native_models import (
 )
 from tests.support.tiny_heads import block_tensors
 
-pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(library() is None, reason="there is no C++ compiler"),
+    pytest.mark.usefixtures("kernels"),
+]
 
 
 def filled(target: Decoder, prefix: Sequence[int], chunk: int = 256) -> tuple[KVCache, int]:

@@ -15,7 +15,10 @@ from paceline.verify.tree import pack, with_siblings
 from tests.support.native_models import BASE, CPU, MODELS, native, plan, text
 from tests.support.ragged_passes import DRAFTS, filled, packed, verify
 
-pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(library() is None, reason="there is no C++ compiler"),
+    pytest.mark.usefixtures("kernels"),
+]
 
 LENGTHS = (20, 7, 41, 300, 33)
 

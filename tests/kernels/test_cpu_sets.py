@@ -4,39 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from paceline import Sampling
-from paceline.kernels.cpu.build import SETS, available, library
+from paceline.kernels.cpu.build import library
 from paceline.kernels.cpu.matrix import NativeLinear, NativeNorm
 from paceline.kernels.cpu.toolchain import InstructionSet
 from paceline.kernels.quantize import Mode
 from paceline.testing import run
 from tests.support.gguf_blocks import HALVES, stored
-from tests.support.instruction_sets import FUSED, using
+from tests.support.instruction_sets import EMULATED, SAME_BITS, using
 from tests.support.native_models import BASE, MODELS, native, text, whole
 from tests.support.native_products import KINDS, make, random
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(library() is None, reason="there is no C++ compiler")]
-HERE, EMULATED = FUSED, []
-if "avx2" in available():
-    # SSE 4.1 has no fused multiply-add: with it, its code stands for other processors' of 16 bytes.
-    HERE = [InstructionSet("sse4-fma", ("-mfma",)), *FUSED]
-    # Instructions that this processor lacks, in plain C++.
-    header = str(Path(__file__).with_name("emulated.h"))
-    for level, name in enumerate(("avxvnni", "avx512", "avx512vnni", "avx512bf16")):
-        flags = (*SETS["avx2"].flags, f"-DEMULATED={level}", "-include", header, "-O1")
-        EMULATED.append(InstructionSet(f"{name}-emulated", flags))
 
 
 @pytest.fixture(params=["here", "emulated"])
 def sets(request: pytest.FixtureRequest) -> list[InstructionSet]:
     """Instruction sets with fused multiply-adds."""
-    return HERE if request.param == "here" else [HERE[-1], *EMULATED]
+    return SAME_BITS if request.param == "here" else [SAME_BITS[-1], *EMULATED]
 
 
 def same_on(sets: list[InstructionSet], compute: Callable[[], Tensor | list[Tensor]]) -> None:

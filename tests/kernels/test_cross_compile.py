@@ -43,10 +43,12 @@ def compiled(tmp_path: Path) -> Callable[..., bytes]:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_every_instruction_set_compiles(target: str, compiled: Callable[..., bytes]) -> None:
+def test_instruction_sets_compile(target: str, compiled: Callable[..., bytes]) -> None:
     system, machine, magic = TARGETS[target]
-    sets = sets_of(machine).values()
+    sets = [*sets_of(machine).values()]
     assert len(sets) > 1
+    if system == "Linux":  # whose own compilers compile every set; here the C library or the machine is another
+        sets = [sets[0], sets[-1]]
     with ThreadPoolExecutor(2) as pool:
         # No linking, for which Zig builds a C++ library first, and nothing is optimised, which takes 20 s a set.
         for code in pool.map(lambda one: compiled(target, one, "-O0", "-fno-sanitize=all", "-c"), sets):

@@ -28,6 +28,7 @@ from tests.support.row_groups import watched
 
 CPU = torch.device("cpu")
 needs_kernels = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+of_every_set = pytest.mark.usefixtures("kernels")
 LFM2 = replace(
     TINY,
     context_length=1200,
@@ -96,6 +97,7 @@ def test_a_pass_of_all_adapters_is_each_merged(name: str) -> None:
 
 
 @needs_kernels
+@of_every_set
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
@@ -118,6 +120,7 @@ def test_no_row_depends_on_the_adapters_of_other_rows(name: str, mode: Mode | No
 
 
 @needs_kernels
+@of_every_set
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "no size in whole lanes", "heads of 80"])
 def test_kernels_compute_what_merging_gives(name: str, dtype: torch.dtype) -> None:
@@ -132,6 +135,7 @@ def test_kernels_compute_what_merging_gives(name: str, dtype: torch.dtype) -> No
 
 
 @needs_kernels
+@of_every_set
 def test_rows_that_threads_share_by_groups_keep_their_adapters() -> None:
     config, tensors = tensors_for("llama")
     model = Decoder(config, tensors, torch.bfloat16, CPU, adapters=adapters(tensors))

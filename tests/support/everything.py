@@ -13,13 +13,11 @@ import resource
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-
-from paceline.kernels.cpu.build import available
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / ".test-all.json"
@@ -34,7 +32,6 @@ class Part:
     name: str
     minutes: float
     command: tuple[str, ...]
-    env: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -52,42 +49,41 @@ def room(minutes: float, *names: str) -> Part:
     return Part(" ".join(names), minutes, (*PYTEST, *PARALLEL, *(f"tests/{name}" for name in names)))
 
 
+def compiled_first(part: Part) -> Part:
+    """Compile the kernels of all instruction sets before a part, or pytest's workers compile some of them twice."""
+    script = '"$0" -m tests.support.instruction_sets && exec "$@"'
+    return replace(part, command=("sh", "-c", script, sys.executable, *part.command))
+
+
 def parts() -> list[Part]:
-    """List the parts. The kernels also run for each smaller instruction set of this processor."""
+    """List the parts."""
     roots = sorted(path.name for path in (ROOT / "tests").glob("test_*.py"))
-    whole = [
-        room(8, "engine"),
-        room(6, "drafters"),
-        room(3, "verify", "functional", "sampling"),
-        room(3, "cache", "text", "files"),
-        room(6, "models"),
-        room(3, "checkpoints"),
-        room(8, "kernels"),
-        room(6, "server"),
-        room(6, "certify"),
-        room(4, "cli", "bench"),
-        room(6, "train", "recording", "learn"),
-        room(4, "vision"),
-        room(2, *roots),
+    return [
+        compiled_first(room(9, "kernels")),
+        room(8, "server"),
+        room(5, "engine"),
+        room(4, "drafters"),
+        room(4, "verify", "functional", "sampling", "cache", "text", "files"),
+        room(5, "models", "checkpoints", "vision"),
+        room(6, "cli", "bench", "certify"),
+        room(6, "train", "recording", "learn", *roots),
         Part("integrations", 2, (*PYTEST, "tests/integrations")),
         Part("parity with transformers", 2, (sys.executable, "benchmarks/parity.py")),
     ]
-    kernels = (sys.executable, "-m", "pytest", *PARALLEL, "tests/kernels")
-    return whole + [Part(f"kernels, {name}", 2, kernels, {"PACELINE_ISA": name}) for name in available()[:-1]]
 
 
 def share(every: list[Part], which: int, of: int) -> list[Part]:
-    """Divide the parts into `of` shares of about equal minutes and return share `which`, counted from 1."""
+    """Divide the parts into `of` shares of about equal minutes and return share `which`, counted from 1, in order."""
     shares: list[list[Part]] = [[] for _ in range(of)]
     for part in sorted(every, key=lambda part: -part.minutes):
         min(shares, key=lambda chosen: sum(one.minutes for one in chosen)).append(part)
-    return shares[which - 1]
+    return sorted(shares[which - 1], key=every.index)
 
 
 def run(part: Part) -> Result:
     """Run a part, showing its output, and return its result."""
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-    env = {**os.environ, "PACELINE_EXHAUSTIVE": "1", **part.env}
+    env = {**os.environ, "PACELINE_EXHAUSTIVE": "1"}
     process = subprocess.Popen(part.command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
     assert process.stdout
     last = ""

@@ -1,19 +1,42 @@
-"""Kernels of another instruction set than the best."""
+"""Kernels of other instruction sets than the best. `python -m tests.support.instruction_sets` compiles all of them."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import update_wrapper
+from functools import cache, update_wrapper
+from pathlib import Path
 
 import pytest
 
-from paceline.kernels.cpu import build
-from paceline.kernels.cpu.build import SETS, available, library_for, loaded
+from paceline.kernels.cpu import build, delta
+from paceline.kernels.cpu.build import SETS, available, compiled, library, library_for, loaded
 from paceline.kernels.cpu.toolchain import InstructionSet
+from paceline.sampling import noise
 
 FUSED = [SETS[name] for name in available() if name not in ("portable", "sse4")]
 """Sets of this processor with fused multiply-adds, whose bits are the same."""
+
+
+def _emulated() -> list[InstructionSet]:
+    """Return the instructions that this processor lacks, in plain C++, and the largest set, even if it has that."""
+    names = ("avxvnni", "avx512", "avx512vnni", "avx512bf16")
+    header = str(Path(__file__).parents[1] / "kernels" / "emulated.h")
+    return [
+        InstructionSet(f"{name}-emulated", (*SETS["avx2"].flags, f"-DEMULATED={level}", "-include", header, "-O1"))
+        for level, name in enumerate(names)
+        if name not in available() or name == names[-1]
+    ]
+
+
+EMULATED = _emulated() if "avx2" in available() else []
+
+# SSE 4.1 has no fused multiply-add: with it, its code stands for other processors' of 16 bytes.
+SAME_BITS = [*([InstructionSet("sse4-fma", ("-mfma", "-O1"))] if "avx2" in available() else []), *FUSED]
+"""Sets that this processor runs, with the same bits."""
 
 
 @contextmanager
@@ -23,4 +46,14 @@ def using(instructions: InstructionSet) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if lib:
             patch.setattr(build, "_found", update_wrapper(lambda: lib, build._found.__wrapped__))
+        # These keep a function of a library.
+        for kept in (noise._native, delta._run):
+            patch.setattr(sys.modules[kept.__module__], kept.__name__, cache(kept.__wrapped__))
         yield
+
+
+if __name__ == "__main__" and library():
+    every = [*(SETS[name] for name in available()), *SAME_BITS[:1], *EMULATED]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for path in pool.map(compiled, every):
+            print(path)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -147,10 +147,15 @@ class StateCache(SlabCache):
         """Taken slot -> length of its text -> the state after it."""
         self._fed: dict[int, _Fed] = {}
 
+    @cached_property
+    def _empty_states(self) -> State:
+        """The states of an empty text. All slots share them, since a state is never changed in place."""
+        return {layer: one.empty() for layer, one in self.recurrences.items()}
+
     @torch.inference_mode()
     def acquire(self, prompt: int = 0, adapter: int = 0, lag: int = 0) -> int:
         slot = super().acquire(prompt, adapter, lag)
-        self._states[slot] = {0: {layer: one.empty() for layer, one in self.recurrences.items()}}
+        self._states[slot] = {0: self._empty_states}
         self._fed[slot] = _Fed()
         return slot
 

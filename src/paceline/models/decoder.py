@@ -165,7 +165,7 @@ class Decoder:
         if rows.resume and any(tap != "final" and tap < rows.resume.layer for tap in want.taps):
             rows = replace(rows, resume=None)
         rows = self._placed(rows, cache)
-        if want.logits == "all" and not want.taps and not rows.resume and self._rows_are_independent():
+        if want.logits == "all" and not want.taps and not rows.resume and self.rows_are_independent:
             rows = rows.cut()
         first, x = self._enter(rows, cache)
         prompts = [cache.prompts[slot] for slot in rows.slots]
@@ -173,11 +173,12 @@ class Decoder:
         view = cache.begin(rows)
         return self._run(rows, first, x, view, prompts, want, adapters)
 
-    def _rows_are_independent(self) -> bool:
-        """Return True if a row has the same bits in passes of any length, so that padding rows are not needed.
+    @property
+    def rows_are_independent(self) -> bool:
+        """See `protocols.Divisible`. Padding rows are then not needed.
 
-        The products of the CPU kernels have this property. Torch's do not; latent attention and the adapters of
-        layer-by-layer models use them.
+        The CPU kernels have this property. Torch's products do not; latent attention and the adapters of layer-by-layer
+        models use them.
         """
         on_cpu = all(device.type == "cpu" for device in self._stack.devices)
         native = isinstance(self._head, NativeLinear) and self.config.attention.latent is None

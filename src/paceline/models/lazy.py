@@ -172,10 +172,15 @@ class LanguageTensors(LazyTensors):
 
 
 class Outlines(Renamed):
-    """The tensors of a checkpoint on the meta device, as shapes without values."""
+    """The tensors of a checkpoint as shapes without values: matrices on the meta device, vectors of zeros.
+
+    Models compute with vectors while they are built, and arithmetic on the meta device imports torch's compiler, which
+    takes over a second.
+    """
 
     def __getitem__(self, name: str) -> Tensor:
-        return torch.empty(self.shape(name), device="meta")
+        shape = self.shape(name)
+        return torch.empty(shape, device="meta") if len(shape) > 1 else torch.zeros(()).expand(shape)
 
 
 class Quantised(Renamed):

@@ -49,6 +49,9 @@ class CausalLM:
     plain forward pass.
     """
 
+    rows_are_independent = False
+    """See `protocols.Divisible`."""
+
     def __init__(self, model: PreTrainedModel, wrapper: Any = None) -> None:
         """Wrap a model, and set it to `eval()`.
 

@@ -86,7 +86,8 @@ class Weights:
             raise CorruptModel(f"the checkpoint lacks {name}", "Fetch the model again")
         tensor = self._tensors[name]
         self._check(name, tuple(tensor.shape), shape)
-        return tensor.to(device=self.device, dtype=dtype or self.dtype)
+        device = tensor.device if self.device.type == "meta" else self.device  # see `lazy.Outlines`
+        return tensor.to(device=device, dtype=dtype or self.dtype)
 
     def _check(self, name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
         if found != shape:

@@ -1,0 +1,28 @@
+"""A compiler for wheels, named in CXX: it copies the library that the cache has for the same instruction set.
+
+A wheel has the libraries that the tests of instruction sets have compiled already. A library that the cache lacks is
+compiled there first.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+os.environ.pop("CXX", None)
+
+from paceline.kernels.cpu.build import SETS, compiled
+from paceline.kernels.cpu.toolchain import flags_of
+
+
+def main(*arguments: str) -> None:
+    *flags, _source, _, to = arguments
+    (one,) = [one for one in SETS.values() if [*flags_of(one), "-s"] == flags]
+    shutil.copy(compiled(one), to)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
