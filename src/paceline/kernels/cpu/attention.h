@@ -239,20 +239,26 @@ class Attention {
         const int64_t begin = std::max(base_, seen_.begin / STEP * STEP), end = std::min(base_ + BLOCK, seen_.end);
         std::fill_n(top_, count_, all(Softmax::LEAST));
         for (int64_t at = begin; at < end; at += STEP) {
-            turn_keys(at);
-            for (int tile = 0; tile < tiles_; tile++) score<TILE>(queries_of(tile), at);
+            prefetches_in_tiles() ? turn_keys<false>(at) : turn_keys<true>(at);
+            for (int tile = 0; tile < tiles_; tile++) {
+                prefetch_share(keys_, at, tile);
+                score<TILE>(queries_of(tile), at);
+            }
         }
         const int from = int(begin - base_), to = int((end - base_ + STEP - 1) / STEP * STEP);
         for (int i = 0; i < count_; i++) found_[i] = softmax(i, from, to);
         std::fill(sums_.begin(), sums_.end(), 0.0f);
         for (int64_t at = begin; at < end; at += STEP) {
-            pair_values(at);
+            prefetches_in_tiles() ? pair_values<false>(at) : pair_values<true>(at);
             if (masked(at) && !finite()) {
                 // A weight of 0 is not enough to hide a column: 0 times a non-finite value is NaN.
                 for (int i = 0; i < count_; i++) mix<1, true>({i, i + 1}, int(at - base_));
                 continue;
             }
-            for (int tile = 0; tile < tiles_; tile++) mix<TILE, false>(queries_of(tile), int(at - base_));
+            for (int tile = 0; tile < tiles_; tile++) {
+                prefetch_share(values_, at, tile);
+                mix<TILE, false>(queries_of(tile), int(at - base_));
+            }
         }
     }
 
@@ -277,12 +283,12 @@ class Attention {
     Floats top_[QUERIES];           // of each lane
     Softmax found_[QUERIES];
     std::vector<uint8_t> tail_;     // [rows, positions]
-    std::vector<float> scores_;     // [queries, STRIDE]
-    std::vector<Operand> weights_;  // [queries, STRIDE]
+    Aligned<float> scores_;         // [queries, STRIDE]
+    Aligned<Operand> weights_;      // [queries, STRIDE]
     std::vector<Number> gathered_;  // [STEP, line]
     std::vector<Operand> queries_;  // [D / 2, queries of the tile, 2] for each tile: pairs of dimensions
     std::vector<Pairs> turned_;     // of a step: keys [D / 2, WIDE], or values [lines / WIDE, STEP / 2, WIDE] in pairs of columns
-    std::vector<float> sums_;       // [queries, lines * LANES]
+    Aligned<float> sums_;           // [queries, lines * LANES]
 
     Span queries_of(int tile) const { return share(tile, tiles_, count_); }
 
@@ -315,11 +321,23 @@ class Attention {
         return at < full_to_ ? sees : sees & (convert<Ints>(load<Lanes<uint8_t>>(tail_of_[query] + (at - full_to_))) != 0);
     }
 
-    // Prefetches `count` numbers, first into the second cache, later into the first. The hardware prefetcher cannot follow as many
-    // texts as a batch has, and a processor stalls if it prefetches a whole step at once.
-    void prefetch(const Number* here, int count) const {
-        const Number *far = here + COLUMNS_AHEAD * line_, *near = here + LANES * line_;
-        for (int i = 0; i < count; i += 64 / int(sizeof(Number))) __builtin_prefetch(far + i, 0, 1), __builtin_prefetch(near + i, 0, 3);
+    // Prefetches `count` numbers, first into the second cache, later, `near` columns ahead, into the first. The hardware prefetcher
+    // cannot follow as many texts as a batch has, and a processor stalls if it prefetches a whole step at once. Inlined always,
+    // because GCC drops calls of functions that only prefetch.
+    [[gnu::always_inline]] void prefetch(const Number* here, int count, int near = LANES) const {
+        const Number *second = here + COLUMNS_AHEAD * line_, *first = here + near * line_;
+        for (int i = 0; i < count; i += 64 / int(sizeof(Number))) __builtin_prefetch(second + i, 0, 1), __builtin_prefetch(first + i, 0, 3);
+    }
+
+    // True if there are enough tiles to prefetch while they are computed. Otherwise keys are prefetched while others are
+    // transposed, and values while others are paired, which then waits for memory.
+    bool prefetches_in_tiles() const { return tiles_ >= 4; }
+
+    // Prefetches a tile's share of the columns after those at this position.
+    [[gnu::always_inline]] void prefetch_share(const Number* rows, int64_t at, int tile) const {
+        if (!prefetches_in_tiles()) return;
+        const int64_t from = STEP * line_ * tile / tiles_, to = STEP * line_ * (tile + 1) / tiles_;
+        prefetch(rows + at % capacity_ * line_ + from, int(to - from), STEP);
     }
 
     // The lines of a step, contiguous. They are read in place, or copied at the end of the slot's memory.
@@ -331,6 +349,7 @@ class Attention {
         return gathered_.data();
     }
 
+    template <bool PREFETCH>
     [[gnu::noinline, gnu::flatten]] void turn_keys(int64_t at) {
         constexpr int TOGETHER = sizeof(Number) == 1 ? 16 : 8;
         const int size = h_->size, first = Element::first(size);
@@ -347,19 +366,20 @@ class Attention {
                 } else {
                     Element::transpose(own, rows + d, line);
                 }
-                prefetch(rows + d * LANES, TOGETHER * LANES);
+                if constexpr (PREFETCH) prefetch(rows + d * LANES, TOGETHER * LANES);
                 for (int i = 0; i < TOGETHER / 2; i++) turned_[(d / 2 + i) * WIDE + v] = own[i];
             }
         }
     }
 
+    template <bool PREFETCH>
     [[gnu::noinline, gnu::flatten]] void pair_values(int64_t at) {
         const int size = h_->size, whole = size / LANES / WIDE * WIDE * LANES;
         const int64_t line = line_;
         const Number* row = together(values_, at);
         for (int pair = 0; pair < STEP / 2; pair++, row += 2 * line) {
             Pairs* to = &turned_[pair * WIDE];
-            prefetch(row, 2 * int(line));
+            if constexpr (PREFETCH) prefetch(row, 2 * int(line));
             for (int d = 0; d < whole; d += WIDE * LANES, to += STEP / 2 * WIDE) interleave<WIDE>(to, row, d);
             if (whole < size) interleave<1>(to, row, whole);
         }
@@ -422,7 +442,7 @@ class Attention {
         for (int i = from; i < to; i += LANES) {
             const Floats w = Element::power(fma(load<Floats>(scores + i), all(factor), all(-top)));
             total += as<Ints>(w + 1.0f) - 0x3f800000;
-            Element::operands(weights + i, w);
+            Element::weights(weights + i, w);
         }
         return {top, float((int64_t(paceline::sum(total >> 16)) << 16) + paceline::sum(total & 0xffff)) * 0x1p-23f};
     }

@@ -39,6 +39,12 @@ struct BFloat16With : FloatLine<BFloat16With<OwnOperand, OwnPairs>, bf16> {
         else paceline::narrow(to, v);
     }
 
+    // Stores results of `power`. A NaN among them comes from keys or queries, so its low half is 0.
+    static void weights(Operand* to, const Floats& w) {
+        if constexpr (std::is_same<Operand, float>()) store(to, as<Floats>(rounded_weights(w)));
+        else paceline::narrow(to, w);
+    }
+
     // Transposes 8 numbers of each of 16 rows, `stride` apart, into 4 pairs with one lane per row.
     [[gnu::always_inline]] static void transpose(Pairs* pairs, const Number* rows, int64_t stride) {
         Ints lines[4];
@@ -68,6 +74,7 @@ struct Widened {
     using Pairs = WidePairs;
 
     static void operands(float* to, const Floats& v) { store(to, v); }
+    static void weights(float* to, const Floats& w) { store(to, w); }
     static Floats power(const Floats& x) { return exponential(x * 0.69314718f); }
 
     template <int N, class Number>
@@ -121,6 +128,7 @@ struct Int8 {
 
     static Floats power(const Floats& x) { return power_of_two(x); }
     static void operands(float* to, const Floats& v) { store(to, v); }
+    static void weights(float* to, const Floats& w) { store(to, w); }
     static int first(int size) { return (size + BLOCK - 1) / BLOCK * int(sizeof(float)); }
     static int64_t line(int size) { return first(size) + size; }
     static float scale(const Number* line, int d) { return read<float>(line + d / BLOCK * sizeof(float)); }

@@ -36,14 +36,13 @@ inline Floats exponential(Floats x) {
     return select(vanishes, Floats{}, y);
 }
 
-// 2^x to about 2^-18, for x up to 127. Returns 0 below -127, including -inf, and exactly 1 for 0.
-inline Floats power_of_two(Floats x) {
-    x = select(x < -127.0f, all(-127.0f), x);  // a NaN stays one
+// 2^x to about 2^-18, for x up to 127. Returns 0 below -126, including -inf, and exactly 1 for 0. A NaN stays one.
+inline Floats power_of_two(const Floats& x) {
     const Floats turns = x + 12582912.0f;
     const Ints power = as<Ints>(turns) << 23;
     const Floats r = x - (turns - 12582912.0f);
     const Floats y = polynomial(r, 9.58287326e-3f, {5.59064813e-2f, 2.40240986e-1f, 6.93124187e-1f, 1.0f});
-    return as<Floats>(as<Ints>(y) + power);
+    return as<Floats>((as<Ints>(y) + power) & ~(x < -126.0f));
 }
 
 // The polynomials of the next two functions are our own minimax fits (Remez), to 3e-9 and 1e-9.

@@ -53,6 +53,12 @@ inline Ints rounded(const Floats& v) {
     return near & select(size < 0x800000, all(int32_t(0x80000000)), all(int32_t(0xffff0000)));
 }
 
+// Like `rounded`, in fewer operations: for weights of attention, which are 0 or at least 2^-126, or a NaN of at most 16 bits.
+inline Ints rounded_weights(const Floats& w) {
+    const Ints bits = as<Ints>(w);
+    return (bits + 0x7fff + (as<Ints>(as<Unsigned>(bits) >> 16) & 1)) & int32_t(0xffff0000);
+}
+
 inline void narrow(bf16* to, const Floats& v) {
 #if defined(__AVX512BF16__)
     __m256bh y = _mm512_cvtneps_pbh(v.part[0]);

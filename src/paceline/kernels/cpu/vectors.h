@@ -5,6 +5,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <new>
+#include <vector>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -69,6 +71,10 @@ struct Lanes {
         for (Part& p : a.part) p = -p;
         return a;
     }
+    friend inline Lanes operator~(Lanes a) {
+        for (Part& p : a.part) p = ~p;
+        return a;
+    }
     friend inline Lanes operator<<(Lanes a, int bits) {
         for (Part& p : a.part) p <<= bits;
         return a;
@@ -130,7 +136,15 @@ inline To convert(const Lanes<T>& v) {
     return y;
 }
 
-#if defined(__aarch64__)
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// GCC 12 needs four instructions for each register.
+template <>
+inline Ints convert<Ints>(const Lanes<uint16_t>& v) {
+    Ints y;
+    for (int i = 0; i < PARTS; i++) y.part[i] = (IntPart)_mm256_cvtepu16_epi32((__m128i)v.part[i]);
+    return y;
+}
+#elif defined(__aarch64__)
 // Compilers convert these lane by lane.
 template <>
 inline Ints convert<Ints>(const Lanes<uint16_t>& v) {
@@ -182,6 +196,24 @@ inline Lanes<T> select(const Ints& mask, const Lanes<T>& yes, const Lanes<T>& no
     for (int i = 0; i < PARTS; i++) y.part[i] = mask.part[i] ? yes.part[i] : no.part[i];
     return y;
 }
+
+// A std::vector whose memory begins at a line of the caches, so that no register is stored in two lines.
+template <class T>
+struct LineAllocator {
+    using value_type = T;
+    static constexpr std::align_val_t LINE{64};
+
+    LineAllocator() = default;
+    template <class U>
+    LineAllocator(const LineAllocator<U>&) {}
+    T* allocate(size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), LINE)); }
+    void deallocate(T* p, size_t) { ::operator delete(p, LINE); }
+    friend bool operator==(const LineAllocator&, const LineAllocator&) { return true; }
+    friend bool operator!=(const LineAllocator&, const LineAllocator&) { return false; }
+};
+
+template <class T>
+using Aligned = std::vector<T, LineAllocator<T>>;
 
 inline Floats all(float x) { return x; }
 inline Ints all(int32_t x) { return x; }
