@@ -10,7 +10,7 @@ using namespace paceline;
 extern "C" {
 int paceline_layers(const Layer*, int, const Pass*, int, void*, const void*, int, const int32_t*, int, void*);
 int paceline_candidates(const float*, const int64_t*, int, uint64_t, float, float, int64_t*);
-int paceline_norm(const bf16*, int, int64_t, const float*, float, bf16*);
+int paceline_norm(const void*, int, int, int64_t, const float*, float, void*);
 int paceline_linear(const Matrix*, const void*, int, int, const int64_t*, int, void*, int, const bf16*, int);
 int64_t paceline_bytes(int, int, int);
 int paceline_pack(int, int, int, const uint8_t* const*, const int32_t*, uint8_t*, int);
@@ -212,7 +212,7 @@ void functions() {
         const auto rows = rounded_numbers(numbers(5 * 77, 9, size));
         auto weight = numbers(whole(77), 10);
         std::vector<bf16> y(rows.size());
-        paceline_norm(rows.data(), 77, 5, weight.data(), 1e-5f, y.data());
+        paceline_norm(rows.data(), WIDE, 77, 5, weight.data(), 1e-5f, y.data());
         report("norm of " + std::to_string(size), y);
     }
     const auto scores = numbers(5000, 11, 8);

@@ -29,7 +29,8 @@ def rule(kind: str, seed: int = 0) -> tuple[MatrixState, Tensors, Tensors]:
     draw, c = torch.Generator().manual_seed(seed), KINDS[kind]
     state = torch.randn(3, c.channels, generator=draw), torch.randn(6, 19, 21, generator=draw)
     entries, gates = torch.randn(11, c.channels, generator=draw), torch.rand(11, 6, generator=draw)
-    convolution = Convolution(torch.randn(4, c.channels, generator=draw))
+    bias = None if kind == "delta" else torch.randn(c.channels, generator=draw)
+    convolution = Convolution(torch.randn(4, c.channels, generator=draw), bias, activated=kind != "delta, tiled")
     if isinstance(c, Mamba2Config):
         return Selective(c, convolution, torch.randn(6, generator=draw)), state, (entries, -2 * gates, gates)
     return DeltaRule(c, convolution), state, (entries, -2 * gates, gates)

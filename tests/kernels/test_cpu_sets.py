@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from paceline import Sampling
+from paceline.cache.state import Tree
 from paceline.kernels.cpu.build import library
+from paceline.kernels.cpu.convolution import convolve
 from paceline.kernels.cpu.matrix import NativeLinear, NativeNorm
 from paceline.kernels.cpu.toolchain import InstructionSet
 from paceline.kernels.quantize import Mode
@@ -64,7 +66,15 @@ def test_products_of_ggufs_types(sets: list[InstructionSet], kind: str) -> None:
 
 def test_norms(sets: list[InstructionSet]) -> None:
     x = torch.cat([random(5, 576).bfloat16(), random(5, 576).bfloat16() * 1e-20])
-    same_on(sets, lambda: NativeNorm(random(576, seed=1), 1e-5)(x))
+    same_on(sets, lambda: [NativeNorm(random(576, seed=1), 1e-5)(rows) for rows in (x, x.float())])
+
+
+@pytest.mark.parametrize("bias", [None, random(77, seed=4)], ids=["no bias", "bias"])
+@pytest.mark.parametrize("activated", [False, True])
+def test_short_convolutions(sets: list[InstructionSet], bias: Tensor | None, activated: bool) -> None:
+    history = Tree((-1, 0, 0, 1, 2)).history(4)
+    before, entries, weight = random(3, 77, seed=1), random(5, 77, seed=2), random(4, 77, seed=3)
+    same_on(sets, lambda: convolve(before, entries, history, weight, bias, activated))
 
 
 @pytest.mark.parametrize("mode", ["int4", "int8", None])

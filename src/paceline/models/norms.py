@@ -24,7 +24,7 @@ class RMSNorm:
         self._native: NativeNorm | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.bfloat16 and x.device.type == "cpu" and library() is not None:
+        if x.dtype in (torch.bfloat16, torch.float32) and x.device.type == "cpu" and library() is not None:
             self._native = self._native or NativeNorm(self.weight, self.eps)
             return self._native(x)
         if x.device.type != "cpu":

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paceline.cache.layout import NONE
 from paceline.cache.state import Recurrence, Tensors, Tree
+from paceline.kernels.cpu.convolution import convolve
 from paceline.kernels.cpu.delta import apply_delta, runs_delta, scan_delta
 from paceline.kernels.linear import Linear
 from paceline.models.config import DeltaNetConfig, MatrixConfig, ModelConfig, RecurrentConfig, ShortConvConfig
@@ -28,9 +29,15 @@ _CHUNK = 64
 class Convolution:
     """A causal depthwise convolution, in which each row sees its own path through the tree."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """`weight` is [width, channels] in float32 or wider, with the newest entry last; `bias` is [channels]."""
-        self.weight, self._bias = weight, bias
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, activated: bool = False) -> None:
+        """Build the convolution.
+
+        Args:
+            weight: [width, channels] in float32 or wider, with the newest entry last.
+            bias: [channels].
+            activated: Apply SiLU to the results.
+        """
+        self.weight, self._bias, self._activated = weight, bias, activated
 
     def empty(self) -> Tensor:
         """Return the entries before a text, [width - 1, channels]."""
@@ -49,12 +56,16 @@ class Convolution:
         Returns:
             The results of the pass's rows, [T, channels].
         """
-        every = torch.cat([before, entries])
-        history = tree.history(len(self.weight)).to(every.device)
+        history = tree.history(len(self.weight))
+        if runs_delta(self.weight):
+            return convolve(before, entries, history, self.weight, self._bias, self._activated)
+        every, history = torch.cat([before, entries]), history.to(entries.device)
         total = every[history[:, 0]] * self.weight[0]
         for column, weight in zip(history[:, 1:].unbind(1), self.weight[1:], strict=True):
             total += every[column] * weight
-        return total if self._bias is None else total + self._bias
+        if self._bias is not None:
+            total += self._bias
+        return total * sigmoid(total) if self._activated else total
 
     def advance(self, before: Tensor, entries: Tensor) -> Tensor:
         """Return the last width - 1 entries after appending `entries` [n, channels]."""
@@ -144,7 +155,6 @@ class MatrixState(Recurrence):
         entries = entries.to(matrix.dtype)
         every = torch.cat([earlier[0], entries]) if earlier else entries
         mixed = self._convolution.run(before, every, tree)
-        mixed = mixed * sigmoid(mixed)
         q, k, v, beta = self.split(mixed, gates)
         last, native = self._convolution.advance(before, every), runs_delta(matrix)
         if prompt and not native:
@@ -238,13 +248,20 @@ class DeltaRule(MatrixState):
     """Gated DeltaNet (arXiv 2412.06464). The state's value under a row's key moves towards the row's value by the
     fraction beta: d = beta (v - decay S^T k)."""
 
+    def __init__(self, config: DeltaNetConfig, convolution: Convolution) -> None:
+        super().__init__(config, convolution)
+        # x / sqrt(sum(x^2) + 1e-6) is an RMS norm. Queries are also scaled by 1 / sqrt(K).
+        size, full = config.key_dim, convolution.weight.new_full
+        queries, keys = full((size,), 1 / size), full((size,), size**-0.5)
+        self._units = RMSNorm(queries, 1e-6 / size), RMSNorm(keys, 1e-6 / size)
+
     def split(self, mixed: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """See `MatrixState.split`. Queries and keys are normalised to length 1, queries are then scaled, and the gates
         are beta."""
         c, keys = self.config, self.config.key_heads * self.config.key_dim
         q, k, v = mixed.split([keys, keys, mixed.shape[-1] - 2 * keys], -1)
-        q, k = (_unit(x.unflatten(-1, (-1, c.key_dim))) for x in (q, k))
-        return q * c.key_dim**-0.5, k, v.unflatten(-1, (-1, c.value_dim)), gates
+        q, k = (unit(x.unflatten(-1, (-1, c.key_dim))) for x, unit in zip((q, k), self._units, strict=True))
+        return q, k, v.unflatten(-1, (-1, c.value_dim)), gates
 
     def in_chunk(self, matrix: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, beta: Tensor | None) -> Tensors:
         """See `MatrixState.in_chunk`. Follows section 3.3 of the paper."""
@@ -269,10 +286,6 @@ def _write(matrix: Tensor, key: Tensor, change: Tensor) -> Tensor:
 
 def _read(matrix: Tensor, key: Tensor) -> Tensor:
     return (matrix * key[:, :, None]).sum(1)
-
-
-def _unit(x: Tensor) -> Tensor:
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
 class RecurrentMixer(Mixer):
@@ -351,7 +364,8 @@ def make_recurrent(
 def make_convolution(kind: RecurrentConfig, weights: Weights, name: str) -> Convolution:
     weight = weights.get(name + ".weight", (kind.channels, 1, kind.width), weights.precise)[:, 0].T.contiguous()
     has_bias = name + ".bias" in weights
-    return Convolution(weight, weights.get(name + ".bias", (kind.channels,), weights.precise) if has_bias else None)
+    bias = weights.get(name + ".bias", (kind.channels,), weights.precise) if has_bias else None
+    return Convolution(weight, bias, activated=not isinstance(kind, ShortConvConfig))
 
 
 def _projections(

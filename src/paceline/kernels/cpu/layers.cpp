@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <new>
 
+#include "convolution.h"
 #include "delta.h"
 #include "exchange.h"
 #include "groups.h"
@@ -131,6 +132,23 @@ int attend(const Attending& a) {
     auto* mixed = static_cast<typename Element::Number*>(a.mixed);
     for (int i = 0; i < a.rows * h.query; i++)
         narrow_row<Element>(mixed + (a.indices[i / h.query] * h.query + i % h.query) * a.size, &s.mixed[int64_t(i) * h.size], a.size);
+    return 0;
+}
+
+template <class Element>
+int norm_rows(const void* x, int size, int64_t rows, const float* weight, float eps, void* y) {
+    using Number = typename Element::Number;
+    static thread_local std::vector<float> row;
+    try {
+        row.resize(std::max(row.size(), size_t(whole(size))));
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+    for (int64_t first = 0; first < rows * size; first += size) {
+        widen_row<Element>(row.data(), static_cast<const Number*>(x) + first, size);
+        normed(row.data(), row.data(), weight, size, eps);
+        narrow_row<Element>(static_cast<Number*>(y) + first, row.data(), size);
+    }
     return 0;
 }
 
@@ -281,20 +299,18 @@ EXPORTED int paceline_delta(const Delta* delta, int threads) {
     return 0;
 }
 
-// RMS norm: y [rows, size] = x / rms(x) * weight. `weight` is padded to whole lanes. Returns 1 if out of memory.
-EXPORTED int paceline_norm(const bf16* x, int size, int64_t rows, const float* weight, float eps, bf16* y) {
-    static thread_local std::vector<float> row;
-    try {
-        row.resize(std::max(row.size(), size_t(whole(size))));
-    } catch (const std::bad_alloc&) {
-        return 1;
-    }
-    for (int64_t first = 0; first < rows * size; first += size) {
-        widen_row<BFloat16>(row.data(), x + first, size);
-        normed(row.data(), row.data(), weight, size, eps);
-        narrow_row<BFloat16>(y + first, row.data(), size);
-    }
-    return 0;
+// See `ShortConvolution`.
+EXPORTED void paceline_convolve(const ShortConvolution* convolution, int threads) {
+    Team team(threads);
+    team.split(convolution->rows, 1, [&](Span rows, int) {
+        for (int row = rows.from; row < rows.to; row++) convolution->run(row);
+    });
+}
+
+// RMS norm: y [rows, size] = x / rms(x) * weight. `weight` is padded to whole lanes. element: type of x and y, as the `Kind`
+// of its weights. Returns 1 if out of memory.
+EXPORTED int paceline_norm(const void* x, int element, int size, int64_t rows, const float* weight, float eps, void* y) {
+    return element == WIDE ? norm_rows<BFloat16>(x, size, rows, weight, eps, y) : norm_rows<Float32>(x, size, rows, weight, eps, y);
 }
 
 // x [n] = cap * tanh(x / cap), in place.

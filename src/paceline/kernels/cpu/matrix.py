@@ -355,17 +355,18 @@ def softcap_(x: Tensor, cap: float) -> Tensor:
 
 
 class NativeNorm:
-    """A `models.layers.RMSNorm` in bfloat16 on the CPU, for norms outside the decoder layers."""
+    """A `models.norms.RMSNorm` in bfloat16 or float32 on the CPU, for norms outside of native layers."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self._size, self._eps = weight.shape[0], eps
         self._weight = F.pad(weight.float(), (0, -weight.shape[0] % LANES)).contiguous()
-        self._run = kernel("paceline_norm", c_void_p, c_int32, c_int64, c_void_p, c_float, c_void_p)
+        self._run = kernel("paceline_norm", c_void_p, c_int32, c_int32, c_int64, c_void_p, c_float, c_void_p)
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         y, size = torch.empty_like(x), self._size
         check_rows(x, size)
-        if self._run(x.data_ptr(), size, x.numel() // size, self._weight.data_ptr(), self._eps, y.data_ptr()):
+        shape = FLOAT_KINDS[x.dtype], size, x.numel() // size
+        if self._run(x.data_ptr(), *shape, self._weight.data_ptr(), self._eps, y.data_ptr()):
             raise OutOfMemory(f"there is no memory for a norm of {size} elements", SMALLER)
         return y
