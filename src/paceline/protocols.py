@@ -251,7 +251,8 @@ class Divisible(Protocol):
 
     @property
     def rows_are_independent(self) -> bool:
-        """True if a row has the same bits in passes of any length by the construction of all sums."""
+        """True if the order of every sum does not depend on the number of rows, so that a row has the same bits in any
+        pass."""
 
     def excerpt(self) -> Target:
         """Return a target of the first layers, as few as include each kind of layer.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -10,18 +12,24 @@ import torch
 from paceline.cache.attention import BLOCK
 from paceline.cache.shared import SharedSlabCache
 from paceline.cache.slab import SlabCache
+from paceline.kernels.cpu.build import library
 from paceline.types import Draft, DraftBudget
 from paceline.verify.tree import depths, pack, pack_prefix
 from tests.support.cache_witness import CPU, HEADS, KV, LAYERS, D, Witness, random_tree, some_path
 
 SLOTS = pytest.mark.parametrize("kind", [SlabCache, SharedSlabCache])
+needs_kernels = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
 
 
 @pytest.mark.parametrize("kind", [SlabCache, pytest.param(SharedSlabCache, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-def test_rows_see_what_they_should_however_far_the_text_has_come(kind: type[SlabCache], seed: int) -> None:
+@pytest.mark.parametrize("computed", ["by torch", pytest.param("by kernels", marks=needs_kernels)])
+def test_rows_see_what_they_should_however_far_the_text_has_come(
+    kind: type[SlabCache], seed: int, computed: str
+) -> None:
     """Prefill, trees and commits at lengths around windows, blocks and the wrap of all rings (1024 and 1536)."""
-    rng, witness = random.Random(seed), Witness(seed, kind=kind)
+    rng, kernel = random.Random(seed), computed == "by kernels"
+    witness = Witness(seed, torch.float32 if kernel else torch.float64, kind, kernel=kernel)
     slot = witness.acquire()
     length = 0
     for goal in (15, 40, 500, 520, 1015, 1040, 1500, 1545, 2060, 3080):
@@ -38,6 +46,20 @@ def test_rows_see_what_they_should_however_far_the_text_has_come(kind: type[Slab
     assert witness.cache.lengths[slot] == length
     capacities = sorted(slab.capacity for slab in witness.cache.slabs)
     assert capacities[:3] == [1024, 1024, 1536], "rings do not grow"
+
+
+@needs_kernels
+def test_a_released_slot_frees_its_memory_at_once() -> None:
+    witness = Witness(dtype=torch.float32, kernel=True)
+    slot = witness.acquire()
+    gc.disable()
+    try:
+        witness.feed(pack_prefix([0] * 9, slot, 0, CPU), [list(range(1, 9))])
+        keys = weakref.ref(witness.cache.slabs[0].tensors[0])
+        witness.cache.release(slot)
+        assert keys() is None
+    finally:
+        gc.enable()
 
 
 @SLOTS

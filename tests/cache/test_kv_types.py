@@ -81,16 +81,21 @@ def test_the_kernels_round_like_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "stored"),
+    ("kind", "stored", "kernel"),
     [
-        (SlabCache, torch.int8),
-        (SharedSlabCache, torch.float16),
-        pytest.param(SharedSlabCache, torch.int8, marks=pytest.mark.slow),
+        (SlabCache, torch.int8, False),
+        (SharedSlabCache, torch.float16, False),
+        pytest.param(SharedSlabCache, torch.int8, False, marks=pytest.mark.slow),
+        pytest.param(SlabCache, torch.int8, True, marks=needs_kernels),
+        pytest.param(SharedSlabCache, torch.float16, True, marks=[needs_kernels, pytest.mark.slow]),
     ],
 )
-def test_rows_see_what_is_stored_however_far_the_text_has_come(kind: type[SlabCache], stored: torch.dtype) -> None:
+def test_rows_see_what_is_stored_however_far_the_text_has_come(
+    kind: type[SlabCache], stored: torch.dtype, kernel: bool
+) -> None:
     """Prefill, trees and commits, up to and over the end of a ring of 1024 columns."""
-    rng, witness = random.Random(1), Witness(1, kind=kind, stored=stored)
+    rng, dtype = random.Random(1), torch.float32 if kernel else torch.float64
+    witness = Witness(1, dtype, kind, stored, kernel)
     slot = witness.acquire()
     length = 0
     for goal in (15, 520, 1020, 1040):

@@ -17,6 +17,9 @@ from paceline.kernels.cpu.matrix import NativeLinear, NativeNorm
 from paceline.kernels.cpu.toolchain import InstructionSet
 from paceline.kernels.quantize import Mode
 from paceline.testing import run
+from paceline.types import Draft
+from paceline.verify.tree import pack, pack_prefix
+from tests.support.cache_witness import CPU, HEADS, KV, LAYERS, Witness
 from tests.support.gguf_blocks import HALVES, stored
 from tests.support.instruction_sets import EMULATED, SAME_BITS, using
 from tests.support.native_models import BASE, GEMMA4, MODELS, native, text, whole
@@ -75,6 +78,22 @@ def test_short_convolutions(sets: list[InstructionSet], bias: Tensor | None, act
     history = Tree((-1, 0, 0, 1, 2)).history(4)
     before, entries, weight = random(3, 77, seed=1), random(5, 77, seed=2), random(4, 77, seed=3)
     same_on(sets, lambda: convolve(before, entries, history, weight, bias, activated))
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32, torch.int8], ids=str)
+def test_attention_of_layers_that_torch_computes(sets: list[InstructionSet], stored: torch.dtype) -> None:
+    """A chunk of a prompt and a tree, in layers with windows, chunks and softcaps."""
+
+    def compute() -> list[Tensor]:
+        witness = Witness(dtype=torch.float32, stored=stored, kernel=True)
+        slot, out = witness.acquire(), list[Tensor]()
+        for rows in (pack_prefix([0] * 90, slot, 0, CPU), pack([0], [Draft((1, 2, 3), (0, 0, 1))], [slot], [90], CPU)):
+            view, count = witness.cache.begin(rows), rows.tokens.shape[1]
+            out += [view.attend(i, *(witness.draw(1, count, n) for n in (HEADS, KV, KV))) for i in range(len(LAYERS))]
+            witness.cache.commit(rows, [range(1, 90)] if not out[5:] else [[1]])
+        return out
+
+    same_on(sets, compute)
 
 
 @pytest.mark.parametrize("mode", ["int4", "int8", None])

@@ -184,7 +184,7 @@ async def settle(port: int) -> dict[str, float]:
 async def concurrent_requests(soak: Soak, count: int) -> int:
     """Return the number of `count` requests that run at once now."""
     message = {"role": "user", "content": "Count to a hundred."}
-    body = json.dumps({"model": soak.model, "messages": [message], "max_tokens": 96}).encode()
+    body = json.dumps({"model": soak.model, "messages": [message], "max_tokens": 200, "ignore_eos": True}).encode()
     clients: Sequence[Client] = [Client(soak.port, 600.0) for _ in range(count)]
     asking = asyncio.gather(*(client.ask(CHAT, body) for client in clients))
     seen = 0.0

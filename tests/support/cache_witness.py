@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from paceline.cache.attention import LayerAttention
 from paceline.cache.kv_types import from_stored, to_stored
 from paceline.cache.slab import SlabCache
+from paceline.kernels.cpu.attention import attend, whole
 from paceline.types import Draft, Rows
 from tests.support.trees import path_to
 
@@ -33,10 +35,13 @@ class Witness:
         dtype: torch.dtype = torch.float64,
         kind: type[SlabCache] = SlabCache,
         stored: torch.dtype | None = None,
+        kernel: bool = False,
     ) -> None:
-        """`stored`: dtype of keys and values, if it is not `dtype`. The witness then remembers what was stored."""
-        self.cache = kind(LAYERS, KV, D, 4096, stored or dtype, CPU)
-        self.error = 1e-5 if stored else 1e-9
+        """`stored`: dtype of keys and values, if it is not `dtype`. The witness then remembers what was stored.
+        `kernel`: the CPU kernels compute attention, over padded heads."""
+        layers = [replace(layer, kernel=attend) for layer in LAYERS] if kernel else LAYERS
+        self.cache = kind(layers, KV, whole(D) if kernel else D, 4096, stored or dtype, CPU)
+        self.error = 1e-9 if dtype == torch.float64 and not stored else 1e-5
         self.random = torch.Generator().manual_seed(seed)
         self.dtype = dtype
         self.history: dict[int, list[tuple[Tensor, Tensor]]] = {}
@@ -69,7 +74,7 @@ class Witness:
         self.cache.commit(rows, paths)
 
     def stored(self, x: Tensor) -> Tensor:
-        return from_stored(to_stored(x, self.cache.slabs[0].tensors[0]), self.dtype)
+        return from_stored(to_stored(x, self.cache.slabs[0].tensors[0]), self.dtype)[..., :D]
 
     def draw(self, b: int, t: int, heads: int) -> Tensor:
         return torch.randn(b, t, heads, D, generator=self.random, dtype=self.dtype)

@@ -22,7 +22,7 @@ FUSED = [SETS[name] for name in available() if name not in ("portable", "sse4")]
 
 
 def _emulated() -> list[InstructionSet]:
-    """Return the instructions that this processor lacks, in plain C++, and the largest set, even if it has that."""
+    """Return the instructions that this processor lacks, in plain C++, and always the largest set."""
     names = ("avxvnni", "avx512", "avx512vnni", "avx512bf16")
     header = str(Path(__file__).parents[1] / "kernels" / "emulated.h")
     return [
@@ -53,7 +53,7 @@ def using(instructions: InstructionSet) -> Iterator[None]:
 
 
 if __name__ == "__main__" and library():
-    every = [*(SETS[name] for name in available()), *SAME_BITS[:1], *EMULATED]
+    every = {one.name: one for one in (*(SETS[name] for name in available()), *SAME_BITS[:1], *EMULATED)}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for path in pool.map(compiled, every):
+        for path in pool.map(compiled, every.values()):
             print(path)

@@ -17,9 +17,13 @@ os.environ.pop("CXX", None)
 from paceline.kernels.cpu.build import SETS, compiled
 from paceline.kernels.cpu.toolchain import flags_of
 
+SOURCE = Path(__file__).resolve().parents[2] / "src/paceline/kernels/cpu/layers.cpp"
+
 
 def main(*arguments: str) -> None:
-    *flags, _source, _, to = arguments
+    *flags, source, dash, to = arguments
+    assert dash == "-o"
+    assert Path(source).read_bytes() == SOURCE.read_bytes()
     (one,) = [one for one in SETS.values() if [*flags_of(one), "-s"] == flags]
     shutil.copy(compiled(one), to)
 

@@ -173,7 +173,7 @@ class StateCache(SlabCache):
     def save(self, slot: int) -> SavedHybrid:  # type: ignore[override]
         """See `protocols.KVCache.save`."""
         slabs, states = super().save(slot), self._states[slot]
-        kept = {n: states[n] for n in sorted(states) if n in _kept(self.lengths[slot])}
+        kept = {n: states[n] for n in sorted(states) if n and n in _kept(self.lengths[slot])}
         tensors = (x for state in kept.values() for layer in state.values() for x in layer)
         return SavedHybrid(slabs.length, (*slabs.tensors, *tensors), slabs, kept)
 

@@ -25,9 +25,9 @@ def guarantee(target: Target) -> Guarantee:
     """Check if speculation can change the bits of logits.
 
     Rows are fed one by one, in chains, in trees, and together with another request. Their logits must be identical, and
-    so must be the logits of the row after them once they are committed. The check takes 16 small passes for plain rows
-    and for each adapter (32 if torch computes), or three passes if rows differ. It uses the target's `excerpt` if it
-    has one.
+    so must be the logits of the row after them once they are committed. The check takes 16 small passes, or 32 for
+    plain rows and for each adapter if the model has adapters or torch computes some products. If rows differ, it takes
+    three passes. It uses the target's `excerpt` if it has one.
 
     Returns:
         "bits" if all logits are identical. Text with speculation then equals plain decoding bit for bit. "rounding" if
@@ -35,7 +35,8 @@ def guarantee(target: Target) -> Guarantee:
     """
     prefixes: tuple[int, ...] = _PREFIXES
     if isinstance(target, Divisible):
-        prefixes, target = _PREFIXES[: 1 if target.rows_are_independent else None], target.excerpt()
+        prefixes = _PREFIXES[:1] if target.rows_are_independent else _PREFIXES
+        target = target.excerpt()
     count = 1 + _adapters(target)
     if target.context_length <= _LONGEST:
         return "rounding"

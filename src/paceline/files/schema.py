@@ -27,7 +27,8 @@ class FieldKind:
         what: Description, such as "a string".
         holds: Returns True for values of this kind.
         many: Plural of `what`.
-        every: A type all of whose values are of this kind. Lists of a vocabulary's length are checked faster.
+        every: If set, all values of this Python type are of this kind. Long lists are then checked by their set of
+            types.
     """
 
     what: str

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.cache.attention import LayerAttention, SlabPlan, slab_indices
+from paceline.cache.attention import LayerAttention, SlabPlan
 from paceline.errors import OutOfMemory
 from paceline.kernels.cpu.attention import CHeads, CView, KernelView, fields, whole
 from paceline.kernels.cpu.build import kernel, library
@@ -69,16 +69,17 @@ class NativeLayers:
         self,
         layers: Sequence[Layer],
         attentions: Sequence[LayerAttention],
+        places: Sequence[tuple[int, int]],
         rope_of: Sequence[int],
         ranks: Ranks | None = None,
     ) -> None:
-        """See `stack.LayerStack`."""
+        """See `stack.LayerStack`. `places`: see `slab_indices`; slabs are numbered from the first one of `run`."""
         self._held: list[Tensor] = []
         """Tensors that the structures point to, kept alive here."""
         self._changes: list[NativeChanges] = []
         self._layers = layers
         self._sums = None if ranks is None else _Sums(ranks)
-        each = zip(layers, attentions, slab_indices(attentions), rope_of, strict=True)
+        each = zip(layers, attentions, places, rope_of, strict=True)
         table = [self._structure(number, *own) for number, own in enumerate(each)]
         self._table = (_CLayer * len(table))(*table)
         self._run = kernel(
@@ -231,8 +232,8 @@ def _parts(layer: Layer) -> _Parts | None:
         return None
     (mixture, dense), token = found, layer.token_input
     products = _native(mix.qkv, layer.out, *((token.gate, token.out) if token else ()))
-    router = _native(*((mixture.router,) if mixture else ()))
-    if products is None or router is None:
+    router = base_of(mixture.router) if mixture else None
+    if products is None or not (router is None or isinstance(router, NativeLinear)):
         return None
     experts = []
     for one in dense:
@@ -246,7 +247,7 @@ def _parts(layer: Layer) -> _Parts | None:
     if not alike or changed:
         return None
     qkv, out, *given = products
-    return _Parts(mix, qkv, out, experts, given, router[0] if router else None, mixture)
+    return _Parts(mix, qkv, out, experts, given, router, mixture)
 
 
 def _native(*products: object) -> list[NativeLinear] | None:

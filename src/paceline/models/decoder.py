@@ -178,7 +178,7 @@ class Decoder:
         """See `protocols.Divisible`. Padding rows are then not needed.
 
         The CPU kernels have this property. Torch's products do not; latent attention and the adapters of layer-by-layer
-        models use them.
+        models use them. All models with adapters are padded.
         """
         on_cpu = all(device.type == "cpu" for device in self._stack.devices)
         native = isinstance(self._head, NativeLinear) and self.config.attention.latent is None
@@ -407,12 +407,12 @@ def make_attention(c: ModelConfig, layer: LayerConfig, weights: Weights, prefix:
         parts = {prefix + "query_key_value": q + 2 * kv}
         rows = torch.arange(q + 2 * kv).view(c.kv_heads, -1, c.head_dim)
         order = torch.cat([part.flatten() for part in (rows[:, :-2], rows[:, -2], rows[:, -1])])
+    product = weights.linear(parts, width, order)  # checks the number of heads before norms allocate memory for them
     norm = make_head_norms(c, weights, prefix, within)
     if layer.unit_heads:
         norm = HeadNorm(weights.ones(c.head_dim), weights.ones(c.head_dim), c.heads, c.kv_heads, c.norms.eps)
     sinks = weights.get(prefix + "sinks.weight", (c.heads,), weights.precise) if c.attention.sinks else None
     value_norm = RMSNorm(weights.ones(c.head_dim), c.norms.eps) if c.norms.values else None
-    product = weights.linear(parts, width, order)
     tempered = layer.temperature is not None
     return Attention(
         product,

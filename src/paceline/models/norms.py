@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.kernels.cpu.build import library
-from paceline.kernels.cpu.matrix import NativeNorm
+from paceline.kernels.cpu.matrix import FLOAT_KINDS, NativeNorm
 from paceline.models.config import ModelConfig
 from paceline.models.weights import Weights
 
@@ -24,7 +24,7 @@ class RMSNorm:
         self._native: NativeNorm | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.dtype in (torch.bfloat16, torch.float32) and x.device.type == "cpu" and library() is not None:
+        if x.dtype in FLOAT_KINDS and x.device.type == "cpu" and library() is not None:
             self._native = self._native or NativeNorm(self.weight, self.eps)
             return self._native(x)
         if x.device.type != "cpu":

@@ -194,14 +194,16 @@ class _PlacedLayers:
         """`rope_of` and `indices` (see `slab_indices`) cover all layers of the model."""
         self.first, self.end, self.layers, self.device = first, first + len(layers), layers, device
         self._rope_of = rope_of
-        slabs = [slab for slab, _ in indices[first : self.end] if slab >= 0]
+        own = indices[first : self.end]
+        slabs = [slab for slab, _ in own if slab >= 0]
         self._slabs = slice(min(slabs), max(slabs) + 1) if slabs else slice(0)
+        self._places = [(slab - self._slabs.start, index) for slab, index in own] if slabs else []
         self.native: NativeLayers | None = None
 
     def take(self, attentions: Sequence[LayerAttention | None], ranks: Ranks | None) -> None:
         """Hand the layers to the CPU kernels."""
         own = [attention for attention in attentions[self.first : self.end] if attention]
-        self.native = NativeLayers(self.layers, own, self._rope_of[self.first : self.end], ranks)
+        self.native = NativeLayers(self.layers, own, self._places, self._rope_of[self.first : self.end], ranks)
 
     def run(
         self,
@@ -220,7 +222,7 @@ class _PlacedLayers:
         ropes = [rope and (rope[0].to(self.device), rope[1].to(self.device)) for rope in ropes]
         if self.native and isinstance(view, SlabPass):
             plans, inner = view.plans[self._slabs], [tap - self.first for tap in taps]
-            own = None if given is None else given[:, :, self.first : self.end]
+            own = None if given is None else given[:, :, self.first : self.end].to(self.device)
             span = start - self.first, stop - self.first
             x, found = self.native.run(x, *span, ropes, plans, entry, inner, own, adapters)
             return x, {self.first + tap: state for tap, state in found.items()}

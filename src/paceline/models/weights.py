@@ -86,8 +86,13 @@ class Weights:
             raise CorruptModel(f"the checkpoint lacks {name}", "Fetch the model again")
         tensor = self._tensors[name]
         self._check(name, tuple(tensor.shape), shape)
-        device = tensor.device if self.device.type == "meta" else self.device  # see `lazy.Outlines`
+        device = self._vectors if len(shape) == 1 else self.device
         return tensor.to(device=device, dtype=dtype or self.dtype)
+
+    @property
+    def _vectors(self) -> torch.device:
+        """The device of vectors, which have values even in a check without data (`lazy.Outlines`)."""
+        return torch.device("cpu") if self.device.type == "meta" else self.device
 
     def _check(self, name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
         if found != shape:
@@ -214,11 +219,11 @@ class Weights:
     def _bias(self, name: str, out: int) -> Tensor:
         if name + ".bias" in self:
             return self.get(name + ".bias", (out,))
-        return torch.zeros(out, dtype=self.dtype, device=self.device)
+        return torch.zeros(out, dtype=self.dtype, device=self._vectors)
 
     def ones(self, size: int) -> Tensor:
         """Return the weight of a norm that has none in the checkpoint."""
-        return torch.ones(size, dtype=self.dtype, device=self.device)
+        return torch.ones(size, dtype=self.dtype, device=self._vectors)
 
     def skip(self, name: str) -> None:
         """Mark a tensor as known and unused."""

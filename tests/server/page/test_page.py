@@ -191,6 +191,7 @@ def test_settings_reach_the_request(tab: Tab, fake: Fake, drafter: str, length: 
             "stream": True,
             "stream_options": {"include_usage": True},
             "trace": True,
+            "return_progress": True,
         }
     ]
 

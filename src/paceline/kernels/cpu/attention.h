@@ -321,7 +321,7 @@ class Attention {
         return at < full_to_ ? sees : sees & (convert<Ints>(load<Lanes<uint8_t>>(tail_of_[query] + (at - full_to_))) != 0);
     }
 
-    // Prefetches `count` numbers, first into the second cache, later, `near` columns ahead, into the first. The hardware prefetcher
+    // Prefetches `count` numbers: into the L2 cache `COLUMNS_AHEAD` columns ahead, and into L1 `near` columns ahead. The hardware prefetcher
     // cannot follow as many texts as a batch has, and a processor stalls if it prefetches a whole step at once. Inlined always,
     // because GCC drops calls of functions that only prefetch.
     [[gnu::always_inline]] void prefetch(const Number* here, int count, int near = LANES) const {

@@ -75,7 +75,6 @@ class KernelView:
 
     def __init__(self, plans: Sequence[SlabPlan]) -> None:
         """`plans` of one kind of attention together hold all slots of the pass, in order."""
-        self._plans = plans
         rows = plans[0].rows
         self._firsts = list(accumulate(rows.counts, initial=0))
         self.count, self.rows = len(rows.slots), self._firsts[-1]

@@ -2,8 +2,9 @@
 //
 // With few rows, all threads work on all rows, one stage of a layer at a time. Many rows are cut into groups, and a free
 // thread takes the group that is furthest behind through its next layer. Groups wait only for earlier rows of the same text.
-// So no thread waits at the end of a stage, and a thread that the system suspends delays only its own group. A layer that reads an
-// earlier layer's keys may meet those of later rows, even half written: its rows do not see them, so they have weight 0.
+// So no thread waits at the end of a stage, and a thread that the system suspends delays only its own group. A layer that shares
+// an earlier layer's keys may read positions that a later group is writing at that moment. Its rows do not see these
+// positions, so their weight is 0.
 #pragma once
 
 #include <mutex>

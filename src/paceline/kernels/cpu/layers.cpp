@@ -126,12 +126,17 @@ int attend(const Attending& a) {
     } catch (const std::bad_alloc&) {
         return 1;
     }
-    for (int i = 0; i < a.rows * h.query; i++) load_head<Element>(&s.queries[int64_t(i) * h.size], a, a.q, i / h.query, i % h.query, h.query);
+    team.split(a.rows, 1, [&](Span mine, int) {
+        for (int i = mine.from * h.query; i < mine.to * h.query; i++)
+            load_head<Element>(&s.queries[int64_t(i) * h.size], a, a.q, i / h.query, i % h.query, h.query);
+    });
     if (a.k) store_rows<Element>(a, s.locals, team);
     task.run(s.queries.data(), s.mixed.data(), s.kept.data(), a.rows, team, [&](int thread) -> Attentions& { return s.locals[thread].attentions; });
     auto* mixed = static_cast<typename Element::Number*>(a.mixed);
-    for (int i = 0; i < a.rows * h.query; i++)
-        narrow_row<Element>(mixed + (a.indices[i / h.query] * h.query + i % h.query) * a.size, &s.mixed[int64_t(i) * h.size], a.size);
+    team.split(a.rows, 1, [&](Span mine, int) {
+        for (int i = mine.from * h.query; i < mine.to * h.query; i++)
+            narrow_row<Element>(mixed + (a.indices[i / h.query] * h.query + i % h.query) * a.size, &s.mixed[int64_t(i) * h.size], a.size);
+    });
     return 0;
 }
 
@@ -310,7 +315,11 @@ EXPORTED void paceline_convolve(const ShortConvolution* convolution, int threads
 // RMS norm: y [rows, size] = x / rms(x) * weight. `weight` is padded to whole lanes. element: type of x and y, as the `Kind`
 // of its weights. Returns 1 if out of memory.
 EXPORTED int paceline_norm(const void* x, int element, int size, int64_t rows, const float* weight, float eps, void* y) {
-    return element == WIDE ? norm_rows<BFloat16>(x, size, rows, weight, eps, y) : norm_rows<Float32>(x, size, rows, weight, eps, y);
+    switch (element) {
+        case WIDE: return norm_rows<BFloat16>(x, size, rows, weight, eps, y);
+        case HALF: return norm_rows<Float16>(x, size, rows, weight, eps, y);
+        default: return norm_rows<Float32>(x, size, rows, weight, eps, y);
+    }
 }
 
 // x [n] = cap * tanh(x / cap), in place.

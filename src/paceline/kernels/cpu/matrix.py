@@ -355,7 +355,7 @@ def softcap_(x: Tensor, cap: float) -> Tensor:
 
 
 class NativeNorm:
-    """A `models.norms.RMSNorm` in bfloat16 or float32 on the CPU, for norms outside of native layers."""
+    """A `models.norms.RMSNorm` on the CPU, for norms outside of native layers."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self._size, self._eps = weight.shape[0], eps

@@ -53,7 +53,7 @@ inline Ints rounded(const Floats& v) {
     return near & select(size < 0x800000, all(int32_t(0x80000000)), all(int32_t(0xffff0000)));
 }
 
-// Like `rounded`, in fewer operations: for weights of attention, which are 0 or at least 2^-126, or a NaN of at most 16 bits.
+// Like `rounded`, in fewer operations: for weights of attention, which are 0 or at least 2^-126, or a NaN whose low 16 bits are 0.
 inline Ints rounded_weights(const Floats& w) {
     const Ints bits = as<Ints>(w);
     return (bits + 0x7fff + (as<Ints>(as<Unsigned>(bits) >> 16) & 1)) & int32_t(0xffff0000);
