@@ -192,3 +192,12 @@ def test_names_and_shapes_are_checked_before_weights_are_read(case: str) -> None
     less = {name: tensors[name] for name in tensors if not name.endswith("layers.1.self_attn.o_proj.weight")}
     with pytest.raises(CorruptModel, match=r"lacks model.layers.1.self_attn.o_proj.weight"):
         Decoder(ours.config, Outlines(less), torch.float32, torch.device("meta"))
+
+
+def test_one_projection_may_lack_the_bias_that_the_others_have() -> None:
+    ours = decoder("phi")
+    tensors = tensors_of(read("phi"))
+    less = {name: x for name, x in tensors.items() if not name.endswith("k_proj.bias")}
+    assert len(less) < len(tensors)
+    Decoder(ours.config, Outlines(less), torch.float32, torch.device("meta"))
+    Decoder(ours.config, less, torch.float32, torch.device("cpu"))
