@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import ray
 import yaml
@@ -27,7 +28,7 @@ class Replicas(Serving):
     """A deployed application, and clients for it."""
 
     def __init__(self, address: str, config: dict[str, Any]) -> None:
-        super().__init__(address)
+        super().__init__(httpx.Client(base_url=address, timeout=120))
         self._config = config
 
     def deploy(self, least: int, most: int, options: dict[str, Any] | None = None, **arguments: Any) -> None:

@@ -42,10 +42,11 @@ utils.get_typed_signature = _signature
 
 @dataclass
 class Serving:
-    """A server that runs, and clients for it. `llm`, `worker`: of the only model."""
+    """A server that runs, and clients for it. `llm`, `worker`: of the only model. `thread`: of an application in
+    this process."""
 
     client: httpx.Client
-    thread: AppThread
+    thread: AppThread | None = None
     key: str = "none"
     llm: LLM = field(init=False)
     worker: Worker = field(init=False)
@@ -53,7 +54,10 @@ class Serving:
     @cached_property
     def address(self) -> str:
         """The server's URL, for clients with sockets of their own. The server listens from its first use."""
-        port = self.client.base_url.port or self.thread.listen()
+        port = self.client.base_url.port
+        if port is None:
+            assert self.thread
+            port = self.thread.listen()
         return f"http://{HOST}:{port}"
 
     @cached_property

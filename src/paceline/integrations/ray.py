@@ -133,7 +133,8 @@ class Front:
     def __init__(self, replicas: DeploymentHandle, settings: Settings) -> None:
         self._replicas, self._settings = replicas.options(stream=True), settings
         self._preprocessor = Preprocessor()
-        self._bodies = BodyReader(self._preprocessor, settings.max_body, settings.max_bodies)
+        limits = settings.max_body, settings.max_bodies, settings.max_image_chars
+        self._bodies = BodyReader(self._preprocessor, *limits)
 
     async def __call__(self, request: Request) -> Response:
         """Answer a request."""
@@ -191,7 +192,8 @@ def front_settings(given: Mapping[str, Any]) -> Settings:
     """
     who = ServerOptions(host=given["host"], api_key=given["api_key"], allowed_host=given["allowed_host"])
     hosts = who.hosts(check_address(who.host, 0))
-    return Settings(tuple(who.api_key or ()), hosts, max_body=given["max_body"])
+    limits = {name: given[name] for name in ("max_body", "max_images", "max_image_bytes")}
+    return Settings(tuple(who.api_key or ()), hosts, **limits)
 
 
 def app(arguments: dict[str, Any]) -> serve.Application:
