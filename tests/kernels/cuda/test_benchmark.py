@@ -22,8 +22,8 @@ PROMPT = [5, 9, 3, 7]
 
 @pytest.mark.slow
 def test_every_part_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("linear", "cpu.attention"):  # as on a CUDA device
-        monkeypatch.setattr(f"paceline.kernels.{module}.library", lambda: None)
+    for module in ("kernels.linear", "kernels.cpu.attention", "models.norms"):  # as on a CUDA device
+        monkeypatch.setattr(f"paceline.{module}.library", lambda: None)
     small = ["--context", "12", "--tokens", "24", "--repeats", "1", "--rows", "1", "8", "--taus", "1", "3"]
     assert gpu.main(["--tiny", "--models", "qwen2.5-7b", "--no-peers", "--out", str(tmp_path), *small]) == 0
     (path,) = tmp_path.glob("*-gpu-tiny.json")

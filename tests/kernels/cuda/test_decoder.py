@@ -31,8 +31,8 @@ def device_target(capture=tape, dtype=torch.float64, config=TINY) -> DeviceDecod
 @pytest.fixture(autouse=True)
 def _no_kernels_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a CUDA device."""
-    for module in ("linear", "cpu.attention"):
-        monkeypatch.setattr(f"paceline.kernels.{module}.library", lambda: None)
+    for module in ("kernels.linear", "kernels.cpu.attention", "models.norms"):
+        monkeypatch.setattr(f"paceline.{module}.library", lambda: None)
 
 
 @pytest.fixture(autouse=True)
