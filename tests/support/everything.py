@@ -12,6 +12,7 @@ import re
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / ".test-all.json"
 PYTEST = (sys.executable, "-m", "pytest", "-m", "", "--disable-warnings")
+PARITY = ("--prompts", "8", "--costly-prompts", "2", "--tokens", "48", "--out", tempfile.gettempdir())
 PARALLEL = ("-n", "logical", "--dist", "worksteal")
 
 
@@ -59,16 +61,16 @@ def parts() -> list[Part]:
     """List the parts."""
     roots = sorted(path.name for path in (ROOT / "tests").glob("test_*.py"))
     return [
-        compiled_first(room(9, "kernels")),
-        room(8, "server"),
-        room(5, "engine"),
+        compiled_first(room(8, "kernels")),
+        room(14, "server"),
+        room(4, "engine"),
         room(4, "drafters"),
-        room(4, "verify", "functional", "sampling", "cache", "text", "files"),
-        room(5, "models", "checkpoints", "vision"),
-        room(6, "cli", "bench", "certify"),
-        room(6, "train", "recording", "learn", *roots),
-        Part("integrations", 2, (*PYTEST, "tests/integrations")),
-        Part("parity with transformers", 2, (sys.executable, "benchmarks/parity.py")),
+        room(2, "verify", "functional", "sampling", "cache", "text", "files"),
+        room(3, "models", "checkpoints", "vision"),
+        room(4, "cli", "bench", "certify"),
+        room(4, "train", "recording", "learn", *roots),
+        Part("integrations", 3, (*PYTEST, "tests/integrations")),
+        Part("parity with transformers", 4, (sys.executable, "benchmarks/parity.py", *PARITY)),
     ]
 
 
