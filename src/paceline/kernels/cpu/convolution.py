@@ -7,14 +7,12 @@ from ctypes import POINTER, Structure, byref, c_int32, c_void_p
 import torch
 from torch import Tensor
 
+from paceline.kernels.cpu.attention import fields
 from paceline.kernels.cpu.build import kernel
 
 
 class _ShortConvolution(Structure):
-    _fields_ = [
-        *((name, c_int32) for name in ("rows", "width", "channels", "activated")),
-        *((name, c_void_p) for name in ("before", "entries", "weight", "bias", "history", "out")),
-    ]
+    _fields_ = fields((c_int32, "rows width channels activated"), (c_void_p, "before entries weight bias history out"))
 
 
 def convolve(
