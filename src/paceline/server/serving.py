@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 from starlette.responses import Response
@@ -21,6 +21,7 @@ from paceline.server.apis.completions import Completions
 from paceline.server.apis.infill import Infill
 from paceline.server.apis.messages import Messages
 from paceline.server.apis.ollama import OllamaChat, OllamaGenerate
+from paceline.server.apis.reading import PromptJobs
 from paceline.server.apis.responses import Compaction, Responses
 from paceline.server.apis.stored import ResponseStore
 from paceline.server.bodies import BodyReader
@@ -43,17 +44,6 @@ from paceline.server.worker import ReplyJob
 
 T = TypeVar("T")
 Named = TypeVar("Named", bound=NamedBody)
-
-
-class PromptJobs(Protocol):
-    """A request whose answer is computed from its prompts, without generated text."""
-
-    @property
-    def jobs(self) -> Sequence[ReplyJob]:
-        """The jobs that read the prompts."""
-
-    def answer(self, model: str, seconds: float) -> dict[str, Any]:
-        """Return the answer once all jobs are over. `model`: the model's name. `seconds`: the time since arrival."""
 
 
 class Service:
@@ -124,36 +114,23 @@ class Service:
     async def read_prompts(
         self, request: Request, kind: type[Named], prepare: Callable[[LoadedModel, Settings, Named], PromptJobs]
     ) -> Response:
-        """Answer a request whose prompts are read, without a reply. `prepare` returns its jobs."""
+        """Answer a request whose prompts are read, without a reply. `prepare` returns its jobs and its answer."""
         arrived = time.monotonic()
         deadline = deadline_after(arrived, self.settings.timeout)
-        running, jobs = await self._start_reading(request, kind, prepare, deadline)
+        async with self.bodies.read(request, kind) as (body, pool):
+            work = partial(_prompt_jobs, prepare, self.settings, body)
+            running, answer = await self.start(request, body, pool, work, deadline)
+        del body, work  # the body, which may be large, no longer counts
 
-        def answer() -> bytes:
-            return dumps(jobs.answer(running.model.name, time.monotonic() - arrived))
+        def written() -> bytes:
+            return dumps(answer(running.model.name, time.monotonic() - arrived))
 
         try:
             await unless_disconnected(running.finish(), request.receive)
-            data = await self.preprocess(request, "documents", answer, seconds_left(deadline))
+            data = await self.preprocess(request, "documents", written, seconds_left(deadline))
         finally:
             running.close()
         return Response(data, media_type="application/json")
-
-    async def _start_reading(
-        self,
-        request: Request,
-        kind: type[Named],
-        prepare: Callable[[LoadedModel, Settings, Named], PromptJobs],
-        deadline: float | None,
-    ) -> tuple[RunningRequest, PromptJobs]:
-        """Start the jobs of a request. Its body, which may be large, is not kept."""
-        async with self.bodies.read(request, kind) as (body, pool):
-
-            def prepared(model: LoadedModel, _: str) -> tuple[Sequence[ReplyJob], PromptJobs]:
-                made = prepare(model, self.settings, body)
-                return made.jobs, made
-
-            return await self.start(request, body, pool, prepared, deadline)
 
     async def start(
         self,
@@ -255,3 +232,13 @@ class Service:
             return await unless_disconnected(asyncio.wait_for(work, timeout), request.receive)
         except asyncio.TimeoutError:  # another class until Python 3.11
             raise TimedOut("the request timed out before its reply began", "Increase timeout") from None
+
+
+def _prompt_jobs(
+    prepare: Callable[[LoadedModel, Settings, Named], PromptJobs],
+    settings: Settings,
+    body: Named,
+    model: LoadedModel,
+    _: str,
+) -> PromptJobs:
+    return prepare(model, settings, body)
