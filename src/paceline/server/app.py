@@ -24,10 +24,11 @@ from paceline.server.apis.about_models import (
     NamedModelRequest,
     OllamaModels,
     PullRequest,
+    SlotRequest,
+    SlotRoutes,
     refuse_change,
 )
 from paceline.server.apis.messages import CountTokensRequest
-from paceline.server.apis.slots import SlotRequest, SlotRoutes
 from paceline.server.apis.stored import ResponseRoutes
 from paceline.server.description import (
     DecodedText,

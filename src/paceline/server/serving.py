@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -30,11 +31,9 @@ from paceline.server.images import without_images
 from paceline.server.limits import RequestLimit, Settings, authorization, key_of
 from paceline.server.models import LoadedModel, Models
 from paceline.server.preprocessing import (
-    LONG,
     PoolName,
     Preprocessor,
     client_of,
-    deadline_after,
     seconds_left,
     unless_disconnected,
 )
@@ -71,9 +70,9 @@ class Service:
         self.preprocessor = Preprocessor()
         self.responses = ResponseStore()
         self.bodies = BodyReader(self.preprocessor, settings.max_body, settings.max_bodies, settings.max_image_chars)
-        responses = Responses(self.responses, settings.max_body + settings.max_image_chars)
+        stored = self.responses, settings.max_body + settings.max_image_chars
         self.apis: Sequence[Api[Any]] = (
-            *(ChatCompletions(), Completions(), responses, Compaction(responses), Messages()),
+            *(ChatCompletions(), Completions(), Responses(*stored), Compaction(*stored), Messages()),
             *(OllamaChat(), OllamaGenerate(), Infill()),
             *apis,
         )
@@ -90,14 +89,9 @@ class Service:
             if (answer := api.without_reply(body)) is not None:
                 self.loader.unload(body.model)
                 return Response(dumps(answer), media_type="application/json")
-            deadline = deadline_after(arrived, self.settings.timeout if body.timeout is None else body.timeout)
+            deadline = arrived + (body.timeout or self.settings.timeout or inf)
             prepare = partial(api.prepare, self.settings, body)
-            if api.has_images(body):
-                pool = "images"
-            elif body.constrained:
-                pool = "grammar"
-            elif api.stored_length(body) > LONG:
-                pool = "long"
+            pool = api.pool(body, pool)
             running, encoder = await self.start(request, body, pool, prepare, deadline, api.id_prefix)
             if api.unloads(body):
                 self.loader.unload(body.model)
@@ -116,7 +110,7 @@ class Service:
     ) -> Response:
         """Answer a request whose prompts are read, without a reply. `prepare` returns its jobs and its answer."""
         arrived = time.monotonic()
-        deadline = deadline_after(arrived, self.settings.timeout)
+        deadline = arrived + (self.settings.timeout or inf)
         async with self.bodies.read(request, kind) as (body, pool):
             work = partial(_prompt_jobs, prepare, self.settings, body)
             running, answer = await self.start(request, body, pool, work, deadline)
@@ -138,7 +132,7 @@ class Service:
         body: NamedBody,
         pool: PoolName,
         prepare: Callable[[LoadedModel, str], tuple[Sequence[ReplyJob], T]],
-        deadline: float | None,
+        deadline: float,
         id_prefix: str = "",
     ) -> tuple[RunningRequest, T]:
         """Start the replies to a request. `RunningRequest.close` must follow. Raises the errors of `prepare`.
@@ -149,7 +143,7 @@ class Service:
             pool: The pool that prepares it.
             prepare: Takes the model and the answer's id. Returns the jobs, and an object for the caller, such as the
                 encoder of the answer.
-            deadline: The time at which the request ends.
+            deadline: The time at which the request ends. Infinity for no limit.
             id_prefix: The beginning of the answer's id.
         """
         if self.settings.log_prompts:
@@ -168,8 +162,8 @@ class Service:
             work = partial(prepare, model, running.id)
             jobs, made = await self.preprocess(request, pool, work, seconds_left(deadline))
             client, key = client_of(request), key_of(self.settings.api_keys, authorization(request.headers))
-            left = seconds_left(deadline)
-            running.start([replace(job, client=client, key=key, timeout=left, adapter=model.adapter) for job in jobs])
+            own: dict[str, Any] = {"client": client, "key": key, "deadline": deadline, "adapter": model.adapter}
+            running.start([replace(job, **own) for job in jobs])
         except BaseException:
             running.close()
             raise
