@@ -82,10 +82,7 @@ class BodyReader:
         `ClientDisconnect`.
         """
         _check_type(request.headers)
-        held = _HeldBytes()
-        self._held.append(held)
-        try:
-            data = await self._receive(request, held)
+        async with self.receive(request) as (data, held):
             pool: PoolName = "long" if len(data) > LONG else "short"
             work = partial(self._parsed, data, kind, more or {})
             run = partial(self._preprocessor.run, "parse", client_of(request))
@@ -94,6 +91,15 @@ class BodyReader:
             if memory > _HEAVY:
                 self._count(held, memory)
             yield body, pool
+
+    @asynccontextmanager
+    async def receive(self, request: Request) -> AsyncIterator[tuple[bytes, _HeldBytes]]:
+        """Yield the body as bytes, which count until the block is left. Raises `ApiError` 408, 413 or 503, and
+        `ClientDisconnect`."""
+        held = _HeldBytes()
+        self._held.append(held)
+        try:
+            yield await self._receive(request, held), held
         finally:
             self._held.remove(held)
 

@@ -434,7 +434,13 @@ class MessagesEncoder(Encoder):
 
     def begin(self, usage: Usage) -> list[Event]:
         """Return the event of a message without content."""
-        message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(usage)}
+        message: Event = {
+            **self._head,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(usage),
+        }
         return [{"type": "message_start", "message": message}]
 
     def add(self, round_: ReplyRound) -> list[Event]:
