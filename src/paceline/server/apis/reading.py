@@ -43,7 +43,7 @@ _MOST_TEXTS = 128
 """Texts or documents of one request; more may not fit into the queue."""
 
 
-def _reading_job(llm: LLM, tokens: Sequence[int], reader: PooledStates | Verdict) -> ReplyJob:
+def _reading_job(llm: LLM, tokens: Sequence[int], reader: PooledStates | RelevanceReader) -> ReplyJob:
     """Return the job that feeds a prompt to a reader and generates nothing."""
     sampling = llm.sampling(max_new_tokens=0).seeded()
     # The first round reads a prompt's last token. This job has no round, so the token is repeated.
@@ -296,7 +296,7 @@ class Ranking(PlainAnswer):
 
 
 @dataclass(slots=True)
-class Verdict:
+class RelevanceReader:
     """Reads the score of a document from its prompt's last row.
 
     Attributes:
@@ -324,7 +324,7 @@ def rerank(model: LoadedModel, settings: Settings, body: RerankRequest) -> Promp
     _check_size(settings, body)
     texts = body.texts
     prompts = [_prompt(model.llm, settings, body, text, f"documents.{i}") for i, text in enumerate(texts)]
-    verdicts = [Verdict(tokens) for _ in prompts]
+    verdicts = [RelevanceReader(tokens) for _ in prompts]
     jobs = [_reading_job(model.llm, prompt, verdict) for prompt, verdict in zip(prompts, verdicts, strict=True)]
     top, shown = body.top_n, texts if body.return_documents else None
 
