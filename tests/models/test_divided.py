@@ -36,7 +36,13 @@ SHARED = some("shared_memory", {"shared memory": True, "sockets": False}, fast=[
 def fast(name: str, shared_memory: bool) -> bool:
     """Every kind of layers is divided once in the fast tier, and each way to exchange sums is tried."""
     socket = ("joined projections",)
-    memory = ("torch.bfloat16", "int4", "biases and sinks", "side by side", "experts beside a shared one, in float64")
+    memory = (
+        "torch.bfloat16",
+        "int4",
+        "biases and sinks",
+        "parallel attention and MLP",
+        "experts with a shared expert, in float64",
+    )
     return name in (memory if shared_memory else socket)
 
 
@@ -53,7 +59,7 @@ def test_two_processes_write_what_one_writes(name: str, shared_memory: bool) -> 
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     model = json.loads(first.stdout)[name]
     assert model["shared"] == (shared_memory and library() is not None and sys.platform == "linux")
-    exact = "float64" in name or name in ("joined projections", "side by side")
+    exact = "float64" in name or name in ("joined projections", "parallel attention and MLP")
     assert model["same"]
     assert min(model["accepted"]) > 0, "nothing was accepted, so nothing was shown"
     assert (model["embedding"], model["head"], model["kv_heads"]) == (True, True, 1)
