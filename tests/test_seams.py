@@ -193,7 +193,7 @@ def test_a_drafter_hears_the_whole_text_and_its_hidden_states() -> None:
 
 
 class Windowed(Decoder):
-    """One layer sees five positions, the other all."""
+    """A model in which one layer sees five positions, and the other all positions."""
 
     def new_cache(self) -> SlabCache:
         layers = [LayerAttention(8**-0.5, window=5), LayerAttention(8**-0.5)]

@@ -1,4 +1,4 @@
-"""`paceline bench`: its arithmetic, other programs in their processes, and what a user sees. No timed assertion."""
+"""`paceline bench`: its arithmetic, other programs in their processes, and its output. Assertions are never timed."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ def test_a_peer_that_cannot_begin_says_why() -> None:
 
 
 class Page(HTMLParser):
-    """Collects the elements of a page, and its references to other hosts."""
+    """Parser that collects the elements of a page, and its references to other hosts."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -312,7 +312,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def result() -> dict[str, Any]:
-    """Two precisions, two temperatures, three drafters, one of them of two sizes; two other programs, one bad."""
+    """Return a result with two precisions, two temperatures, three drafters in four sizes, and two other programs."""
     kinds = {"good": "without_lookup", "bad": "broken", "dead": "dying"}
     with pytest.MonkeyPatch.context() as patch:
         for name, kind in kinds.items():

@@ -27,7 +27,7 @@ def install(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None
 
 
 class FakeLlama:
-    """Writes 10, 11, 12, ... or what it is given, and notes what it is told."""
+    """Generates 10, 11, 12, ... or given tokens, and records its arguments."""
 
     made: ClassVar[list[FakeLlama]] = []
     writes: ClassVar[list[int]] = list(range(10, 30))
@@ -164,7 +164,7 @@ def test_peers_that_only_read_gguf_on_cpus_say_so(begin: Any, monkeypatch: pytes
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of one layer and 37 tokens, as transformers saves it."""
+    """Return a folder with a random Llama with one layer and 37 tokens, saved by transformers."""
     library = pytest.importorskip("transformers")
     torch.manual_seed(1)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}

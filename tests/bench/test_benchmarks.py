@@ -40,7 +40,7 @@ def test_first_difference(a, b, at):
 
 
 def row(**logits):
-    """Logits of six tokens: those named as t0..t5, the rest far below."""
+    """Return logits of six tokens: given values for t0 to t5, and low values for the others."""
     out = torch.full((6,), -10.0)
     for name, value in logits.items():
         out[int(name[1:])] = value

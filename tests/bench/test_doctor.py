@@ -1,4 +1,4 @@
-"""What `paceline doctor` counts, times and concludes. No test depends on how fast this machine is."""
+"""Counts, times and conclusions of `paceline doctor`. No test depends on the speed of this machine."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ SIZES = {
 
 
 class FakeTimer:
-    """A clock that goes when it is told to."""
+    """A clock that tests advance."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -219,7 +219,7 @@ def test_a_pass_reads_every_weight_but_the_table_of_embeddings(tied: bool) -> No
     matrices = c.layers * (attention + 3 * c.hidden * c.ffn) + c.vocab_size * c.hidden
     found = weight_bytes(target)
     assert found is not None
-    # Beside the matrices there are only norms, and small tables of the rotary embedding.
+    # Apart from the matrices, there are only norms and small tables of the rotary embedding.
     assert 8 * matrices <= found < 8 * matrices * 1.05
 
 
@@ -319,7 +319,7 @@ def test_measurements_that_contradict_each_other_are_told() -> None:
 
 
 def test_threads_that_were_disturbed_are_told_and_do_not_decide_the_weights() -> None:
-    """Two threads that another program disturbs take 48 ms for a pass of any size, one of them 12 ms."""
+    """Another program slows down two threads to 48 ms for a pass of any size. A single thread takes 12 ms."""
     passes = {1: 0.0482, 2: 0.0439, 16: 0.0455}
     busy = replace(MACHINE, passes=passes, threads={1: 0.012, 2: 0.048})
     (line,) = advice.warnings(busy, threads=2)

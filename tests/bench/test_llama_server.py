@@ -1,4 +1,4 @@
-"""What llama.cpp's server is told, with a program that answers as it does in its place."""
+"""Arguments and requests to llama.cpp's server, with a stand-in program that gives the same answers."""
 
 from __future__ import annotations
 

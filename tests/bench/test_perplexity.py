@@ -1,4 +1,4 @@
-"""Perplexity of a text, window by window."""
+"""Perplexity of a text, computed by windows."""
 
 from __future__ import annotations
 

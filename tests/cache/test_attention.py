@@ -1,4 +1,4 @@
-"""The cache's attention against the plain formula over everything that was ever written."""
+"""The cache's attention compared with the plain formula over everything that was written."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ needs_kernels = pytest.mark.skipif(library() is None, reason="there is no C++ co
 def test_rows_see_what_they_should_however_far_the_text_has_come(
     kind: type[SlabCache], seed: int, computed: str
 ) -> None:
-    """Prefill, trees and commits at lengths around windows, blocks and the wrap of all rings (1024 and 1536)."""
+    """Run prefill, trees and commits at lengths around windows, blocks and the ring buffer sizes (1024 and 1536)."""
     rng, kernel = random.Random(seed), computed == "by kernels"
     witness = Witness(seed, torch.float32 if kernel else torch.float64, kind, kernel=kernel)
     slot = witness.acquire()
@@ -129,7 +129,7 @@ def test_depths_and_positions_agree() -> None:
 
 @SLOTS
 def test_nothing_of_a_failed_request_reaches_its_neighbours(kind: type[SlabCache]) -> None:
-    """A masked column still meets a weight of 0, and 0 times NaN is NaN."""
+    """A masked column is still multiplied by a weight of 0, and 0 times NaN is NaN."""
     witness = Witness(4, kind=kind)
     first, second = witness.acquire(), witness.acquire()
     witness.feed(pack_prefix([0] * 40, second, 0, CPU), [list(range(1, 40))])

@@ -38,7 +38,7 @@ def test_ancestors_lie_in_order_and_in_the_pairs_of_plain_decoding(draft: Draft,
 def test_rows_lie_where_they_lay_when_the_tree_was_smaller(
     draft: Draft, fillers: int, length: int, data: st.DataObject
 ) -> None:
-    """A tree may be fed in any number of passes, fillers behind each of them: then the slab holds its layout."""
+    """A tree can be fed in any number of passes, each with padding rows. The slab must then have the tree's layout."""
     parents = (-1, *draft.parents)
     cuts = sorted({0, len(parents), *data.draw(st.lists(st.integers(1, len(parents)), max_size=4))})
     slab: dict[int, int] = {}

@@ -20,7 +20,7 @@ from paceline.errors import InvalidOption
 
 @contextmanager
 def raw_server(answer: Callable[[socket.socket], None]) -> Iterator[str]:
-    """Serve connections with a function. Yields the address of the API."""
+    """Serve connections with a function. Yield the address of the API."""
     listener = socket.create_server(("127.0.0.1", 0))
     over = threading.Event()
 
@@ -45,7 +45,7 @@ def raw_server(answer: Callable[[socket.socket], None]) -> Iterator[str]:
 
 
 def drip(connection: socket.socket, head: bytes, whole: list[bool]) -> None:
-    """Send for a minute. `whole` tells then that nobody has closed the connection."""
+    """Send bytes for a minute. `whole` is set if the client did not close the connection."""
     connection.sendall(head)
     for _ in range(1200):
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Heads whose matrices are stored in codes of 4 bits."""
+"""Heads with matrices stored in 4 bits."""
 
 import json
 from dataclasses import replace

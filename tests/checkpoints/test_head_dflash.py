@@ -1,4 +1,4 @@
-"""DFlash heads as z-lab, vLLM and speculators spell them."""
+"""DFlash heads in the formats of z-lab, vLLM and speculators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heads that are damaged, incomplete or made for another target: each is one error with its cause and a fix."""
+"""Heads that are damaged, incomplete or made for another target: each gives one error with its cause and a fix."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def configured(folder: Path, **keys: object) -> Path:
 
 
 def swapped(x: Tensor) -> Tensor:
-    """Rows 3 and 4 name each other's tokens."""
+    """Exchange the tokens of rows 3 and 4."""
     tokens = torch.arange(16) + x
     tokens[[3, 4]] = tokens[[4, 3]]
     return tokens - torch.arange(16)
@@ -184,7 +184,7 @@ def test_missing_and_truncated_files_are_named(tmp_path: Path) -> None:
 
 
 class Code:
-    """A function that pickle would run."""
+    """An object with a function that pickle would run."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return os.mkdir, ("/tmp/paceline-was-run",)

@@ -1,4 +1,4 @@
-"""The drafter that is found for a target: a head made for it, a smaller model of the same vocabulary, else suffix."""
+"""The drafter that `found` selects for a target: its own head, a smaller model with the same vocabulary, or suffix."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.gguf_writing import Q, write_gguf
 
 @pytest.fixture
 def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loaded:
-    """A float32 GGUF must be the only file in its folder, because a float16 file has more than half its size."""
+    """Return a folder with only a float32 GGUF, because a float16 file has more than half its size."""
     monkeypatch.setattr(found, "stored_models", lambda everything: [])
     folder = tmp_path / "models"
     folder.mkdir()

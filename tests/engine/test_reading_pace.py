@@ -1,4 +1,4 @@
-"""The number of prompt tokens between two rounds."""
+"""Number of prompt tokens between two rounds."""
 
 from __future__ import annotations
 

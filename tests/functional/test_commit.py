@@ -15,7 +15,7 @@ LENGTHS = torch.tensor([1, 3, 0])
 
 
 def accepted(*choices: int) -> Accepted:
-    """The target wants these tokens after rows 0, 1, 2... of every request."""
+    """Return the verdicts if the target chooses these tokens after rows 0, 1, 2... of every request."""
     logits = torch.nn.functional.one_hot(torch.tensor([*choices, 0, 0, 0, 0][:5]), 10).float()
     return verify_greedy(TREE, logits.expand(3, -1, -1))
 

@@ -1,4 +1,4 @@
-"""Slots with different numbers of rows share a native pass: no slot changes another, and padding rows cost nothing."""
+"""Slots with different numbers of rows share a native pass: no slot affects another, and padding rows cost nothing."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_rings_that_have_wrapped() -> None:
 
 
 def test_kept_rows_of_a_ragged_pass_equal_fed_rows() -> None:
-    """Rows are written under their own slot's positions: the next pass reads them."""
+    """Rows are written at their own slot's positions, where the next pass reads them."""
     target = native(BASE)
     cache, slots = filled(target, LENGTHS)
     rows = packed(cache, slots, DRAFTS)
@@ -101,7 +101,7 @@ def test_a_pass_goes_on_from_where_drafting_brought_each_slot() -> None:
 
 
 class Counted:
-    """Stands before a kernel and keeps how many rows it was given."""
+    """Wraps a kernel and records the number of its rows."""
 
     def __init__(self, run: Any, rows: Any) -> None:
         self._run, self._rows, self.seen = run, rows, list[int]()
@@ -124,7 +124,7 @@ def test_only_real_rows_reach_the_kernels() -> None:
 
 
 def test_padding_of_a_pass_is_never_read() -> None:
-    """It may be anything, NaN too."""
+    """It may have any values, even NaN."""
     target = native(BASE)
     cache, slots = filled(target, LENGTHS)
     right = verify(target, cache, slots, DRAFTS, Want())

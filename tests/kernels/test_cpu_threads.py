@@ -1,4 +1,4 @@
-"""The kernels' threads: pieces that any of them may take, forks, several callers, a busy machine."""
+"""The kernels' threads: distribution of work, forks, several callers, and a busy machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server that learns from its traffic: for each API key alone, within bounds, and whatever its folder holds."""
+"""A server that learns from its traffic: separately for each API key, within limits, with any folder contents."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MODEL = toy_model(layers=2)
 BODY = {"prompt": "hello", "max_tokens": 24, "temperature": 0.9, "seed": 5, "ignore_eos": True, "stream": False}
 
 SAMPLING = Sampling(max_new_tokens=24, temperature=0.9, seed=5, ignore_eos=True)
-"""The same parameters."""
+"""Sampling parameters for all replies."""
 
 
 def fresh_llm() -> LLM:

@@ -1,4 +1,4 @@
-"""Tensor parallelism: two processes that share a model write what it writes, with any draft."""
+"""Tensor parallelism: two processes that share a model write the same text as one, with any draft."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHARED = some("shared_memory", {"shared memory": True, "sockets": False}, fast=[
 
 
 def fast(name: str, shared_memory: bool) -> bool:
-    """Every kind of layers is divided once in the fast tier, and each way to exchange sums is tried."""
+    """The fast tier divides every kind of layer once, and tests each way to exchange sums."""
     socket = ("joined projections",)
     memory = (
         "torch.bfloat16",
@@ -86,7 +86,7 @@ def test_an_error_at_one_process_ends_both(shared_memory: bool) -> None:
 @SHARED
 @pytest.mark.parametrize("rank", [0, 1])
 def test_no_process_waits_for_one_that_has_run_out_of_memory(rank: int, shared_memory: bool, tmp_path: Path) -> None:
-    """With and without the other process living on, as a server does."""
+    """Test this with and without the other process continuing to run, as a server does."""
     first, second = run_ranks("run out", "pass", str(rank), str(tmp_path / "ended"), shared_memory=shared_memory)
     found = json.loads(first.stdout)
     assert found["ended"], "the other process waits for rank 0, which has left"

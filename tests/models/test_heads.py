@@ -1,4 +1,4 @@
-"""Learned drafters on disk: every layout is read, every layout that is written reads the same."""
+"""Learned drafters on disk: every layout is read, and every written layout is read back unchanged."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_specforge_numbers_the_layers_whose_output_it_takes(prefix: str, tmp_pat
     config = LLAMA | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 16, "fc_norm": True}
     config |= {"norm_output": True, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}}
     config |= {"sliding_window": None, "use_sliding_window": False, "max_window_layers": 48}
-    # The layer is Llama's all the same.
+    # The layer is still Llama's.
     config |= {"model_type": "llama4_text", "attention_chunk_size": 8192, "no_rope_layers": [1]}
     tensors = {prefix + name: tensor for name, tensor in midlayer(head_of(EAGLE3)).items()}
     read = open_head(folder_of(tmp_path / "a", config, tensors))
@@ -270,7 +270,7 @@ def test_a_folder_that_cannot_be_made_is_one_error(tmp_path: Path) -> None:
 
 
 def test_a_head_that_was_read_can_be_written_again(tmp_path: Path) -> None:
-    """From a file tensors come in the order of their names, the map of tokens first."""
+    """Tensors in a file are ordered by name, with the token map first."""
     read = open_head(write_head(tmp_path / "a", head_of(EAGLE3, torch.bfloat16)))
     ordered = {name: read.tensors[name].clone() for name in sorted(read.tensors)}
     again = open_head(write_head(tmp_path / "b", replace(read, tensors=ordered)))

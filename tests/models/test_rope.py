@@ -1,4 +1,4 @@
-"""Rotary tables against transformers' frequencies; a slot's factors depend on nothing but its own request."""
+"""Rotary tables compared with transformers' frequencies. A slot's factors depend only on its own request."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 def rule(name: str) -> tuple[RopeConfig, Any]:
-    """Ours, and transformers' config."""
+    """Return our rule, and transformers' config."""
     parameters = {"rope_type": name.split(",")[0], "rope_theta": 5000.0, **RULES[name]}
     config = transformers.LlamaConfig(head_dim=HEAD, max_position_embeddings=CONTEXT, rope_parameters=dict(parameters))
     return read_rope(parameters, {"max_position_embeddings": CONTEXT}, 10000.0, HEAD), config

@@ -46,7 +46,7 @@ def test_qwen3_vl_writes_as_transformers_does(tmp_path: Path) -> None:
 
 
 def test_llama4_writes_as_transformers_does(tmp_path: Path) -> None:
-    """Its experts are stacked with their inputs first."""
+    """Its stacked experts have the input dimension first."""
     torch.manual_seed(0)
     own = transformers.Llama4TextConfig(**SIZES | LLAMA4)
     whole = transformers.Llama4Config(text_config=own, vision_config=transformers.Llama4VisionConfig(**LLAMA4_VISION))

@@ -1,4 +1,4 @@
-"""Recordings on disk: what they hold, and files that are torn, hostile or another model's."""
+"""Recordings on disk: their contents, and files that are truncated, hostile or from another model."""
 
 from __future__ import annotations
 

@@ -32,9 +32,9 @@ from tests.support.grammars import (
     WORDS,
     Unruly,
     allowed,
-    alone,
     how,
     matcher,
+    undrafted,
 )
 from tests.support.vocabularies import KINDS, byte_level, speaker, tokenizer
 
@@ -179,7 +179,7 @@ def test_rows_of_any_width_and_precision() -> None:
 def test_a_model_with_rows_beyond_its_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(speaker(WORDS, seed=3, padded=13))
     sampling = how(GRAMMARS["letters"][0], 0.8)
-    expected = alone(llm, sampling, monkeypatch)
+    expected = undrafted(llm, sampling, monkeypatch)
     assert GRAMMARS["letters"][1](WORDS.decode(expected))
     assert (
         LLM(llm.model, Unruly([*llm.encode("Hi"), *expected], 0.8), DraftBudget.chain(4))

@@ -1,4 +1,4 @@
-"""`benchmarks/gpu.py` without a GPU: every step of it over toys, and that the others do the same work. No timings."""
+"""`benchmarks/gpu.py` without a GPU: every step with toys, and the equality of the peers' work. No timings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`load(..., exact=True)`: text bit for bit, or an error that says why not."""
+"""`load(..., exact=True)`: the exact text, or an error with the reason."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_only_cuda_takes_other_kernels_for_it(monkeypatch: pytest.MonkeyPatch) -
 
 
 class Marked:
-    """A product that can be told from others."""
+    """A product with a recognisable type."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = weight
