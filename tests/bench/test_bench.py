@@ -384,7 +384,7 @@ def test_a_page_needs_nothing_and_shows_every_system(result: dict[str, Any]) -> 
     assert "not measured: bad: it could not start" in words
 
 
-def test_a_page_of_plain_decoding_alone_has_no_plot_of_drafts() -> None:
+def test_a_page_without_drafters_has_no_plot_of_drafts() -> None:
     found = run({"": toy_llm()}, Comparison(("none",), tokens=4), questions_of(a=1))
     assert Page(page(found)).count["svg.plot"] == 2
     assert [grid.title for grid in main_grids(found)] == ["Text to text, one at a time"]

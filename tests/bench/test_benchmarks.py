@@ -100,7 +100,7 @@ def rule_sample(module, rule, temperature, tokens, rounds, guarantee="distributi
     )
 
 
-def test_rules_are_not_run_where_they_are_match(rules):
+def test_rules_that_equal_match_are_not_run(rules):
     cases = rules.cases([0.1], ["chain", "tree"], [0.0, 0.7])
     assert len(cases) == 2 * (4 + 1)
     assert [c.rule for c in cases if c.temperature == 0] == ["match", "match"]

@@ -24,9 +24,7 @@ needs_kernels = pytest.mark.skipif(library() is None, reason="there is no C++ co
 @pytest.mark.parametrize("kind", [SlabCache, pytest.param(SharedSlabCache, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 @pytest.mark.parametrize("computed", ["by torch", pytest.param("by kernels", marks=needs_kernels)])
-def test_rows_see_what_they_should_however_far_the_text_has_come(
-    kind: type[SlabCache], seed: int, computed: str
-) -> None:
+def test_rows_see_the_right_rows_at_any_text_length(kind: type[SlabCache], seed: int, computed: str) -> None:
     """Run prefill, trees and commits at lengths around windows, blocks and the ring buffer sizes (1024 and 1536)."""
     rng, kernel = random.Random(seed), computed == "by kernels"
     witness = Witness(seed, torch.float32 if kernel else torch.float64, kind, kernel=kernel)
@@ -128,7 +126,7 @@ def test_depths_and_positions_agree() -> None:
 
 
 @SLOTS
-def test_nothing_of_a_failed_request_reaches_its_neighbours(kind: type[SlabCache]) -> None:
+def test_a_failed_request_does_not_affect_other_requests(kind: type[SlabCache]) -> None:
     """A masked column is still multiplied by a weight of 0, and 0 times NaN is NaN."""
     witness = Witness(4, kind=kind)
     first, second = witness.acquire(), witness.acquire()

@@ -57,7 +57,7 @@ def test_halves_are_rounded_to_even_and_zeros_stay_zeros() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_a_line_that_is_not_finite_stays_so(bad: float) -> None:
+def test_a_row_with_a_non_finite_value_stays_non_finite(bad: float) -> None:
     x = torch.ones(3, 16)
     x[1, 5] = bad
     back = from_stored(in_bytes(x), torch.float32)
@@ -90,7 +90,7 @@ def test_the_kernels_round_like_torch() -> None:
         pytest.param(SharedSlabCache, torch.float16, True, marks=[needs_kernels, pytest.mark.slow]),
     ],
 )
-def test_rows_see_what_is_stored_however_far_the_text_has_come(
+def test_rows_see_the_stored_values_at_any_text_length(
     kind: type[SlabCache], stored: torch.dtype, kernel: bool
 ) -> None:
     """Run prefill, trees and commits, up to and past the end of a ring buffer of 1024 columns."""
@@ -116,7 +116,7 @@ def test_rows_see_what_is_stored_however_far_the_text_has_come(
 
 @needs_kernels
 @pytest.mark.parametrize(("name", "kind"), [("llama", SharedSlabCache), ("gemma2", SlabCache), (GPT_OSS, SlabCache)])
-def test_text_with_int8_depends_on_no_draft_batch_or_cached_prefix(name: str, kind: type[SlabCache]) -> None:
+def test_text_with_int8_does_not_depend_on_drafts_batches_or_cached_prefixes(name: str, kind: type[SlabCache]) -> None:
     """The models have full attention, windows with softcaps, and windows with sinks."""
     target = native(replace(BASE, **MODELS[name]), kv_dtype=torch.int8)
     target._cache_type = kind
@@ -147,7 +147,7 @@ def test_models_that_torch_runs_store_int8_too(make: Callable[[], Decoder]) -> N
     assert run(target, prompt, how, drafter, DraftBudget(8, 3, 2))[0] == reply
 
 
-def test_memory_is_counted_as_it_is_allocated() -> None:
+def test_counted_memory_equals_allocated_memory() -> None:
     for stored, size in ((torch.int8, 8 + 4), (torch.float32, 4 * 8), (None, 8 * 8)):
         target = Decoder(TINY, random_tensors(TINY), torch.float64, CPU, kv_dtype=stored)
         cache = filled(target)

@@ -216,7 +216,7 @@ def test_a_released_slot_is_used_again_and_starts_empty() -> None:
     assert cache.acquire() != slot
 
 
-def test_room_that_no_text_has_reached_costs_nothing() -> None:
+def test_unused_positions_cost_no_memory() -> None:
     """Only touched pages (4 KiB, or 2 MiB for large pages) use memory. Writing zeros would touch all 512 MiB."""
     resource = pytest.importorskip("resource")
     cache = SlabCache([LayerAttention(1.0)] * 32, 2, 64, 2**20, torch.float32, CPU)

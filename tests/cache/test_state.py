@@ -62,7 +62,7 @@ def logits(cache: KVCache, slot: int, draft: Draft = Draft(), target: Any = TARG
     return out
 
 
-def test_a_pass_that_is_not_committed_leaves_no_trace() -> None:
+def test_an_uncommitted_pass_leaves_no_trace() -> None:
     cache, slot = fed(text(20))
     before = logits(cache, slot)
     for draft in (TREE, Draft.chain([1, 2, 3])):
@@ -116,7 +116,7 @@ def test_a_slot_goes_back_to_the_nearest_checkpoint() -> None:
     assert cache.lengths[slot] == 300
 
 
-def test_checkpoints_within_a_pass_hold_their_own_state() -> None:
+def test_checkpoints_within_a_pass_store_their_own_states() -> None:
     """Feed rows past a checkpoint, and return a slot to it. There is a negative control."""
     for kind, right in ((StateCache, True), (Forgets, False)):
         target = broken(kind)
@@ -163,7 +163,7 @@ def test_a_prompt_taken_in_chunks_is_a_prompt_taken_one_by_one(name: str) -> Non
 
 
 @pytest.mark.parametrize("length", [1, 255, 256, 300, 512, 1100])
-def test_a_slot_keeps_no_more_states_than_are_counted(length: int) -> None:
+def test_a_slot_keeps_at_most_the_counted_states(length: int) -> None:
     cache, slot = fed(text(length))
     logits(cache, slot)
     rows = pack([3], [Draft()], [slot], [length], CPU)

@@ -166,7 +166,7 @@ def test_refused_fields_are_not_offered() -> None:
     assert skipped == {"stop strings", "tool calls"}
 
 
-def test_fields_that_break_the_server_on_both_sides_are_not_offered() -> None:
+def test_fields_that_break_both_sides_of_the_server_are_not_offered() -> None:
     certificate = certified(TEXTS, rounding=0.02, broken=("logprobs", "stop"))
     states = {check.name: check.state for check in certificate.checks()}
     assert {states[name] for name in ("stop strings", "logprobs", "top_logprobs", "long texts")} == {"skip"}
@@ -182,7 +182,7 @@ def test_prompts_that_are_too_long_are_left_out() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("noise", [{}, {"own_noise": True}, {"rounding": 0.03}, {"noise": 0.05, "own_noise": True}])
-def test_there_is_no_false_alarm_in_fifty_runs(noise: dict[str, Any]) -> None:
+def test_fifty_runs_have_no_false_alarm(noise: dict[str, Any]) -> None:
     """There are four kinds of clean endpoints, with 200 runs in total."""
     alarms = {seed: failures(certified(SAMPLES, seed=seed, **noise)) for seed in range(50)}
     assert {seed: alarm for seed, alarm in alarms.items() if alarm} == {}

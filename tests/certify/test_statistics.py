@@ -62,7 +62,7 @@ def test_chi_square_finds_a_shift_and_passes_equal_distributions() -> None:
 
 
 @pytest.mark.slow
-def test_the_stated_power_is_the_power() -> None:
+def test_the_stated_power_is_correct() -> None:
     """About 95 % of trials find a shift of the stated size, at the stated error rate."""
     draw, weights, alpha = random.Random(2), (8, 6, 4, 2, 1), 0.001
     sample = [(draw.choices("abcde", weights, k=300), draw.choices("abcde", weights, k=300)) for _ in range(4)]

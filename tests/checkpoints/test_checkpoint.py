@@ -123,7 +123,7 @@ def test_missing_files(folder: Path, name: str, error: type[Exception]) -> None:
         open_checkpoint(folder)
 
 
-def test_pickles_need_a_word(folder: Path) -> None:
+def test_pickles_need_allow_pickle(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     torch.save(TENSORS, folder / "pytorch_model.bin")
     with pytest.raises(UnsupportedModel, match="allow_pickle"):

@@ -140,7 +140,7 @@ def errors_of(ours: Tensor, theirs: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["mxfp4", "floats", "gguf"])
-def test_every_layout_is_the_model_of_transformers(files: Files, which: int) -> None:
+def test_every_layout_equals_transformers_model(files: Files, which: int) -> None:
     loaded = load_model(files[which], dtype="float32", device="cpu")
     right = expected(files[3], text(60))
     assert errors_of(logits_of(loaded, text(60)), right).max() < 1e-4
@@ -239,7 +239,7 @@ def test_a_stack_of_endless_experts_is_not_counted_out() -> None:
         ExpertTensors({"model.layers.0.mlp.experts.down_proj": endless})
 
 
-def test_another_swiglu_is_refused(files: Files) -> None:
+def test_an_unknown_swiglu_variant_is_refused(files: Files) -> None:
     from paceline.checkpoints.model_config import read_config
 
     raw = open_checkpoint(files[1]).config

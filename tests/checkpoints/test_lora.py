@@ -115,7 +115,7 @@ def test_added_tokens_grow_the_vocabulary(tmp_path: Path, tied: bool, options: d
     check_logits(merged, adapted, 30)
 
 
-def test_weights_stored_the_other_way_round(tmp_path: Path) -> None:
+def test_transposed_weights_are_merged(tmp_path: Path) -> None:
     """GPT-2 stores weights as [in, out]. The decoder does not run GPT-2, but its tensors merge like others."""
     from paceline.checkpoints.lora import Merged
 
@@ -246,7 +246,7 @@ def test_a_gguf_base_merges_by_hugging_face_names(tmp_path: Path) -> None:
     check_logits(open_model(tmp_path / "m.gguf", tmp_path / "lora"), adapted, 5)
 
 
-def test_only_what_an_adapter_leaves_alone_keeps_the_codes_of_its_base(tmp_path: Path) -> None:
+def test_only_matrices_outside_the_adapter_keep_the_codes_of_the_base(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", kind=gguf.GGMLQuantizationType.Q4_1)
     base = open_checkpoint(tmp_path / "m.gguf")
     sizes = {key: base.config[key] for key in SIZES if key in base.config}

@@ -170,7 +170,7 @@ def test_tune_names_the_model_as_its_user_does(recorded: Path, monkeypatch: pyte
     assert command()[:3] == ["generate", "-m", "demo"], "the recording holds the path"
 
 
-def test_tune_repeats_the_options_that_it_measured_with(recorded: Path) -> None:
+def test_tune_prints_the_options_that_it_measured_with(recorded: Path) -> None:
     done = run(
         "tune", str(recorded), "--drafters", "ngram", "-q", "--dtype", "float32", "--draft-quantize", "none",
         "--threads", "1", "--draft-vocab", "16",

@@ -72,7 +72,7 @@ class Watched(Block):
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
-def test_every_round_guesses_what_the_whole_text_says(config: BlockConfig) -> None:
+def test_guesses_in_every_round_equal_guesses_from_the_whole_text(config: BlockConfig) -> None:
     """Ragged requests share rounds, over many rounds that catch up with partly accepted trees."""
     tensors = {name: tensor.double() for name, tensor in block_tensors(config).items()}
     drafter = Watched(config, tensors, TOY)
@@ -91,7 +91,7 @@ def test_block_drafters_of_other_kinds_keep_the_contract(config: BlockConfig) ->
     check_drafter(lambda: block(config))
 
 
-def test_few_hidden_states_are_kept_while_nobody_asks_for_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_hidden_states_are_kept_without_requests_for_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.drafters.cached.MAX_PENDING", PREFILL_ROWS)
     drafter = block(target=tiny_target(context_length=2048))
     drafter.admit(0, [3])
@@ -103,7 +103,7 @@ def test_few_hidden_states_are_kept_while_nobody_asks_for_a_draft(monkeypatch: p
     assert drafter._cache.lengths[state.cache_slot] + len(state.pending) == 3 * PREFILL_ROWS
 
 
-def test_a_long_prompt_is_caught_up_with_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafters_catch_up_during_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """The window's ring buffer wraps several times, and the hidden states of a long prompt are not kept."""
     monkeypatch.setattr("paceline.drafters.cached.MAX_PENDING", PREFILL_ROWS)
     target = tiny_target(context_length=2048)
@@ -254,7 +254,7 @@ def test_tensors_of_another_head_are_refused() -> None:
         block(**{"fc.weight": torch.ones(32, 96)})
 
 
-def test_a_head_of_its_own_chooses_from_fewer_tokens() -> None:
+def test_a_separate_head_chooses_from_fewer_tokens() -> None:
     """The guesses equal the target's full head restricted to these tokens."""
     ids = torch.tensor([2, 3, 5, 9, 12, 30, 31])
     head = {"lm_head.weight": TOY.embed(ids), "d2t": ids - torch.arange(7), "t2d": torch.zeros(37, dtype=torch.bool)}

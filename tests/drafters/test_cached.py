@@ -32,7 +32,7 @@ def test_states_come_out_in_order_whatever_rounds_kept() -> None:
             expected = expected[number:]
 
 
-def test_few_passes_wait_and_none_that_are_large() -> None:
+def test_only_a_few_small_passes_are_kept() -> None:
     """A view keeps the memory of its whole pass."""
     pending = PendingStates()
     for _ in range(100):

@@ -183,7 +183,7 @@ def test_q_is_a_distribution_over_shared_tokens() -> None:
         assert float(q[alien].sum()) == 0
 
 
-def test_text_is_a_draft_without_q() -> None:
+def test_text_is_drafted_without_q() -> None:
     ours = model("byte-level")
     drafter = TextDrafter(VocabMap(ours, model("letters", 1)))
     drafter.admit(0, prompt_of(ours))
@@ -193,7 +193,7 @@ def test_text_is_a_draft_without_q() -> None:
 
 
 @cover(way=[*WAYS], padding={"draft": (0, 7), "target": (7, 0), "both": (3, 50)}, together=[("way",), ("padding",)])
-def test_padded_vocabularies_are_no_trouble(way: str, padding: tuple[int, int]) -> None:
+def test_padded_vocabularies_are_supported(way: str, padding: tuple[int, int]) -> None:
     """Rows without a token can be drafted or written."""
     target, draft = padding
     ours = speaker(tokenizer("byte-level"), 0, target)

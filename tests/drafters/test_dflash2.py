@@ -180,7 +180,7 @@ def test_it_keeps_the_contract() -> None:
 
 
 @pytest.mark.parametrize("mode", [None, "int4"])
-def test_on_the_cpu_kernels_the_text_is_the_same_too(mode: Mode | None) -> None:
+def test_the_text_is_the_same_on_the_cpu_kernels(mode: Mode | None) -> None:
     """Matrix products run on the kernels, and the layers around them in torch."""
     target = tiny_target(dtype=torch.float32)
     tensors: Mapping[str, Tensor] = block_tensors(PLAIN)

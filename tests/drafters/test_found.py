@@ -115,7 +115,7 @@ def test_a_head_goes_before_a_model(target: Loaded) -> None:
     assert drafter_for("found", target) == f"suffix+head:{folder / 'my-head'}"
 
 
-def test_found_is_a_drafter_of_load(target: Loaded) -> None:
+def test_load_accepts_the_drafter_found(target: Loaded) -> None:
     folder = target.path.parent
     write_gguf(folder / "smallest.gguf", kind=Q.Q4_0)
     llm = load(target.path, drafter=["found", "suffix"], draft=2)

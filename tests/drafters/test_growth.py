@@ -203,7 +203,7 @@ def drafted(pace: float, seconds: float, sampling: Sampling = _SAMPLING, draft: 
 
 
 @pytest.mark.parametrize("draft", [_CHAIN, DraftBudget(20, 6, 3)], ids=["chain", "tree"])
-def test_a_draft_ends_where_the_next_level_does_not_pay(draft: DraftBudget) -> None:
+def test_a_draft_ends_before_an_unprofitable_level(draft: DraftBudget) -> None:
     """The more a level costs, the shorter the draft. A level that costs more than a token is never drafted."""
     lengths = [drafted(10.0, seconds, draft=draft) for seconds in (0.0, 0.02, 0.05, 1.0)]
     assert lengths == sorted(lengths, reverse=True)
@@ -227,7 +227,7 @@ def test_a_request_too_unlikely_for_its_row_leaves_the_batch() -> None:
 
 
 @cover(temperature=[0.0, 1.0], draft={"controller": None, "fixed": _CHAIN}, together=[("temperature",), ("draft",)])
-def test_an_early_stop_changes_no_text(
+def test_stopping_a_draft_early_does_not_change_the_text(
     temperature: float, draft: DraftBudget | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Draft sizes and stops are random, as with random timing."""

@@ -44,7 +44,7 @@ def ask(sampling: Sampling) -> Ask:
     "budget",
     [DraftBudget(9, 4, 3), DraftBudget(30, 3, 2), DraftBudget(5, 2, 4), DraftBudget.chain(4), DraftBudget(2, 4, 3)],
 )
-def test_the_likeliest_nodes_of_all_are_drafted(budget: DraftBudget, seed: int) -> None:
+def test_the_most_likely_nodes_are_drafted(budget: DraftBudget, seed: int) -> None:
     """Compare with all possible nodes. The probability of a path is the product over its tokens."""
     rows = logits(seed=seed)
     draft = independent(ask(Sampling()), budget, rows)
@@ -57,7 +57,7 @@ def test_the_likeliest_nodes_of_all_are_drafted(budget: DraftBudget, seed: int) 
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_chain_is_what_the_target_would_choose_from_the_same_rows(temperature: float) -> None:
+def test_a_chain_equals_the_targets_choices_from_the_same_rows(temperature: float) -> None:
     """The noise at each position is the target's own noise."""
     rows = logits(seed=3)
     sampling = Sampling(temperature=temperature, top_k=5, seed=3)

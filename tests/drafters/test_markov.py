@@ -87,7 +87,7 @@ def test_it_keeps_the_contract() -> None:
     check_drafter(lambda: Block(CONFIGS["confident"], tensors_of(CONFIGS["confident"]), TOY))
 
 
-def test_heads_that_know_what_follows_are_accepted_fully_and_a_wrong_row_undoes_it() -> None:
+def test_a_correct_head_is_fully_accepted_and_a_wrong_row_breaks_it() -> None:
     """The Markov head is a table of successors that outweighs the block. W1 is the identity."""
     sampling = Sampling(max_new_tokens=9, temperature=0.9, seed=0)
     text = [PROMPT[-1], *run(TOY, PROMPT, sampling)[0]]

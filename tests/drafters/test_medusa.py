@@ -125,7 +125,7 @@ def test_the_second_candidates_of_all_heads_are_found_in_a_tree() -> None:
     assert rate(drafter, drafter.draft) == pytest.approx(ALL, rel=0.1), "one path of second candidates, and no other"
 
 
-def test_the_noise_is_that_of_the_place_where_a_token_will_stand() -> None:
+def test_drafts_use_the_noise_of_the_tokens_position() -> None:
     """The temperature is so high that only the noise decides, for the target and for every head."""
     hot = Sampling(max_new_tokens=40, temperature=1000.0, seed=3)
     blank = {f"lm_heads.{head}.weight": torch.zeros(37, 32) for head in range(3)}
@@ -191,7 +191,7 @@ def drawn(order: tuple[tuple[int, ...], ...], rule: str = "rejection") -> Draft:
     return drafter.propose([ask_for(0, drafter.draft, sampling, PROMPT)])[0]
 
 
-def test_drawn_siblings_leave_no_draw_out_and_carry_their_q() -> None:
+def test_drawn_siblings_include_every_draw_with_its_q() -> None:
     """The third draw depends on the second draw: its q is the distribution without the first two tokens."""
     every, gaps = drawn(((0,), (1,), (0, 0), (0, 1))), drawn(((0,), (2,), (0, 0), (0, 3)))
     assert (gaps.tokens, gaps.parents) == (every.tokens, every.parents)
@@ -297,7 +297,7 @@ def test_a_checkpoint_that_contradicts_itself_is_named(tensors: dict[str, Tensor
         Medusa(TINY_MEDUSA, {**medusa_tensors(), **tensors}, TOY)
 
 
-def test_a_target_that_does_not_fit_is_named() -> None:
+def test_errors_name_a_target_that_does_not_fit() -> None:
     with pytest.raises(CorruptModel, match="hidden states of 32"):
         Medusa(TINY_MEDUSA, medusa_tensors(), tiny_target(hidden=16))
     with pytest.raises(UnsupportedModel, match="ToyTarget"):

@@ -109,7 +109,7 @@ class Shifted(Eagle):
         return ask.budget
 
 
-def test_a_layer_that_knows_the_text_is_always_right_and_an_off_by_one_undoes_it(tmp_path: Path) -> None:
+def test_a_fitted_layer_is_always_right_and_an_off_by_one_breaks_it(tmp_path: Path) -> None:
     """Ridge regression fits its head to predict the next token wherever a draft in one short text begins."""
     truth, (config, tensors) = reference("qwen3.5"), opened("qwen3.5", tmp_path)
     text = PROMPT + run(truth.target, PROMPT, WARM)[0]

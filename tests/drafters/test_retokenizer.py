@@ -133,7 +133,7 @@ def test_drafted_text_is_cut_into_the_targets_own_tokens(target: str, text: str)
     assert right > 0.95 * len(cuts)
 
 
-def test_a_draft_inside_a_word_is_spelled_on_from_there() -> None:
+def test_a_draft_inside_a_word_continues_the_word() -> None:
     """The target has begun a word with other tokens than it would use for the word with the draft."""
     pair = words("byte-level", "letters")
     assert len(pair.target.tokenizer.encode(" value", special=False)) == 1

@@ -118,7 +118,7 @@ def text_of(repeated: Sequence[int], times: int = 3) -> list[int]:
 
 
 @pytest.mark.parametrize("lookup", [Suffix, NGram])
-def test_a_lookup_that_is_not_sure_leaves_it_to_the_next(lookup: type[Drafter]) -> None:
+def test_an_unsure_lookup_leaves_the_draft_to_the_next_drafter(lookup: type[Drafter]) -> None:
     """Check a token with a different successor every time, and a text that repeats itself."""
     for text, first in (([1, 2, 1, 3, 1, 4, 1, 5, 1], 30), (text_of([11, 12, 13, 14, 15, 16, 17]), 11)):
         stack = DrafterStack([lookup(), Recorder(30, [0])])

@@ -286,7 +286,7 @@ def test_a_repeating_text_fills_the_budget() -> None:
     assert drafted([4] * 9, DraftBudget.chain(12), floor=0.2).tokens == (4,) * 12
 
 
-def test_a_weak_match_earns_a_short_draft() -> None:
+def test_a_weak_match_gets_a_short_draft() -> None:
     far = list(range(10, 40))
     weak = drafted([1, 2, *far, 3, 2], DraftBudget.chain(15), floor=0.2)
     strong = drafted([*range(1, 9), *far, *range(1, 9)], DraftBudget.chain(15), floor=0.2)
@@ -364,7 +364,7 @@ def test_slots_are_independent_and_can_be_used_again() -> None:
 
 
 @pytest.mark.parametrize(("remember", "tokens"), [(True, (5, 6, 7)), (False, ())])
-def test_an_earlier_reply_is_drafted_only_if_asked(remember: bool, tokens: tuple[int, ...]) -> None:
+def test_earlier_replies_are_drafted_only_on_request(remember: bool, tokens: tuple[int, ...]) -> None:
     drafter = Suffix(remember)
     finish(drafter, [1, 2], [3, 4, 5, 6, 7])
     drafter.admit(0, [9, 3, 4])
@@ -434,7 +434,7 @@ def test_nothing_of_a_finished_request_stays_but_what_is_remembered(remember: bo
     assert [list(reply) for reply in drafter._finished] == ([[3, 4, 5]] if remember else [])
 
 
-def test_the_memory_forgets_the_oldest_and_running_requests_find_their_place_again() -> None:
+def test_the_memory_forgets_the_oldest_text_and_running_requests_find_their_position_again() -> None:
     drafter = Suffix(remember=True, limit=16)
     drafter.admit(0, [50])
     finish(drafter, [1], [2, 3, 4])

@@ -88,7 +88,7 @@ def expected(number: int, temperature: float) -> list[int]:
     temperature=[0.0, 0.9],
     together=[("name",), ("draft", "temperature")],
 )
-def test_texts_are_the_merged_models(name: str, draft: DraftBudget | None, temperature: float) -> None:
+def test_texts_equal_the_merged_models_texts(name: str, draft: DraftBudget | None, temperature: float) -> None:
     """Requests share a batch. Prompts share prefill only if they have the same adapter."""
     sampling = Sampling(max_new_tokens=30, temperature=temperature, seed=4)
     numbers = [0, 1, 1, 2, 3, 0]

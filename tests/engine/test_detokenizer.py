@@ -53,7 +53,7 @@ def test_real_tokenizers_read_the_same_piece_by_piece(kind: str, parts: list[str
 
 
 @pytest.mark.parametrize("token", [0xFF, 0xF0, 256])
-def test_tokens_that_never_complete_a_character_are_not_decoded_again_and_again(token: int) -> None:
+def test_tokens_that_never_complete_a_character_are_not_decoded_repeatedly(token: int) -> None:
     longest = 0
 
     def decode(ids: Sequence[int]) -> str:

@@ -151,7 +151,7 @@ def test_a_size_that_was_measured_in_a_bad_moment_is_measured_again() -> None:
     assert world.speed(200) > 0.9 * world.best()
 
 
-def test_full_rows_leave_no_room_for_drafts() -> None:
+def test_large_batches_get_shorter_drafts() -> None:
     """If every row costs time, sixteen requests draft less than one. Each batch size is estimated separately."""
     world = World(DraftBudget.chain(5), per_row=0.05, per_level=0.01, right=0.5)
     world.speed(100)
@@ -178,7 +178,7 @@ def test_sizes_go_from_nothing_to_all() -> None:
     assert {Driven(DraftBudget.chain(0)).choose() for _ in range(9)} == {DraftBudget.chain(0)}
 
 
-def test_a_text_that_begins_ends_a_rest() -> None:
+def test_a_new_text_ends_a_pause_in_drafting() -> None:
     """A decision not to draft holds for some rounds of the same texts."""
     world = World(DraftBudget.chain(4), 0.0, 0.01, 0.9)
     world.speed(100)
@@ -190,7 +190,7 @@ def test_a_text_that_begins_ends_a_rest() -> None:
     assert world.controller.choose(fresh=1).nodes > 0
 
 
-def test_the_end_of_a_text_teaches_nothing() -> None:
+def test_the_end_of_a_text_does_not_count_as_a_rejection() -> None:
     """A draft that EOS or the length limit truncated was not wrong."""
     controller = Driven(DraftBudget.chain(4))
     for _ in range(30):
@@ -264,7 +264,7 @@ def test_a_small_pass_is_taken_to_cost_no_more_than_a_larger_one() -> None:
     assert curve.at(20) == pytest.approx(4.0 * 3.0 / 2.6)
 
 
-def test_company_that_is_drafted_for_in_other_ways_does_not_keep_it_from_learning() -> None:
+def test_requests_without_drafts_do_not_prevent_learning() -> None:
     """Two requests share rounds, and one of them has no drafts. The other's drafts are still right or wrong."""
     for right, expected in ((True, 6), (False, 0)):
         controller = Driven(DraftBudget.chain(6))
@@ -384,7 +384,7 @@ def caught_up(asked: int, together: int) -> float:
 
 
 @pytest.mark.parametrize(("asked", "together"), [(8, 8), (4, 8), (1, 8), (1, 16)])
-def test_catching_up_costs_the_same_whoever_shares_the_round(asked: int, together: int) -> None:
+def test_the_cost_of_catching_up_does_not_depend_on_the_batch(asked: int, together: int) -> None:
     """Some requests of the batch are new and do not wait for drafts yet."""
     assert caught_up(asked, together) == pytest.approx(0.0001, rel=0.3)
 

@@ -90,7 +90,7 @@ def test_mamba_keeps_its_text_too(shape: DraftBudget, name: str) -> None:
 
 
 @some("shape", SHAPES, fast=["tree"])
-def test_a_state_of_mamba_that_is_applied_twice_is_another_text(shape: DraftBudget) -> None:
+def test_applying_a_mamba_update_twice_changes_the_text(shape: DraftBudget) -> None:
     engine = Engine(broken(Twice, hybrid=tiny_mamba), NGram(), shape)
     for sampling in (GREEDY, SAMPLED):
         prompt = text(CHECKPOINT - 10)

@@ -67,7 +67,7 @@ def test_no_prediction_changes_the_text(name: str, drafter: str) -> None:
         assert rounds["of another text"] > 0.9 * LENGTH
 
 
-def test_the_rules_that_draw_keep_to_the_text_of_their_drafts() -> None:
+def test_rules_that_draw_reproduce_their_text() -> None:
     """Two runs give the same text at any speed: drafts are point masses, and their length does not depend on timing."""
     llm, sampling = toy_llm(layers=2), SAMPLINGS["rejection"]
     prediction = toy_llm(layers=2).generate("hello", replace(sampling, rule="match")).token_ids
@@ -143,7 +143,7 @@ def test_insertions_and_deletions_are_followed() -> None:
     assert len(follow(PredictedReply(text), moved)) < 30
 
 
-def test_a_prediction_that_keeps_failing_is_asked_less_often() -> None:
+def test_a_prediction_that_keeps_failing_is_used_less_often() -> None:
     """Pairs of tokens from the prediction occur everywhere in this text, but never with the same successor."""
     prediction = PredictedReply([token for i in range(200) for token in (1, 2, 100 + i)])
     drafts = 0

@@ -312,7 +312,7 @@ def test_native_kernels_leave_the_same_in_any_pass(name: str) -> None:
     assert seamless(native(replace(BASE, **MODELS[name])), "bits")
 
 
-def test_one_bit_that_a_pass_leaves_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_changed_bit_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bit is past the end of a block, in prompts or in rounds, in the last layer."""
     if library() is None:
         pytest.skip("there is no C++ compiler")

@@ -202,7 +202,7 @@ def test_keys_of_another_prompt_length_stay_unused_after_a_restart(tmp_path: Pat
         assert again.cached[-1] == cached
 
 
-def test_a_text_is_not_written_again_for_a_drafter_that_came_later(tmp_path: Path) -> None:
+def test_a_text_is_not_rewritten_for_a_drafter_that_was_loaded_later(tmp_path: Path) -> None:
     """`--learn` loads drafters while the server runs, and earlier files have no states of these drafters."""
     target = toy_target(context_length=2048)
     cache = PrefixCache(PLENTY, True, store_of(started(tmp_path, target)))
@@ -552,7 +552,7 @@ def test_time_that_runs_out_removes_no_older_text(tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == [file]
 
 
-def test_files_from_the_future_make_room(tmp_path: Path) -> None:
+def test_files_with_future_dates_are_evicted(tmp_path: Path) -> None:
     """Their modification times are in the future, because the clock was wrong when they were written."""
     file = written(tmp_path)
     os.utime(file, (time.time() + 86400,) * 2)

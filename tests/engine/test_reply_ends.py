@@ -86,7 +86,7 @@ def test_rows_past_the_end_of_a_reply_do_not_fail_it(
 
 
 @cover(draft=DRAFTS, size=SIZES, failure=FAILURES, rule=["match", "rejection", "block", "typical"])
-def test_a_row_within_the_reply_fails_it_after_the_tokens_of_plain_decoding(
+def test_a_failing_row_in_the_reply_fails_it_after_the_tokens_of_plain_decoding(
     draft: Callable[[], tuple[Drafter | None, dict[str, Any]]],
     size: DraftBudget,
     failure: tuple[type[Exception], Callable[[Tensor], Any]],

@@ -183,7 +183,7 @@ def test_drawn_candidates_at_temperature_zero_decode_to_the_greedy_text() -> Non
     assert rounds < NEW
 
 
-def test_keys_left_where_they_were_written_spoil_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_that_are_not_moved_change_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """This is the negative control: if rows are not moved, a tree's later rows are in the place of the text."""
     monkeypatch.setitem(globals(), "gather_kv_", lambda cache, lengths, accepted: cache)
     assert decode(0.5, TreeConfig(3, 3, 9), greedy)[0] != GREEDY

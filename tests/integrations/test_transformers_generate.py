@@ -116,7 +116,7 @@ def test_without_a_drafter_greedy_text_in_bfloat16_is_generates_own(inputs: dict
     assert all(map(torch.equal, ours.scores, theirs.scores))
 
 
-def test_drafts_are_accepted_all_the_same() -> None:
+def test_drafts_are_still_accepted() -> None:
     how = drafting_itself(llama())
     agree(llama(), BATCH, how, repetition_penalty=1.4)
     assert all(stats.tokens_per_round > 4 for stats in how.stats)

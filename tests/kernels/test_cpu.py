@@ -112,7 +112,7 @@ def test_rows_of_another_width_are_refused_and_not_read() -> None:
 
 @needs_kernels
 @given(kind=st.sampled_from(sorted(KINDS)), count=st.integers(1, 20), data=st.data())
-def test_a_row_has_the_same_bits_alone_and_anywhere(kernels: None, kind: str, count: int, data: st.DataObject) -> None:
+def test_a_row_has_the_same_bits_in_any_batch(kernels: None, kind: str, count: int, data: st.DataObject) -> None:
     seed, at = data.draw(st.integers(0, 9)), data.draw(st.integers(0, count - 1))
     ours, _, _ = make(kind, 21, 48)
     x = random(count, 48, seed=seed) * 10.0 ** data.draw(st.integers(-3, 3))

@@ -148,7 +148,7 @@ def resident(path: Path) -> int | None:
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q8_0"])
 @pytest.mark.parametrize("bits", [None, 8])
-def test_floats_next_to_codes_become_codes_of_8_bits(kind: str, bits: int | None) -> None:
+def test_floats_stacked_with_codes_become_8_bit_codes(kind: str, bits: int | None) -> None:
     """An adapter that changes one of several stacked projections leaves such matrices."""
     codes, weight = stored(kind, 48, 256, 1)
     other = torch.randn(32, 256, generator=torch.Generator().manual_seed(1)) / 16
@@ -179,7 +179,7 @@ def test_widths_that_a_type_cannot_have_are_refused(kind: str, width: int) -> No
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("kind", HALVES)
-def test_codes_become_fewer_bits_where_that_is_asked(kind: str, bits: int) -> None:
+def test_codes_are_requantised_to_fewer_bits_on_request(kind: str, bits: int) -> None:
     """The result is the same as for float values. Types with as few bits stay unchanged."""
     matrix, weight = stored(kind, 37, 512)
     fewer, own = NativeLinear(replace(matrix, form=bits, fewer=True), None), NativeLinear(matrix, None)

@@ -68,7 +68,7 @@ def same_with_threads(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_slots_with_drafts(name: str) -> None:
+def test_threads_do_not_change_passes_with_drafts(name: str) -> None:
     target = native(replace(BASE, **MODELS[name]))
     taps: tuple[Tap, ...] = (0, 1, target.layers, "final")
     counts = [1 + len(draft.tokens) for draft in MANY]

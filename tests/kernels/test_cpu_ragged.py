@@ -51,7 +51,7 @@ def test_rings_that_have_wrapped() -> None:
         assert same(out, line, verify(target, cache, [slot], [draft], Want()), 1 + len(draft.tokens)), line
 
 
-def test_kept_rows_of_a_ragged_pass_equal_fed_rows() -> None:
+def test_committed_rows_of_a_ragged_pass_equal_prefilled_rows() -> None:
     """Rows are written at their own slot's positions, where the next pass reads them."""
     target = native(BASE)
     cache, slots = filled(target, LENGTHS)
@@ -71,7 +71,7 @@ def test_kept_rows_of_a_ragged_pass_equal_fed_rows() -> None:
         assert torch.equal(ours, right), i
 
 
-def test_trees_that_stand_at_different_levels_grow_together() -> None:
+def test_trees_at_different_levels_grow_together() -> None:
     target = native(BASE)
     cache, slots = filled(target, (20, 31, 12))
     chain, bushy = Draft.chain(text(6)), Draft((1, 2, 3, 4), (0, 0, 2, 1))

@@ -206,7 +206,7 @@ def test_status_is_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_is_left_alone_gives_itself_a_lesson(tmp_path: Path) -> None:
+def test_an_idle_server_trains_on_its_traffic(tmp_path: Path) -> None:
     source = load(write_tiny(tmp_path / "model"), drafter=None, dtype="float32").model
     llm = LLM(source, {"suffix": Suffix()})
     how = plan(tmp_path / "l", idle=1.0, fresh=1000, load={"dtype": "float32"})

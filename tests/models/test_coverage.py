@@ -84,7 +84,7 @@ def table() -> str:
     return "\n".join([BEGIN, "", "| models | `model_type` | run by |", "|---|---|---|", *lines, "", END])
 
 
-def test_the_table_of_the_docs_is_what_runs() -> None:
+def test_the_table_in_the_docs_matches_the_code() -> None:
     found = re.search(f"{BEGIN}.*{END}", PAGE.read_text(), re.DOTALL)
     assert found
     assert found[0] == table(), "write it again: python -m tests.models.test_coverage"

@@ -85,7 +85,7 @@ def test_an_error_at_one_process_ends_both(shared_memory: bool) -> None:
 
 @SHARED
 @pytest.mark.parametrize("rank", [0, 1])
-def test_no_process_waits_for_one_that_has_run_out_of_memory(rank: int, shared_memory: bool, tmp_path: Path) -> None:
+def test_no_process_waits_for_a_process_without_memory(rank: int, shared_memory: bool, tmp_path: Path) -> None:
     """Test this with and without the other process continuing to run, as a server does."""
     first, second = run_ranks("run out", "pass", str(rank), str(tmp_path / "ended"), shared_memory=shared_memory)
     found = json.loads(first.stdout)
@@ -156,7 +156,7 @@ def test_adapters_are_cut_like_their_weights() -> None:
         own[0].factors(Factors("x", {module: (a, b[:16])}))  # which would fit a part
 
 
-def test_models_that_cannot_be_divided_are_refused() -> None:
+def test_indivisible_models_are_refused() -> None:
     recurrent = LayerConfig(None, recurrent=DeltaNetConfig(2, 4, 8, 4, 4))
     with pytest.raises(UnsupportedModel, match="recurrent"):
         check_divisible("x", replace(TINY, special=(recurrent,) * 2), exact=False, ranks=True, placed=False)

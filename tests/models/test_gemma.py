@@ -42,7 +42,7 @@ def test_it_writes_sense_and_the_same_with_a_drafter(gemma: Loaded, temperature:
 
 
 @pytest.mark.parametrize("gemma", ["none"], indirect=True)
-def test_a_text_longer_than_its_windows_goes_on_as_it_began(gemma: Loaded) -> None:
+def test_a_text_longer_than_its_windows_continues_correctly(gemma: Loaded) -> None:
     """After 1,300 tokens, the local layers' ring buffers of 1,024 columns have wrapped."""
     llm = LLM(gemma, Suffix())
     # It is so far back that only layers without a window see it.

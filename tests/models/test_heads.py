@@ -156,7 +156,7 @@ def test_speculators_names_a_default_of_taps_none(tmp_path: Path) -> None:
         (LLAMA4 | {"architectures": ["EagleLlama4ForCausalLM"]}, "layers of llama4_text"),
     ],
 )
-def test_kinds_that_nobody_runs_are_refused_by_name(config: dict[str, Any], name: str, tmp_path: Path) -> None:
+def test_unsupported_kinds_are_refused_by_name(config: dict[str, Any], name: str, tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "a", config, {"fc.weight": torch.ones(2, 2)})
     with pytest.raises(UnsupportedModel, match=name):
         open_head(folder)
@@ -269,7 +269,7 @@ def test_a_folder_that_cannot_be_made_is_one_error(tmp_path: Path) -> None:
         write_head(tmp_path / "file" / "head", head_of(EXIT))
 
 
-def test_a_head_that_was_read_can_be_written_again(tmp_path: Path) -> None:
+def test_a_loaded_head_can_be_saved_again(tmp_path: Path) -> None:
     """Tensors in a file are ordered by name, with the token map first."""
     read = open_head(write_head(tmp_path / "a", head_of(EAGLE3, torch.bfloat16)))
     ordered = {name: read.tensors[name].clone() for name in sorted(read.tensors)}

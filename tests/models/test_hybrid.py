@@ -59,7 +59,7 @@ def test_only_torch_computes_padding_rows(monkeypatch: pytest.MonkeyPatch, dtype
     assert seen == [rows]
 
 
-def test_a_model_that_also_sees_runs_as_a_language_model(tmp_path: Path) -> None:
+def test_a_vision_model_runs_as_a_language_model(tmp_path: Path) -> None:
     """The tensor names are as in Qwen3.5's files, with stacked experts and MTP layers."""
     theirs, ours = models("qwen3.5 moe")
     theirs.save_pretrained(tmp_path)

@@ -86,7 +86,7 @@ def test_they_keep_the_contract_of_targets() -> None:
     check_target(lambda: decoder("cohere2, sliding"), tolerance=2e-5, taps=(1, "final"))
 
 
-def test_a_layer_whose_parts_follow_each_other_would_be_noticed() -> None:
+def test_sequential_attention_and_mlp_would_change_the_logits() -> None:
     ours = decoder("cohere2, sliding")
     wrong, tokens = copy(ours), text(20)
     wrong._stack = copy(ours._stack)
@@ -124,7 +124,7 @@ def raw(kind: str, **changes: object) -> dict[str, object]:
     return {"model_type": kind, **SIZES, **changes}
 
 
-def test_older_configs_name_the_same_things() -> None:
+def test_older_configs_are_read_the_same() -> None:
     """These are configs on the hub from before transformers 5."""
     neox = read_config(raw("gpt_neox", rotary_pct=0.5, rotary_emb_base=20000, use_parallel_residual=True))
     assert (neox.rope.share, neox.rope.theta, neox.kv_heads) == (0.5, 20000.0, 6)

@@ -49,7 +49,7 @@ class Counter(Mirrored):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("x")])
-def test_a_call_that_breaks_off_ends_the_group(error: BaseException) -> None:
+def test_an_aborted_call_ends_the_group(error: BaseException) -> None:
     """Otherwise, the other ranks would be one call behind."""
     ranks = Alone()
     counter = Counter(ranks)
@@ -83,7 +83,7 @@ def test_an_object_that_returns_itself_keeps_its_number() -> None:
     assert len(group._waiting) == dropped + 1
 
 
-def test_the_others_collect_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_other_ranks_collect_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other ranks follow from inside `load`, which pauses the garbage collector."""
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
     gc.disable()

@@ -213,7 +213,7 @@ def test_another_seed_gives_other_counts() -> None:
     assert other.rounds > 2 * same.rounds
 
 
-def test_the_text_does_not_matter_to_how_it_was_recorded(tmp_path: Path) -> None:
+def test_the_recording_does_not_depend_on_drafts_or_batches(tmp_path: Path) -> None:
     """A recording with drafts, in a batch, has the same rows except for times."""
     plain = recorded_once("warm")
     llm = LLM(MODEL, DRAFTERS["eagle-3"](), SIZES["tree"])

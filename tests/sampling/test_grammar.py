@@ -391,7 +391,7 @@ def test_evicted_grammars_are_not_compiled_again_while_they_are_in_use(monkeypat
     assert allowed(again, []) == allowed(rows, [])
 
 
-def test_further_ends_share_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_additional_end_tokens_share_the_compiled_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each set of ends would take a tokenizer of llguidance's own: half a second and ten megabytes."""
     grammar = Grammar.regex("ab?")
     a, b, start = WORDS.vocabulary["a"], WORDS.vocabulary["b"], WORDS.vocabulary["<s>"]
@@ -412,7 +412,7 @@ def test_further_ends_share_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -
         "start: a\na: b a c | b c |\nb: /[a-z]/ | a b\nc: /[a-z]/ | c a\n",
     ],
 )
-def test_a_grammar_that_is_ever_slower_to_follow_is_given_up(text: str) -> None:
+def test_a_grammar_that_becomes_slower_and_slower_is_abandoned(text: str) -> None:
     """Its masks take half a second each in no time, between everybody's rounds; see `grammar_compile._ITEMS`."""
     rows, told, read = matcher(Grammar.lark(text)), random.Random(0), list[int]()
 

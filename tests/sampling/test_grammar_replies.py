@@ -376,7 +376,7 @@ def test_requests_with_and_without_a_grammar_share_rounds(plain: LLM, monkeypatc
         assert [out.token_ids for out in llm.generate(["Hi"] * 4, samplings)] == expected
 
 
-def test_a_forced_stretch_takes_few_rounds_and_asks_no_drafter(plain: LLM) -> None:
+def test_forced_text_takes_few_rounds_and_no_drafts(plain: LLM) -> None:
     drafter = Slots()
     out = LLM(plain.model, drafter, DraftBudget.chain(3)).generate("Hi", how(GRAMMARS["literal"][0], 0.8))
     assert out.stats.rounds <= 1 + len(out.token_ids) // 20

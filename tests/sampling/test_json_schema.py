@@ -301,7 +301,7 @@ def _nested(depth: int, key: str) -> Any:
         {"propertyNames": 5, "uniqueItems": 7, "not": [], "pattern": {}, "format": {}, "minimum": "x", "oneOf": [[]]},
     ],
 )
-def test_odd_and_large_schemas_take_few_steps(schema: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusual_and_large_schemas_take_few_steps(schema: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Work that the limit does not count would run millions of lines."""
     monkeypatch.setattr(schema_document, "_MOST", 10_000)
     with counted() as lines, suppress(ValueError):  # too large, or too deep

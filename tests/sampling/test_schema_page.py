@@ -47,7 +47,7 @@ def walk(grammar: Grammar, rng: random.Random) -> str | None:
 
 
 @some("tool", sorted({name.partition(":")[0] for name in SCHEMAS}), fast=["pydantic", "zod-draft-2020-12"])
-def test_each_schema_is_taken_as_a_guide(tool: str) -> None:
+def test_each_schema_is_accepted_as_a_guide(tool: str) -> None:
     """Texts that follow it are valid by it, as another implementation has it."""
     validators = pytest.importorskip("jsonschema_rs")
     for name, schema in SCHEMAS.items():
@@ -75,7 +75,7 @@ def test_nearly_all_are_taken_as_a_promise() -> None:
     assert all("uniqueItems" in said or "minimum 9223372036854775808" in said for said in refused.values()), refused
 
 
-def test_the_page_is_whole() -> None:
+def test_the_page_contains_schemas_of_all_libraries() -> None:
     kinds = {name.partition(":")[0] for name in SCHEMAS}
     assert kinds == {
         "attrs",

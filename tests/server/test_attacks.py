@@ -174,7 +174,7 @@ def test_many_end_tokens_with_a_grammar(server: Server) -> None:
     assert server.resident - before < 200 * 2**20
 
 
-def test_bodies_that_are_larger_in_memory(server: Server) -> None:
+def test_bodies_that_grow_in_memory_are_bounded(server: Server) -> None:
     """Tiny objects, in a field that is ignored and in one that is kept: up to thirty times the bytes that were sent."""
     ignored = {**SHORT, "user": [{"": 0}] * 400_000}
     kept = {**SHORT, "guided_json": {"enum": [{"": 0}] * 99_000}}

@@ -34,7 +34,7 @@ UNKNOWN = {f"x{i}": 1 for i in range(50_000)}
     ],
     ids=lambda body: ",".join(list(body)[:3]),
 )
-def test_a_completion_wrong_in_many_places_is_told_of_few(body: dict[str, Any]) -> None:
+def test_only_the_first_errors_of_a_completion_are_reported(body: dict[str, Any]) -> None:
     """Reporting every place takes time and blocks other requests."""
     few(CompletionRequest, body)
 
@@ -176,7 +176,7 @@ def test_bodies_made_by_hypothesis(served: Serving, case: tuple[str, bytes]) -> 
 
 
 @pytest.mark.slow
-def test_documented_requests_are_not_the_servers_failure(served: Serving) -> None:
+def test_documented_requests_do_not_fail_the_server(served: Serving) -> None:
     """A sample of what test_described_requests.py runs by the thousand."""
     requests = Document(served.get("/openapi.json").json()).requests()
 

@@ -247,7 +247,7 @@ PIECES = [
 @given(
     st.sampled_from((*FORMATS, PLAIN)), st.lists(st.sampled_from(PIECES), max_size=20).map("".join), st.integers(1, 7)
 )
-def test_no_call_and_no_text_is_made_up(form: CallFormat, text: str, step: int) -> None:
+def test_no_call_or_text_is_invented(form: CallFormat, text: str, step: int) -> None:
     """It does not matter how a reply arrives, its text is part of it, and a call has a name that it holds."""
     shown, calls = read(form, text, step)
     assert (shown, calls) == read(form, text, 1000)

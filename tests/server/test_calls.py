@@ -220,7 +220,7 @@ def written(form: CallFormat, values: Any) -> str:
 
 
 @pytest.mark.parametrize("form", [QWEN, GLM, SEED, MINIMAX, DSML], ids=lambda form: form.name)
-def test_a_forced_call_is_in_the_familys_own_form(form: CallFormat) -> None:
+def test_a_forced_call_has_the_familys_format(form: CallFormat) -> None:
     grammar = form.grammar([("add", TYPED)], {})
     assert "%json" in grammar
     for values in (VALUES, {"path": "", "count": 0}, {"path": "</", "count": 1, "more": "5 > 4"}):

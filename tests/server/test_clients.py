@@ -345,7 +345,7 @@ def refusals(c: Clients) -> None:
     )
 
 
-def test_the_tables_in_the_docs_are_what_the_clients_find(clients: Clients) -> None:
+def test_the_tables_in_the_docs_match_the_clients_results(clients: Clients) -> None:
     for fill in (texts, calls, refusals, completions):
         fill(clients)
     table = "\n".join(

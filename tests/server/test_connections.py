@@ -99,7 +99,7 @@ def test_an_answer_that_is_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch)
     assert got < whole
 
 
-def test_an_answer_that_is_read_slowly_is_sent_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_is_sent_completely_to_a_slow_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, got = read_after(monkeypatch, 0.0, None)
     assert got == whole
 
@@ -120,7 +120,7 @@ def test_idle_connections_make_room_for_others() -> None:
             client.close()
 
 
-def test_a_new_connection_is_told_if_all_others_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_connection_gets_an_error_if_all_others_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with serving(slow_llm(monkeypatch), connections=3) as it:
         asking = []

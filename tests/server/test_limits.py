@@ -80,7 +80,7 @@ def test_a_page_cannot_reach_the_loopback_under_its_own_name(host: str) -> None:
     assert caught.value.status == 403
 
 
-def test_hosts_are_anybodys_business_elsewhere() -> None:
+def test_any_host_is_allowed_on_other_interfaces() -> None:
     """On other interfaces, also for a name that stands for the loopback and another one, and where there are keys."""
     for addresses in (["0.0.0.0"], ["::"], ["127.0.0.1", "10.0.0.1"]):
         hosts = ServerOptions(host="localhost").hosts(addresses)
@@ -333,7 +333,7 @@ def test_an_address_that_is_taken_is_told_before_a_model_is_loaded() -> None:
         check_address("300.1.1.1", port)
 
 
-def test_an_empty_key_is_none() -> None:
+def test_an_empty_key_means_no_key() -> None:
     """As of an option made from a variable that is not set."""
     with pytest.raises(InvalidOption, match="API key must not be empty"):
         Settings(api_keys=("right", " "))

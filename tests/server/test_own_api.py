@@ -49,7 +49,7 @@ def test_a_reply_has_text_and_a_call(client: Any) -> None:
     assert answer["usageMetadata"]["candidatesTokenCount"] > 5
 
 
-def test_a_stream_has_the_same(client: Any) -> None:
+def test_a_stream_has_the_same_content_as_a_whole_answer(client: Any) -> None:
     path, body = asked("streamGenerateContent")
     lines = client.post(path, json=body).text.splitlines()
     parts = [

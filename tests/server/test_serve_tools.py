@@ -96,7 +96,7 @@ def measured(server, clients: int = 4) -> dict[str, object]:
     return figures.summarise([figures.Turn("auto", 0.0, clients, 0, requests, load, 1.0)], right)
 
 
-def test_all_is_well_with_a_good_server():
+def test_a_good_server_has_no_failures():
     with stub() as server:
         found = measured(server)
         assert (found["requests"], found["failed"], found["differ"]) == (40, 0, 0)
@@ -128,7 +128,7 @@ def missed(summaries: list[dict[str, object]]) -> list[str]:
     return [goal for goal, _, held in figures.goals(figures.Table(summaries), [0.0], [1, 16, 48]) if not held]
 
 
-def test_goals_hold_where_they_do():
+def test_goals_hold_for_good_figures():
     assert missed(good()) == []
     assert len(figures.goals(figures.Table(good()), [0.0], [1, 16, 48])) == 6
 
@@ -144,7 +144,7 @@ def test_goals_hold_where_they_do():
         (4, {"speeds": [501.0, 520.0]}, "OpenVINO"),
     ],
 )
-def test_goals_are_missed_where_they_are(at, change, goal):
+def test_goals_are_missed_for_bad_figures(at, change, goal):
     summaries = good()
     summaries[at] |= change
     found = missed(summaries)
@@ -171,7 +171,7 @@ def inject(server, fault) -> None:
 
 
 @pytest.mark.slow
-def test_faults_that_a_server_bears_are_passed():
+def test_a_good_server_survives_all_faults():
     with stub("--delay", "0.01") as server:
         for fault in faults.CLIENT_FAULTS:
             if fault is not faults.stall:

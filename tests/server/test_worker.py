@@ -150,7 +150,7 @@ def test_a_client_that_leaves_gives_its_slot_back() -> None:
 
 
 @pytest.mark.parametrize("grace", [0.0, 30.0])
-def test_the_end_of_the_server_is_the_end_of_its_replies(grace: float) -> None:
+def test_stopping_the_server_ends_its_replies(grace: float) -> None:
     """With enough time the replies are completed. Otherwise they end with an error."""
     llm = toy()
     worker = Worker(llm, WorkerLimits(slots=2))
@@ -168,7 +168,7 @@ def test_the_end_of_the_server_is_the_end_of_its_replies(grace: float) -> None:
     assert error is None
 
 
-def test_a_round_that_breaks_off_ends_its_replies_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_round_ends_only_its_own_replies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not a request's failure but the scheduler's own: nothing of it may be left, and the next request is as any."""
     llm = toy()
     worker = Worker(llm)
@@ -193,7 +193,7 @@ def test_a_round_that_breaks_off_ends_its_replies_and_no_others(monkeypatch: pyt
     assert not any(llm.engine.cache.lengths)
 
 
-def test_replies_that_a_broken_turn_ended_are_delivered_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replies_ended_by_a_broken_turn_are_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two end in one turn, and the end of the second breaks off: nobody may wait for ever, and no slot is lost."""
     llm = toy_llm()
     worker = Worker(llm)
@@ -366,7 +366,7 @@ def test_gaps_between_what_is_in_use_are_given_back() -> None:
     assert before - after > 64 << 20
 
 
-def test_states_take_room_in_addition_to_keys_and_values() -> None:
+def test_states_take_memory_in_addition_to_keys_and_values() -> None:
     """Many short texts hold more states than positions."""
     lengths, states = [300, 40, 5000], held(300) + held(40) + held(5000)
     assert _positions(0.0, False, lengths) == 5340

@@ -374,7 +374,7 @@ def test_phi3_swallows_the_space_after_its_tokens() -> None:
     assert plain.encode("<|end|>\nhello", special=False) != plain.encode("<|end|>hello", special=False)
 
 
-def test_user_defined_runs_of_spaces() -> None:
+def test_user_defined_runs_of_spaces_merge_first() -> None:
     """Gemma's: they come before any other merge, and stand for "▁▁" where the text spells that."""
     fields = with_token(sentencepiece(add_space_prefix=False), "  ", 4)
     tokenizer = Tokenizer.from_gguf(fields)

@@ -322,7 +322,7 @@ def test_one_draw_for_parents_of_two_depths_is_noticed() -> None:
     assert broken("rejection", "siblings everywhere", drafter) > 0.01
 
 
-def test_a_chosen_token_that_poses_as_drawn_is_noticed() -> None:
+def test_a_chosen_token_declared_as_drawn_is_noticed() -> None:
     """The likeliest token, with the q it was chosen by: q is no distribution over it."""
 
     def drafter(chance: Script) -> Draft:
@@ -343,7 +343,7 @@ def test_a_shape_that_depends_on_what_was_drawn_is_noticed() -> None:
     assert broken("rejection", "chain of 1", drafter) > 0.01
 
 
-def test_draws_that_come_again_after_a_round_that_threw_them_away_are_noticed() -> None:
+def test_reusing_draws_of_a_rejected_round_is_noticed() -> None:
     """Block verification refused the first token partly for what the second was; that one is no longer random."""
     p, q = torch.tensor([5.0, 3.0, 2.0]).double() / 10, torch.tensor([2.0, 3.0, 5.0]).double() / 10
 
@@ -418,7 +418,7 @@ def test_an_invalid_distribution_is_an_error(wrong: Tensor) -> None:
 
 
 @pytest.mark.parametrize(("token", "u"), [(4, 0.5), (-1, 0.5), (0, 1.0), (0, -0.1), (0, float("nan"))])
-def test_no_such_token_and_no_such_u_are_errors(token: int, u: float) -> None:
+def test_invalid_tokens_and_invalid_u_are_errors(token: int, u: float) -> None:
     with pytest.raises(InvalidOption):
         acceptance_step(P, Q, token, u)
 

@@ -218,7 +218,7 @@ def test_candidates_are_drawn_without_replacement() -> None:
     assert total < 20.5, "5 degrees of freedom, 0.1 %"
 
 
-def test_a_place_that_is_drafted_again_is_drawn_anew() -> None:
+def test_a_position_that_is_drafted_again_gets_new_draws() -> None:
     """The same prefix and position, once in the middle of a round and once at the start of the next."""
     logits = torch.zeros(1, 1000)
     middle = Sampler(1.0, rule="block").rank(Prefix([1, 2]), logits, [[3]], 20)[0].tokens

@@ -48,7 +48,7 @@ def test_a_pair_of_files_writes_as_the_original(drafter: str, tmp_path: Path) ->
     assert list(reply.token_ids) == json.loads((_GOLDEN / "smolvlm-reply.json").read_text("utf-8"))
 
 
-def test_a_file_beside_the_model_is_found_and_must_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_projector_next_to_the_model_is_found_and_must_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = tmp_path / "model-Q4_0.gguf"
     model.touch()
     assert open_vision(model, torch.float32, _CPU, False, TINY) is None

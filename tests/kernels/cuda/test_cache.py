@@ -70,7 +70,7 @@ class Pair:
     [((0, 250, 1020, 1530), 2048), pytest.param((0, 250, 1020, 1530, 2045), 4096, marks=pytest.mark.slow)],
     ids=["both rings", "twice"],
 )
-def test_rows_see_what_they_should_however_far_the_text_has_come(lengths: tuple[int, ...], capacity: int) -> None:
+def test_rows_see_the_right_rows_at_any_text_length(lengths: tuple[int, ...], capacity: int) -> None:
     """Run trees and commits around blocks, windows and the ring buffer sizes (1024 and 1536)."""
     rng, pair = random.Random(0), Pair()
     for length in lengths:

@@ -249,7 +249,7 @@ def test_a_page_closed_during_a_reply_keeps_what_there_is(tab: Tab, fake: Fake) 
     expect(tab.page.locator(".text .token")).to_have_count(9)
 
 
-def test_a_browser_that_keeps_nothing(open_tab: Open, address: str, fake: Fake) -> None:
+def test_conversations_work_without_browser_storage(open_tab: Open, address: str, fake: Fake) -> None:
     """Storage may be switched off: the conversation then lasts as long as the page."""
     with open_tab(address) as tab:
         tab.page.add_init_script("Object.defineProperty(window, 'indexedDB', { get() { throw new Error('off') } })")

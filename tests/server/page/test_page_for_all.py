@@ -136,7 +136,7 @@ def test_phone_width(open_tab: Open, address: str, fake: Fake) -> None:
             assert size["x"] + size["width"] <= 360
 
 
-def test_settings_over_the_page_close_when_focus_leaves_them(open_tab: Open, address: str) -> None:
+def test_overlaid_settings_close_when_they_lose_focus(open_tab: Open, address: str) -> None:
     with open_tab(address, viewport={"width": 700, "height": 740}) as tab:
         tab.page.click("#settings-button")
         assert tab.focused("[name=drafter]")
@@ -230,7 +230,7 @@ def test_theme_button_outweighs_the_system_and_is_remembered(tab: Tab) -> None:
 
 
 @pytest.mark.parametrize(("motion", "runs"), [("no-preference", 1), ("reduce", 0)])
-def test_nothing_moves_for_who_asked_for_less(open_tab: Open, address: str, fake: Fake, motion: str, runs: int) -> None:
+def test_reduced_motion_disables_animations(open_tab: Open, address: str, fake: Fake, motion: str, runs: int) -> None:
     fake.hold_at = 1
     with open_tab(address, reduced_motion=motion) as tab:
         expect(tab.page.locator("#model")).not_to_be_empty()

@@ -180,7 +180,7 @@ WATCH = """() => {
     ],
     ids=["code", "one line", "list", "paragraphs"],
 )
-def test_a_long_reply_costs_what_its_length_does(formatted: Tab, fake: Fake, text: str, times: int) -> None:
+def test_a_long_reply_takes_linear_time(formatted: Tab, fake: Fake, text: str, times: int) -> None:
     """Drawing all of it again in each frame would insert its text dozens of times."""
     fake.text, fake.size, fake.pause = text, len(text) // 150, 0.008
     formatted.page.evaluate(WATCH)
