@@ -86,7 +86,7 @@ def test_every_size_is_observed_as_in_real_use(kind: str) -> None:
     assert found.source == "observed here, over 3 short replies"
 
 
-def test_early_exit_is_observed_while_it_generates() -> None:
+def test_early_exit_is_observed_as_in_generation() -> None:
     model, sizes = toy_model(), SIZES["chains"]
     drafter = EarlyExit(ExitConfig(32, 1), {}, model.target, threshold=0.0)
     found, seconds = observe(model, drafter, sizes, write_replies(model, {"a": ["ab ab ab"]}, 24))
@@ -341,7 +341,7 @@ def test_bytes_of_quantised_weights_equal_the_quantised_model() -> None:
         assert quantised_bytes(coded) == {}
 
 
-def test_doctor_reports_the_time_of_a_pass_by_part() -> None:
+def test_doctor_reports_the_cost_of_passes_and_weights() -> None:
     first, second = advice.limits(MACHINE)
     assert first == "cost of a pass, relative to one row: 8 rows 1.60, 16 rows 3.20"
     assert "takes 10.0 ms" in second

@@ -115,7 +115,7 @@ def answers() -> list[list[int]]:
 
 
 known = cache(made)
-"""Return a model that has already had other errors."""
+"""Return a cached model, which has already had other errors."""
 
 
 @cache

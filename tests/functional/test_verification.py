@@ -140,7 +140,7 @@ def drawn_orders(q: Tensor, count: int) -> tuple[list[tuple[int, ...]], Tensor]:
     return orders, torch.tensor(chances, dtype=torch.float64)
 
 
-# For these, every threshold that a uniform meets is a multiple of 1/12 or 1/4: a grid of so many midpoints is the
+# For these, every threshold for a uniform is a multiple of 1/12 or 1/4, so a grid of 12 or 4 midpoints gives the
 # integral.
 EXACT = {
     "four tokens": ((3, 4, 1, 4), (6, 3, 2, 1), 12),

@@ -1,4 +1,4 @@
-"""DRY against the formula, token by token, and its sequence breakers against the tokens of real kinds of tokenizers."""
+"""DRY compared with its formula, token by token, and its sequence breakers with the tokens of several tokenizers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BREAKERS = {9: [()], 8: [(1,), (1, 2)], 7: [(), (3,)]}
 
 
 def since_breaker(text: Sequence[int], breakers: dict[int, list[tuple[int, ...]]]) -> int:
-    """Tokens after the last place at which a breaker, first token and tail, stands; the longest tail counts."""
+    """Return the tokens after the last breaker, which is a first token and a tail. The longest tail counts."""
     for head in reversed(range(len(text))):
         fitting = [t for t in breakers.get(text[head], []) if tuple(text[head + 1 : head + 1 + len(t)]) == t]
         if fitting:
@@ -56,7 +56,7 @@ def penalties(
 
 
 def common(left: Sequence[int], right: Sequence[int], limit: int) -> list[int]:
-    """The last tokens that two texts share, `limit` of them at most."""
+    """Return the number of equal tokens at the end of two texts, at most `limit`."""
     shared: list[int] = []
     for a, b in zip(reversed(left), reversed(right), strict=False):
         if a != b or len(shared) == limit:

@@ -1,4 +1,4 @@
-"""Rows of a grammar: masks, rollback, forced tokens, ends, and what is refused."""
+"""Rows of a grammar: masks, rollback, forced tokens, ends, and refused grammars."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ pytest.importorskip("llguidance")
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "word piece"])
 def test_rows_allow_what_can_still_become_one_of_the_texts(kind: str) -> None:
-    """Against all texts of a finite language, for tokenizers of every kind."""
+    """Compare with all texts of a finite language, for every kind of tokenizer."""
     words = tokenizer(kind)
     texts = [b"the best", b"then", b"them all", b"t", b"about the other"]
     texts = [text for text in texts if words.spell(text.decode()) and spelled(words, text) == text]
@@ -72,7 +72,7 @@ def spelled(words: Tokenizer, text: bytes) -> bytes:
 
 
 def follow(rows: Matcher, count: int, told: random.Random) -> list[int]:
-    """A random text that the grammar allows."""
+    """Return a random text that the grammar allows."""
     text: list[int] = []
     while len(text) < count and END not in text:
         text.append(told.choice(sorted(allowed(rows, [], text))))
@@ -81,7 +81,7 @@ def follow(rows: Matcher, count: int, told: random.Random) -> list[int]:
 
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_a_row_depends_only_on_its_prefix(name: str) -> None:
-    """Rows in any order, with forbidden tokens and ends in their paths, against a fresh matcher for each."""
+    """Compare rows in any order, with forbidden tokens and ends in their paths, with a new matcher for each."""
     grammar, _ = GRAMMARS[name]
     told = random.Random(7)
     for _ in range(6):
@@ -112,7 +112,7 @@ def test_forced_tokens_equal_the_tokens_that_rows_leave() -> None:
 
 
 def test_forced_text_in_another_spelling_is_forbidden() -> None:
-    """The bytes are right, but no row would have chosen them."""
+    """The bytes are right, but no row would have chosen these tokens."""
     rows = matcher(GRAMMARS["literal"][0])
     first = rows.forced(Prefix([], (), 0), 2)
     letters = [WORDS.vocabulary[letter] for letter in "The"]
@@ -218,7 +218,7 @@ def test_rows_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Wrapped:
-    """A matcher of llguidance whose methods a test can replace."""
+    """An llguidance matcher with methods that a test can replace."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -231,7 +231,7 @@ class Wrapped:
 
 
 class Failing(Wrapped):
-    """Fails once, when it has done what it was asked."""
+    """Fails once, after completing the call."""
 
     left = 5
 
@@ -244,7 +244,7 @@ class Failing(Wrapped):
 
 
 class Stiff(Wrapped):
-    """Cannot roll back, as after an error of its own or beyond some limit."""
+    """Cannot roll back, as after an internal error or past a limit."""
 
     def rollback(self, count: int) -> bool:
         return False
@@ -392,7 +392,7 @@ def test_evicted_grammars_are_not_compiled_again_while_they_are_in_use(monkeypat
 
 
 def test_additional_end_tokens_share_the_compiled_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each set of ends would take a tokenizer of llguidance's own: half a second and ten megabytes."""
+    """Otherwise, each set of end tokens would need its own llguidance tokenizer: half a second and ten megabytes."""
     grammar = Grammar.regex("ab?")
     a, b, start = WORDS.vocabulary["a"], WORDS.vocabulary["b"], WORDS.vocabulary["<s>"]
     matcher(grammar)
@@ -413,7 +413,7 @@ def test_additional_end_tokens_share_the_compiled_grammar(monkeypatch: pytest.Mo
     ],
 )
 def test_a_grammar_that_becomes_slower_and_slower_is_abandoned(text: str) -> None:
-    """Its masks take half a second each in no time, between everybody's rounds; see `grammar_compile._ITEMS`."""
+    """Its masks would soon take half a second each, between all requests' rounds; see `grammar_compile._ITEMS`."""
     rows, told, read = matcher(Grammar.lark(text)), random.Random(0), list[int]()
 
     def walk() -> None:

@@ -1,4 +1,4 @@
-"""Replies follow their grammar, and are the same with every drafter and any other parameter."""
+"""Replies follow their grammar, and are the same with every drafter and any other parameters."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ pytest.importorskip("llguidance")
 
 @pytest.fixture(scope="module")
 def plain() -> LLM:
-    """A toy that never ends a text on its own and prefers earlier tokens."""
+    """Return a toy that never ends a text and prefers earlier tokens."""
     return LLM(speaker(WORDS, seed=3))
 
 
 @cache
 def spoken(name: str, temperature: float) -> tuple[Sampling, list[int]]:
-    """A grammar's sampling, and the reply without any draft."""
-    # A random toy goes on with brackets and spaces for ever.
+    """Return the sampling with a grammar, and the reply without drafts."""
+    # A random toy continues forever with brackets and spaces.
     bias = {WORDS.vocabulary["x"]: 1.0} | dict.fromkeys(SPACES, -9.0)
     sampling = how(GRAMMARS[name][0], temperature, logit_bias=bias)
     return sampling, undrafted(LLM(speaker(WORDS, seed=3)), sampling, pytest.MonkeyPatch())
@@ -100,7 +100,7 @@ def test_forced_tokens_are_never_wrong(
 
 
 class Watched(DrafterWrapper):
-    """Looks at every draft: what a drafter ranked with the sampler must be allowed along its path."""
+    """Checks every draft: tokens that a drafter ranked with the sampler must be allowed after their path."""
 
     def __init__(self, inner: Drafter, grammar: Grammar) -> None:
         super().__init__(inner)
@@ -140,7 +140,7 @@ RANKED: dict[str, Callable[[LLM], Drafter]] = {
     "itself": lambda llm: make_drafter("model:itself", llm.model, lambda reference: llm.model),
     "other": lambda llm: make_drafter("model:other", llm.model, lambda reference: speaker(WORDS, seed=8)),
 }
-"""Those that choose what to draft with the sampler, at the true path."""
+"""Drafters that choose tokens with the sampler, after the true path."""
 LONG = ["schema", "letters", "nested"]
 
 
@@ -178,7 +178,7 @@ def test_tokens_ranked_for_a_draft_are_allowed_there(
 
 @cover(name=LONG, temperature=[0.0, 0.8], draft={"chain": DraftBudget.chain(3), "tree": DraftBudget(12, 3, 3)})
 def test_medusa_heads_draft_along_a_grammar(plain: LLM, name: str, temperature: float, draft: DraftBudget) -> None:
-    """The rows assume the likeliest path, so the grammar forbids some of the drafted tokens."""
+    """The rows assume the most likely path, so the grammar forbids some of the drafted tokens."""
     target = plain.model.target
     assert isinstance(target, Decoder)
     config = MedusaConfig(hidden=target.config.hidden, vocab_size=SIZE, heads=3, layers=1)
@@ -201,7 +201,7 @@ def test_other_rules_keep_to_the_grammar_too(plain: LLM, name: str, rule: Any, d
 
 
 def test_a_matcher_that_is_not_rolled_back_fails(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the tests above."""
+    """This is the negative control of the tests above."""
     grammar, _ = GRAMMARS["digits"]
     expected = undrafted(plain, how(grammar, 0.8), monkeypatch)
 
@@ -351,7 +351,7 @@ def test_a_processor_of_the_users_cannot_allow_what_the_grammar_forbids(plain: L
 
 
 class Slots(Drafter):
-    """Sees which requests a drafter is asked for."""
+    """Records the requests to a drafter."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []

@@ -83,7 +83,7 @@ def test_logits_that_are_not_finite_are_an_error(bad: float, temperature: float)
 
 
 def test_draws_follow_the_shaped_distribution() -> None:
-    """Tests only the noise: chi-square of 6,000 draws against softmax(logits / T)."""
+    """Test only the noise: chi-square of 6,000 draws compared with softmax(logits / T)."""
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
     draws = 6_000
     sampler = Sampler(temperature=0.7, noise=Noise(5))
@@ -115,7 +115,7 @@ def test_truncation_agrees_with_transformers(seed: int, width: int, data: st.Dat
 
 
 def test_equal_tokens_are_kept_or_dropped_together() -> None:
-    """transformers cuts ties of top_p by the order of a sort; ties of typical_p it keeps, as all of ours are."""
+    """transformers breaks ties of top_p by sort order, and keeps ties of typical_p. We always keep ties."""
     logits = torch.tensor([2.0, 1.0, 1.0, 1.0, 0.0])
     assert support(logits, top_p=0.6) == [0, 1, 2, 3]
     assert support(logits, top_k=2) == [0, 1, 2, 3]
@@ -161,7 +161,7 @@ def test_the_best_is_what_the_noise_of_all_columns_gives(shape: str, n: int, see
 
 
 def test_a_low_column_can_win_by_its_noise() -> None:
-    """The column with the highest noise of 200,000 is the farthest below, and just within or out of its reach."""
+    """Of 200,000 columns, the one with the highest noise has the lowest logit, just within or outside its reach."""
     noise, n = Noise(11), 200_000
     lift = noise.gumbel(0, torch.arange(n))
     top = int(lift.argmax())
@@ -217,7 +217,7 @@ SUBSET = Subset(torch.tensor([1, 2, 5, 7, 11, 12, 13, 20, 30, 35]), 37)
 
 
 def less_likely_and_one_more(prefix: Prefix, logits: torch.Tensor) -> torch.Tensor:
-    """Speaks of the target's tokens: one that is in the subset, one that is not."""
+    """Changes two of the target's tokens, one inside and one outside the subset."""
     logits[5] -= 3.0
     logits[6] = 2.0
     return logits

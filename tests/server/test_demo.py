@@ -116,7 +116,7 @@ def test_a_call_that_must_come(demo: Serving, named: bool) -> None:
     assert {one.index for one in calls} == {0}
     assert deltas[-1].finish_reason == "tool_calls"
     assert not any(delta.delta.content for delta in deltas)
-    # And the chat goes on with the result.
+    # The chat continues with the result.
     more = [*ASK, made.message, {"role": "tool", "tool_call_id": call.id, "content": "12 degrees"}]
     assert ask(demo, [m if isinstance(m, dict) else m.model_dump(exclude_unset=True) for m in more], tools=TOOLS)
 

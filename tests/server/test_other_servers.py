@@ -1,4 +1,4 @@
-"""Parameters under the names and in the forms of other servers do what they say there."""
+"""Parameters with the names and formats of other servers have the same effect as there."""
 
 from __future__ import annotations
 

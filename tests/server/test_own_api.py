@@ -1,4 +1,4 @@
-"""The API of docs/how-to/own-api.md works, in one file."""
+"""The API in docs/how-to/own-api.md works as one file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOOLS = [{"functionDeclarations": [{"name": "add", "parameters": {"type": "objec
 
 @pytest.fixture(scope="module")
 def client() -> Any:
-    """Yield a client of a server that speaks the API of the page, with a model that says something and calls a tool."""
+    """Yield a client of a server with the page's API, with a model that writes text and calls a tool."""
     names: dict[str, Any] = {}
     source, _ = blocks("how-to/own-api.md")
     exec(compile(source, "own-api.md", "exec", dont_inherit=True), names)

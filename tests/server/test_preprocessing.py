@@ -1,4 +1,4 @@
-"""Requests before they reach the engine: grammars, long texts, deadlines, clients that leave."""
+"""Requests before they reach the engine: grammars, long texts, deadlines, clients that disconnect."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from tests.support.vocabularies import byte_level, speaker
 pytest.importorskip("llguidance")
 
 SLOW: dict[str, Any] = {"type": "integer", "multipleOf": 10000301}
-"""Takes minutes and gigabytes to compile."""
+"""A schema that takes minutes and gigabytes to compile."""
 
 
 @pytest.fixture(scope="module")
 def spoken() -> Any:
-    """A model with a tokenizer that has bytes for a bound."""
+    """Serve a model with a tokenizer that has byte tokens, for a bound on the number of tokens."""
     with serving(LLM(speaker(byte_level()))) as it:
         yield it
 
 
 def sent(it: Serving, path: str, body: Any, size: int | None = None) -> socket.socket:
-    """A connection over which a request has gone out, or its first `size` bytes."""
+    """Return a connection after sending a request, or its first `size` bytes."""
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     connection = socket.create_connection(("127.0.0.1", int(it.address.rpartition(":")[2])), timeout=60)
@@ -146,7 +146,7 @@ def test_stalled_bodies_make_room_for_others() -> None:
 
 
 def test_clients_take_turns() -> None:
-    """A client that asks for much waits behind one that asks for little."""
+    """A client with many requests waits behind a client with few requests."""
     done: list[str] = []
 
     async def ask(preprocessor: Preprocessor, client: str, count: int) -> None:
@@ -216,7 +216,7 @@ def test_a_body_that_keeps_arriving_is_waited_for(monkeypatch: pytest.MonkeyPatc
 
 
 def posted(body: Any) -> Request:
-    """A request whose body has arrived."""
+    """Return a request with a complete body."""
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": json.dumps(body).encode()}

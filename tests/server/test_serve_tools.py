@@ -1,4 +1,4 @@
-"""The load client, the load figures and the faults: what they must detect, on a stub server without a model."""
+"""The load client, the load figures and the faults: they must detect failures of a stub server without a model."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def stub(*options: str) -> ServerProcess:
 
 
 def measured(server, clients: int = 4) -> dict[str, object]:
-    """Figures of forty requests, compared with the replies to a single client."""
+    """Return figures for forty requests, compared with the replies to a single client."""
     requests = [systems.LoadRequest(i % 7, f"question {i % 7}", 12, 0.0, i % 7) for i in range(40)]
     system = systems.Http("auto", server, {"speculation": "auto"})
     right = {(i, 0.0): figures.text_of(r) for i, r in enumerate(system.answer(requests[:7], 1, 0.0).replies)}

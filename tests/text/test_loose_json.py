@@ -90,7 +90,7 @@ def scalars(value: Any) -> Iterator[Any]:
 @fuzz
 @given(st.lists(st.sampled_from(PIECES), max_size=25).map("".join), st.integers(1, 4))
 def test_only_contents_of_the_text_are_read(text: str, step: int) -> None:
-    """And it does not matter how the text arrives."""
+    """The result does not depend on the pieces of the text."""
     growing = GrowingText()
     reading = JsonReader(growing).value()
     outcome: Any = Malformed

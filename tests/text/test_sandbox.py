@@ -1,4 +1,4 @@
-"""Jobs in the helper process: results, errors, limits, and what becomes of work that is no longer wanted."""
+"""Jobs in the helper process: results, errors, limits, and cancelled work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Vision towers from mmproj files of llama.cpp's converter, and the choice of a file."""
+"""Vision towers from mmproj files of llama.cpp's converter, and the choice of a file by the loader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations on the page: kept in the browser, edited, generated anew, with any of the server's models."""
+"""Conversations on the page: stored in the browser, edited, regenerated, with any of the server's models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEPT_ROUNDS = """async () => {
 
 
 def said(fake: Fake) -> list[tuple[str, str]]:
-    """Roles and texts of the last request."""
+    """Return the roles and texts of the last request."""
     return [(message["role"], message["content"]) for message in fake.bodies[-1]["messages"]]
 
 
@@ -250,7 +250,7 @@ def test_a_page_closed_during_a_reply_keeps_what_there_is(tab: Tab, fake: Fake) 
 
 
 def test_conversations_work_without_browser_storage(open_tab: Open, address: str, fake: Fake) -> None:
-    """Storage may be switched off: the conversation then lasts as long as the page."""
+    """If storage is disabled, a conversation lasts as long as the page."""
     with open_tab(address) as tab:
         tab.page.add_init_script("Object.defineProperty(window, 'indexedDB', { get() { throw new Error('off') } })")
         tab.page.reload()
