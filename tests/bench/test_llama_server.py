@@ -106,7 +106,7 @@ def test_a_missing_server_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         llama_server(PeerSetup("model.gguf", (36,), 8, 40, 2))
 
 
-def test_it_gets_the_draft_model_that_we_get() -> None:
+def test_llama_server_gets_the_same_draft_model() -> None:
     comparison = Comparison(("suffix", "model:small.gguf@8", "model:other.gguf"))
     assert comparison.draft_model == "small.gguf"
     assert peer_drafters("llama-server", comparison.draft_model) == ("ngram-mod", "ngram-simple", "draft")

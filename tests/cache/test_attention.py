@@ -61,7 +61,7 @@ def test_a_released_slot_frees_its_memory_at_once() -> None:
 
 
 @SLOTS
-def test_slots_of_any_length_share_a_pass_and_leave_in_any_order(kind: type[SlabCache]) -> None:
+def test_slots_with_any_length_share_a_pass_and_end_in_any_order(kind: type[SlabCache]) -> None:
     rng, witness = random.Random(1), Witness(1, kind=kind)
     slots = [witness.acquire() for _ in range(5)]
     for slot, length in zip(slots, (3, 30, 700, 1030, 8), strict=True):
@@ -81,7 +81,7 @@ def test_slots_of_any_length_share_a_pass_and_leave_in_any_order(kind: type[Slab
 
 
 @SLOTS
-def test_a_fork_goes_its_own_way(kind: type[SlabCache]) -> None:
+def test_a_fork_is_independent_of_its_origin(kind: type[SlabCache]) -> None:
     rng, witness = random.Random(2), Witness(2, kind=kind)
     slot = witness.acquire()
     for done in range(0, 1280, 256):
@@ -98,7 +98,7 @@ def test_a_fork_goes_its_own_way(kind: type[SlabCache]) -> None:
 
 
 @SLOTS
-def test_going_back_in_a_ring_keeps_what_is_there_and_forgets_what_is_not(kind: type[SlabCache]) -> None:
+def test_going_back_in_a_ring_keeps_only_the_remaining_columns(kind: type[SlabCache]) -> None:
     witness = Witness(3, kind=kind)
     slot = witness.acquire()
     for done in range(0, 1280, 256):

@@ -13,7 +13,7 @@ from tests.support.trees import drafts, path_to
 
 
 @given(drafts(most=20), st.integers(0, 3), st.integers(0, 1))
-def test_ancestors_lie_in_order_and_in_the_pairs_of_plain_decoding(draft: Draft, padding: int, length: int) -> None:
+def test_ancestors_have_the_order_and_pairs_of_plain_decoding(draft: Draft, padding: int, length: int) -> None:
     rows = len(draft.tokens) + 1
     laid = layout((-1, *draft.parents, *[-1] * padding), length)
     for row in range(rows):
@@ -58,7 +58,7 @@ def test_rows_lie_where_they_lay_when_the_tree_was_smaller(
 
 
 @pytest.mark.parametrize("parents", [(-1,), (-1, -1), (-1, 0), (-1, 0, 1, 2, 3), (-1, -1, -1)])
-def test_chains_and_padding_lie_as_they_come(parents: tuple[int, ...]) -> None:
+def test_chains_and_padding_keep_their_order(parents: tuple[int, ...]) -> None:
     for length in (0, 1):
         assert layout(parents, length).rows == tuple(range(len(parents)))
 

@@ -40,7 +40,7 @@ def logits_after(tokens: list[int]) -> torch.Tensor:
 
 
 @given(drafts(most=9), st.integers(1, 20), st.data())
-def test_a_nodes_logits_equal_its_path_fed_plainly(draft: Draft, length: int, data: st.DataObject) -> None:
+def test_a_nodes_logits_equal_the_logits_of_its_path(draft: Draft, length: int, data: st.DataObject) -> None:
     prefix = [(3 * i + 1) % 37 for i in range(length)]
     cache, slot = fed(prefix)
     rows = pack([5], [draft], [slot], [length], CPU)
@@ -111,7 +111,7 @@ LENGTHS = (30_000, *(100 + 40 * i for i in range(15)))
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_memory_is_the_sum_of_the_texts_own_lengths(known: bool) -> None:
+def test_memory_is_the_sum_of_the_lengths_of_texts(known: bool) -> None:
     """Memory grows in steps, by at most a quarter more if a text exceeds the size that its prompt requested."""
     cache = in_memory()
     slots = [cache.acquire(n if known else 0) for n in LENGTHS]
@@ -200,7 +200,7 @@ def test_a_fork_for_which_there_is_no_memory_takes_no_slot(monkeypatch: pytest.M
     assert all(map(torch.equal, cache.save(other).tensors, cache.save(slot).tensors))
 
 
-def test_growth_keeps_what_was_written() -> None:
+def test_growth_keeps_written_rows() -> None:
     text = [(5 * i) % 37 for i in range(300)]
     cache, slot = fed(text[:200])
     rest = TOY.forward(pack_prefix(text[200:], slot, 200, CPU), cache, Want()).logits[0, -1]
@@ -288,7 +288,7 @@ def test_saved_rows_are_a_copy_without_spare_memory() -> None:
     assert all(map(torch.equal, saved.tensors, before))
 
 
-def test_no_memory_is_a_typed_error() -> None:
+def test_running_out_of_memory_is_a_typed_error() -> None:
     cache = SlabCache([LayerAttention(1.0)] * 2**8, 2**16, 2**16, 2**20, torch.float32, CPU)
     with pytest.raises(OutOfMemory, match="KV cache"):
         cache.acquire()

@@ -190,7 +190,7 @@ def test_unpair_undoes_the_converters_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [Q.F32, Q.Q4_1, Q.Q8_0])
-def test_codes_lie_as_their_tensors_do(tmp_path: Path, kind: Q) -> None:
+def test_codes_have_the_layout_of_their_tensors(tmp_path: Path, kind: Q) -> None:
     write_gguf(tmp_path / "m.gguf", kind=kind)
     tensors = open_gguf(tmp_path / "m.gguf")[1]
     for name in tensors:
@@ -237,9 +237,7 @@ def test_an_embedding_that_is_no_head_stays_in_the_file(tmp_path: Path, kind: Q)
     assert torch.equal(read_rows(table[tokens.flatten()]).view(2, 2, -1), head.matrix.rows(tokens))
 
 
-def test_a_type_without_kernels_is_quantised_only_if_that_was_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_type_without_kernels_is_quantised_only_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_file, "packs", lambda number: False)
     write_gguf(tmp_path / "m.gguf", "qwen2", kind=Q.Q4_1)
     tensors = open_checkpoint(tmp_path / "m.gguf").tensors

@@ -151,7 +151,7 @@ def test_a_chain_is_the_walk_along_the_best_pairs() -> None:
     assert alone != path, "the pairs decide something here"
 
 
-def test_a_rule_that_draws_draws_from_the_candidates_and_knows_their_chances() -> None:
+def test_rules_that_draw_use_the_candidates_and_their_probabilities() -> None:
     tensors = tensors_of(PLAIN)
     draft = drafted(PLAIN, tensors, Sampling(temperature=0.7, seed=4, rule="rejection"))
     assert draft.q

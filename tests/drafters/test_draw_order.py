@@ -99,7 +99,7 @@ def drafts(target: Decoder, drafter: Drafter, size: DraftBudget, temperature: fl
     ("kind", "drafter"),
     [pytest.param(*pair, marks=[] if pair[0] == "attention" else pytest.mark.slow) for pair in PAIRS],
 )
-def test_siblings_come_in_the_order_of_their_draws(kind: str, drafter: str) -> None:
+def test_siblings_are_in_the_order_of_their_draws(kind: str, drafter: str) -> None:
     target = KINDS[kind](0)
     made = EVERY[drafter](target)
     for size, temperature in ((DraftBudget.chain(3), 1.0), (TREE, 0.7), (TREE, 2.0)):

@@ -247,14 +247,14 @@ def test_after_a_pause_the_new_measurement_counts_most() -> None:
     assert seen.value < 1.1
 
 
-def test_an_outlier_after_the_first_measurement_is_not_believed() -> None:
+def test_an_outlier_after_the_first_measurement_is_ignored() -> None:
     curve = Curve(slope=0.1)
     for seconds in (2.5, 9.0):
         curve.add(8, seconds, 1)
     assert curve.at(8) == 2.5
 
 
-def test_a_small_pass_is_taken_to_cost_no_more_than_a_larger_one() -> None:
+def test_a_small_pass_never_costs_more_than_a_larger_pass() -> None:
     curve = Curve(slope=0.1)
     for size, seconds in ((4, 9.0), (8, 2.0), (16, 4.0)):
         curve.add(size, 10.0, 1)
@@ -292,7 +292,7 @@ def test_a_round_that_yields_no_token_does_not_stop_later_rounds() -> None:
         assert world.speed(300) > 1.1
 
 
-def test_a_clock_that_stands_still_does_not_stop_the_controller() -> None:
+def test_a_stopped_clock_does_not_stop_the_controller() -> None:
     controller = Driven(DraftBudget.chain(4))
     for _ in range(40):
         size = controller.choose()

@@ -111,7 +111,7 @@ def test_texts_equal_texts_without_a_cache(sequence: list[Wish], limit: int) -> 
 
 
 @some("name", [*DRAFTERS], fast=KINDS)
-def test_a_chat_goes_on_where_it_ended(name: str) -> None:
+def test_a_chat_continues_where_it_ended(name: str) -> None:
     prefixes = PrefixCache(PLENTY, seamless=True)
     engine = CachedEngine(TOY, DRAFTERS[name](), None, prefixes, name)
     sampling = Sampling(max_new_tokens=20, temperature=0.9, seed=4, ignore_eos=True)

@@ -140,7 +140,7 @@ def greedy(tree: CandidateTree, logits: Tensor, q: Tensor, lengths: Tensor) -> A
         (9.0, TreeConfig(3, 3, 9)),
     ],
 )
-def test_ragged_prompts_decode_as_single_prompts(noise: float, config: TreeConfig) -> None:
+def test_ragged_prompts_decode_like_single_prompts(noise: float, config: TreeConfig) -> None:
     texts, rounds = decode(noise, config, greedy)
     assert texts == GREEDY
     if noise == 0.0:

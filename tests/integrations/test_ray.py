@@ -188,7 +188,7 @@ def test_a_replica_that_dies_loses_only_the_streams_it_was_writing(two: Replicas
     two.wait(lambda: two.running() == 2)
 
 
-def test_replicas_come_and_go_with_the_load_and_no_request_fails(two: Replicas, one: Serving) -> None:
+def test_replicas_follow_the_load_without_failing_requests(two: Replicas, one: Serving) -> None:
     quick = {"target_ongoing_requests": 2, "look_back_period_s": 1, "metrics_interval_s": 0.5}
     scaling = {"autoscaling_config": {**quick, "upscale_delay_s": 0.5, "downscale_delay_s": 2}}
     two.deploy(1, 3, scaling)

@@ -250,7 +250,7 @@ def test_a_broken_compiler_is_quoted(empty_cache: Path, monkeypatch: pytest.Monk
     assert not list((empty_cache / "cache").iterdir()), "nothing half-built stays behind"
 
 
-def test_a_library_that_cannot_be_loaded_is_done_without(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_cannot_be_loaded_is_skipped(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The output is the last argument before the options for this processor.
     text = 'while [ "$1" != -o ]; do shift; done; echo rubbish > "$2"'
     monkeypatch.setenv("CXX", script(empty_cache / "odd", text))

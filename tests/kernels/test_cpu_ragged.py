@@ -29,7 +29,7 @@ def same(ours: Forward, line: int, alone: Forward, count: int) -> bool:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", GEMMA4, "partial rotary", "layers without rope"])
-def test_each_slot_of_a_ragged_pass_equals_a_pass_of_its_own(name: str) -> None:
+def test_each_slot_of_a_ragged_pass_equals_a_separate_pass(name: str) -> None:
     target = native(replace(BASE, **MODELS[name]))
     taps: tuple[Tap, ...] = (0, 1, target.layers, "final")
     cache, slots = filled(target, LENGTHS)
@@ -84,7 +84,7 @@ def test_trees_at_different_levels_grow_together() -> None:
         assert torch.equal(out.logits[line, : end - start], whole[line].logits[0, start:end]), line
 
 
-def test_a_pass_goes_on_from_where_drafting_brought_each_slot() -> None:
+def test_a_pass_continues_each_slot_where_drafting_stopped() -> None:
     target = native(replace(BASE, layers=4))
     cache, slots = filled(target, LENGTHS)
     right = verify(target, cache, slots, DRAFTS, Want())

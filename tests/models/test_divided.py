@@ -76,7 +76,7 @@ def test_the_names_match_the_cases() -> None:
 
 
 @SHARED
-def test_an_error_at_one_process_ends_both(shared_memory: bool) -> None:
+def test_an_error_in_one_process_ends_both(shared_memory: bool) -> None:
     first, second = run_ranks("fail", "torch.float32", shared_memory=shared_memory)
     assert min(first.returncode, second.returncode) > 0
     assert "RankLost: another process of this model has ended" in first.stderr

@@ -196,7 +196,7 @@ def test_speculators_may_leave_the_rows_of_the_head_to_the_target(tmp_path: Path
 
 
 @pytest.mark.parametrize("config", [EAGLE3, REDUCED])
-def test_d2t_is_enough_and_t2d_follows(config: HeadConfig, tmp_path: Path) -> None:
+def test_d2t_is_sufficient_to_compute_t2d(config: HeadConfig, tmp_path: Path) -> None:
     head = head_of(config)
     tensors = {name: tensor for name, tensor in head.tensors.items() if name != "t2d"}
     tensors["d2t"] = tensors["d2t"].int()
@@ -263,7 +263,7 @@ def test_old_files_are_restored_if_the_last_rename_fails(tmp_path: Path, monkeyp
     assert [path.name for path in tmp_path.iterdir()] == ["head"]
 
 
-def test_a_folder_that_cannot_be_made_is_one_error(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_gives_one_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CannotWrite, match="cannot write the head"):
         write_head(tmp_path / "file" / "head", head_of(EXIT))

@@ -157,7 +157,7 @@ def test_a_file_that_was_cut_at_any_byte_is_read_and_continued(tmp_path: Path) -
     assert len(Recording(path)) == 1, "so is a torn header"
 
 
-def test_a_full_disk_ends_recording_and_no_reply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_ends_the_recording_but_no_reply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = toy_llm()
 
     def full(*_: Any) -> None:

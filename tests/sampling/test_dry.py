@@ -86,7 +86,7 @@ def test_penalties_equal_the_formula_at_every_row_of_every_draft(seed: int) -> N
         text = [*text, *paths[0], draw.randrange(letters)]
 
 
-def test_a_long_repetition_overflows_nothing() -> None:
+def test_a_long_repetition_does_not_overflow() -> None:
     row = Dry(1000.0, 5.0)(Prefix([1] * 500), torch.zeros(4))
     assert torch.isfinite(row).all()
     assert row[1] < -1e29
@@ -145,7 +145,7 @@ def test_breakers_look_only_at_tokens_of_the_text() -> None:
     assert sorted(spelled) == [5, 6]
 
 
-def test_a_row_of_fewer_tokens_is_penalised_as_far_as_it_goes() -> None:
+def test_a_narrower_row_is_penalised_only_for_its_own_tokens() -> None:
     text = Prefix([5, 1, 2, 7, 5, 1, 2])
     assert Dry(1.0)(text, torch.zeros(9))[7] < 0
     assert Dry(1.0)(text, torch.zeros(6)).tolist() == [0] * 6

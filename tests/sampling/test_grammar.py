@@ -100,7 +100,7 @@ def test_a_row_depends_only_on_its_prefix(name: str) -> None:
             done += told.randrange(1, 5)
 
 
-def test_forced_tokens_equal_the_tokens_that_rows_leave() -> None:
+def test_forced_tokens_equal_the_only_allowed_tokens() -> None:
     rows = matcher(GRAMMARS["schema"][0])
     forced = rows.forced(Prefix([], (), 0), 99)
     assert WORDS.decode(forced).startswith('{"full_name_of_the_person"')
@@ -250,7 +250,7 @@ class Stiff(Wrapped):
         return False
 
 
-def test_a_row_that_fails_leaves_nothing_behind() -> None:
+def test_a_failing_row_leaves_no_trace() -> None:
     grammar = GRAMMARS["digits"][0]
     text = follow(matcher(grammar), 40, random.Random(3))
     Failing.left = len(text) - 1
@@ -263,7 +263,7 @@ def test_a_row_that_fails_leaves_nothing_behind() -> None:
         assert allowed(rows, text[:1], text[1:done]) == allowed(matcher(grammar), text[:done])
 
 
-def test_a_library_that_cannot_roll_back_is_read_anew() -> None:
+def test_a_matcher_that_cannot_roll_back_is_rebuilt() -> None:
     grammar = GRAMMARS["nested"][0]
     inner = grammar._compile(WORDS, SIZE, frozenset({END})).matcher
     rows = Matcher(Stiff(inner), frozenset({END}))  # type: ignore[arg-type]
@@ -337,7 +337,7 @@ def test_a_grammar_too_complex_to_follow_is_an_error_and_no_end() -> None:
         sampler.choose(prefix, torch.zeros(SIZE))
 
 
-def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     imported = builtins.__import__
 
     def without(name: str, *rest: Any, **more: Any) -> Any:

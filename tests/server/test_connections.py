@@ -56,7 +56,7 @@ def test_a_head_that_trickles_in_is_not_waited_for() -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_bytes_after_an_answer_are_not_read_for_ever() -> None:
+def test_bytes_after_an_answer_are_not_read_forever() -> None:
     """Such bytes, for example of an unwanted body, would delay uvicorn's own timeout for idle connections."""
     with serving(toy_llm(), max_body=1000, max_images=0, max_image_bytes=0) as it, connect(it) as client:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"

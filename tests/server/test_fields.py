@@ -146,7 +146,7 @@ def test_an_ignored_field_is_named_once(served: Serving, caplog: pytest.LogCaptu
     assert "secret" not in caplog.text
 
 
-def test_only_so_many_names_are_kept() -> None:
+def test_the_number_of_kept_names_is_limited() -> None:
     compat._named.clear()
     for i in range(200):
         OllamaOptions.model_validate({f"x{i}.{k}": 1 for k in range(100)})

@@ -291,7 +291,7 @@ def test_an_error_at_loading_is_told_to_all_who_wait_and_the_next_tries_again() 
     assert len(tries) == 2
 
 
-def test_an_option_of_the_server_is_not_the_clients_mistake() -> None:
+def test_errors_of_server_options_are_not_client_errors() -> None:
     def load() -> Worker:
         raise InvalidOption("no drafter is called 'x'", "Choose another")
 

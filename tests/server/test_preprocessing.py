@@ -87,12 +87,12 @@ def test_grammars_in_use_have_a_bound(spoken: Serving, monkeypatch: pytest.Monke
     assert answer.status_code == 429
 
 
-def test_only_so_many_requests_are_planned_at_once() -> None:
+def test_the_number_of_planned_requests_is_limited() -> None:
     with serving(LLM(speaker(byte_level())), max_requests=1) as it:
-        assert any(refused_beside(it, 10000393 + 2 * n) for n in range(50)), "whichever of the two comes first"
+        assert any(refused_meanwhile(it, 10000393 + 2 * n) for n in range(50)), "whichever of the two comes first"
 
 
-def refused_beside(it: Serving, number: int) -> bool:
+def refused_meanwhile(it: Serving, number: int) -> bool:
     with sent(it, "/v1/completions", {"prompt": "a", "guided_json": {**SLOW, "multipleOf": number}}):
         time.sleep(0.1)
         return it.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 429

@@ -15,7 +15,7 @@ from tests.support.train_toys import TAPS, TARGET, documents, recipe, selection,
 
 
 @pytest.mark.parametrize("flags", [{}, {"norm_output": True}])
-def test_training_sees_what_decoding_sees(flags: dict[str, bool]) -> None:
+def test_training_equals_decoding(flags: dict[str, bool]) -> None:
     """Compare the head in training with the head in drafting, for every step at every position."""
     made = recipe(steps=4, **flags)
     for parameter in made.module.parameters():

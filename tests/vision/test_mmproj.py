@@ -40,7 +40,7 @@ def test_a_tower_of_an_mmproj_file_encodes_as_the_original(name: str) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["none", "suffix"])
-def test_a_pair_of_files_writes_as_the_original(drafter: str, tmp_path: Path) -> None:
+def test_a_pair_of_files_writes_the_same_text_as_the_original(drafter: str, tmp_path: Path) -> None:
     for name, file in (("model-f32.gguf", "smolvlm-text.gguf"), ("mmproj-model-f32.gguf", "smolvlm.gguf")):
         shutil.copy(_GOLDEN / file, tmp_path / name)
     llm = paceline.load(tmp_path / "model-f32.gguf", dtype="float32", drafter=drafter)

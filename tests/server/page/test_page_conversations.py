@@ -157,7 +157,7 @@ FIRST_STORE = """async () => new Promise((resolve) => {
 })"""
 
 
-def test_conversations_of_a_page_without_a_search_are_searched(tab: Tab) -> None:
+def test_conversations_from_older_pages_are_searched(tab: Tab) -> None:
     tab.page.evaluate(FIRST_STORE)
     tab.page.reload()
     tab.page.get_by_role("button", name="Old").click()
@@ -266,7 +266,7 @@ def test_a_full_store_is_told(tab: Tab) -> None:
     expect(tab.status).to_contain_text("This browser does not keep the conversation: full")
 
 
-def test_reply_generated_anew_has_the_next_seed(tab: Tab, fake: Fake) -> None:
+def test_a_regenerated_reply_has_the_next_seed(tab: Tab, fake: Fake) -> None:
     tab.page.fill("[name=seed]", "5")
     tab.send("One")
     tab.send("Two", turns=2)
