@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from tests.support.toys import toy_llm, toy_tokenizer
 from tests.support.vocabularies import byte_level, speaker
 
 
+@cache
 def anchors(page: Path) -> set[str]:
     """Return the anchors that a page's headings make."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
