@@ -27,6 +27,7 @@ from tests.support.toys import toy_llm
 from tests.support.vocabularies import byte_level, speaker
 
 pytest.importorskip("llguidance")
+pytestmark = pytest.mark.forks
 
 SLOW: dict[str, Any] = {"type": "integer", "multipleOf": 10000301}
 """Takes minutes and gigabytes to compile."""
