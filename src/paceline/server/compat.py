@@ -187,7 +187,7 @@ class PlainAnswer(BaseModel):
 
 def left_out(kind: str) -> str:
     """Return the note that stands for content of a kind that is not text."""
-    return f"[{kind} left out: this server reads text only]"
+    return f"[{kind} left out: this model cannot read it]"
 
 
 def text_or_nothing(value: Any) -> str:
@@ -229,7 +229,6 @@ Ignored = Rule((), "it has no effect on a local server").field("user")[0]
 _OFF = "settings of samplers that are off"
 _MORE = "the answer has no such part"
 _MACHINES = "for servers of several machines"
-_MEDIA = "this server reads text only"
 
 BUDGETS = "thinking_token_budget thinking_budget thinking_budget_tokens reasoning_budget reasoning_budget_tokens"
 """Names under which servers limit the reasoning of chats."""
@@ -274,11 +273,8 @@ RAW = ignored(BUDGETS, "a prompt without a chat has no reasoning to limit")
         "routed_experts_prompt_start routed_experts_start_len kv_transfer_params ec_transfer_params",
         _MACHINES,
     ),
-    ignored(
-        "media_io_kwargs mm_processor_kwargs images_config max_dynamic_patch min_dynamic_patch use_audio_in_video "
-        "return_mm_kwargs",
-        _MEDIA,
-    ),
+    ignored("media_io_kwargs use_audio_in_video", "no model here reads audio or video"),
+    ignored("return_mm_kwargs", _MORE),
     ignored("vllm_xargs custom_params return_token_offsets", "for extensions and endpoints that are not here"),
     ignored("options", "Ollama's, which reads it at /api/chat and ignores it elsewhere too"),
     ignored("provider route transforms usage", "OpenRouter's, about the providers behind it"),
@@ -315,6 +311,8 @@ RAW = ignored(BUDGETS, "a prompt without a chat has no reasoning to limit")
     only(([],), "lora", "an adapter is named as `model`"),
     only((), "lora_path", "an adapter is named as `model`"),
     only(([],), "plugins", "OpenRouter's, which would change the answer"),
+    only(({},), "mm_processor_kwargs images_config", "images are read with the model's own settings"),
+    only((), "max_dynamic_patch min_dynamic_patch", "images are read with the model's own settings"),
     only((), "stop_regex", "`stop` has texts"),
     only((), "repetition_detection", "`no_repeat_ngram_size` and penalties avoid repetition"),
     only((), "structural_tag", "`tools` and `response_format` have the model's own form"),

@@ -164,7 +164,7 @@ class ToolCall(Lenient):
     function: CalledFunction
 
 
-@accepts(only((), "audio", "this server reads text only"))
+@accepts(only((), "audio", "no model here reads audio"))
 class Message(Lenient):
     """A message of a chat."""
 
