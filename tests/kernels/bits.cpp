@@ -277,7 +277,7 @@ class Recurrence {
 
     Recurrence() {
         for (float& rate : rate_) rate = -1 - rate;
-        net = {share_.matrix, step_.matrix, rate_.data(), bias_.data(), norm_.data(), norm_.data(), norm_.data(), weight_.data(), nullptr,
+        net = {share_.matrix, step_.matrix, rate_.data(), bias_.data(), unit_.data(), unit_.data(), norm_.data(), weight_.data(), nullptr,
                1e-6f, 1e-6f, HEADS, KEY_HEADS, KEYS, VALUES, WIDTH, 1, 1};
     }
 
@@ -305,6 +305,7 @@ class Recurrence {
 
    private:
     Packed share_{F32_SOURCE, FULL, HEADS, HIDDEN, 70}, step_{F32_SOURCE, FULL, HEADS, HIDDEN, 71};
+    std::vector<float> unit_ = std::vector<float>(whole(KEYS), 0.2f);  // longer keys let the state grow without bound
     std::vector<float> rate_ = numbers(LANES, 72), bias_ = numbers(LANES, 73), norm_ = numbers(VALUES, 74), weight_ = numbers(WIDTH * CHANNELS, 75);
     std::vector<float> before_[2] = {numbers((WIDTH - 1) * CHANNELS, 76), numbers(HEADS * KEYS * VALUES, 77)}, after_[2] = {before_[0], before_[1]};
     std::vector<float> entries_, decay_, keys_, changes_;

@@ -49,14 +49,15 @@ def test_a_drafted_nodes_logits_equal_its_path(case: str, length: int) -> None:
 
 
 @pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
-@pytest.mark.parametrize("case", ["qwen3.5", "qwen3.5, as many key heads"])
-def test_one_call_of_the_kernels_runs_gated_delta_net(case: str) -> None:
+@pytest.mark.parametrize("case", [case for case in HYBRIDS if case.startswith("qwen3")])
+def test_the_kernels_compute_the_golden_logits_of_gated_delta_net(case: str) -> None:
+    """In one call, unless the shared expert's width is not that of the others (24 and 32, both padded to 32)."""
     ours, golden = decoder(case, torch.float32), read(case)
-    assert ours.runs_natively
+    assert ours.runs_natively == (ours.config.mixture is None)
     logits = chunks_and_tokens(ours, golden.text[:70], (33, 35, 65))
     at = [position for position in golden.logits if position < 70]
     expected = torch.tensor([golden.logits[position] for position in at])
-    assert float((logits[at] - expected).norm() / expected.norm()) < 2e-5
+    assert float((logits[at] - expected).norm() / expected.norm()) < 1e-4
 
 
 @pytest.mark.skipif(library() is None, reason="there is no C++ compiler")

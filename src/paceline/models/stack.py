@@ -224,8 +224,8 @@ class _PlacedLayers:
             plans, inner = view.plans[self._slabs], [tap - self.first for tap in taps]
             own = None if given is None else given[:, :, self.first : self.end].to(self.device)
             span = start - self.first, stop - self.first
-            states = view if isinstance(view, StatePass) else None
-            x, found = self.native.run(x, *span, ropes, plans, entry, inner, own, adapters, states)
+            stateful = view if isinstance(view, StatePass) else None
+            x, found = self.native.run(x, *span, ropes, plans, entry, inner, own, adapters, stateful)
             return x, {self.first + tap: state for tap, state in found.items()}
         states = {}
         with adapted_pass(adapters):
