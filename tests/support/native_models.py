@@ -198,7 +198,7 @@ def experts_of(c: ModelConfig, block: str, draw: torch.Generator) -> dict[str, T
         for network in networks
         for name, shape in shapes.items()
     }
-    if e.shared_block == "mlp.shared_expert":
+    if e.shared and e.shared_block == "mlp.shared_expert":
         tensors |= {f"{block}shared_expert_gate.weight": torch.randn(1, c.hidden, generator=draw)}
     if e.sigmoid:
         tensors |= {f"{block}expert_bias": torch.zeros(e.count)}
