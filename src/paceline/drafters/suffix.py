@@ -47,28 +47,32 @@ class Suffix(Drafter):
     the longest repeated suffix, so that repetitive text fills the budget.
 
     Args:
-        remember: True to draft also from replies to earlier requests, including requests of other users. A number is
-            the maximum of remembered tokens, at least 2; True is `limit`.
+        remember: True to draft also from replies to earlier requests, including requests of other users.
         limit: Maximum number of tokens per text (about 0.6 kB each), at least 2. When it is exceeded, the older half is
             dropped.
         floor: Minimum probability of a node, 0 to 1. 0 fills every budget. The default is for targets whose passes take
             about 4 % longer per row.
+        memory: Maximum number of remembered tokens, at least 2. None is `limit`.
 
     Raises:
-        InvalidOption: If `limit` or `floor` is out of range.
+        InvalidOption: If `limit`, `floor` or `memory` is out of range.
     """
 
     free = True
     draft = DraftBudget(nodes=15, depth=15, branch=3)
 
-    def __init__(self, remember: bool | int = False, limit: int = 1 << 15, floor: float = 0.2) -> None:
-        if limit < 2 or not 0.0 <= floor <= 1.0:
+    def __init__(
+        self, remember: bool = False, limit: int = 1 << 15, floor: float = 0.2, memory: int | None = None
+    ) -> None:
+        memory = limit if memory is None else memory
+        if min(limit, memory) < 2 or not 0.0 <= floor <= 1.0:
             raise InvalidOption(
-                f"limit must be >= 2 and floor must be 0 to 1, got limit={limit} and floor={floor}",
+                "limit and memory must be >= 2 and floor must be 0 to 1, "
+                f"got limit={limit}, memory={memory} and floor={floor}",
                 "Change them, or omit them to use the defaults",
             )
         self._limit, self._floor = limit, floor
-        self._memory = SuffixAutomaton(limit if remember is True else remember) if remember else None
+        self._memory = SuffixAutomaton(memory) if remember else None
         self._finished: list[deque[int]] = []
         self._slots: dict[int, _SuffixSlot] = {}
 

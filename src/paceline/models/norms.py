@@ -18,9 +18,7 @@ class RMSNorm:
     def __init__(self, weight: Tensor, eps: float) -> None:
         """`weight` has the dtype of x or a wider one. With a wider dtype the result is rounded only once (Gemma)."""
         self.weight, self.eps = weight, eps
-        # `torch.cat` on the meta device would import torch's compiler, which takes two seconds.
-        self._doubled = weight.new_zeros(2 * len(weight))
-        self._doubled[: len(weight)] = weight
+        self._doubled = F.pad(weight, (0, len(weight)))
         self._native: NativeNorm | None = None
 
     def __call__(self, x: Tensor) -> Tensor:

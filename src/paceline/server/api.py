@@ -15,7 +15,8 @@ from paceline.server.errors import ApiError, ContextExceeded
 from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
 from paceline.server.prepare import Prepared, prepare
-from paceline.server.replies import Usage
+from paceline.server.preprocessing import PoolName
+from paceline.server.replies import ChatReply, Usage
 from paceline.server.request import GenerateRequest
 from paceline.server.schema import Generating
 from paceline.server.worker import ReplyJob, ReplyRound
@@ -110,13 +111,11 @@ class Api(ABC, Generic[Body]):
     def encoder(self, body: Body, prepared: Prepared) -> Encoder:
         """Return the encoder of an answer, which must not keep the body. Runs in a thread."""
 
-    def has_images(self, body: Body) -> bool:
-        """Return True if the prompt of a request contains images."""
-        return body.image_chars > 0
-
-    def stored_length(self, body: Body) -> int:
-        """Return the characters of stored texts that a request continues."""
-        return 0
+    def pool(self, body: Body, by_size: PoolName) -> PoolName:
+        """Return the thread pool that prepares a request. `by_size`: the pool for the size of its body."""
+        if body.image_chars:
+            return "images"
+        return "grammar" if body.constrained else by_size
 
     def unloads(self, body: Body) -> bool:
         """Return True if the model is unloaded after the reply."""
@@ -138,7 +137,7 @@ class Api(ABC, Generic[Body]):
         try:
             prepared = prepare(model, settings, request, answer_id)
         except ContextExceeded as error:
-            return [], self.overflown(body, Prepared(answer_id, model, [], []), error)
+            return [], self.overflown(body, Prepared(answer_id, model, [], [ChatReply()]), error)
         encoder = self.encoder(body, prepared)  # it may replace jobs
         return prepared.jobs, encoder
 

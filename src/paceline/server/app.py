@@ -18,16 +18,17 @@ from starlette.responses import JSONResponse, Response
 import paceline
 from paceline.server import errors
 from paceline.server.api import Api
-from paceline.server.apis import embeddings, rerank, tokens
+from paceline.server.apis import reading, tokens
 from paceline.server.apis.about_models import (
     ModelRoutes,
     NamedModelRequest,
     OllamaModels,
     PullRequest,
+    SlotRequest,
+    SlotRoutes,
     refuse_change,
 )
 from paceline.server.apis.messages import CountTokensRequest
-from paceline.server.apis.slots import SlotRequest, SlotRoutes
 from paceline.server.apis.stored import ResponseRoutes
 from paceline.server.description import (
     DecodedText,
@@ -207,12 +208,12 @@ def _add_tokens(routes: Routes, service: Service) -> None:
 def _add_prompts(routes: Routes, service: Service) -> None:
     """Add routes for requests whose prompts are read, without a reply."""
     add = partial(routes.add_work, service.read_prompts)
-    add("/v1/embeddings", embeddings.EmbeddingsRequest, embeddings.embeddings, embeddings.Embeddings)
-    add("/api/embed", embeddings.OllamaEmbedRequest, embeddings.ollama_embed, embeddings.OllamaEmbeddings)
-    older = embeddings.OllamaPromptEmbedRequest
-    add("/api/embeddings", older, embeddings.ollama_embed_prompt, embeddings.OllamaPromptEmbedding)
+    add("/v1/embeddings", reading.EmbeddingsRequest, reading.embeddings, reading.Embeddings)
+    add("/api/embed", reading.OllamaEmbedRequest, reading.ollama_embed, reading.OllamaEmbeddings)
+    older = reading.OllamaPromptEmbedRequest
+    add("/api/embeddings", older, reading.ollama_embed_prompt, reading.OllamaPromptEmbedding)
     for path in ("/v1/rerank", "/rerank"):
-        add(path, rerank.RerankRequest, rerank.rerank, rerank.Ranking)
+        add(path, reading.RerankRequest, reading.rerank, reading.Ranking)
 
 
 def add_page(app: FastAPI, folder: Path) -> None:

@@ -43,12 +43,12 @@ def of_schema(param: str, schema: Any) -> Constraint | None:
     return None if schema is None else ("json_schema", guide(schema, lenient=False))
 
 
-def of_regex(expression: str | None) -> Constraint | None:
+def of_regex(_: str, expression: str | None) -> Constraint | None:
     """Return the constraint of a regular expression."""
     return None if expression is None else ("regex", expression)
 
 
-def of_texts(texts: list[str] | None) -> Constraint | None:
+def of_texts(_: str, texts: list[str] | None) -> Constraint | None:
     """Return the constraint to one of several texts."""
     return None if texts is None else ("lark", f"start: {' | '.join(map(quoted, texts))}")
 

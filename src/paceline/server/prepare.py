@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import uuid
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +15,10 @@ from paceline.chat.thinking import ThoughtFormat
 from paceline.chat.tools import CallFormat
 from paceline.engine.draft_policy import OFF, Speculation
 from paceline.engine.prediction import predicted_ids
-from paceline.engine.prompt_logprobs import PromptReader
 from paceline.errors import InvalidPrompt, PacelineError, TimedOut
 from paceline.llm import LLM
 from paceline.sampling.grammar import Grammar
 from paceline.sampling.parameters import Sampling
-from paceline.sampling.sampler import not_finite
 from paceline.server import grammars
 from paceline.server.errors import LOG, REQUEST_ID, ContextExceeded, bad_request
 from paceline.server.images import check_memory, check_wanted, pictures_of, seen
@@ -30,7 +27,7 @@ from paceline.server.models import LoadedModel
 from paceline.server.replies import ChatReply
 from paceline.server.request import ChatMessage, ChatPrompt, GenerateRequest, TextPrompt, ToolOffer
 from paceline.server.schema import SpeculationOptions
-from paceline.server.worker import Busy, ReplyJob, ServerStopping
+from paceline.server.worker import Busy, ReplyJob
 from paceline.text.chat_template import check_messages
 from paceline.text.infill import infill_prompt, infill_tokens
 from paceline.types import DraftBudget
@@ -65,25 +62,6 @@ class Prepared:
     def sampling(self) -> Sampling:
         """The sampling of the replies; the model's own if there are none."""
         return self.jobs[0].sampling if self.jobs else self.model.llm.sampling()
-
-
-def reading_job(tokens: Sequence[int], sampling: Sampling, reader: PromptReader) -> ReplyJob:
-    """Return the job that feeds a prompt to a reader and generates nothing."""
-    # The first round reads a prompt's last token. This job has no round, so the token is repeated.
-    return ReplyJob([*tokens, tokens[-1]], sampling, speculation=OFF, scores=reader, prompt_only=True, padding=1)
-
-
-def check_reading(job: ReplyJob, count: int, value: float) -> None:
-    """Check that a prompt was read. `count`: tokens that were read. `value`: a value computed from them.
-
-    Raises:
-        ServerStopping: If the server stopped before all tokens had been read.
-        NonFiniteLogits: If the value is not finite.
-    """
-    if count < job.prompt_tokens:
-        raise ServerStopping
-    if not math.isfinite(value):
-        raise not_finite(job.prompt_tokens)
 
 
 def prepare(model: LoadedModel, settings: Settings, request: GenerateRequest | None, answer_id: str) -> Prepared:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
+from math import inf
 from typing import Any, Literal, TypeVar
 from weakref import WeakValueDictionary
 
@@ -100,14 +101,9 @@ def _lower_priority() -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
-def deadline_after(began: float, timeout: float | None) -> float | None:
-    """Return the time at which `timeout` seconds have passed; None: never."""
-    return None if timeout is None else began + timeout
-
-
-def seconds_left(deadline: float | None) -> float | None:
-    """Return the seconds until `deadline`; None: there is none."""
-    return None if deadline is None else max(0.0, deadline - time.monotonic())
+def seconds_left(deadline: float) -> float | None:
+    """Return the seconds until `deadline`, as `asyncio.wait_for` takes them."""
+    return None if deadline == inf else max(0.0, deadline - time.monotonic())
 
 
 async def unless_disconnected(work: Coroutine[Any, Any, T], receive: Receive) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -176,6 +177,14 @@ _SAME_NAMES = (
     *("repetition_penalty", "no_repeat_ngram_size", "seed", "stop", "stop_token_ids", "ignore_eos"),
 )
 """Parameters that have the same name in `Sampling`."""
+
+
+def same_named(parameters: Any) -> dict[str, Any]:
+    """Return the fields of `Sampling` that these parameters set under the same names."""
+    same, top_k = {name: getattr(parameters, name, None) for name in _SAME_NAMES}, getattr(parameters, "top_k", None)
+    return without_none(**same, top_k=None if top_k is None else max(0, top_k))
+
+
 LENGTHS = ("max_tokens", "max_completion_tokens", "n_predict")
 """Names of the maximum reply length."""
 
@@ -240,8 +249,7 @@ class Generating(NamedBody):
     @property
     def sampling(self) -> dict[str, Any]:
         """Fields of `Sampling` that the request sets."""
-        same, top_k = {name: getattr(self, name, None) for name in _SAME_NAMES}, getattr(self, "top_k", None)
-        return without_none(**same, top_k=None if top_k is None else max(0, top_k))
+        return same_named(self)
 
 
 class Samplers(Generating):
@@ -350,11 +358,12 @@ class RequestBody(Samplers, OtherServers):
 
     @property
     def constrained(self) -> bool:
-        """True if a grammar must be compiled for the reply."""
-        forms = (self.guided_json, self.guided_regex, self.guided_grammar, self.guided_choice, self.structured_outputs)
-        others = (self.grammar or None, self.ebnf, self.regex, self.json_schema)
         formatted = self.response_format is not None and self.response_format.type != "text"
-        return formatted or any(form is not None for form in (*forms, *others))
+        return (
+            formatted
+            or self.structured_outputs is not None
+            or any(value not in (None, "") for _, _, value in self._grammars)
+        )
 
     @property
     def length(self) -> int | None:
@@ -370,7 +379,6 @@ class RequestBody(Samplers, OtherServers):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Fields of `Sampling` that the request sets."""
         own = without_none(
             repetition_penalty=self.penalty,
             min_new_tokens=self.min_tokens,
@@ -383,25 +391,28 @@ class RequestBody(Samplers, OtherServers):
 
         Raises `ApiError` 400 for a malformed schema or grammar, and `Busy` if a grammar cannot be read now.
         """
+        found = {param: read(param, value) for param, read, value in self._grammars}
+        return without_none(response_format=format_constraint(self.response_format), **found)
+
+    @property
+    def _grammars(self) -> list[tuple[str, Callable[[str, Any], Constraint | None], Any]]:
+        """The parameters with a grammar: the path of each, the function that reads it, and its value."""
         own = self.structured_outputs or StructuredOutputs()
-        return without_none(
-            response_format=format_constraint(self.response_format),
-            guided_json=grammars.of_schema("guided_json", self.guided_json),
-            json_schema=grammars.of_schema("json_schema", self.json_schema),
-            guided_regex=grammars.of_regex(self.guided_regex),
-            regex=grammars.of_regex(self.regex),
-            guided_grammar=grammars.of_grammar("guided_grammar", self.guided_grammar),
-            grammar=grammars.of_grammar("grammar", self.grammar),
-            ebnf=grammars.of_grammar("ebnf", self.ebnf),
-            guided_choice=grammars.of_texts(self.guided_choice),
-            **{
-                "structured_outputs.json": grammars.of_schema("structured_outputs.json", own.json_),
-                "structured_outputs.json_object": ("json_schema", ANY_OBJECT) if own.json_object else None,
-                "structured_outputs.regex": grammars.of_regex(own.regex),
-                "structured_outputs.grammar": grammars.of_grammar("structured_outputs.grammar", own.grammar),
-                "structured_outputs.choice": grammars.of_texts(own.choice),
-            },
-        )
+        return [
+            ("guided_json", grammars.of_schema, self.guided_json),
+            ("json_schema", grammars.of_schema, self.json_schema),
+            ("guided_regex", grammars.of_regex, self.guided_regex),
+            ("regex", grammars.of_regex, self.regex),
+            ("guided_grammar", grammars.of_grammar, self.guided_grammar),
+            ("grammar", grammars.of_grammar, self.grammar),
+            ("ebnf", grammars.of_grammar, self.ebnf),
+            ("guided_choice", grammars.of_texts, self.guided_choice),
+            ("structured_outputs.json", grammars.of_schema, own.json_),
+            ("structured_outputs.json_object", grammars.of_schema, ANY_OBJECT if own.json_object else None),
+            ("structured_outputs.regex", grammars.of_regex, own.regex),
+            ("structured_outputs.grammar", grammars.of_grammar, own.grammar),
+            ("structured_outputs.choice", grammars.of_texts, own.choice),
+        ]
 
     @model_validator(mode="after")
     def _check_combination(self) -> RequestBody:

@@ -8,7 +8,8 @@ import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from math import inf
+from typing import Any, TypeVar
 
 from fastapi import Request
 from starlette.responses import Response
@@ -21,6 +22,7 @@ from paceline.server.apis.completions import Completions
 from paceline.server.apis.infill import Infill
 from paceline.server.apis.messages import Messages
 from paceline.server.apis.ollama import OllamaChat, OllamaGenerate
+from paceline.server.apis.reading import PromptJobs
 from paceline.server.apis.responses import Compaction, Responses
 from paceline.server.apis.stored import ResponseStore
 from paceline.server.bodies import BodyReader
@@ -29,11 +31,9 @@ from paceline.server.images import without_images
 from paceline.server.limits import RequestLimit, Settings, authorization, key_of
 from paceline.server.models import LoadedModel, Models
 from paceline.server.preprocessing import (
-    LONG,
     PoolName,
     Preprocessor,
     client_of,
-    deadline_after,
     seconds_left,
     unless_disconnected,
 )
@@ -43,17 +43,6 @@ from paceline.server.worker import ReplyJob
 
 T = TypeVar("T")
 Named = TypeVar("Named", bound=NamedBody)
-
-
-class PromptJobs(Protocol):
-    """A request whose answer is computed from its prompts, without generated text."""
-
-    @property
-    def jobs(self) -> Sequence[ReplyJob]:
-        """The jobs that read the prompts."""
-
-    def answer(self, model: str, seconds: float) -> dict[str, Any]:
-        """Return the answer once all jobs are over. `model`: the model's name. `seconds`: the time since arrival."""
 
 
 class Service:
@@ -81,9 +70,9 @@ class Service:
         self.preprocessor = Preprocessor()
         self.responses = ResponseStore()
         self.bodies = BodyReader(self.preprocessor, settings.max_body, settings.max_bodies, settings.max_image_chars)
-        responses = Responses(self.responses, settings.max_body + settings.max_image_chars)
+        stored = self.responses, settings.max_body + settings.max_image_chars
         self.apis: Sequence[Api[Any]] = (
-            *(ChatCompletions(), Completions(), responses, Compaction(responses), Messages()),
+            *(ChatCompletions(), Completions(), Responses(*stored), Compaction(*stored), Messages()),
             *(OllamaChat(), OllamaGenerate(), Infill()),
             *apis,
         )
@@ -100,14 +89,9 @@ class Service:
             if (answer := api.without_reply(body)) is not None:
                 self.loader.unload(body.model)
                 return Response(dumps(answer), media_type="application/json")
-            deadline = deadline_after(arrived, self.settings.timeout if body.timeout is None else body.timeout)
+            deadline = arrived + (body.timeout or self.settings.timeout or inf)
             prepare = partial(api.prepare, self.settings, body)
-            if api.has_images(body):
-                pool = "images"
-            elif body.constrained:
-                pool = "grammar"
-            elif api.stored_length(body) > LONG:
-                pool = "long"
+            pool = api.pool(body, pool)
             running, encoder = await self.start(request, body, pool, prepare, deadline, api.id_prefix)
             if api.unloads(body):
                 self.loader.unload(body.model)
@@ -124,36 +108,23 @@ class Service:
     async def read_prompts(
         self, request: Request, kind: type[Named], prepare: Callable[[LoadedModel, Settings, Named], PromptJobs]
     ) -> Response:
-        """Answer a request whose prompts are read, without a reply. `prepare` returns its jobs."""
+        """Answer a request whose prompts are read, without a reply. `prepare` returns its jobs and its answer."""
         arrived = time.monotonic()
-        deadline = deadline_after(arrived, self.settings.timeout)
-        running, jobs = await self._start_reading(request, kind, prepare, deadline)
+        deadline = arrived + (self.settings.timeout or inf)
+        async with self.bodies.read(request, kind) as (body, pool):
+            work = partial(_prompt_jobs, prepare, self.settings, body)
+            running, answer = await self.start(request, body, pool, work, deadline)
+        del body, work  # the body, which may be large, no longer counts
 
-        def answer() -> bytes:
-            return dumps(jobs.answer(running.model.name, time.monotonic() - arrived))
+        def written() -> bytes:
+            return dumps(answer(running.model.name, time.monotonic() - arrived))
 
         try:
             await unless_disconnected(running.finish(), request.receive)
-            data = await self.preprocess(request, "documents", answer, seconds_left(deadline))
+            data = await self.preprocess(request, "documents", written, seconds_left(deadline))
         finally:
             running.close()
         return Response(data, media_type="application/json")
-
-    async def _start_reading(
-        self,
-        request: Request,
-        kind: type[Named],
-        prepare: Callable[[LoadedModel, Settings, Named], PromptJobs],
-        deadline: float | None,
-    ) -> tuple[RunningRequest, PromptJobs]:
-        """Start the jobs of a request. Its body, which may be large, is not kept."""
-        async with self.bodies.read(request, kind) as (body, pool):
-
-            def prepared(model: LoadedModel, _: str) -> tuple[Sequence[ReplyJob], PromptJobs]:
-                made = prepare(model, self.settings, body)
-                return made.jobs, made
-
-            return await self.start(request, body, pool, prepared, deadline)
 
     async def start(
         self,
@@ -161,7 +132,7 @@ class Service:
         body: NamedBody,
         pool: PoolName,
         prepare: Callable[[LoadedModel, str], tuple[Sequence[ReplyJob], T]],
-        deadline: float | None,
+        deadline: float,
         id_prefix: str = "",
     ) -> tuple[RunningRequest, T]:
         """Start the replies to a request. `RunningRequest.close` must follow. Raises the errors of `prepare`.
@@ -172,7 +143,7 @@ class Service:
             pool: The pool that prepares it.
             prepare: Takes the model and the answer's id. Returns the jobs, and an object for the caller, such as the
                 encoder of the answer.
-            deadline: The time at which the request ends.
+            deadline: The time at which the request ends. Infinity for no limit.
             id_prefix: The beginning of the answer's id.
         """
         if self.settings.log_prompts:
@@ -191,8 +162,8 @@ class Service:
             work = partial(prepare, model, running.id)
             jobs, made = await self.preprocess(request, pool, work, seconds_left(deadline))
             client, key = client_of(request), key_of(self.settings.api_keys, authorization(request.headers))
-            left = seconds_left(deadline)
-            running.start([replace(job, client=client, key=key, timeout=left, adapter=model.adapter) for job in jobs])
+            own: dict[str, Any] = {"client": client, "key": key, "deadline": deadline, "adapter": model.adapter}
+            running.start([replace(job, **own) for job in jobs])
         except BaseException:
             running.close()
             raise
@@ -255,3 +226,13 @@ class Service:
             return await unless_disconnected(asyncio.wait_for(work, timeout), request.receive)
         except asyncio.TimeoutError:  # another class until Python 3.11
             raise TimedOut("the request timed out before its reply began", "Increase timeout") from None
+
+
+def _prompt_jobs(
+    prepare: Callable[[LoadedModel, Settings, Named], PromptJobs],
+    settings: Settings,
+    body: Named,
+    model: LoadedModel,
+    _: str,
+) -> PromptJobs:
+    return prepare(model, settings, body)

@@ -85,7 +85,7 @@ class ReplyJob:
         sampling: The sampling parameters, with a seed.
         sample: The index among several samples of the prompt.
         speculation: The drafter and its budget. None for the server's default.
-        timeout: Seconds from now.
+        deadline: The time at which the reply ends, as `time.monotonic` counts.
         group: A key that is equal for jobs with the same prompt.
         client: The client. Waiting clients get slots in turn.
         key: Number of the client's API key. Only clients of one key share what the server learns.
@@ -100,7 +100,7 @@ class ReplyJob:
     sampling: Sampling
     sample: int = 0
     speculation: Speculation | None = None
-    timeout: float | None = None
+    deadline: float = inf
     group: Hashable | None = None
     client: Hashable | None = None
     key: int = 0
@@ -325,9 +325,7 @@ class Worker:
                 learner.watch(job.key, request, job.sampling, job.sample)
             return request
 
-        task = Task(begin, job.tokens, job.group, job.client, unread=len(job.tokens))
-        if job.timeout is not None:
-            task.deadline = time.monotonic() + job.timeout
+        task = Task(begin, job.tokens, job.group, job.client, job.deadline, unread=len(job.tokens))
         reply = ReplyHandle(job, task, outputs, index)
         self._replies[task] = reply
         with self._changed:

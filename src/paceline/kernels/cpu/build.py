@@ -5,11 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-import shutil
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
@@ -17,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import InvalidOption
-from paceline.files.wheels import cache_folder
+from paceline.files.wheels import cache_folder, work_folder
 from paceline.kernels.cpu.toolchain import (
     InstructionSet,
     compile_command,
@@ -29,9 +26,6 @@ from paceline.kernels.cpu.toolchain import (
 )
 
 _PACKAGED = Path(__file__).with_name("lib")
-
-_PREFIX, _DAY = ".compile-", 86400
-"""Prefix of the names of build folders, and the age in seconds after which a build folder is a leftover."""
 
 SETS = sets_of(platform.machine())
 """Instruction sets of this machine's architecture by name, best last."""
@@ -120,10 +114,8 @@ def compiled(instructions: InstructionSet) -> Path:
             "Install g++ (Debian: apt install g++) or clang",
         )
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        _clear(place.parent)
-        with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=place.parent) as folder:
-            built = Path(folder) / place.name
+        with work_folder(place.parent, ".compile-") as folder:
+            built = folder / place.name
             _compile(compile_command(compiler, flags_of(instructions), built))
             built.replace(place)
     except OSError as error:
@@ -132,14 +124,6 @@ def compiled(instructions: InstructionSet) -> Path:
             "Set PACELINE_CACHE to a writable folder",
         ) from error
     return place
-
-
-def _clear(cache: Path) -> None:
-    """Remove what killed compilations have left in the cache. A compilation that is running is younger than a day."""
-    for folder in cache.glob(f"{_PREFIX}*"):
-        with suppress(OSError):
-            if time.time() - folder.stat().st_mtime > _DAY:
-                shutil.rmtree(folder)
 
 
 def library_path(instructions: InstructionSet) -> Path:

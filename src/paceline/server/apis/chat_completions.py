@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from paceline.chat.calls import Call
 from paceline.server.api import Api
-from paceline.server.apis.choices import Choice, ChoicesEncoder
+from paceline.server.apis.completions import Choice, ChoicesEncoder
 from paceline.server.apis.openai_chat import (
     AllowedTools,
     ContentPart,
@@ -123,12 +123,10 @@ class ChatRequest(ThinkingBudgets, RequestBody):
 
     @property
     def constrained(self) -> bool:
-        """True if a grammar must be compiled for the reply."""
         return self.choice not in ("none", "auto") or super().constrained
 
     @property
     def image_chars(self) -> int:
-        """Characters of all images in the body."""
         return image_chars(self.messages)
 
     @property
@@ -222,7 +220,6 @@ class ChatChoice(Choice):
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens of the reasoning."""
         return self.reply.reasoning_tokens
 
     def first_event(self) -> dict[str, Any]:
@@ -298,7 +295,6 @@ class ChatCompletions(Api[ChatRequest]):
     about = "Generate the next message of a chat."
 
     def decode(self, body: ChatRequest) -> GenerateRequest:
-        """Return the request of a chat."""
         prompt = ChatPrompt(
             messages=chat_messages(body.messages),
             tools=body.tool_offer,
@@ -321,7 +317,6 @@ class ChatCompletions(Api[ChatRequest]):
         )
 
     def encoder(self, body: ChatRequest, prepared: Prepared) -> ChoicesEncoder:
-        """Return the encoder of the choices."""
         custom = frozenset(tool.function.name for tool in body.tools or () if tool.type == "custom")
         choices = [
             ChatChoice(
@@ -335,7 +330,4 @@ class ChatCompletions(Api[ChatRequest]):
             )
             for index, reply in enumerate(prepared.replies)
         ]
-        head = {"id": prepared.id, "model": prepared.model.name}
-        usage = bool(body.stream_options and body.stream_options.include_usage)
-        kinds = "chat.completion", "chat.completion.chunk"
-        return ChoicesEncoder(head, kinds, choices, usage, bool(body.return_progress))
+        return ChoicesEncoder(body, prepared, ("chat.completion", "chat.completion.chunk"), choices)

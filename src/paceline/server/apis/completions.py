@@ -1,8 +1,11 @@
-"""/v1/completions: text as it is, without a chat template; one prompt or many."""
+"""/v1/completions: text as it is, without a chat template; one prompt or many. Its choices and those of chats."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -13,19 +16,20 @@ from pydantic import Field, model_validator
 from paceline.engine.detokenizer import Chunk, Detokenizer
 from paceline.engine.prompt_logprobs import PromptLogprobs
 from paceline.llm import LLM
-from paceline.server.api import Api, Event
-from paceline.server.apis.choices import Choice, ChoicesEncoder
+from paceline.server.api import Api, Encoder, Event
 from paceline.server.compat import RAW, accepts, only
 from paceline.server.errors import WrongParameter
 from paceline.server.prepare import Prepared
-from paceline.server.replies import Usage
+from paceline.server.replies import TokenTexts, Usage, logprobs_of
 from paceline.server.request import GenerateRequest, TextPrompt
 from paceline.server.schema import RequestBody, Text, TokenIds, TopLogprobs
-from paceline.server.worker import ReplyRound
+from paceline.server.worker import FINISH_REASONS, ReplyRound
 from paceline.text.sandbox import ABANDONED, Unfinished
 
 _DEFAULT_LENGTH = 16
 """Default maximum tokens, as in OpenAI's API."""
+_KINDS = "text_completion", "text_completion"
+"""Object types of an answer and of its pieces."""
 
 
 @accepts(
@@ -55,7 +59,6 @@ class CompletionRequest(RequestBody):
 
     @property
     def samples(self) -> int:
-        """Replies to generate for each prompt."""
         return self.best_of or self.n or 1
 
     @property
@@ -74,6 +77,133 @@ class CompletionRequest(RequestBody):
         if self.suffix and self.echo and self.logprobs is not None:
             raise WrongParameter("suffix cannot be combined with echo and logprobs", "suffix")
         return self
+
+
+@dataclass(slots=True, kw_only=True)
+class Choice(ABC):
+    """One reply in OpenAI's shape, as it grows.
+
+    Attributes:
+        index: The position among the choices.
+        token_texts: Texts of the model's tokens.
+        logprobs: True if the client requested log-probabilities.
+        trace: True if the client requested the trace of the rounds.
+        text: The text so far.
+        traced: The trace so far.
+        finish_reason: OpenAI's finish reason, once the reply has ended.
+    """
+
+    index: int
+    token_texts: TokenTexts
+    logprobs: bool = False
+    trace: bool = False
+    text: str = ""
+    traced: list[dict[str, Any]] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of the reasoning."""
+        return 0
+
+    @abstractmethod
+    def first_event(self) -> dict[str, Any] | None:
+        """Return the first event of a stream, if there is something to send before the first round."""
+
+    def add_round(self, round_: ReplyRound) -> list[dict[str, Any]]:
+        """Add a round and return its events. The one with the finish reason has no other content."""
+        events = self._events(round_)
+        if reason := round_.chunks[-1].finish_reason:
+            self.finish_reason = self._finish(reason)
+            events.append({**self.event(), "finish_reason": self.finish_reason})
+        return events
+
+    @abstractmethod
+    def as_dict(self) -> dict[str, Any]:
+        """Return the whole reply so far."""
+
+    @abstractmethod
+    def event(self) -> dict[str, Any]:
+        """Return an event without content."""
+
+    @abstractmethod
+    def _events(self, round_: ReplyRound) -> list[dict[str, Any]]:
+        """Add a round's content and return its events."""
+
+    def _finish(self, reason: str) -> str:
+        return FINISH_REASONS.get(reason, reason)
+
+    def _trace(self, round_: ReplyRound) -> dict[str, Any]:
+        """Trace a round if that was requested. `p`: each token's probability under the model."""
+        if not self.trace:
+            return {}
+        tokens = [
+            {
+                "text": chunk.text,
+                "id": chunk.token_id,
+                "origin": chunk.origin,
+                "p": round(math.exp(logprobs_of(chunk).chosen), 6),
+                "drafter": round_.drafter if chunk.drafted else None,
+            }
+            for chunk in round_.chunks
+        ]
+        self.traced += tokens
+        counts = {"drafted": round_.drafted, "accepted": round_.accepted, "ms": round(round_.ms, 3)}
+        return {"trace": tokens, "round": counts}
+
+    def _all_traced(self) -> dict[str, Any]:
+        return {"trace": self.traced} if self.trace else {}
+
+
+class ChoicesEncoder(Encoder):
+    """The choices of a chat completion or a completion."""
+
+    last = b"data: [DONE]\n\n"
+
+    def __init__(
+        self, body: RequestBody, prepared: Prepared, kinds: tuple[str, str], choices: Sequence[Choice]
+    ) -> None:
+        """Make an encoder. `kinds`: object types of the whole answer and of its pieces."""
+        self._head = {"id": prepared.id, "model": prepared.model.name, "created": int(time.time())}
+        self._document, self._event = kinds
+        self._choices, self.shows_progress = choices, bool(body.return_progress)
+        self._usage = bool(body.stream_options and body.stream_options.include_usage)
+        """True if a stream ends with the usage."""
+
+    def _object(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        return {**self._head, "object": kind, "choices": choices, **more}
+
+    def _chunks(self, events: Iterable[dict[str, Any]]) -> list[Event]:
+        more: dict[str, Any] = {"usage": None} if self._usage else {}
+        return [self._object(self._event, [event], **more) for event in events]
+
+    def begin(self, usage: Usage) -> list[Event]:
+        """Return the first event of each choice that has one."""
+        return self._chunks(event for choice in self._choices if (event := choice.first_event()))
+
+    def add(self, round_: ReplyRound) -> list[Event]:
+        return self._chunks(self._choices[round_.index].add_round(round_))
+
+    def heartbeat(self) -> Event:
+        """Return an event without content, of the first choice that may still grow."""
+        growing = [choice for choice in self._choices if choice.finish_reason is None] or self._choices
+        return self._chunks([growing[0].event()])[0]
+
+    def progress(self, usage: Usage) -> Event:
+        """Return llama.cpp's event."""
+        return {**self.heartbeat(), "prompt_progress": usage.prompt_progress()}
+
+    def end(self, usage: Usage) -> list[Event]:
+        """Return the usage, if it was requested."""
+        return [self._object(self._event, [], **self._counts(usage))] if self._usage else []
+
+    def document(self, usage: Usage) -> dict[str, Any]:
+        choices = [choice.as_dict() for choice in self._choices]
+        return self._object(self._document, choices, **self._counts(usage))
+
+    def _counts(self, usage: Usage) -> dict[str, Any]:
+        reasoning = sum(choice.reasoning_tokens for choice in self._choices)
+        return {"usage": usage.openai(reasoning), "metrics": usage.vllm()}
 
 
 ScoredPrompt = Callable[[], list[Chunk]]
@@ -131,20 +261,9 @@ class TextChoice(Choice):
 class BestOfEncoder(ChoicesEncoder):
     """The likeliest of several completions: the ones with the highest mean log-probability per token."""
 
-    def __init__(
-        self, head: Mapping[str, Any], kinds: tuple[str, str], choices: Sequence[TextChoice], samples: int, n: int
-    ) -> None:
-        """Make an encoder.
-
-        Args:
-            head: See `ChoicesEncoder`.
-            kinds: See `ChoicesEncoder`.
-            choices: All replies.
-            samples: Replies that are generated for each prompt.
-            n: Replies that are returned for each prompt.
-        """
-        super().__init__(head, kinds, choices, usage=False)
-        self._samples, self._n = samples, n
+    def __init__(self, body: CompletionRequest, prepared: Prepared, choices: Sequence[TextChoice]) -> None:
+        super().__init__(body, prepared, _KINDS, choices)
+        self._samples, self._n = body.samples, body.n or 1
         self._sums = [0.0] * len(choices)
         self._counts_of = [0] * len(choices)
 
@@ -174,7 +293,6 @@ class Completions(Api[CompletionRequest]):
     about = "Continue a text."
 
     def decode(self, body: CompletionRequest) -> GenerateRequest:
-        """Return the request of one or several texts."""
         logprobs = 0 if (body.ranked or body.trace) and body.logprobs is None else body.logprobs
         return GenerateRequest(
             prompt=TextPrompt(texts=body.prompts, after=body.suffix or None, ends=not body.ignore_eos),
@@ -202,11 +320,9 @@ class Completions(Api[CompletionRequest]):
             )
             for index, job in enumerate(prepared.jobs)
         ]
-        head, kinds = {"id": prepared.id, "model": prepared.model.name}, ("text_completion", "text_completion")
         if body.ranked:
-            return BestOfEncoder(head, kinds, choices, n, body.n or 1)
-        usage = bool(body.stream_options and body.stream_options.include_usage)
-        return ChoicesEncoder(head, kinds, choices, usage, bool(body.return_progress))
+            return BestOfEncoder(body, prepared, choices)
+        return ChoicesEncoder(body, prepared, _KINDS, choices)
 
 
 def _echoes(body: CompletionRequest, prepared: Prepared) -> list[tuple[str, ScoredPrompt | None]]:

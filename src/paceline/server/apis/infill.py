@@ -65,7 +65,6 @@ class InfillEncoder(Encoder):
         self._finish, self._stop = "", ""
 
     def add(self, round_: ReplyRound) -> list[Event]:
-        """Add a round."""
         last = round_.chunks[-1]
         self._finish, self._stop = last.finish_reason or "", last.stop or ""
         if self._empty or self.over or not round_.text:
@@ -85,7 +84,6 @@ class InfillEncoder(Encoder):
         return [self._chosen({"content": "", **self._about(usage)})]
 
     def document(self, usage: Usage) -> dict[str, Any]:
-        """Return the whole text."""
         return self._chosen({"content": self._text, **self._about(usage)})
 
     def _about(self, usage: Usage) -> dict[str, Any]:
@@ -122,7 +120,6 @@ class Infill(Api[InfillRequest]):
     about = "Fill the gap between two texts (llama.cpp's API)."
 
     def decode(self, body: InfillRequest) -> GenerateRequest:
-        """Return the request of a gap."""
         if body.n not in (None, 1):
             raise bad_request(f"n must be 1, got {body.n}", "n")
         return GenerateRequest(
@@ -140,7 +137,6 @@ class Infill(Api[InfillRequest]):
         )
 
     def encoder(self, body: InfillRequest, prepared: Prepared) -> InfillEncoder:
-        """Return the encoder of the text."""
         empty = prepared.jobs[0].prompt_only
         return InfillEncoder(prepared.model.name, empty, body.n_indent or 0, body.response_fields)
 

@@ -25,7 +25,7 @@ from paceline.server.compat import (
 )
 from paceline.server.errors import ApiError
 from paceline.server.prepare import Prepared
-from paceline.server.replies import BlockBegun, BlockEnded, BlockEvent, ChatReply, ReplyBlock, Usage
+from paceline.server.replies import BlockBegun, BlockEnded, BlockEvent, ReplyBlock, Usage
 from paceline.server.request import (
     ChatMessage,
     ChatPrompt,
@@ -261,7 +261,6 @@ class CountTokensRequest(ThinkingBudgets, Samplers, OtherServers):
 
     @property
     def image_chars(self) -> int:
-        """Characters of all images in the body."""
         return sum(_image_chars(message.content) for message in self.messages)
 
     @property
@@ -276,7 +275,6 @@ class CountTokensRequest(ThinkingBudgets, Samplers, OtherServers):
 
     @property
     def constrained(self) -> bool:
-        """True if a grammar must be compiled for the reply."""
         return self.format is not None or (self.tool_choice is not None and self.tool_choice.type in ("any", "tool"))
 
 
@@ -410,7 +408,6 @@ class Messages(Api[MessagesRequest]):
     about = "Generate the next message of a chat (Anthropic's API)."
 
     def decode(self, body: MessagesRequest) -> GenerateRequest:
-        """Return the request of a chat."""
         form, param = body.format, "output_format" if body.output_format else "output_config.format"
         limit = body.thinking.budget_tokens if body.thinking and body.thinking.type == "enabled" else None
         return GenerateRequest(
@@ -423,33 +420,30 @@ class Messages(Api[MessagesRequest]):
         )
 
     def encoder(self, body: MessagesRequest, prepared: Prepared) -> MessagesEncoder:
-        """Return the encoder of the message."""
-        [job], [reply] = prepared.jobs, prepared.replies
-        full = body.max_tokens > prepared.model.llm.model.target.context_length - len(job.tokens)
-        return MessagesEncoder({"id": prepared.id, "model": prepared.model.name}, reply, full)
+        return MessagesEncoder(body, prepared)
 
 
 class MessagesEncoder(Encoder):
     """A message: a sequence of blocks of thinking, text and tool use."""
 
-    def __init__(self, head: dict[str, Any], reply: ChatReply, full: bool) -> None:
-        """Make an encoder.
-
-        Args:
-            head: The answer's id and model.
-            reply: The reply.
-            full: True if a reply that reaches its maximum length has filled the context.
-        """
-        self._head = {"type": "message", "role": "assistant", **head}
-        self._reply, self._full = reply, full
+    def __init__(self, body: MessagesRequest, prepared: Prepared) -> None:
+        [job], [self._reply] = prepared.jobs, prepared.replies
+        self._head = {"type": "message", "role": "assistant", "id": prepared.id, "model": prepared.model.name}
+        self._full = body.max_tokens > prepared.model.llm.model.target.context_length - len(job.tokens)
+        """True if a reply that reaches its maximum length has filled the context."""
 
     def begin(self, usage: Usage) -> list[Event]:
         """Return the event of a message without content."""
-        message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(usage)}
+        message: Event = {
+            **self._head,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(usage),
+        }
         return [{"type": "message_start", "message": message}]
 
     def add(self, round_: ReplyRound) -> list[Event]:
-        """Add a round."""
         return [event for block_event in self._reply.add(round_) for event in self._events(block_event)]
 
     def heartbeat(self) -> Event:
@@ -462,13 +456,11 @@ class MessagesEncoder(Encoder):
         return [{"type": "message_delta", "delta": self._stop(), "usage": counts}, {"type": "message_stop"}]
 
     def document(self, usage: Usage) -> dict[str, Any]:
-        """Return the whole message."""
         counts = {**_usage(usage), "speculation": usage.speculation()}
         content = [_content(block) for block in self._reply.blocks]
         return {**self._head, "content": content, **self._stop(), "usage": counts, "metrics": usage.vllm()}
 
     def failed(self, error: ApiError) -> Event:
-        """Return Anthropic's error."""
         return error.anthropic
 
     def _stop(self) -> dict[str, Any]:

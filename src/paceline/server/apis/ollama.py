@@ -19,7 +19,7 @@ from paceline.server.compat import Lenient, OllamaObject, accepts, ignored, only
 from paceline.server.errors import ApiError, bad_request
 from paceline.server.grammars import ANY_OBJECT
 from paceline.server.prepare import Prepared
-from paceline.server.replies import BlockEnded, ChatReply, TokenTexts, Usage
+from paceline.server.replies import BlockEnded, Usage
 from paceline.server.request import (
     ChatMessage,
     ChatPrompt,
@@ -45,6 +45,7 @@ from paceline.server.schema import (
     Text,
     TokenPenalty,
     TopLogprobs,
+    same_named,
     without_none,
 )
 from paceline.server.worker import ReplyRound
@@ -158,30 +159,15 @@ class OllamaRequest(OllamaObject, Generating, extra="ignore"):
 
     @property
     def constrained(self) -> bool:
-        """True if a grammar must be compiled for the reply."""
         return bool(self.format)
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Fields of `Sampling` that the request sets."""
         own = self.options or OllamaOptions()
-        found = without_none(
-            temperature=own.temperature,
-            top_k=None if own.top_k is None else max(0, own.top_k),
-            top_p=own.top_p,
-            min_p=own.min_p,
-            typical_p=own.typical_p,
-            seed=own.seed if self.seed is None else self.seed,
-            stop=own.stop,
-        )
+        found = {**same_named(own), **without_none(seed=self.seed, repetition_penalty=own.repeat_penalty)}
         if own.repeat_last_n == 0:  # penalties of no tokens
-            return found
-        penalties = without_none(
-            repetition_penalty=own.repeat_penalty,
-            presence_penalty=own.presence_penalty,
-            frequency_penalty=own.frequency_penalty,
-        )
-        return {**found, **penalties}
+            return {name: value for name, value in found.items() if not name.endswith("_penalty")}
+        return found
 
     def request(self, prompt: ChatPrompt | TextPrompt) -> GenerateRequest:
         """Return the request with a prompt. Raises `ApiError` 400."""
@@ -212,12 +198,10 @@ class OllamaChatRequest(OllamaRequest):
 
     @property
     def image_chars(self) -> int:
-        """Characters of all images in the body."""
         return sum(len(image) for message in self.messages for image in message.images)
 
     @property
     def empty(self) -> bool:
-        """True if there are no messages."""
         return not self.messages
 
 
@@ -237,12 +221,10 @@ class OllamaGenerateRequest(OllamaRequest):
 
     @property
     def image_chars(self) -> int:
-        """Characters of all images in the body."""
         return sum(map(len, self.images))
 
     @property
     def empty(self) -> bool:
-        """True if there is no prompt."""
         return not self.prompt and not self.suffix
 
 
@@ -284,20 +266,15 @@ class _OllamaApi(Api[Asked]):
     kind: ClassVar[Literal["message", "response"]]
 
     def unloads(self, body: Asked) -> bool:
-        """Return True if the model is unloaded after the reply."""
         return bool(body.unloads)
 
     def without_reply(self, body: Asked) -> Event | None:
-        """Return the answer to a request that only unloads the model. None for any other request."""
         if not (body.unloads and body.empty):
             return None
         return {**_head(body.model), **_reply(self.kind, ""), "done": True, "done_reason": "unload"}
 
     def encoder(self, body: Asked, prepared: Prepared) -> OllamaEncoder:
-        """Return the encoder of the reply."""
-        texts = prepared.model.token_texts if body.logprobs and not body.empty else None
-        [reply] = prepared.replies
-        return OllamaEncoder(body.model, reply, texts, self.kind)
+        return OllamaEncoder(body, prepared, self.kind)
 
 
 class OllamaChat(_OllamaApi[OllamaChatRequest]):
@@ -350,16 +327,11 @@ class OllamaEncoder(Encoder):
 
     media_type = "application/x-ndjson"
 
-    def __init__(self, model: str, reply: ChatReply, token_texts: TokenTexts | None, kind: str) -> None:
-        """Make an encoder.
-
-        Args:
-            model: The model's name, as in the request.
-            reply: The reply.
-            token_texts: Texts of the model's tokens. None without log-probabilities.
-            kind: "message" for chats, "response" for single prompts.
-        """
-        self._model, self._reply, self._token_texts, self._kind = model, reply, token_texts, kind
+    def __init__(self, body: OllamaRequest, prepared: Prepared, kind: Literal["message", "response"]) -> None:
+        """Make an encoder. `kind`: see `_OllamaApi`."""
+        [self._reply] = prepared.replies
+        self._model, self._kind = body.model, kind
+        self._token_texts = prepared.model.token_texts if body.logprobs and not body.empty else None
         self._logprobs: list[dict[str, Any]] = []
 
     def add(self, round_: ReplyRound) -> list[Event]:
@@ -388,27 +360,20 @@ class OllamaEncoder(Encoder):
         return [{**self._line(""), **self._counts(usage)}]
 
     def document(self, usage: Usage) -> dict[str, Any]:
-        """Return the whole reply."""
         whole = self._line(self._reply.text, self._reply.reasoning, self._calls())
         return {**whole, **self._counts(usage), **({"logprobs": self._logprobs} if self._token_texts else {})}
 
     def failed(self, error: ApiError) -> Event:
-        """Return Ollama's error."""
         return {"error": error.ollama}
 
     def encode(self, event: Event) -> bytes:
-        """Return a line."""
         return dumps(event) + b"\n"
 
     def _line(self, text: str, thinking: str = "", calls: list[dict[str, Any]] | None = None) -> Event:
         more: dict[str, Any] = {"thinking": thinking} if thinking else {}
         if calls:
             more["tool_calls"] = calls
-        return {
-            **_head(self._model),
-            **_reply(self._kind, text, **more),
-            "done": False,
-        }
+        return {**_head(self._model), **_reply(self._kind, text, **more), "done": False}
 
     def _calls(self) -> list[dict[str, Any]]:
         """Return the calls whose arguments are complete."""

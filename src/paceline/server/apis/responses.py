@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -29,13 +27,10 @@ from paceline.server.apis.responses_request import (
 from paceline.server.apis.stored import ResponseStore, StoredResponse, memory
 from paceline.server.errors import LOG, REQUEST_ID, ApiError, ContextExceeded, bad_request
 from paceline.server.prepare import Prepared
-from paceline.server.replies import BlockBegun, BlockEnded, BlockEvent, ChatReply, ReplyBlock, TokenTexts, Usage
+from paceline.server.preprocessing import LONG, PoolName
+from paceline.server.replies import BlockBegun, BlockEnded, BlockEvent, ChatReply, ReplyBlock, Usage
 from paceline.server.request import ChatPrompt, GenerateRequest, reasoning_values, refuse_media
-from paceline.server.schema import (
-    JsonSchema,
-    schema_constraint,
-    without_none,
-)
+from paceline.server.schema import JsonSchema, schema_constraint, without_none
 from paceline.server.worker import ReplyRound
 
 _CONVERSATION = 4
@@ -47,14 +42,11 @@ values; what was decided; what is left to do. Write nothing else."""
 _SHARE = 4
 """A summary may take this part of the context."""
 
+Asked = TypeVar("Asked", bound=ResponsesRequest)
 
-class Responses(Api[ResponsesRequest]):
-    """OpenAI's responses."""
 
-    path = "/v1/responses"
-    body = ResponsesRequest
-    id_prefix = "resp_"
-    about = "Generate the next items of a conversation."
+class _Continuing(Api[Asked]):
+    """An API whose requests may continue stored responses."""
 
     def __init__(self, store: ResponseStore, max_body: int) -> None:
         """Make the API.
@@ -65,8 +57,37 @@ class Responses(Api[ResponsesRequest]):
         """
         self._store, self._limit = store, _CONVERSATION * max_body
 
+    def pool(self, body: Asked, by_size: PoolName) -> PoolName:
+        """Return the pool, which also depends on the stored conversation that the request continues."""
+        if self._store.has_images(body.previous_response_id):
+            return "images"
+        is_long = self._store.length(body.previous_response_id) > LONG
+        return super().pool(body, "long" if is_long else by_size)
+
+    def conversation(self, body: Asked) -> list[Item]:
+        """Return the stored items that a request continues, and its own. Raises `ApiError` 400, also for a new part
+        that is not text."""
+        last = body.input[-1] if body.input else None
+        if isinstance(last, MessageItem) and not isinstance(last.content, str):
+            kinds = ["" if part.textual else part.type for part in last.content]
+            refuse_media(
+                f"input.{len(body.input) - 1}.content", kinds, ("", "input_image"), "a new part must be 'input_text'"
+            )
+        items: list[Item] = []
+        for before in self._store.conversation(body.previous_response_id, self._limit):
+            items += [*before.input, *_ITEMS.validate_python(before.document["output"])]
+        return [*items, *body.items]
+
+
+class Responses(_Continuing[ResponsesRequest]):
+    """OpenAI's responses."""
+
+    path = "/v1/responses"
+    body = ResponsesRequest
+    id_prefix = "resp_"
+    about = "Generate the next items of a conversation."
+
     def decode(self, body: ResponsesRequest) -> GenerateRequest:
-        """Return the request of a conversation."""
         items = self.conversation(body)
         prompt = ChatPrompt(
             messages=chat_messages_of(items, body.instructions, earlier=len(items) - len(body.items)),
@@ -89,45 +110,15 @@ class Responses(Api[ResponsesRequest]):
             speculation=body.speculation,
         )
 
-    def has_images(self, body: ResponsesRequest) -> bool:
-        """Return True if the request, or the stored conversation that it continues, contains images."""
-        return body.image_chars > 0 or self._store.has_images(body.previous_response_id)
-
-    def stored_length(self, body: ResponsesRequest) -> int:
-        """Return the characters of the stored conversation."""
-        return self._store.length(body.previous_response_id)
-
-    def conversation(self, body: ResponsesRequest) -> list[Item]:
-        """Return the stored items that a request continues, and its own. Raises `ApiError` 400, also for a new part
-        that is not text."""
-        last = body.input[-1] if body.input else None
-        if isinstance(last, MessageItem) and not isinstance(last.content, str):
-            kinds = ["" if part.textual else part.type for part in last.content]
-            refuse_media(
-                f"input.{len(body.input) - 1}.content", kinds, ("", "input_image"), "a new part must be 'input_text'"
-            )
-        items: list[Item] = []
-        for before in self._store.conversation(body.previous_response_id, self._limit):
-            items += [*before.input, *_ITEMS.validate_python(before.document["output"])]
-        return [*items, *body.items]
-
     def encoder(self, body: ResponsesRequest, prepared: Prepared) -> ResponsesEncoder:
-        """Return the encoder of the response."""
-        document = _document(body, prepared)
-        kept = None
-        if body.store is not False:
-            size = memory(body.model_dump_json()) + memory(dumps(document).decode())
-            kept = _Kept(self._store, body.items, size, len(_ITEMS.dump_json(body.items)))
-        texts = prepared.model.token_texts if body.with_logprobs else None
-        [reply] = prepared.replies
-        return ResponsesEncoder(document, reply, body.origins, body.custom, texts, kept)
+        return ResponsesEncoder(body, prepared, None if body.store is False else self._store)
 
     def overflown(self, body: ResponsesRequest, prepared: Prepared, error: ContextExceeded) -> Encoder:
         """Return a stream with a failed response, as OpenAI's API does. Codex looks for the error there."""
         if not body.stream:
             raise error
         LOG.info("%s refused: %s", REQUEST_ID.get(), error.message)
-        return FailingEncoder(_document(body, prepared), error)
+        return FailingEncoder(body, prepared, error)
 
 
 def _document(body: ResponsesRequest, prepared: Prepared) -> dict[str, Any]:
@@ -170,27 +161,17 @@ def _shown(tool: FunctionTool | CustomTool) -> dict[str, Any]:
 class ResponsesEncoder(Encoder):
     """A response: items of reasoning, text and calls, each with the events of its beginning, growth and end."""
 
-    def __init__(
-        self,
-        document: dict[str, Any],
-        reply: ChatReply,
-        origins: Mapping[str, dict[str, str]],
-        custom: frozenset[str],
-        token_texts: TokenTexts | None,
-        kept: _Kept | None,
-    ) -> None:
-        """Make an encoder.
-
-        Args:
-            document: The response without output.
-            reply: The reply.
-            origins: Names and namespaces of the functions in namespaces, by the names that the model sees.
-            custom: Names of custom tools. Their calls are text.
-            token_texts: The texts of tokens; None without log-probabilities.
-            kept: The place of the response in the store; None if it is not kept.
-        """
-        self._document, self._reply, self._origins, self._custom = document, reply, origins, custom
-        self._token_texts, self._kept = token_texts, kept
+    def __init__(self, body: ResponsesRequest, prepared: Prepared, store: ResponseStore | None) -> None:
+        """Make an encoder. `store`: keeps the response. None if it is not kept."""
+        [self._reply] = prepared.replies
+        self._document = _document(body, prepared)
+        self._origins, self._custom = body.origins, body.custom
+        self._token_texts = prepared.model.token_texts if body.with_logprobs else None
+        self._store, self._stored = store, None
+        if store is not None:
+            size = memory(body.model_dump_json()) + memory(dumps(self._document).decode())
+            length = len(_ITEMS.dump_json(body.items))
+            self._stored = StoredResponse(self._document, body.items, body.previous_response_id, size, length)
         self._sequence = -1
         self._output: list[dict[str, Any]] = []
 
@@ -199,7 +180,6 @@ class ResponsesEncoder(Encoder):
         return [self._event(f"response.{step}", response=self._document) for step in ("created", "in_progress")]
 
     def add(self, round_: ReplyRound) -> list[Event]:
-        """Add a round."""
         return [event for block_event in self._reply.add(round_) for event in self._events(block_event, round_)]
 
     def heartbeat(self) -> Event:
@@ -227,16 +207,15 @@ class ResponsesEncoder(Encoder):
             "metrics": usage.vllm(),
         }
         self._document |= {**ended, "output": self._output}
-        if self._kept:
-            self._kept.put(self._document, memory(dumps(ended).decode()))
+        if self._store and self._stored:
+            self._stored.size += memory(dumps(ended).decode())
+            self._store.put(self._stored)
         return [self._event("response.incomplete" if cut else "response.completed", response=self._document)]
 
     def document(self, usage: Usage) -> dict[str, Any]:
-        """Return the whole response."""
         return self._document
 
     def failed(self, error: ApiError) -> Event:
-        """Return the event of a response that failed."""
         details = {"code": error.code or "server_error", "message": error.message}
         self._document |= {"status": "failed", "error": details, "output": self._output}
         return self._event("response.failed", response=self._document)
@@ -279,8 +258,8 @@ class ResponsesEncoder(Encoder):
 
     def _count(self, more: Any) -> None:
         """Count more of the output, so that the whole need not be measured at the end."""
-        if self._kept:
-            self._kept.count(dumps(more).decode())
+        if self._stored:
+            self._stored.count(dumps(more).decode())
 
     def _begun(self, block: ReplyBlock) -> list[Event]:
         """Add the item of a block."""
@@ -318,38 +297,11 @@ class ResponsesEncoder(Encoder):
         return [*events, self._event("response.output_item.done", output_index=block.index, item=item)]
 
 
-@dataclass(slots=True)
-class _Kept:
-    """The place of a growing response in the store.
-
-    Attributes:
-        store: The store.
-        items: The items of the request.
-        size: Approximate bytes of memory so far.
-        length: Characters of all items so far, as JSON.
-    """
-
-    store: ResponseStore
-    items: Sequence[Item]
-    size: int
-    length: int
-
-    def count(self, text: str) -> None:
-        """Count more of the output, as JSON."""
-        self.size += memory(text)
-        self.length += len(text)
-
-    def put(self, document: dict[str, Any], more: int) -> None:
-        """Store the whole response. `more`: bytes of memory that are not counted yet."""
-        previous = document["previous_response_id"]
-        self.store.put(StoredResponse(document, self.items, previous, self.size + more, self.length))
-
-
 class FailingEncoder(ResponsesEncoder):
     """A response that fails before it has any output."""
 
-    def __init__(self, document: dict[str, Any], error: ApiError) -> None:
-        super().__init__(document, ChatReply(), {}, frozenset(), None, None)
+    def __init__(self, body: ResponsesRequest, prepared: Prepared, error: ApiError) -> None:
+        super().__init__(body, prepared, None)
         self._error = error
 
     def end(self, usage: Usage) -> list[Event]:
@@ -391,7 +343,7 @@ class CompactRequest(ResponsesRequest):
     """Body of /v1/responses/compact: the conversation that is to be summarised."""
 
 
-class Compaction(Api[CompactRequest]):
+class Compaction(_Continuing[CompactRequest]):
     """Summaries of conversations."""
 
     path = "/v1/responses/compact"
@@ -400,12 +352,9 @@ class Compaction(Api[CompactRequest]):
     about = "Summarise a conversation in an item that replaces it."
     media_type = ""
 
-    def __init__(self, responses: Responses) -> None:
-        self._responses = responses
-
     def decode(self, body: CompactRequest) -> GenerateRequest:
         """Return the request of a summary. The oldest messages are left out if the conversation does not fit."""
-        items = [*self._responses.conversation(body), MessageItem(role="user", content=_ASK)]
+        items = [*self.conversation(body), MessageItem(role="user", content=_ASK)]
         messages = chat_messages_of(items, body.instructions)
         return GenerateRequest(
             prompt=ChatPrompt(messages=messages, values=reasoning_values("none"), may_truncate=True),
@@ -414,17 +363,8 @@ class Compaction(Api[CompactRequest]):
             speculation=body.speculation,
         )
 
-    def has_images(self, body: CompactRequest) -> bool:
-        """Return True if the conversation contains images."""
-        return self._responses.has_images(body)
-
-    def stored_length(self, body: CompactRequest) -> int:
-        """Return the characters of the stored conversation."""
-        return self._responses.stored_length(body)
-
     def encoder(self, body: CompactRequest, prepared: Prepared) -> Encoder:
-        """Return the encoder of the summary."""
-        items = reversed(self._responses.conversation(body))
+        items = reversed(self.conversation(body))
         last = next((item for item in items if isinstance(item, MessageItem) and item.role == "user"), None)
         [reply] = prepared.replies
         return CompactionEncoder(prepared.id, reply, last)
@@ -437,12 +377,10 @@ class CompactionEncoder(Encoder):
         self._id, self._reply, self._last = answer_id, reply, last
 
     def add(self, round_: ReplyRound) -> list[Event]:
-        """Add a round."""
         self._reply.add(round_)
         return []
 
     def heartbeat(self) -> Event:
-        """Return an event that adds nothing."""
         return {"type": "response.in_progress"}
 
     def end(self, usage: Usage) -> list[Event]:
@@ -463,5 +401,4 @@ class CompactionEncoder(Encoder):
         }
 
     def failed(self, error: ApiError) -> Event:
-        """Return the event of an answer that failed."""
         return {"type": "error", "code": error.code, "message": error.message}

@@ -429,7 +429,6 @@ class ResponsesRequest(ThinkingBudgets, Samplers, OtherServers):
 
     @property
     def image_chars(self) -> int:
-        """Characters of all images in the body."""
         return image_chars(self.items)
 
     @property
@@ -493,5 +492,4 @@ class ResponsesRequest(ThinkingBudgets, Samplers, OtherServers):
 
     @property
     def constrained(self) -> bool:
-        """True if a grammar must be compiled for the reply."""
         return self.format.type != "text" or self.tool_choice not in (None, "none", "auto")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from threading import RLock
 from typing import Any
@@ -29,7 +29,7 @@ def memory(text: str) -> int:
     return len(text) + _OBJECT * text.count("{") + _VALUE * (text.count("[") + text.count(","))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class StoredResponse:
     """A response.
 
@@ -46,6 +46,11 @@ class StoredResponse:
     previous: str | None
     size: int
     length: int = 0
+
+    def count(self, text: str) -> None:
+        """Count more of the output, as JSON."""
+        self.size += memory(text)
+        self.length += len(text)
 
 
 class ResponseStore:
@@ -88,20 +93,17 @@ class ResponseStore:
 
     def length(self, name: str | None) -> int:
         """Return the characters of a conversation, as far as it is stored."""
-        found = 0
-        with self._lock:
-            while name is not None and (response := self._kept.get(name)):
-                found, name = found + response.length, response.previous
-        return found
+        return sum(response.length for response in self._known(name))
 
     def has_images(self, name: str | None) -> bool:
         """Return True if a conversation contains images, as far as it is stored."""
-        with self._lock:
-            while name is not None and (response := self._kept.get(name)):
-                if image_chars(response.input):
-                    return True
-                name = response.previous
-        return False
+        return any(image_chars(response.input) for response in self._known(name))
+
+    def _known(self, name: str | None) -> Iterator[StoredResponse]:
+        """Yield a response and the responses that it continues, the last one first, as far as they are stored."""
+        while name is not None and (response := self._kept.get(name)):
+            yield response
+            name = response.previous
 
     def conversation(self, name: str | None, limit: int) -> list[StoredResponse]:
         """Return a response and the responses that it continues, the first one first. `limit`: maximum bytes of memory

@@ -30,7 +30,6 @@ class PromptRequest(NamedBody):
 
     @property
     def image_chars(self) -> int:
-        """Characters of all images in the body."""
         return image_chars(self.messages or ())
 
     @property
