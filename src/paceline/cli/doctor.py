@@ -45,7 +45,7 @@ def doctor(
 ) -> None:
     """Recommend a drafter, threads and weights for this machine.
 
-    The measurement takes about ten seconds for the demo model, longer for larger ones.
+    The measurement takes about ten seconds for the demo model, and longer for larger models.
     """
     from rich.console import Console
 
