@@ -1,4 +1,4 @@
-"""Code in README and docs runs, and links lead somewhere."""
+"""Code in README and docs runs, and links have targets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.support.vocabularies import byte_level, speaker
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors that a page's headings make."""
+    """Return the anchors of a page's headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
@@ -81,7 +81,7 @@ def test_python_code_is_python() -> None:
 
 
 def calls_of(line: str) -> list[list[str]]:
-    """Return the arguments of each call of paceline on a shell line."""
+    """Return the arguments of each paceline call on a shell line."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars="|;<>")
     lexer.whitespace_split = True
     calls: list[list[str]] = []
@@ -169,7 +169,7 @@ def test_the_loop_of_own_loop_md_writes_the_greedy_text(monkeypatch: pytest.Monk
 
 
 class Dice:
-    """Stands in for torch's random numbers and goes through every outcome, with its probability."""
+    """Replaces torch's random numbers, and enumerates every outcome with its probability."""
 
     def every(self, play: Callable[[], list[int]]) -> list[tuple[list[int], float]]:
         outcomes: list[tuple[list[int], float]] = []

@@ -1,4 +1,4 @@
-"""The order of the rooms: every module imports only what lies below it, and nothing in a circle."""
+"""The order of the rooms: every module imports only from rooms below it, without circular imports."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def graph(trees: Mapping[str, ast.Module]) -> dict[str, set[str]]:
 
 
 def circle(edges: Graph) -> list[str]:
-    """One circle of imports, or nothing."""
+    """Return one circle of imports, or an empty result."""
     try:
         TopologicalSorter(edges).prepare()
     except CycleError as error:
@@ -87,7 +87,7 @@ def circle(edges: Graph) -> list[str]:
 
 
 def climbs(edges: Graph) -> list[str]:
-    """Imports of a room from one above it."""
+    """Return imports of a room from a room above it."""
     room = {name: name.partition(".")[0] for name in edges}
     return sorted(
         f"{name} imports {other}"

@@ -34,7 +34,7 @@ class OneSlot(ListCache):
 
 
 class GivesTwice(ListCache):
-    """Believes a release of what was released before."""
+    """Accepts the release of a slot that was already released."""
 
     def release(self, slot: int) -> None:
         self._kept[slot] = []
@@ -101,7 +101,7 @@ class NeverEmpty(ListCache):
 
 
 class ReleasesNeighbours(ListCache):
-    """Moves its last slot to the place of a released one, and forgets to tell."""
+    """Moves its last slot to the place of a released slot without reporting it."""
 
     def release(self, slot: int) -> None:
         super().release(slot)
@@ -242,7 +242,7 @@ class Eager(Altered):
 
 
 class Crowded(Altered):
-    """A row's logits depend on how many travel with it."""
+    """A row's logits depend on the number of rows in the pass."""
 
     def out_of(self, out: Forward, rows: Rows, cache: KVCache, want: Want) -> Forward:
         return Forward(out.logits + 1e-6 * rows.tokens.shape[1] * torch.arange(self.vocab_size), out.taps)
@@ -257,7 +257,7 @@ class ShortSighted(ToyTarget):
 
 
 class Moody(Altered):
-    """Another answer each time, by a hair."""
+    """Gives slightly different results each time."""
 
     calls = 0
 

@@ -1,4 +1,4 @@
-"""--help shows everyday options, --help-all every option."""
+"""--help shows common options, and --help-all shows every option."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def shown(*args: str, columns: int = 80) -> str:
 
 
 def options(text: str) -> list[str]:
-    """The first name of each option that a help text lists."""
+    """Return the first name of each option in a help text."""
     return re.findall(r"^│ (?:[* ]  )?(--[a-z-]+)", text, re.MULTILINE)
 
 
 def names(command: str) -> list[str]:
-    """The first name of each option that a command has."""
+    """Return the first name of each option of a command."""
     params = COMMANDS[command].params
     return [param.opts[0] for param in params if param.param_type_name == "option"]
 

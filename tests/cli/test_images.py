@@ -1,4 +1,4 @@
-"""Images on the command line and in terminal conversations, with a toy that sees."""
+"""Images on the command line and in terminal conversations, with a toy vision model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def seeing() -> LLM:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seeing: LLM) -> Any:
-    """Runs a command in a folder with an image, with the toy as the model."""
+    """Return a function that runs a command with the toy model in a folder with an image."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.png").write_bytes(PNG)
     state = SimpleNamespace(llm=seeing)

@@ -1,4 +1,4 @@
-"""Options of sampling that need the model: its tokenizer or its chat template."""
+"""Sampling options that need the model's tokenizer or chat template."""
 
 from __future__ import annotations
 

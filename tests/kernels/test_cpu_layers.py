@@ -1,4 +1,4 @@
-"""Runs of layers in C++: up to rounding what torch gives, and plain decoding's to the bit however rows travel."""
+"""Runs of layers in C++: equal to torch up to rounding, and to plain decoding bit for bit in any batch."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_codes_give_torchs_logits_up_to_rounding(name: str, mode: Mode) -> None:
 
 
 FLOATS = {torch.float16: 2e-3, torch.float32: 1e-5}
-"""Other float types, and how near the exact results theirs are."""
+"""Other float types, with their tolerance relative to exact results."""
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -136,7 +136,7 @@ TYPES = [(name, torch.bfloat16, None) for name in MODELS] + [
     ("gemma2", torch.float32, torch.bfloat16),
     ("llama", torch.bfloat16, torch.float16),
 ]
-"""Models, their dtype, and the dtype of keys and values if it is another one."""
+"""Models, their dtype, and the dtype of keys and values if it is different."""
 
 
 @pytest.mark.parametrize(("name", "dtype", "stored"), TYPES)
@@ -148,16 +148,16 @@ def test_however_rows_travel_they_have_the_bits_of_plain_decoding(
     for before in (20, 21):
         prefix, path, other = text(before), text(12, 5), text(70, 6)
         alone = torch.cat([out.logits[:, 0] for out in plain(target, prefix, path)])
-        # One long chain, whatever chunks its prefix came in.
+        # One long chain, with any chunks of its prefix.
         for chunk in (256, 7, 1):
             cache, slot = filled(target, prefix, chunk)
             out = target.forward(rows_of(cache, slot, path[0], Draft.chain(path[1:] + other)), cache, Want())
             assert torch.equal(out.logits[0, :12], alone), chunk
-        # A tree, in one pass and in three, and together with other slots.
+        # A tree, in one pass, in three passes, and together with other slots.
         tree, lines = with_siblings(path[1:], 66)
         out = target.forward(rows_of(cache, slot, path[0], tree), cache, Want())
         assert torch.equal(out.logits[0, [0, *lines]], alone)
-        # A cache that has not seen the tree: a column that no pass writes would hold what it should.
+        # Use a cache without the tree. Otherwise, a column that no pass writes would already have the right values.
         assert torch.equal(grown(target, *filled(target, prefix), path[0], tree, (5, 12))[[0, *lines]], alone)
         third = cache.acquire()
         rows = pack_prefix(other, third, 0, CPU)
@@ -169,7 +169,7 @@ def test_however_rows_travel_they_have_the_bits_of_plain_decoding(
 
 
 def grown(target: Decoder, cache: KVCache, slot: int, last: int, tree: Draft, cuts: tuple[int, ...]) -> Tensor:
-    """Logits of all rows of a tree that is fed in several passes."""
+    """Return the logits of all rows of a tree that is fed in several passes."""
     logits = []
     for start, end in zip((0, *cuts), (*cuts, 1 + len(tree.tokens)), strict=True):
         part = Draft(tree.tokens[: end - 1], tree.parents[: end - 1])
@@ -209,7 +209,7 @@ LONG = [
 def test_threads_and_rows_share_a_long_text_without_changing_bits(
     name: str, dtype: torch.dtype, stored: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks of 512 columns: in the third, and over the end of the second."""
+    """Blocks have 512 columns. The rows are in the third block, or cross the end of the second."""
     c = replace(BASE, **MODELS[name])
     target, tokens = native(c, dtype=dtype, kv_dtype=stored), text(1300)
     for before in (1250, 1013):
@@ -257,7 +257,7 @@ def test_a_window_longer_than_any_text_hides_nothing() -> None:
 
 @pytest.mark.parametrize("name", ["llama", GEMMA4])
 def test_taps_and_layers_may_be_cut_anywhere(name: str) -> None:
-    """Early exit, and a pass that goes on where drafting has stopped."""
+    """Check early exit, and a pass that continues where drafting has stopped."""
     target = native(replace(BASE, **{"layers": 4, **MODELS[name]}))
     prefix, path = text(20), text(6, 5)
     out = plain(target, prefix, path, (0, 1, 2, 3, "final"))
@@ -329,7 +329,7 @@ def test_a_drafted_block_sees_itself_both_ways(windows: tuple[int | None, ...], 
 
 
 def test_the_first_layer_may_be_made_from_rows_of_another_width() -> None:
-    """EAGLE's, which norms them itself: and no other layer is as wide."""
+    """This is EAGLE's layer, which normalises its wider input itself."""
     c = replace(BASE, tied=False)
     tensors = {name: tensor.bfloat16() for name, tensor in tensors_of(c).items() if "layers" in name}
     for x in "qkv":

@@ -82,7 +82,7 @@ def test_short_convolutions(sets: list[InstructionSet], bias: Tensor | None, act
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32, torch.int8], ids=str)
 def test_attention_of_layers_that_torch_computes(sets: list[InstructionSet], stored: torch.dtype) -> None:
-    """A chunk of a prompt and a tree, in layers with windows, chunks and softcaps."""
+    """Check a prompt chunk and a tree, in layers with windows, chunks and softcaps."""
 
     def compute() -> list[Tensor]:
         witness = Witness(dtype=torch.float32, stored=stored, kernel=True)

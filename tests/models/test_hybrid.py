@@ -1,4 +1,4 @@
-"""Families with recurrent layers on tiny random models: logits of golden files and of transformers."""
+"""Tiny random models of families with recurrent layers: logits of golden files and of transformers."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def test_only_torch_computes_padding_rows(monkeypatch: pytest.MonkeyPatch, dtype
     assert seen == [rows]
 
 
-def test_a_model_that_also_sees_runs_as_a_language_model(tmp_path: Path) -> None:
-    """The names of Qwen3.5's files, which stack the experts and hold layers that predict later tokens."""
+def test_a_vision_model_runs_as_a_language_model(tmp_path: Path) -> None:
+    """The tensor names are as in Qwen3.5's files, with stacked experts and MTP layers."""
     theirs, ours = models("qwen3.5 moe")
     theirs.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

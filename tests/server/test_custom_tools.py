@@ -1,4 +1,4 @@
-"""Custom tools, which take free text, such as Codex's apply_patch; and what else Codex asks for."""
+"""Custom tools with free text, such as Codex's apply_patch, and other requests of Codex."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_a_malformed_call_in_the_past_is_shown_in_every_api(served: Serving, giv
         assert "ls" in prompt(served, chat, tools=TOOLS)
 
 
-def test_calls_of_other_servers_are_taken(served: Serving) -> None:
+def test_calls_of_other_servers_are_accepted(served: Serving) -> None:
     odd = [
         {"id": "1", "type": None, "function": {"name": "no such: name", "arguments": "{}"}},
         {"id": "2", "function": {"name": "look"}},

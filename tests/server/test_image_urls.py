@@ -23,7 +23,7 @@ PNG = encoded(noise())
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers by path."""
+    """HTTP handler that answers by path."""
 
     def do_GET(self) -> None:
         where = {

@@ -1,4 +1,4 @@
-"""Every API puts a chat into the order that a strict template asks for."""
+"""Every API puts a chat into the order that a strict template requires."""
 
 from __future__ import annotations
 

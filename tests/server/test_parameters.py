@@ -1,4 +1,4 @@
-"""Every parameter is honoured, and refused by name where it is out of range."""
+"""Every parameter has an effect, and out-of-range values are refused by name."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ HONOURED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def unasked(plain: LLM) -> str:
-    """The text without any of them."""
+    """Return the text without any of the parameters."""
     return plain.generate(CHAT, Sampling(max_new_tokens=40, **BASE)).text
 
 

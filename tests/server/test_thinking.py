@@ -1,4 +1,4 @@
-"""Reasoning: where it is split from the answer, and the border where a call or JSON begins."""
+"""Reasoning: its separation from the answer, and its end before a call or JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny random models of every form that the CPU kernels run, by the kernels and by torch."""
+"""Tiny random models of every form that the CPU kernels support, run by the kernels and by torch."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ GLM = "glm4.5: experts by their own scores, in groups, and one for all rows"
 
 
 def tensors_of(c: ModelConfig) -> dict[str, Tensor]:
-    """Random weights in bfloat16's numbers, all that the config names."""
+    """Return random weights for all tensors of a config, rounded to bfloat16."""
     draw = torch.Generator().manual_seed(7)
     tensors = random_tensors(c, 1, scale=1.3 * c.hidden**-0.5)
     for i in range(c.layers):
@@ -142,7 +142,7 @@ def tensors_of(c: ModelConfig) -> dict[str, Tensor]:
 
 
 def gemma4_layer(c: ModelConfig, i: int, tensors: dict[str, Tensor], draw: torch.Generator) -> dict[str, Tensor]:
-    """Return the tensors with what Gemma 4's layer i adds to Llama's, and without what it lacks."""
+    """Return the tensors of Gemma 4's layer i, from the tensors of a Llama layer."""
     own, layer, shape = c.plan[i], f"model.layers.{i}.", (c.token_inputs, c.hidden)
     lacks = ("k_proj", "v_proj", "k_norm") if own.source is not None else ("v_proj",) if own.keys_as_values else ()
     names = {f"{layer}self_attn.{name}.weight" for name in lacks}
@@ -154,7 +154,7 @@ def gemma4_layer(c: ModelConfig, i: int, tensors: dict[str, Tensor], draw: torch
 
 
 def experts_of(c: ModelConfig, block: str, draw: torch.Generator) -> dict[str, Tensor]:
-    """Experts and their router, whose scores lie so far apart that rounding chooses no other one."""
+    """Return experts and a router with scores so far apart that rounding does not change the chosen experts."""
     e = c.mixture
     assert e
     shapes = {"gate_proj": (e.ffn, c.hidden), "up_proj": (e.ffn, c.hidden), "down_proj": (c.hidden, e.ffn)}
@@ -167,7 +167,7 @@ def experts_of(c: ModelConfig, block: str, draw: torch.Generator) -> dict[str, T
     }
     if e.sigmoid:
         tensors |= {f"{block}expert_bias": torch.zeros(e.count)}
-    if c.activation == "clamped_swiglu":  # whose bounds of 7 are met
+    if c.activation == "clamped_swiglu":  # biases large enough to reach its bounds of 7
         ends = 6.0 - 12.0 * (torch.arange(e.ffn) % 2)
         biases = {"gate_proj": ends, "up_proj": ends, "down_proj": torch.zeros(c.hidden)}
         tensors |= {f"{block}experts.{i}.{name}.bias": x for i in range(e.count) for name, x in biases.items()}

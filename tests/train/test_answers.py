@@ -32,7 +32,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The answers to five prompts, written in one go."""
+    """Return the answers to five prompts, written in one run."""
     folder = tmp_path_factory.mktemp("whole")
     progress = write_answers(toy_llm(), some_prompts(folder / "p.jsonl", 5), folder / "answers.jsonl", PLAN)
     assert (progress.total, progress.kept, progress.written, progress.skipped) == (10, 0, 10, 0)

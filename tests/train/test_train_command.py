@@ -1,4 +1,4 @@
-"""`paceline train` as a user sees it."""
+"""`paceline train` from the user's view."""
 
 from __future__ import annotations
 

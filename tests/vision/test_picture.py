@@ -1,4 +1,4 @@
-"""Pictures from every kind of source, and files that are damaged or made to do harm."""
+"""Pictures from every kind of source, and damaged or hostile files."""
 
 from __future__ import annotations
 

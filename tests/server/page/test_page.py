@@ -1,4 +1,4 @@
-"""Chat on the page at `/`: requests, displayed answers, and errors shown in place."""
+"""Chat on the page at `/`: requests, displayed answers, and errors."""
 
 from __future__ import annotations
 

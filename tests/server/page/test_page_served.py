@@ -1,4 +1,4 @@
-"""The page on the real server: what the two say to each other is the same thing."""
+"""The page on the real server: both use the same API."""
 
 from __future__ import annotations
 
