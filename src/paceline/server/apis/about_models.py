@@ -45,7 +45,7 @@ _SAME = (
 
 
 def properties(model: LoadedModel, source: ModelSource) -> dict[str, Any]:
-    """Describe a model. Of its path only the last part is shown."""
+    """Describe a model. Only the last part of its path is shown."""
     llm, words = model.llm, model.llm.tokenizer
     sampling = llm.sampling()
     params = {name: getattr(sampling, name) for name in _SAME}
@@ -434,7 +434,7 @@ class OllamaModels:
 
 
 def _facts(source: ModelSource, model: LoadedModel | None) -> Callable[[], ModelFacts]:
-    """Return a function that reads the facts about a model from its files. For a loaded model, some facts come from the
+    """Return a function that reads facts about a model from its files. For a loaded model, some facts come from the
     model itself. They are collected now, so that the function does not keep the model in memory."""
     if model is None:
         return partial(_read, source.path)

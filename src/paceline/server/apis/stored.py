@@ -139,10 +139,10 @@ Document = Callable[[Request, Callable[[], Any]], Awaitable[Response]]
 
 
 class ResponseRoutes:
-    """Stored responses, and what they answered."""
+    """Stored responses, and the items that they answered."""
 
     def __init__(self, store: ResponseStore, document: Document) -> None:
-        """`document`: answers a request with what a function returns."""
+        """`document`: answers a request with the result of a function."""
         self._store, self._document = store, document
 
     async def response(self, request: Request, response_id: str) -> Response:
