@@ -183,8 +183,8 @@ class Columns:
 def draft_loss(wanted: Tensor, logits: Tensor, shift: Tensor | None = None) -> Tensor:
     """Compute the loss of guesses (LK losses, arXiv 2602.23881).
 
-    It is -log of the probability that a sampled guess is accepted, plus half the cross-entropy, which still teaches
-    where that probability is small.
+    It is -log of the probability that a sampled guess is accepted, plus half the cross-entropy, which still has a
+    gradient where that probability is small.
 
     Args:
         wanted: The target's logits of the columns, including `shift`, [N, C].

@@ -35,7 +35,7 @@ def _reason(f: Forecast, drafter: str) -> str:
         return f"{f.kind}: {gives}, but reading the prompt takes most of the time"
     speed = f"{draft.gain.tokens * plain / draft.seconds:.2f} times the plain speed"
     end = "so nothing will be drafted" if not f.best.size.nodes else "hardly faster than plain decoding"
-    return f"{f.kind}: {gives}, but {costs}. This gives {speed}, {end}"
+    return f"{f.kind}: {gives}, but {costs}. The result is {speed}, {end}"
 
 
 def limits(machine: Machine) -> list[str]:

@@ -20,8 +20,8 @@ def weight_bytes(target: Target) -> int | None:
     """Return the bytes that a small pass reads: all weights except tables of embeddings, unless the head shares them.
 
     Returns:
-        None for a target that is not a native decoder, and for a mixture of experts, where a pass reads only some
-        experts.
+        The bytes. None for a target that is not a native decoder, and for a mixture of experts, where a pass reads only
+        some experts.
     """
     if not isinstance(target, Decoder) or any(layer.sparse for layer in target.config.plan):
         return None
