@@ -1,4 +1,4 @@
-"""Amounts of work, from which the cost of a certificate is known before it starts."""
+"""Amounts of work, which determine the cost of a certificate before it starts."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def _load(load: LoadFlags, model: str | None, raw: bool, quiet: bool) -> LLM:
 
 @contextlib.contextmanager
 def _destination(output: Path | None, prompts: Path | None) -> Iterator[TextIO]:
-    """Open the output for appending: a model that fails to load must not erase what the file held."""
+    """Open the output for appending: a model that fails to load must not erase the file."""
     if output is None:
         yield sys.stdout
         return

@@ -193,7 +193,7 @@ def set_threads(threads: int | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """The model and where it runs."""
+    """The model, and the devices to run it on."""
 
     model: ModelName = DEMO
     adapter: Annotated[
@@ -248,7 +248,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoadFlags(ModelOptions):
-    """The model, where it runs, and its drafter."""
+    """The model, the devices to run it on, and its drafter."""
 
     quantize: Quantize = "auto"
     chat_template: ChatTemplate = None

@@ -136,7 +136,7 @@ def recording(llm: LLM, path: Path | None) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """Which replies to replay, and with which drafters."""
+    """Replies to replay, and drafters to replay them with."""
 
     drafters: str | None = _replay(
         "Drafters, separated by commas.\n\nFor replay, append @LENGTH or @NODESxDEPTHxBRANCH to set a draft size, as "

@@ -31,7 +31,7 @@ _MAX_RESULTS = 1024
 def of_schema(param: str, schema: Any) -> Constraint | None:
     """Return the constraint of a JSON schema, which may be JSON text. The schema is strict unless it says otherwise.
 
-    Raises `ApiError` 400 for text that is no schema.
+    Raises `ApiError` 400 for text that is not a schema.
     """
     if isinstance(schema, str):
         try:

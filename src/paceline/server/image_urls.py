@@ -150,7 +150,7 @@ def _asked(
 
 
 def _shut(opened: socket.socket) -> None:
-    """Shut a socket down, which ends all waiting for it."""
+    """Shut a socket down, so that no thread waits for it any longer."""
     with suppress(OSError):
         socket.socket.shutdown(opened, socket.SHUT_RDWR)  # TLS would wait for the other side
 

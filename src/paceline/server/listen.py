@@ -29,7 +29,7 @@ _MAX_CONNECTIONS, _FILES = 1024, 4096
 _HEADER_TIMEOUT = 10.0
 """Seconds within which the head of a request must arrive."""
 _STALL, _RATE = STALL, 100_000
-"""Seconds within which a client must read what was written for it, or at least `_RATE` bytes per second of it."""
+"""Seconds within which a client must read all data sent to it, or at least `_RATE` bytes per second."""
 
 
 def check_address(host: str, port: int) -> list[str]:

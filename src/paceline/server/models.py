@@ -342,7 +342,7 @@ class Models:
         return sorted((one for one in self._loaded if not one.stays), key=lambda one: self._loaded[one].used)
 
     def _excess(self, source: ModelSource, gone: Sequence[ModelSource] = ()) -> int:
-        """Return how many bytes all models exceed `max_memory` by, with `source` and without the models in `gone`."""
+        """Return the bytes by which all models, with `source` and without `gone`, exceed `max_memory`."""
         needed = self._sizes[source] + sum(self._sizes[one] for one in self._loaded if one not in gone)
         return 0 if self._max_memory is None else needed - self._max_memory
 

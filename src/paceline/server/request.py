@@ -121,7 +121,7 @@ class OfferedFunction:
 
     Attributes:
         name: The name.
-        description: What the function does, for the model.
+        description: Description of the function, for the model.
         parameters: The JSON schema of the arguments.
         strict: True if a forced call must follow the schema. Otherwise the schema is a guide.
         custom: True if the function stands for a tool that takes plain text.

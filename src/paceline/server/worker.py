@@ -165,7 +165,7 @@ class ReplyRound:
 
 
 class ReplyHandle:
-    """A submitted job, and its reply as far as its rounds have been read. For the event loop that submitted it.
+    """A submitted job, and its reply as far as its rounds have been read. For the event loop that submitted it only.
 
     first: Seconds from submission to the first token that was read.
     tokens: Tokens that were read.

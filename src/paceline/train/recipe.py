@@ -295,7 +295,7 @@ class Recipe(ABC):
         return tally.guesses()
 
     def places(self, batch: DocumentBatch) -> DraftPlaces:
-        """Return where drafts begin."""
+        """Return the places where drafts begin."""
         return DraftPlaces.of(batch, self.steps)
 
     @abstractmethod

@@ -22,7 +22,7 @@ _DISTURBED = 1.3
 
 
 def reasons(forecasts: Sequence[Forecast], drafter: str) -> list[str]:
-    """Explain why a drafter is not faster, for each kind of text where it is not."""
+    """For each kind of text where a drafter is not faster, explain why."""
     return [_reason(f, drafter) for f in forecasts if f.ratio < PAYS]
 
 

@@ -11,7 +11,7 @@ from paceline.models.held import tensors_of
 from paceline.protocols import Target
 
 _SCALE = 2 / 32
-"""Bytes per weight for the scale, and the same for the floor, of its group (docs/how-to/quantize.md)."""
+"""Bytes per weight for the scale of its group, and also for the floor (docs/how-to/quantize.md)."""
 _HEAD_BITS = 8
 """Minimum bits per weight of an output head."""
 

@@ -1,4 +1,4 @@
-"""Endpoints about models: what is served, its settings, its slots and its load; and Ollama's download of models.
+"""Endpoints about models: the served models, their settings, slots and load; and Ollama's download of models.
 
 Clients of OpenAI and Anthropic read /v1/models, clients of Ollama /api/tags, /api/ps and /api/show, clients of
 llama.cpp /props and /slots.
@@ -177,7 +177,7 @@ def _slots(model: LoadedModel | None) -> list[dict[str, Any]]:
 
 
 def _save(slot: str, filename: str, model: LoadedModel) -> dict[str, Any]:
-    """Write all texts that memory has and the folder lacks. Raises `ApiError` 503 if that fails."""
+    """Write all texts in memory that are not in the folder yet. Raises `ApiError` 503 if that fails."""
     number, disk, began = _number(slot, model), _folder(model), time.perf_counter()
     missing = model.llm.engine.write_prefixes()
     if not disk.wait(_LONGEST) or {*missing} & {*model.llm.engine.write_prefixes()}:

@@ -1,4 +1,4 @@
-"""/v1/completions: text as it is, without a chat template; one prompt or many. Its choices and those of chats."""
+"""/v1/completions: continuing one or many texts without a chat template. Also the choices of chat completions."""
 
 from __future__ import annotations
 

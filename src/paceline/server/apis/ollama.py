@@ -97,7 +97,7 @@ def _lower(role: Any) -> Any:
 
 
 def _as_images(value: Any) -> list[str]:
-    """Return images as texts. One that is no text is refused later, if the model sees it at all."""
+    """Return images as texts. An image that is not text is refused later, if the model sees it at all."""
     return [text_or_nothing(one) for one in value] if isinstance(value, list) else []
 
 

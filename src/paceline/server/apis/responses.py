@@ -65,8 +65,8 @@ class _Continuing(Api[Asked]):
         return super().pool(body, "long" if is_long else by_size)
 
     def conversation(self, body: Asked) -> list[Item]:
-        """Return the stored items that a request continues, and its own. Raises `ApiError` 400, also for a new part
-        that is not text."""
+        """Return the stored items that a request continues, and its own items. Raises `ApiError` 400, also for a new
+        part that is not text."""
         last = body.input[-1] if body.input else None
         if isinstance(last, MessageItem) and not isinstance(last.content, str):
             kinds = ["" if part.textual else part.type for part in last.content]

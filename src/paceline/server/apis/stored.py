@@ -92,15 +92,15 @@ class ResponseStore:
             del self._kept[name]
 
     def length(self, name: str | None) -> int:
-        """Return the characters of a conversation, as far as it is stored."""
+        """Return the number of characters in the stored part of a conversation."""
         return sum(response.length for response in self._known(name))
 
     def has_images(self, name: str | None) -> bool:
-        """Return True if a conversation contains images, as far as it is stored."""
+        """Return True if the stored part of a conversation contains images."""
         return any(image_chars(response.input) for response in self._known(name))
 
     def _known(self, name: str | None) -> Iterator[StoredResponse]:
-        """Yield a response and the responses that it continues, the last one first, as far as they are stored."""
+        """Yield a response and the stored responses that it continues, the last one first."""
         while name is not None and (response := self._kept.get(name)):
             yield response
             name = response.previous

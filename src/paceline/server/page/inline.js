@@ -1,5 +1,5 @@
-// Emphasis, code, formulas and links within a line of Markdown. Text only ever becomes text nodes, no image is fetched, and links lead
-// to http, https and mailto alone. HTML is shown as it is written.
+// Emphasis, code, formulas and links within a line of Markdown. Text only ever becomes text nodes, no image is fetched, and links
+// lead only to http, https and mailto. HTML is shown as text.
 import { make } from "./dom.js";
 import { formula } from "./formula.js";
 
