@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -60,16 +60,26 @@ def _own_logging() -> Iterator[None]:
     logger.handlers[:], logger.level, logger.propagate = handlers, level, propagate
 
 
-@pytest.fixture(scope="module")
-def no_forks() -> Iterator[None]:
-    """Render chat templates in this process, for tests that render hundreds and do not test the sandbox."""
+_PREPARED: set[Hashable] = set()
+"""The sandbox's preparations in this process."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _sandbox_without_forks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run the sandbox's jobs in this process, as where processes cannot fork. Modules with the marker `forks` fork.
+
+    A fork takes 5 to 40 ms, and nearly every request renders a chat template.
+    """
+    if request.node.get_closest_marker("forks"):
+        yield
+        return
     from paceline.text import sandbox
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sandbox, "can_fork", lambda: False)
         # Data that the helper process has prepared is not available in this process.
         patch.setattr(sandbox.SANDBOX, "_control", None)
-        patch.setattr(sandbox.SANDBOX, "_prepared", set())
+        patch.setattr(sandbox.SANDBOX, "_prepared", _PREPARED)
         yield
 
 

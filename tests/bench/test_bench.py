@@ -40,8 +40,6 @@ from tests.support.toy_cli import run as command
 from tests.support.toy_vision import seeing_llm
 from tests.support.toys import toy_llm, toy_tokenizer
 
-pytestmark = pytest.mark.usefixtures("no_forks")
-
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import torch
 from paceline import DraftBudget, Sampling
 from paceline.engine.stats import Stats
 from paceline.testing import Oracle, run
+from tests.support.cover import some
 from tests.support.toys import toy_target
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -149,7 +150,7 @@ def test_every_rule_runs_on_a_toy(rules):
 # --- never_slower ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["SmolVLM-256M", "Gemma-3-4B"])
+@some("name", ["SmolVLM-256M", "Gemma-3-4B"], fast=["SmolVLM-256M"])
 def test_pictures_are_encoded_by_both_programs(name, tmp_path, monkeypatch):
     pytest.importorskip("PIL")
     pictures = import_module("pictures")

@@ -50,8 +50,6 @@ from paceline.verify.tree import PREFILL_ROWS
 from tests.support.gguf_writing import write_gguf
 from tests.support.toys import toy_llm, toy_model, toy_target
 
-pytestmark = pytest.mark.usefixtures("no_forks")
-
 SIZES = {
     "chains": [DraftBudget.chain(n) for n in (1, 2, 4, 6)],
     "trees": [DraftBudget(1, 1, 3), DraftBudget(4, 4, 3), DraftBudget(9, 4, 3)],

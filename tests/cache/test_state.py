@@ -142,7 +142,7 @@ def rules() -> dict[str, MatrixState]:
     delta, mamba = TARGET._stack._recurrences[0], tiny_mamba()._stack._recurrences[1]
     assert isinstance(delta, DeltaRule)
     assert isinstance(mamba, Selective)
-    return {"delta": delta, "tiled": DeltaRule(replace(DELTA, tiled=True), delta._convolution), "mamba": mamba}
+    return {"delta": delta, "tiled": DeltaRule(replace(DELTA, tiled=True), delta.convolution), "mamba": mamba}
 
 
 @pytest.mark.parametrize("name", ["delta", "tiled", "mamba"])

@@ -26,8 +26,6 @@ from paceline.sampling.parameters import Sampling
 from paceline.types import DraftBudget
 from tests.support.toys import toy_model
 
-pytestmark = pytest.mark.usefixtures("no_forks")
-
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

@@ -33,12 +33,12 @@ from tests.support.logits import text
 from tests.support.plain import plain_text
 from tests.support.random_heads import folder_of
 from tests.support.tiny_families import FAMILIES
-from tests.support.toys import ask_for
+from tests.support.toys import ask_for, toy_target
 from tests.support.trees import path_to
 
 CPU = torch.device("cpu")
 LAYERS = 4
-TOY = tiny_target(layers=LAYERS)
+TOY, QUICK = tiny_target(layers=LAYERS), toy_target(layers=LAYERS)
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
 CHAIN, TREE = DraftBudget.chain(5), DraftBudget(14, 4, 3)
 
@@ -217,16 +217,16 @@ def test_an_exit_after_all_layers_is_always_right(
 ) -> None:
     """Any error (an extra row, a stale residual stream, a wrong position) would cause a rejection."""
     sampling = Sampling(max_new_tokens=30, temperature=temperature, seed=4, rule=rule)  # type: ignore[arg-type]
-    text, _, stats = run(TOY, prompt, sampling, early(LAYERS), DraftBudget.chain(length))
+    text, _, stats = run(QUICK, prompt, sampling, early(LAYERS, QUICK), DraftBudget.chain(length))
     # A drawn draft ends after an unlikely path.
     assert stats.tokens_per_round == 1 + length if rule == "match" else stats.accepted == stats.drafted > 0
-    assert rule != "match" or text == plain_text(TOY, prompt, sampling), "the last row went astray"
+    assert rule != "match" or text == plain_text(QUICK, prompt, sampling), "the last row went astray"
 
 
 @cover(temperature=[0.0, 0.8], rule=["match", "rejection", "block"], together=[("temperature",), ("rule",)])
 def test_a_tree_from_an_exit_after_all_layers_is_mostly_right(temperature: float, rule: str) -> None:
     sampling = Sampling(max_new_tokens=30, temperature=temperature, seed=4, rule=rule)  # type: ignore[arg-type]
-    assert run(TOY, PROMPT, sampling, early(LAYERS), TREE)[2].tokens_per_round > (3 if rule == "match" else 2)
+    assert run(QUICK, PROMPT, sampling, early(LAYERS, QUICK), TREE)[2].tokens_per_round > (3 if rule == "match" else 2)
 
 
 def test_an_exit_before_layers_that_do_little_is_nearly_always_right() -> None:
@@ -255,7 +255,7 @@ def test_a_threshold_ends_the_draft_where_the_exit_is_unsure() -> None:
 def test_a_drawn_tree_keeps_its_shape_and_a_drawn_chain_may_end() -> None:
     for shape, ends in ((CHAIN, True), (TREE, False)):
         how = Sampling(max_new_tokens=40, temperature=1.0, seed=3, rule="block")
-        stats = [run(TOY, PROMPT, how, early(2, threshold=bar), shape)[2] for bar in (0.0, 0.7)]
+        stats = [run(QUICK, PROMPT, how, early(2, QUICK, bar), shape)[2] for bar in (0.0, 0.7)]
         assert (stats[1].drafted / stats[1].rounds < 0.5 * stats[0].drafted / stats[0].rounds) == ends
 
 
@@ -280,7 +280,7 @@ def rows_of_layers(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
 def test_no_row_passes_a_layer_twice(layers: int, shape: DraftBudget, rows_of_layers: dict[int, int]) -> None:
     """Four requests run in step, so that no pass is padded. Prompts have one token, so that there is no prefill."""
     engine = Engine(TOY, early(layers), shape)
-    how = [Sampling(max_new_tokens=40, temperature=0.7, seed=2)] * MIN_ROWS
+    how = [Sampling(max_new_tokens=16, temperature=0.7, seed=2)] * MIN_ROWS
     replies = run_together(engine, [[3]] * MIN_ROWS, how)
     fed = sum(stats.rounds + stats.drafted for _, _, stats in replies)
     assert rows_of_layers == dict.fromkeys(range(LAYERS), fed)

@@ -79,7 +79,7 @@ def texts(engine: Engine, requests: Sequence[tuple[Sequence[int], int]], samplin
 @cache
 def expected(number: int, temperature: float) -> list[int]:
     """Return the text of the merged model."""
-    return run(merged(number), PROMPT, Sampling(max_new_tokens=30, temperature=temperature, seed=4))[0]
+    return run(merged(number), PROMPT, Sampling(max_new_tokens=16, temperature=temperature, seed=4))[0]
 
 
 @cover(
@@ -90,7 +90,7 @@ def expected(number: int, temperature: float) -> list[int]:
 )
 def test_texts_equal_the_merged_models_texts(name: str, draft: DraftBudget | None, temperature: float) -> None:
     """Requests share a batch. Prompts share prefill only if they have the same adapter."""
-    sampling = Sampling(max_new_tokens=30, temperature=temperature, seed=4)
+    sampling = Sampling(max_new_tokens=16, temperature=temperature, seed=4)
     numbers = [0, 1, 1, 2, 3, 0]
     together = texts(Engine(TARGET, DRAFTERS[name](), draft), [(PROMPT, number) for number in numbers], sampling)
     assert together == [expected(number, temperature) for number in numbers]
@@ -99,7 +99,7 @@ def test_texts_equal_the_merged_models_texts(name: str, draft: DraftBudget | Non
 
 @pytest.mark.parametrize("name", ["none", "eagle", "model"])
 def test_a_prefix_is_found_only_under_its_own_adapter(name: str) -> None:
-    engine, sampling = Engine(TARGET, DRAFTERS[name]()), Sampling(max_new_tokens=30, temperature=0.0, seed=4)
+    engine, sampling = Engine(TARGET, DRAFTERS[name]()), Sampling(max_new_tokens=16, temperature=0.0, seed=4)
     prefixes = engine.prefixes = PrefixCache(1 << 30, seamless=True)  # float64 rounds too little to matter
     for found in (False, True):
         for number in (0, 1, 2, 3):
@@ -109,7 +109,7 @@ def test_a_prefix_is_found_only_under_its_own_adapter(name: str) -> None:
 
 
 def test_a_request_that_gave_its_slot_back_has_its_adapter_again() -> None:
-    engine, sampling = Engine(TARGET, Suffix()), Sampling(max_new_tokens=30, temperature=0.0, seed=4)
+    engine, sampling = Engine(TARGET, Suffix()), Sampling(max_new_tokens=16, temperature=0.0, seed=4)
     request = begin(engine, PROMPT, sampling, 2, None)
     engine.prefill(request)
     while not request.finish:

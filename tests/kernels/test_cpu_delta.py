@@ -42,7 +42,7 @@ def test_values_equal_torch(kind: str, parents: tuple[int, ...], monkeypatch: py
     one, state, inputs = rule(kind)
     out, updates, end = one.scan(state, None, Tree(parents), inputs, False)
     after = one.apply(state, updates, [0, 1, 3])
-    monkeypatch.setattr(recurrent, "runs_delta", lambda matrix: False)
+    monkeypatch.setattr(recurrent, "scans_natively", lambda matrix: False)
     slow, changes, last = one.scan(state, None, Tree(parents), inputs, False)
     torch.testing.assert_close(out, slow)
     torch.testing.assert_close(updates, changes)

@@ -29,11 +29,13 @@ from paceline.verify.tree import pack, pack_prefix, with_siblings
 from tests.support.native_models import (
     BASE,
     CPU,
+    DELTA_NET,
     FULL,
     GEMMA4,
     GLM,
     GPT_OSS,
     MODELS,
+    QWEN_MOE,
     by_torch,
     native,
     plan,
@@ -93,7 +95,19 @@ def test_logits_and_taps_are_torchs_up_to_rounding(name: str) -> None:
 
 @pytest.mark.parametrize("mode", ["int4", "int8"])
 @pytest.mark.parametrize(
-    "name", ["llama", "a mixture", "no size in whole lanes", "gemma3", GEMMA4, "qwen2: biases", GPT_OSS, GLM]
+    "name",
+    [
+        "llama",
+        "a mixture",
+        "no size in whole lanes",
+        "gemma3",
+        GEMMA4,
+        DELTA_NET,
+        QWEN_MOE,
+        "qwen2: biases",
+        GPT_OSS,
+        GLM,
+    ],
 )
 def test_codes_give_torchs_logits_up_to_rounding(name: str, mode: Mode) -> None:
     c = replace(BASE, **MODELS[name])
@@ -109,7 +123,19 @@ FLOATS = {torch.float16: 2e-3, torch.float32: 1e-5}
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(
-    "name", ["llama", "gemma2", GEMMA4, "a mixture", "no size in whole lanes", "heads of 128", GPT_OSS, GLM]
+    "name",
+    [
+        "llama",
+        "gemma2",
+        GEMMA4,
+        DELTA_NET,
+        QWEN_MOE,
+        "a mixture",
+        "no size in whole lanes",
+        "heads of 128",
+        GPT_OSS,
+        GLM,
+    ],
 )
 def test_each_float_type_has_its_own_precision(name: str, dtype: torch.dtype) -> None:
     c = replace(BASE, **MODELS[name])
@@ -125,7 +151,7 @@ def test_each_float_type_has_its_own_precision(name: str, dtype: torch.dtype) ->
 TYPES = [(name, torch.bfloat16, None) for name in MODELS] + [
     *(
         (name, dtype, None)
-        for name in ("gemma2", GEMMA4, "a mixture", "no size in whole lanes", GPT_OSS, GLM)
+        for name in ("gemma2", GEMMA4, DELTA_NET, "a mixture", "no size in whole lanes", GPT_OSS, GLM)
         for dtype in FLOATS
     ),
     *(
@@ -178,7 +204,7 @@ def grown(target: Decoder, cache: KVCache, slot: int, last: int, tree: Draft, cu
     return torch.cat(logits)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "heads of 80"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", DELTA_NET, "heads of 80"])
 def test_every_row_of_any_tree_is_its_path_fed_plainly(name: str) -> None:
     target, rng = native(replace(BASE, **MODELS[name])), random.Random(1)
     for before in (33, 34):
@@ -198,6 +224,7 @@ LONG = [
     ("llama", torch.bfloat16, None),
     ("gemma2", torch.bfloat16, None),
     (GEMMA4, torch.bfloat16, None),
+    (DELTA_NET, torch.bfloat16, None),
     (GPT_OSS, torch.float16, None),
     ("heads of 80", torch.float32, None),
     ("gemma2", torch.bfloat16, torch.int8),
@@ -255,7 +282,7 @@ def test_a_window_longer_than_any_text_hides_nothing() -> None:
         assert torch.equal(logits, results[0])
 
 
-@pytest.mark.parametrize("name", ["llama", GEMMA4])
+@pytest.mark.parametrize("name", ["llama", GEMMA4, DELTA_NET])
 def test_taps_and_layers_may_be_cut_anywhere(name: str) -> None:
     """Check early exit, and a pass that continues where drafting has stopped."""
     target = native(replace(BASE, **{"layers": 4, **MODELS[name]}))
@@ -272,7 +299,7 @@ def test_taps_and_layers_may_be_cut_anywhere(name: str) -> None:
         assert torch.equal(target.forward(rows_of(cache, slot, path[0], draft), cache, Want()).logits[0], alone)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", DELTA_NET])
 @pytest.mark.parametrize(("mode", "stored"), [(None, None), ("int8", None), (None, torch.int8)])
 def test_a_drafted_row_that_is_not_finite_harms_no_other(
     name: str, mode: Mode | None, stored: torch.dtype | None

@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.kernels.cpu.build import library
 from paceline.types import Carried, Draft, Forward, Tap, Want
 from paceline.verify.tree import pack, with_siblings
-from tests.support.native_models import BASE, CPU, GEMMA4, MODELS, native, plan, text
+from tests.support.native_models import BASE, CPU, DELTA_NET, GEMMA4, MODELS, native, plan, text
 from tests.support.ragged_passes import DRAFTS, filled, packed, verify
 
 pytestmark = [
@@ -28,7 +28,9 @@ def same(ours: Forward, line: int, alone: Forward, count: int) -> bool:
     return all(torch.equal(x[line, :count], y[0, :count]) for x, y in each)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", GEMMA4, "partial rotary", "layers without rope"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma2", "gemma3", GEMMA4, DELTA_NET, "partial rotary", "layers without rope"]
+)
 def test_each_slot_of_a_ragged_pass_equals_a_separate_pass(name: str) -> None:
     target = native(replace(BASE, **MODELS[name]))
     taps: tuple[Tap, ...] = (0, 1, target.layers, "final")

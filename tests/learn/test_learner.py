@@ -25,8 +25,6 @@ from tests.support.running import Serving, serving
 from tests.support.tiny_model import write_tiny
 from tests.support.toys import toy_model
 
-pytestmark = pytest.mark.usefixtures("no_forks")
-
 MODEL = toy_model(layers=2)
 BODY = {"prompt": "hello", "max_tokens": 24, "temperature": 0.9, "seed": 5, "ignore_eos": True, "stream": False}
 

@@ -34,8 +34,6 @@ from paceline.types import DraftBudget
 from tests.conftest import packaged_model
 from tests.support.toys import toy_llm, toy_model
 
-pytestmark = pytest.mark.usefixtures("no_forks")
-
 PROMPTS = [a + b for a in "abcdefghijkl" for b in "mnopqrstuvw"]
 
 

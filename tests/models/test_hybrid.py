@@ -17,8 +17,8 @@ from paceline.kernels.cpu.build import library
 from paceline.models.decoder import Decoder
 from paceline.types import Draft, Want
 from paceline.verify.tree import MIN_ROWS, pack
-from tests.support.golden import check_golden, decoder, models
-from tests.support.logits import CPU, check_chunks, check_path, feed, text
+from tests.support.golden import check_golden, decoder, models, read
+from tests.support.logits import CPU, check_chunks, check_path, chunks_and_tokens, feed, text
 from tests.support.tiny_families import HYBRIDS
 
 
@@ -46,6 +46,18 @@ def test_a_drafted_nodes_logits_equal_its_path_fed_plainly(case: str) -> None:
 @pytest.mark.parametrize("length", [47, 253])
 def test_a_drafted_nodes_logits_equal_its_path(case: str, length: int) -> None:
     check_path(*models(case), length)
+
+
+@pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("case", [case for case in HYBRIDS if case.startswith("qwen3")])
+def test_the_kernels_compute_the_golden_logits_of_gated_delta_net(case: str) -> None:
+    """In one call, unless the shared expert's width is not that of the others (24 and 32, both padded to 32)."""
+    ours, golden = decoder(case, torch.float32), read(case)
+    assert ours.runs_natively == (ours.config.mixture is None)
+    logits = chunks_and_tokens(ours, golden.text[:70], (33, 35, 65))
+    at = [position for position in golden.logits if position < 70]
+    expected = torch.tensor([golden.logits[position] for position in at])
+    assert float((logits[at] - expected).norm() / expected.norm()) < 1e-4
 
 
 @pytest.mark.skipif(library() is None, reason="there is no C++ compiler")

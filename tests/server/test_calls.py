@@ -16,8 +16,6 @@ from tests.support.running import Serving, serving
 from tests.support.scripted import scripted
 from tests.support.vocabularies import byte_level
 
-pytestmark = pytest.mark.usefixtures("no_forks")
-
 pytest.importorskip("llguidance")
 
 ASK: Any = [{"role": "user", "content": "go"}]

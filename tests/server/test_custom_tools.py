@@ -15,8 +15,6 @@ from tests.support.running import Serving, serving
 from tests.support.scripted import scripted
 from tests.support.toys import toy_llm
 
-pytestmark = pytest.mark.usefixtures("no_forks")
-
 GRAMMAR = """start: begin hunk+ end
 begin: "*** Begin" LF
 end: "*** End" LF?

@@ -33,6 +33,7 @@ from tests.support.pictures import SVG, data_url, encoded, noise, png_bomb
 from tests.support.running import Serving, serving
 from tests.support.toy_vision import ROWS, TEMPLATE, TOO_NARROW, seeing_llm
 
+pytestmark = pytest.mark.forks
 FIRST, SECOND = encoded(noise(seed=1)), encoded(noise(seed=2), "JPEG")
 
 

@@ -25,6 +25,8 @@ from tests.support.running import Serving, serving
 from tests.support.slow_llm import CHAT, ENDLESS, slow_llm
 from tests.support.toys import toy_llm, toy_model
 
+pytestmark = pytest.mark.forks
+
 
 def began(stream: Any) -> None:
     """Read a stream up to its first text."""

@@ -10,8 +10,6 @@ import pytest
 from tests.support.running import Serving, serving
 from tests.support.toys import toy_llm
 
-pytestmark = pytest.mark.usefixtures("no_forks")
-
 ALTERNATES = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"

@@ -12,8 +12,6 @@ import pytest
 from tests.support.running import Serving, serving
 from tests.support.toys import toy_llm
 
-pytestmark = pytest.mark.usefixtures("no_forks")
-
 CONTEXT = 256
 LONG = [{"role": "user", "content": "a" * 300}]
 OPENAI = "This model's maximum context length is 256 tokens. However, the prompt resulted in 310 tokens"

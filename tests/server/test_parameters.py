@@ -13,8 +13,6 @@ from tests.support.running import Serving, serving
 from tests.support.toys import toy_model
 from tests.support.vocabularies import byte_level
 
-pytestmark = pytest.mark.usefixtures("no_forks")
-
 CHAT: Any = [{"role": "user", "content": "go on"}]
 LONG: Any = [{"role": "user", "content": "go on " * 35}]
 """Fills most of the context."""

@@ -12,8 +12,6 @@ from tests.support.cover import some
 from tests.support.running import serving
 from tests.support.scripted import TEMPLATE, scripted
 
-pytestmark = pytest.mark.usefixtures("no_forks")
-
 CHAT: Any = [{"role": "user", "content": "go"}]
 THINK = ThoughtFormat("<think>", "</think>")
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}

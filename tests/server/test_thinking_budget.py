@@ -12,8 +12,6 @@ from paceline.chat import harmony
 from tests.support.running import Serving, serving
 from tests.support.scripted import TEMPLATE, scripted
 
-pytestmark = pytest.mark.usefixtures("no_forks")
-
 CHAT: Any = [{"role": "user", "content": "go"}]
 THOUGHT = "I think and think, over and over, and find no end. "
 SPECIAL = ("<think>", "</think>")

@@ -94,6 +94,10 @@ FAULTS = {
 """Name of a fault -> what speculation does wrong."""
 
 
+_PLAIN: dict[str, list[Written]] = {}
+"""Replies of plain decoding without noise, by the model's seed and the request."""
+
+
 @dataclass
 class Step:
     """A generated token with its log-probability, and the most likely tokens."""
@@ -199,7 +203,7 @@ class FakeEndpoint:
             before, self.last_prompt = self.last_prompt, prompt
             if before != prompt and before[:100] == prompt[:100] and len(prompt) > 100:
                 prompt = before
-        replies = [Writer(self, prompt, body, speculates, choice).write() for choice in range(body.get("n") or 1)]
+        replies = self._replies(body, prompt, speculates)
         first = replies[0]
         if speculates and self.fault == "second_choice" and len(replies) > 1:
             replies[1].text = replies[1].text.replace("red", "blue")
@@ -217,6 +221,20 @@ class FakeEndpoint:
         choices = [_choice(i, reply, body, self.fault if speculates else "") for i, reply in enumerate(replies)]
         timings = {"draft_n": first.drafted} if first.drafted else {"prompt_n": 1}
         return json.dumps({"choices": choices, "usage": usage} | ({"timings": timings} if self.counts else {})).encode()
+
+    def _replies(self, body: dict[str, Any], prompt: str, speculates: bool) -> list[Written]:
+        """Write the replies to a request. Those of plain decoding, which no fault changes, are written once."""
+
+        def written() -> list[Written]:
+            return [Writer(self, prompt, body, speculates, choice).write() for choice in range(body.get("n") or 1)]
+
+        drawn = body.get("temperature") != 0 and body.get("seed") is None
+        if speculates or self.noise or drawn:
+            return written()
+        key = json.dumps([self.seed, prompt, body], sort_keys=True)
+        if key not in _PLAIN:
+            _PLAIN[key] = written()
+        return _PLAIN[key]
 
     def _stream(self, reply: Written, usage: dict[str, int], speculates: bool) -> bytes:
         chunks = list(reply.chunks)

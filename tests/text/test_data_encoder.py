@@ -16,8 +16,6 @@ from paceline.text.template_text import TemplateText, concat, flags_of
 from paceline.text.tokenizer import Tokenizer
 from tests.support.vocabularies import KINDS, ROLES, framed, speaker, tokenizer
 
-pytestmark = pytest.mark.usefixtures("no_forks")
-
 MARKERS = ("<|start|>", "<|end|>", "<|user|>", "<|system|>", "</think>", "[/R]")
 """Special tokens of the toys. `NAMED` is flagged as an ordinary token."""
 NAMED = "<｜User｜>"  # noqa: RUF001 (DeepSeek's)

@@ -21,7 +21,7 @@ from paceline.text import chat_template, sandbox
 from paceline.text.chat_template import render
 from paceline.text.sandbox import ABANDONED, SANDBOX, JobFailed, OverLimit, Sandbox, Unfinished, can_fork
 
-pytestmark = pytest.mark.skipif(not can_fork(), reason="processes cannot fork here")
+pytestmark = [pytest.mark.forks, pytest.mark.skipif(not can_fork(), reason="processes cannot fork here")]
 MESSAGES = [{"role": "user", "content": "Hi"}]
 LIMITS = (0.5, 256 * 2**20)
 

@@ -21,8 +21,6 @@ from paceline.train.writing import Progress, write_answers
 from tests.support.toys import toy_llm
 from tests.support.training_data import some_prompts, words, write_rows
 
-pytestmark = pytest.mark.usefixtures("no_forks")
-
 PLAN = AnswerPlan(answer_tokens=8, width=4)
 
 

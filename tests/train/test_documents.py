@@ -17,8 +17,6 @@ from tests.conftest import SHARED, packaged_model
 from tests.support.toys import toy_llm
 from tests.support.training_data import some_prompts, words, write_rows
 
-pytestmark = pytest.mark.usefixtures("no_forks")
-
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:

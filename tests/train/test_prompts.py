@@ -19,8 +19,6 @@ from tests.conftest import SHARED, packaged_model
 from tests.support.toys import toy_llm, toy_target, toy_tokenizer
 from tests.support.training_data import some_prompts, write_rows
 
-pytestmark = pytest.mark.usefixtures("no_forks")
-
 
 def prompts_of(path: Path, data: bytes) -> Prompts:
     file = path / "p.jsonl"

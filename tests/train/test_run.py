@@ -23,8 +23,6 @@ from paceline.train.run import Listener, _stated, train
 from tests.support.cover import some
 from tests.support.toys import loaded, toy_llm
 
-pytestmark = pytest.mark.usefixtures("no_forks")
-
 KINDS = {"eagle3": EagleConfig, "medusa": MedusaConfig, "early-exit": ExitConfig, "block": BlockConfig}
 
 

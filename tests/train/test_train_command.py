@@ -17,8 +17,6 @@ from paceline.train.prompts import Prompts, is_held
 from tests.support.toy_cli import failure, run
 from tests.support.toys import toy_llm
 
-pytestmark = pytest.mark.usefixtures("no_forks")
-
 
 @pytest.fixture
 def prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -36,6 +36,7 @@ from tests.support.pictures import (
 )
 
 PLAIN = encoded(noise())
+pytestmark = pytest.mark.forks
 
 
 def pixels(image: Image.Image) -> np.ndarray:

@@ -74,11 +74,11 @@ def check_drafter(make: Callable[[], Drafter], target: Target | None = None) -> 
     """
     target = target or tiny_target()
     prompt = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
+    samplings = [Sampling(max_new_tokens=32, temperature=temperature, seed=7) for temperature in (0.0, 0.9)]
+    texts = [run(target, prompt, sampling)[0] for sampling in samplings]
     for shape in (DraftBudget.chain(1), DraftBudget.chain(6), DraftBudget(10, 4, 3)):
-        for temperature in (0.0, 0.9):
-            sampling = Sampling(max_new_tokens=32, temperature=temperature, seed=7)
+        for sampling, plain in zip(samplings, texts, strict=True):
             watched = _Checked(make())
-            plain = run(target, prompt, sampling)[0]
             engine = Engine(target, watched, shape)
             assert run(target, prompt, sampling, engine=engine)[0] == plain, "the text depends on the drafter"
             assert run(target, prompt, sampling, engine=engine)[0] == plain, "a slot keeps state after release"
