@@ -98,8 +98,8 @@ class ServerOptions:
         metavar="DIR",
     )
     learn_disk: str = _server(
-        "Maximum size of recorded traffic and of the states to train on, in GiB.\n\nTrained heads are not counted. The "
-        "oldest replies are removed first.",
+        "Maximum size of recorded traffic and hidden states for training, in GiB.\n\nTrained heads are not counted. "
+        "The oldest replies are removed first.",
         metavar="SIZE",
         default="2G",
     )
@@ -135,7 +135,8 @@ class LimitOptions:
     slots: int = _limit("Maximum number of replies generated at the same time.", min=1, default=32)
     queue: int = _limit("Maximum number of waiting replies. Further requests get status 429.", min=0, default=128)
     prefill: int = _limit(
-        "Prompt tokens to prefill between two rounds.\n\nA higher number favours new requests over active ones.",
+        "Maximum prompt tokens to prefill between two rounds.\n\nA higher number favours new requests over active "
+        "requests.",
         min=1,
         default=128,
     )
