@@ -113,7 +113,7 @@ ChatTemplate = Annotated[
 VisionFile = Annotated[
     Path | None,
     _model(
-        "File with the vision tower of a GGUF model, which images need.\n\nBy default, a file named mmproj in the "
+        "File with the vision tower of a GGUF model, needed for images.\n\nBy default, a file named mmproj in the "
         "same folder is used.",
         "--mmproj",
         metavar="FILE",
