@@ -121,7 +121,7 @@ def amnesiac() -> Amnesiac:
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
-        pytest.param(amnesiac, "loaded tokens gets another draft", marks=pytest.mark.slow),
+        pytest.param(amnesiac, "loaded tokens and a fully fed prompt get different drafts", marks=pytest.mark.slow),
         (Endless, "nodes"),
         pytest.param(Forgetful, "changes a draft", marks=pytest.mark.slow),
         (Short, "one draft per ask"),

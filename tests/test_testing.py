@@ -282,7 +282,7 @@ BROKEN: dict[type[ListCache] | type[ToyTarget], tuple[str, str]] = {
     NeverEmpty: ("_lives", "a new slot holds 11 tokens"),
     ReleasesNeighbours: ("_forks", "a fork whose origin was released"),
     SharedByAll: ("_caches", "a new slot holds 8 tokens"),
-    Ghosts: ("_wanted", r"Want\('all'\) gives other logits"),
+    Ghosts: ("_wanted", r"Want\('all'\) changes the logits"),
     NeverGrows: ("_growing", "level 2 of a growing tree"),
     FirstOfBatch: ("_ragged", "line 1 of a batch"),
     Generous: ("_wanted", "fit returned more"),
@@ -296,7 +296,7 @@ BROKEN: dict[type[ListCache] | type[ToyTarget], tuple[str, str]] = {
     Eager: ("_wanted", "only commit may"),
     Crowded: ("_drafts", "a chain of 6"),
     ShortSighted: ("_ends", "context can be used up to its last token. It raised"),
-    Moody: ("_wanted", "gives other logits"),
+    Moody: ("_wanted", "changes the logits"),
     CommitsAnyPass: ("_passes", "the older of two passes was committed"),
     KeepsPasses: ("_passes", "the same pass for the second time was committed"),
 }

@@ -481,7 +481,7 @@ def test_images_come_before_every_prompt_and_are_named_in_the_result(
     ("more", "said"),
     [
         (["--image", "none.png"], "cannot read the image none.png"),
-        (["--image", "none.png", "--against", "openvino"], "other programs are measured without images"),
+        (["--image", "none.png", "--against", "openvino"], "other programs are only measured without images"),
         (["--drafters", "magic"], "no drafter is called 'magic'"),
         (["--against", "vllm"], "not a known program"),
         (["--out", "/nowhere/x.json"], "/nowhere is not a folder"),

@@ -284,7 +284,7 @@ def test_it_says_why_a_draft_does_not_pay() -> None:
     (line,) = advice.reasons(forecast(MACHINE, drafting(COSTS, writing=gains)), "eagle3")
     assert line == (
         "writing: eagle3 gives 1.10 tokens per round with drafts of 3, but drafting takes 0.25 plain rounds and a "
-        "pass of 4.0 rows takes 1.00. This gives 0.88 times the plain speed, so nothing will be drafted"
+        "pass of 4.0 rows takes 1.00. The result is 0.88 times the plain speed, so nothing will be drafted"
     )
     assert advice.reasons(forecast(MACHINE, drafting(COSTS, x={t: Gain(3.0, 4.0) for t in COSTS})), "d") == []
 

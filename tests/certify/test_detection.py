@@ -206,4 +206,4 @@ def test_checks_without_time_are_reported() -> None:
     assert verdict == "inconclusive"
     assert "time" in reason
     assert certificate.exit_code == 4
-    assert sum(check.detail == "there was no time for it" for check in certificate.checks()) == 13
+    assert sum(check.detail == "there was no time left" for check in certificate.checks()) == 13

@@ -71,4 +71,4 @@ def test_commands_are_listed_with_a_line_each() -> None:
     assert listed == list(COMMANDS) == list(EVERYDAY)
     assert listed[:3] == ["generate", "chat", "serve"]
     assert text.count("│\n") == len(listed), "no description takes a second line"
-    assert text.rstrip().endswith("Options of a command: paceline COMMAND --help")
+    assert text.rstrip().endswith("Show the options of a command: paceline COMMAND --help")

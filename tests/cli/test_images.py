@@ -62,8 +62,8 @@ def test_generate_shows_the_model_the_images(run: Any, seeing: LLM) -> None:
     ("words", "error"),
     [
         (("generate", "x", "--image", "none.png"), "cannot read the image none.png"),
-        (("generate", "x", "--image", "a.png", "--raw"), "--image excludes --raw"),
-        (("generate", "--image", "-"), "--image - leaves no stdin for the prompt"),
+        (("generate", "x", "--image", "a.png", "--raw"), "--image does not work with --raw"),
+        (("generate", "--image", "-"), "--image - reads stdin, so the prompt must come from elsewhere"),
         (("generate", "x", "--image", "-", "--image", "-"), "only one image|more than once"),
         (("generate", "x", "--image", "-"), "the image is empty"),
         (("run", "m", "--image", "a.png"), "--image needs a prompt"),

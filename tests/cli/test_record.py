@@ -183,7 +183,7 @@ def test_tune_prints_the_options_that_it_measured_with(recorded: Path) -> None:
 def test_the_wrong_model_is_refused(recorded: Path) -> None:
     done = run("replay", str(recorded), "-m", "other", "-q")
     assert done.exit_code == 1
-    assert "the recording is of another model, toy" in done.stderr
+    assert "the recording belongs to another model, toy" in done.stderr
 
 
 def test_a_text_that_the_model_would_not_write_is_refused(recorded: Path) -> None:

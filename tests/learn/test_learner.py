@@ -194,7 +194,7 @@ def test_no_lesson_begins_without_memory_for_it(tmp_path: Path, caplog: pytest.L
     poor = plan(tmp_path / "l", idle=0.01, fresh=20, free_memory=lambda: 0)
     with serving(llm, learner=Learner(llm, [], poor)) as it:
         ask(it)
-        assert soon(lambda: "no memory to load the model again" in caplog.text)
+        assert soon(lambda: "not enough memory to load the model again" in caplog.text)
 
 
 def test_status_is_json(tmp_path: Path) -> None:

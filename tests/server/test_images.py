@@ -294,7 +294,7 @@ def test_count_and_size_of_images_are_limited(it: Serving) -> None:
     large = encoded(noise(size=(300, 300)))  # 350 kB
     answer = it.post("/v1/chat/completions", {"messages": [user(url(large))]})
     assert answer.status_code == 400
-    assert "must not exceed 200000 bytes together" in answer.text
+    assert "must not exceed 200000 bytes in total" in answer.text
     text = {"messages": [user("a" * 2_200_000, "b" * 2_200_000)]}
     answer = it.post("/v1/chat/completions", text)
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large"), "room for images only"

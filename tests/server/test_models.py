@@ -426,7 +426,7 @@ def test_requests_that_wait_for_a_model_leave_room_for_others() -> None:
         assert answers == [429] * 3
         assert it.post("/v1/completions", {**body, "model": "quick"}).status_code == 200
         told = it.post("/v1/completions", body).json()["error"]
-        assert told["message"] == "3 requests already wait for a model to be loaded"
+        assert told["message"] == "3 requests are already waiting for a model to be loaded"
         gate.set()
         for thread in asking:
             thread.join(30)

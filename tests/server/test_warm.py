@@ -101,5 +101,5 @@ def test_the_command_reads_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     done = CliRunner().invoke(app, ["serve", "--port", "0", "--warm", file, "--warm", file])
     assert done.exit_code == 0, done.output
     said = " ".join(done.stderr.split())
-    assert f"read {file}: 231 tokens, 0 of them known" in said
-    assert f"read {file}: 231 tokens, 229 of them known" in said
+    assert f"read {file}: 231 tokens, 0 of them cached" in said
+    assert f"read {file}: 231 tokens, 229 of them cached" in said

@@ -114,7 +114,7 @@ def _check_forks(drafter: Drafter, target: Target, prompt: Sequence[int]) -> Non
     request = _begin(engine, sampling, prompt)
     requests = [request, _begin(engine, sampling, prompt, source=request)]
     first, second = drafter.propose([_ask(engine, r) for r in requests])
-    assert first == second, "a fork gets another draft than its source"
+    assert first == second, "a fork and its source get different drafts"
     for request in requests:
         engine.finish(request)
 
@@ -136,7 +136,7 @@ def _check_saved(drafter: Drafter, target: Target, prompt: Sequence[int]) -> Non
                 continue
             request = _begin(engine, sampling, prompt, saved=(text, saved, length))
             assert drafter.propose([_ask(engine, request)]) == expected, (
-                f"a prompt with {length} loaded tokens gets another draft than a fully fed prompt"
+                f"a prompt with {length} loaded tokens and a fully fed prompt get different drafts"
             )
             engine.finish(request)
         engine.finish(other)

@@ -263,7 +263,7 @@ def test_conversations_work_without_browser_storage(open_tab: Open, address: str
 def test_a_full_store_is_told(tab: Tab) -> None:
     tab.page.evaluate("() => { IDBObjectStore.prototype.put = () => { throw new Error('full') } }")
     tab.send("One")
-    expect(tab.status).to_contain_text("This browser does not keep the conversation: full")
+    expect(tab.status).to_contain_text("This browser could not store the conversation: full")
 
 
 def test_a_regenerated_reply_has_the_next_seed(tab: Tab, fake: Fake) -> None:
@@ -318,7 +318,7 @@ def test_models_by_name_and_how_long_one_loads(open_tab: Open, fake: Fake) -> No
             "llama3.2:1b (not loaded)",
         ]
         model.select_option("qwen3:0.6b")
-        expect(tab.page.locator("#promise")).to_contain_text("loaded at its first message")
+        expect(tab.page.locator("#promise")).to_contain_text("loaded when you send the first message")
         assert tab.page.locator("[name=drafter] option").all_inner_texts() == ["auto", "off"]
         tab.page.fill("#prompt", "Why?")
         tab.page.press("#prompt", "Enter")
