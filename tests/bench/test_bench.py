@@ -119,7 +119,7 @@ def test_plots_are_deterministic_and_name_the_missing_library(monkeypatch: pytes
     assert "<title>a &amp; b, &lt;x&gt;: 1.0 tok/s</title>" in drawn
     assert ' id="tip' not in drawn
     monkeypatch.setattr("paceline.bench.plots.find_spec", lambda name: None)
-    with pytest.raises(InvalidOption, match=r"needs matplotlib .* pip install .*\[bench\]"):
+    with pytest.raises(InvalidOption, match=r"needs matplotlib.* pip install .*\[bench\]"):
         require_matplotlib()
 
 
