@@ -7,13 +7,15 @@ imported in functions.
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
-from collections.abc import Hashable, Iterator
+import pickle
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
@@ -77,10 +79,17 @@ def _sandbox_without_forks(request: pytest.FixtureRequest) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sandbox, "can_fork", lambda: False)
+        # A job must survive being sent to a process, and so must its result.
+        patch.setattr(sandbox.SANDBOX, "_ask", partial(_sent, sandbox.SANDBOX._ask))
         # Data that the helper process has prepared is not available in this process.
         patch.setattr(sandbox.SANDBOX, "_control", None)
         patch.setattr(sandbox.SANDBOX, "_prepared", _PREPARED)
         yield
+
+
+def _sent(ask: Callable[..., Any], kind: bytes, message: tuple[Any, ...], *rest: Any) -> Any:
+    result = ask(kind, pickle.loads(pickle.dumps(message)), *rest)
+    return result if isinstance(result, bytes) else json.loads(json.dumps(result))
 
 
 @pytest.fixture(scope="session")

@@ -315,6 +315,20 @@ def test_a_drafted_row_that_is_not_finite_harms_no_other(
     assert not out[1].isfinite().any()
 
 
+@pytest.mark.parametrize("default", [torch.float64, torch.float16])
+def test_torchs_default_dtype_changes_nothing(default: torch.dtype) -> None:
+    """Memory that the kernels fill must not have the default dtype."""
+    target = native(replace(BASE, **MODELS[DELTA_NET]))
+    right, _ = whole(target, text(20))
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(default)
+        ours, _ = whole(target, text(20))
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(ours, right)
+
+
 def test_a_routers_scores_are_not_rounded_before_they_are_compared() -> None:
     """In bfloat16 these two scores are equal."""
     router = NativeLinear(torch.tensor([[1.0, 0.0], [1.0, 1.0]]).bfloat16(), None)

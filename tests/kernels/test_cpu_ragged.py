@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.errors import OutOfMemory
 from paceline.kernels.cpu.build import library
 from paceline.types import Carried, Draft, Forward, Tap, Want
-from paceline.verify.tree import pack, with_siblings
+from paceline.verify.tree import pack, pack_prefix, with_siblings
 from tests.support.native_models import BASE, CPU, DELTA_NET, GEMMA4, MODELS, native, plan, text
 from tests.support.ragged_passes import DRAFTS, filled, packed, verify
 
@@ -53,9 +54,10 @@ def test_rings_that_have_wrapped() -> None:
         assert same(out, line, verify(target, cache, [slot], [draft], Want()), 1 + len(draft.tokens)), line
 
 
-def test_committed_rows_of_a_ragged_pass_equal_prefilled_rows() -> None:
+@pytest.mark.parametrize("name", ["llama", DELTA_NET])
+def test_committed_rows_of_a_ragged_pass_equal_prefilled_rows(name: str) -> None:
     """Rows are written at their own slot's positions, where the next pass reads them."""
-    target = native(BASE)
+    target = native(replace(BASE, **MODELS[name]))
     cache, slots = filled(target, LENGTHS)
     rows = packed(cache, slots, DRAFTS)
     target.forward(rows, cache, Want())
@@ -73,8 +75,9 @@ def test_committed_rows_of_a_ragged_pass_equal_prefilled_rows() -> None:
         assert torch.equal(ours, right), i
 
 
-def test_trees_at_different_levels_grow_together() -> None:
-    target = native(BASE)
+@pytest.mark.parametrize("name", ["llama", DELTA_NET])
+def test_trees_at_different_levels_grow_together(name: str) -> None:
+    target = native(replace(BASE, **MODELS[name]))
     cache, slots = filled(target, (20, 31, 12))
     chain, bushy = Draft.chain(text(6)), Draft((1, 2, 3, 4), (0, 0, 2, 1))
     whole = [
@@ -86,8 +89,9 @@ def test_trees_at_different_levels_grow_together() -> None:
         assert torch.equal(out.logits[line, : end - start], whole[line].logits[0, start:end]), line
 
 
-def test_a_pass_continues_each_slot_where_drafting_stopped() -> None:
-    target = native(replace(BASE, layers=4))
+@pytest.mark.parametrize("name", ["llama", DELTA_NET])
+def test_a_pass_continues_each_slot_where_drafting_stopped(name: str) -> None:
+    target = native(replace(BASE, **(MODELS[name] | {"layers": 4})))
     cache, slots = filled(target, LENGTHS)
     right = verify(target, cache, slots, DRAFTS, Want())
     early = verify(target, cache, slots, DRAFTS, Want("none", (2,), 2)).taps[2]
@@ -100,6 +104,43 @@ def test_a_pass_continues_each_slot_where_drafting_stopped() -> None:
     for line, draft in enumerate(DRAFTS):
         count = 1 + len(draft.tokens)
         assert torch.equal(out.logits[line, :count], right.logits[line, :count]), line
+
+
+class Failing:
+    """Wraps a kernel that once reports that there is no memory, before it computes anything."""
+
+    def __init__(self, run: Any) -> None:
+        self._run, self.fails = run, True
+
+    def __call__(self, *args: Any) -> Any:
+        failed, self.fails = self.fails, False
+        return 1 if failed else self._run(*args)
+
+
+@pytest.mark.parametrize("name", ["llama", DELTA_NET])
+def test_a_pass_may_be_repeated_after_it_ran_out_of_memory(name: str) -> None:
+    """This holds for a prompt, a new draft and a further level of a tree."""
+    target = native(replace(BASE, **MODELS[name]))
+    stack = target._stack.native
+    assert stack
+    run, bushy = stack._run, Draft((1, 2, 3, 4), (0, 0, 2, 1))
+    cache, slots = filled(target, (20, 31))
+    right = verify(target, cache, slots, [bushy, bushy], Want()).logits
+    prompt = pack_prefix(text(31, 1), slot := (repeated := target.new_cache()).acquire(), 0, CPU)
+    passes = [lambda: target.forward(prompt, repeated, Want("none"))]
+    cache, slots = filled(target, (20, 31))
+    level = [Draft((1, 2), (0, 0))] * 2
+    passes += [lambda: verify(target, cache, slots, level, Want("none"))]
+    passes += [lambda: verify(target, cache, slots, [bushy, bushy], Want(), 3, 3)]
+    for attempt in passes:
+        stack._run = Failing(run)
+        with pytest.raises(OutOfMemory):
+            attempt()
+        out = attempt()
+    assert torch.equal(out.logits[:, :2], right[:, 3:5])
+    repeated.commit(prompt, [range(1, 31)])
+    after = verify(target, repeated, [slot], [bushy], Want()).logits[0]
+    assert torch.equal(after, right[1])
 
 
 class Counted:
@@ -125,9 +166,10 @@ def test_only_real_rows_reach_the_kernels() -> None:
     assert (layers.seen, head.seen) == ([real, 1], [real, 1])
 
 
-def test_padding_of_a_pass_is_never_read() -> None:
+@pytest.mark.parametrize("name", ["llama", DELTA_NET])
+def test_padding_of_a_pass_is_never_read(name: str) -> None:
     """It may have any values, even NaN."""
-    target = native(BASE)
+    target = native(replace(BASE, **MODELS[name]))
     cache, slots = filled(target, LENGTHS)
     right = verify(target, cache, slots, DRAFTS, Want())
     embed = target.embed

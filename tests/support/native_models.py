@@ -63,6 +63,10 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"family": "qwen3_5_text", "norms": NormConfig(heads="shared"), "attention": AttentionConfig(gated=True)},
         **{"head_dim": 20, "layers": 4, "special": (_DELTA, _DELTA, LayerConfig(replace(FULL, share=0.4)), _DELTA)},
     },
+    "qwen3.5 from llama.cpp: value heads in another order": {
+        "norms": NormConfig(heads="shared"),
+        "special": (replace(_DELTA, recurrent=replace(DELTA, tiled=True)), LayerConfig(FULL)),
+    },
     QWEN_MOE: {
         **{"family": "qwen3_5_moe_text", "norms": NormConfig(heads="shared"), "attention": AttentionConfig(gated=True)},
         "mixture": MixtureConfig(6, 2, 32, normalised=True, shared=32, shared_block="mlp.shared_expert"),
@@ -182,7 +186,9 @@ def delta_net_layer(c: ModelConfig, i: int, tensors: dict[str, Tensor], draw: to
     for name, shape in shapes.items():
         tensors[f"{layer}{name}.weight"] = torch.randn(shape, generator=draw) * shape[1] ** -0.5
     tensors[layer + "conv1d.weight"] = torch.randn(d.channels, 1, d.width, generator=draw) * 0.5
-    ones = {"A_log": d.heads, "dt_bias": d.heads, "norm.weight": d.value_dim}
+    # The states of the first heads last for hundreds of tokens, those of the last heads for one.
+    tensors[layer + "A_log"] = torch.linspace(-4.0, 1.0, d.heads)
+    ones = {"dt_bias": d.heads, "norm.weight": d.value_dim}
     return tensors | {layer + name: torch.ones(size) for name, size in ones.items()}
 
 

@@ -285,7 +285,7 @@ class StatePass(SlabPass):
             rows: The rows of the pass.
             recurrences: Recurrent layer -> its recurrence.
             before: For each slot, the state before its rows.
-            fed: For each slot, results of the rows since its last commit. `recur` adds to them.
+            fed: For each slot, results of the rows since its last commit. `keep` adds to them.
         """
         # Prompts also use exact attention, so that a text can continue from any state with the same bits.
         super().__init__(plans, layers, indices, False)

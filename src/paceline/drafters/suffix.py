@@ -52,10 +52,10 @@ class Suffix(Drafter):
             dropped.
         floor: Minimum probability of a node, 0 to 1. 0 fills every budget. The default is for targets whose passes take
             about 4 % longer per row.
-        memory: Maximum number of remembered tokens, at least 2. None is `limit`.
+        memory: Maximum number of remembered tokens, at least 2, if `remember` is True. None is `limit`.
 
     Raises:
-        InvalidOption: If `limit`, `floor` or `memory` is out of range.
+        InvalidOption: If `limit`, `floor` or `memory` is out of range, or if `memory` is given without `remember`.
     """
 
     free = True
@@ -64,6 +64,11 @@ class Suffix(Drafter):
     def __init__(
         self, remember: bool = False, limit: int = 1 << 15, floor: float = 0.2, memory: int | None = None
     ) -> None:
+        if memory is not None and remember is not True:
+            raise InvalidOption(
+                f"memory={memory} limits what is remembered, but remember={remember!r}",
+                "Pass remember=True, or leave out memory",
+            )
         memory = limit if memory is None else memory
         if min(limit, memory) < 2 or not 0.0 <= floor <= 1.0:
             raise InvalidOption(

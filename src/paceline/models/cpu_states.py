@@ -123,4 +123,8 @@ class KernelStates:
 def _updates(c: MatrixConfig, rows: int) -> Tensors:
     """Return memory for the updates of a matrix state (see `recurrent.MatrixState`)."""
     sizes = c.channels, c.heads, (c.key_heads, c.key_dim), (c.heads, c.value_dim)
-    return tuple(torch.empty(rows, *(size if isinstance(size, tuple) else (size,))) for size in sizes)
+    # The kernels write float32 into main memory, whatever defaults the user has set in torch.
+    return tuple(
+        torch.empty(rows, *(size if isinstance(size, tuple) else (size,)), dtype=torch.float32, device="cpu")
+        for size in sizes
+    )

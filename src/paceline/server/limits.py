@@ -68,6 +68,8 @@ class Settings:
     def __post_init__(self) -> None:
         if not all(key.strip() for key in self.api_keys):
             raise InvalidOption("an API key must not be empty", "Give a key, or leave out --api-key")
+        if self.timeout is not None and self.timeout <= 0:
+            raise InvalidOption(f"timeout must be > 0 seconds, got {self.timeout}", "Pass None for no limit")
 
     @property
     def max_image_chars(self) -> int:

@@ -33,7 +33,7 @@ def convolve(
         [T, channels].
     """
     width, channels = weight.shape
-    out = torch.empty(len(history), channels)
+    out = torch.empty(len(history), channels, dtype=torch.float32, device="cpu")
     held = [None if x is None else x.contiguous() for x in (before, entries, weight, bias, history)]
     addresses = (None if x is None else x.data_ptr() for x in held)
     call = _ShortConvolution(len(history), width, channels, activated, *addresses, out.data_ptr())

@@ -234,7 +234,7 @@ EXPORTED const char* paceline_built_for() {
 }
 
 // Runs the pass's rows of x [room, hidden] through `count` layers, in place.
-// entry [room, width]: input of the first attention; null means the normed stream.
+// entry [room, width]: input of the first layer's mixer; null means the normed stream.
 // states [taps, room, hidden]: receives the stream after `taps[i]` layers (ascending, 1 to count - 1).
 // element: type of all of these, as the `Kind` of its weights.
 // Returns 1 if out of memory, 2 if `reduce` failed.
