@@ -215,7 +215,7 @@ class SlabCache(SlotTable):
     """
 
     initial_capacity = 256
-    """Capacity of a new slab, in entries. All capacities are multiples of it."""
+    """Capacity of a new slab for a short prompt, in entries. Larger capacities are multiples of it."""
     growth = 1.25
     """Minimum factor by which a slab grows. It keeps a long text from being copied at every step."""
 
