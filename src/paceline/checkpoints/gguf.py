@@ -22,9 +22,9 @@ def open_gguf(path: Path) -> tuple[Config, GGUFTensors, Fields]:
         the tokenizer.
 
     Raises:
-        ModelNotFound: The file does not exist.
-        CorruptModel: The file is damaged.
-        UnsupportedModel: The architecture, layout or a tensor type is not supported.
+        ModelNotFound: If the file does not exist.
+        CorruptModel: If the file is damaged.
+        UnsupportedModel: If the architecture, layout or a tensor type is not supported.
     """
     file = read_gguf(path)
     check(path, file.fields, GGUF)
@@ -77,9 +77,9 @@ def config_of(file: GGUFFile, layout: GGUFLayout) -> Config:
     """Return the config under Hugging Face's keys.
 
     Raises:
-        KeyError: Metadata is missing.
-        CorruptModel: Metadata is invalid.
-        UnsupportedModel: The metadata describes a model that is not supported.
+        KeyError: If metadata is missing.
+        CorruptModel: If metadata is invalid.
+        UnsupportedModel: If the metadata describes a model that is not supported.
     """
     meta = Metadata(file, layout.architecture, layout.keys)
     title = meta.file.path.name

@@ -164,9 +164,9 @@ def read_gguf(path: Path) -> GGUFFile:
     """Map a file and read its header. The same file is not read again while an earlier result exists.
 
     Raises:
-        ModelNotFound: The file does not exist.
-        CorruptModel: The file is damaged.
-        UnsupportedModel: The format is not supported.
+        ModelNotFound: If the file does not exist.
+        CorruptModel: If the file is damaged.
+        UnsupportedModel: If the format is not supported.
     """
     mapped = map_file(path)
     if (file := _open_files.get(mapped.identity)) is None:

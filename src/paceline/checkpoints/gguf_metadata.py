@@ -63,7 +63,7 @@ def layer_types(meta: Metadata, layers: int, every: int) -> list[str]:
     The metadata may have another period, or a list with True for layers with a window.
 
     Raises:
-        CorruptModel: The list is too short.
+        CorruptModel: If the list is too short.
     """
     pattern = meta.get("attention.sliding_window_pattern", every)
     if isinstance(pattern, list) and len(pattern) < layers:

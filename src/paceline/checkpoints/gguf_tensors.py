@@ -44,7 +44,7 @@ class GGUFTensors(LazyTensors):
     """Tensors of a file by Hugging Face name. Each access reads the tensor and dequantises it to float32.
 
     Raises:
-        UnsupportedModel: `layout` does not know a tensor, or the `gguf` library does not know a tensor type.
+        UnsupportedModel: If `layout` does not know a tensor, or the `gguf` library does not know a tensor type.
     """
 
     def __init__(self, file: GGUFFile, layout: GGUFLayout, config: Mapping[str, Any]) -> None:

@@ -139,9 +139,9 @@ def check_tensors(where: Path, config: TrainableConfig, tensors: Mapping[str, Te
     """Check a head's tensors against its config.
 
     Raises:
-        CorruptModel: A tensor is missing, unknown, not finite or has the wrong shape, or token maps or config are
+        CorruptModel: If a tensor is missing, unknown, not finite or has the wrong shape, or token maps or config are
             inconsistent.
-        UnsupportedModel: Weights are quantised.
+        UnsupportedModel: If weights are quantised.
     """
     _check_config(where, config)
     needed, allowed = shapes_of(config)

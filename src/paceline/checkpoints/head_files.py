@@ -62,9 +62,9 @@ def open_head(
         allow_pickle: Accept pytorch_model.bin and medusa_lm_head.pt. They are read with `weights_only`.
 
     Raises:
-        ModelNotFound: A file is missing.
-        CorruptModel: The head is damaged, incomplete, inconsistent or not finite.
-        UnsupportedModel: It is not a head that Paceline supports.
+        ModelNotFound: If a file is missing.
+        CorruptModel: If the head is damaged, incomplete, inconsistent or not finite.
+        UnsupportedModel: If it is not a head that Paceline supports.
     """
     path = resolve(reference, revision=revision, token=token, quiet=quiet, allow_pickle=allow_pickle)
     raw = {} if path.is_file() else read_json(path / "config.json", HEAD_IDENTITY)
@@ -120,7 +120,7 @@ def holds_head(path: Path) -> bool:
     """Return True if this folder or GGUF file holds a learned drafter.
 
     Raises:
-        UnsupportedModel: It holds a type of drafter that Paceline does not support.
+        UnsupportedModel: If it holds a type of drafter that Paceline does not support.
     """
     if path.is_file():
         return is_head_gguf(path)

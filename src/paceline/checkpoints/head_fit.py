@@ -68,8 +68,8 @@ def fits(head: HeadFile, target: Loaded | ModelConfig) -> HeadFile:
     """Check that a head fits a target. Returns the head, with EAGLE-3's default taps {2, L // 2, L - 3} filled in.
 
     Raises:
-        HeadMismatch: The head was made for a target with another hidden size, vocabulary or number of layers.
-        UnsupportedModel: The target cannot host a learned drafter.
+        HeadMismatch: If the head was made for a target with another hidden size, vocabulary or number of layers.
+        UnsupportedModel: If the target cannot host a learned drafter.
     """
     sizes, config = sizes_of(target), head.config
     hidden, vocab = _expects(config)

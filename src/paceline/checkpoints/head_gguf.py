@@ -39,9 +39,9 @@ def open_head_gguf(path: Path) -> HeadFile | None:
     """Open the drafter in a GGUF file, without reading its tensors. Returns None if the file holds a model.
 
     Raises:
-        ModelNotFound: The file does not exist.
-        CorruptModel: The file is damaged.
-        UnsupportedModel: The drafter is not supported.
+        ModelNotFound: If the file does not exist.
+        CorruptModel: If the file is damaged.
+        UnsupportedModel: If the drafter is not supported.
     """
     file = read_gguf(path)
     name = file.fields.get("general.architecture")

@@ -53,9 +53,9 @@ def write_head(folder: str | Path, head: HeadFile, bits: int = 16) -> Path:
         The folder.
 
     Raises:
-        InvalidOption: The layout cannot express the head, or the folder holds something else.
-        CorruptModel: The tensors do not fit the config.
-        CannotWrite: Writing failed.
+        InvalidOption: If the layout cannot express the head, or the folder holds something else.
+        CorruptModel: If the tensors do not fit the config.
+        CannotWrite: If writing failed.
     """
     if isinstance(head.config, AssistantConfig):
         raise InvalidOption("Gemma 4's assistants can be read but not written", "Copy the folder instead")

@@ -32,8 +32,8 @@ def read_types(
         key: The config's key of the types, for error messages.
 
     Raises:
-        UnsupportedModel: A type is not in `known`.
-        CorruptModel: The number of types is not the number of layers.
+        UnsupportedModel: If a type is not in `known`.
+        CorruptModel: If the number of types is not the number of layers.
     """
     types = list(map(default, range(base.layers)) if default and not given else given or ())
     if unknown := set(types) - set(known):

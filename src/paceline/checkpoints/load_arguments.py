@@ -58,7 +58,7 @@ class LoadArguments:
         """Return these arguments with a preset applied. A preset only changes arguments that are "auto" or False.
 
         Raises:
-            InvalidOption: No preset has this name.
+            InvalidOption: If no preset has this name.
         """
         if name not in PRESETS:
             raise InvalidOption(f"preset {name!r} is unknown", f"Choose from {', '.join(PRESETS)}")

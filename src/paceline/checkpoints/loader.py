@@ -216,8 +216,8 @@ def check_divisible(reference: str, config: ModelConfig | None, exact: bool, ran
     """Raise an error if a model cannot be split across processes (`ranks`) or devices (`placed`) as requested.
 
     Raises:
-        InvalidOption: Both were requested.
-        UnsupportedModel: The model or its options do not allow it.
+        InvalidOption: If both were requested.
+        UnsupportedModel: If the model or its options do not allow it.
     """
     if not (ranks or placed):
         return
@@ -361,8 +361,8 @@ def native_config(checkpoint: Checkpoint) -> ModelConfig | None:
     """Return the native decoder's config; None for a model that runs through transformers. No tensor is read.
 
     Raises:
-        UnsupportedModel: Neither Paceline nor transformers can run the model.
-        CorruptModel: The config is invalid, or tensor names and shapes do not fit it.
+        UnsupportedModel: If neither Paceline nor transformers can run the model.
+        CorruptModel: If the config is invalid, or tensor names and shapes do not fit it.
     """
     where = checkpoint.path / "config.json" if checkpoint.path.is_dir() else checkpoint.path
     refuse_other_kinds(checkpoint.config, where, FAMILIES)
@@ -411,7 +411,7 @@ def pick_device(device: Device | str | torch.device) -> torch.device:
     """Return a torch device. "auto" is CUDA if available, then MPS, then the CPU.
 
     Raises:
-        InvalidOption: The device is unknown or not available.
+        InvalidOption: If the device is unknown or not available.
     """
     device, _, index = str(device).partition(":")
     if index and not (index.isdecimal() and device == "cuda" and int(index) < torch.cuda.device_count()):
@@ -435,7 +435,7 @@ def pick_dtype(dtype: DType, device: torch.device, *, by_torch: bool = False) ->
         by_torch: The model runs through transformers, without Paceline's kernels.
 
     Raises:
-        InvalidOption: The dtype is unknown.
+        InvalidOption: If the dtype is unknown.
     """
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     dtype = str(dtype).removeprefix("torch.")  # type: ignore[assignment]

@@ -67,8 +67,8 @@ class MergeRules:
         """Read the settings.
 
         Raises:
-            UnsupportedModel: It is another kind of adapter.
-            CorruptModel: The config is damaged.
+            UnsupportedModel: If it is another kind of adapter.
+            CorruptModel: If the config is damaged.
         """
         raw = read_json(path / ADAPTER_CONFIG, ADAPTER)
         _refuse_other_kinds(path, raw)
@@ -102,8 +102,8 @@ def _patterns(path: Path, given: Mapping[str, float] | None) -> Patterns:
     """Compile untrusted patterns.
 
     Raises:
-        UnsupportedModel: A pattern could take exponential time to match.
-        CorruptModel: A pattern is not a regular expression.
+        UnsupportedModel: If a pattern could take exponential time to match.
+        CorruptModel: If a pattern is not a regular expression.
     """
     found = []
     for pattern, value in (given or {}).items():
@@ -156,9 +156,9 @@ class LoraAdapter:
             allow_pickle: Accept adapter_model.bin.
 
         Raises:
-            UnsupportedModel: The adapter is of a kind that cannot be merged.
-            ModelNotFound: A file is missing.
-            CorruptModel: A file is damaged, or one of the factors A and B is missing.
+            UnsupportedModel: If the adapter is of a kind that cannot be merged.
+            ModelNotFound: If a file is missing.
+            CorruptModel: If a file is damaged, or one of the factors A and B is missing.
         """
         self.path, self.rules = path, MergeRules(path)
         self.tensors = open_weights(path, "adapter_model.safetensors", "adapter_model.bin", allow_pickle)
@@ -217,7 +217,7 @@ class LoraAdapter:
         """Return A [r, in] and the scaled B [out, r] of each module, in float32 or wider.
 
         Raises:
-            UnsupportedModel: The adapter does not only change matrix products, and must be merged.
+            UnsupportedModel: If the adapter does not only change matrix products, and must be merged.
         """
         parts = {part for found in self.changes.values() for part in found}
         kinds = {"bias": "has biases of its own", "lora_embedding_A": "changes an embedding"}
@@ -342,10 +342,10 @@ def merge(base: Checkpoint, path: Path, *, allow_pickle: bool = False) -> Checkp
         allow_pickle: Accept adapter_model.bin.
 
     Raises:
-        AdapterMismatch: The adapter does not fit the base model. (Also raised on access of a tensor.)
-        UnsupportedModel: The adapter cannot be merged.
-        ModelNotFound: A file is missing.
-        CorruptModel: A file is damaged.
+        AdapterMismatch: If the adapter does not fit the base model. (Also raised on access of a tensor.)
+        UnsupportedModel: If the adapter cannot be merged.
+        ModelNotFound: If a file is missing.
+        CorruptModel: If a file is damaged.
     """
     adapter = LoraAdapter(path, base.config, allow_pickle=allow_pickle)
     tied = ties_head(base.config)
@@ -394,7 +394,7 @@ def open_model(
         quiet: Show no progress.
 
     Raises:
-        InvalidOption: `adapter` is not an adapter.
+        InvalidOption: If `adapter` is not an adapter.
         PacelineError: See `resolve`, `open_checkpoint` and `merge`.
     """
     fetch: dict[str, Any] = {"token": token, "allow_pickle": allow_pickle, "quiet": quiet}

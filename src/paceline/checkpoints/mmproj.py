@@ -69,9 +69,9 @@ def read_projector(path: Path) -> Projector:
     """Read an mmproj file. Tensors are read when they are needed.
 
     Raises:
-        ModelNotFound: The file does not exist.
-        CorruptModel: The file is damaged.
-        UnsupportedModel: The file holds no vision tower, or one that Paceline does not support.
+        ModelNotFound: If the file does not exist.
+        CorruptModel: If the file is damaged.
+        UnsupportedModel: If the file holds no vision tower, or one that Paceline does not support.
     """
     file = read_gguf(path)
     if file.fields.get("general.architecture") != "clip" or not file.fields.get("clip.has_vision_encoder"):

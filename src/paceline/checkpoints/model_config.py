@@ -31,8 +31,8 @@ def read_config(raw: Raw, where: str | Path = "config.json") -> ModelConfig:
         where: Name of the config in error messages.
 
     Raises:
-        UnsupportedModel: The native decoder cannot run the model.
-        CorruptModel: A key is missing, out of range (see `schema.py`) or inconsistent with others.
+        UnsupportedModel: If the native decoder cannot run the model.
+        CorruptModel: If a key is missing, out of range (see `schema.py`) or inconsistent with others.
     """
     refuse_other_kinds(raw, where, FAMILIES)
     name = raw["model_type"]

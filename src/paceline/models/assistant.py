@@ -39,8 +39,8 @@ class AssistantNetwork:
             host: The target.
 
         Raises:
-            CorruptModel: A tensor is missing or has the wrong shape.
-            UnsupportedModel: The target has no keys and values that the assistant's layers can read.
+            CorruptModel: If a tensor is missing or has the wrong shape.
+            UnsupportedModel: If the target has no keys and values that the assistant's layers can read.
         """
         c = replace(config.layer, special=tuple(_placed(config.layer, one, host.config) for one in config.layer.plan))
         self._host = host

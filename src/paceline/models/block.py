@@ -61,7 +61,7 @@ class BlockNetwork:
             host: The target, for its embedding, output head, dtype, device and context length.
 
         Raises:
-            CorruptModel: A tensor is missing or has the wrong shape.
+            CorruptModel: If a tensor is missing or has the wrong shape.
         """
         c = config.layer
         self.config, self._device = config, host.device

@@ -31,7 +31,7 @@ class BlockConvolution:
             group: Channels that share the input-dependent part of a kernel.
 
         Raises:
-            CorruptModel: A tensor is missing or has the wrong shape.
+            CorruptModel: If a tensor is missing or has the wrong shape.
         """
         self._base = weights.get(prefix + "base_kernel", (2, taps, hidden))
         self._product = weights.linear({prefix + "kernel_projection": 2 * taps * (hidden // group)}, hidden)

@@ -85,9 +85,9 @@ class Decoder:
             kv_dtype: Dtype of keys and values in the cache (`kv_types.py`); None for `dtype`.
 
         Raises:
-            CorruptModel: A tensor is missing, unknown or has the wrong shape.
-            AdapterMismatch: An adapter changes a module that the model does not have.
-            UnsupportedModel: An adapter changes a module that can only be merged.
+            CorruptModel: If a tensor is missing, unknown or has the wrong shape.
+            AdapterMismatch: If an adapter changes a module that the model does not have.
+            UnsupportedModel: If an adapter changes a module that can only be merged.
         """
         self.config, self.dtype, self.device = config, dtype, device
         self.kv_dtype = kv_dtype or dtype

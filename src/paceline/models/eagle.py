@@ -43,7 +43,7 @@ class EagleNetwork:
             host: The target.
 
         Raises:
-            CorruptModel: A tensor is missing or has the wrong shape, or the head's tokens are not in the target's
+            CorruptModel: If a tensor is missing or has the wrong shape, or the head's tokens are not in the target's
                 vocabulary.
         """
         layer = replace(

@@ -29,8 +29,8 @@ class MedusaHeads:
             target: The target, for its dtype and device, and its output head if the heads share it.
 
         Raises:
-            CorruptModel: A tensor is missing, unknown or has the wrong shape, or the heads do not fit the target.
-            UnsupportedModel: The target does not implement `EmbeddingAndHead`.
+            CorruptModel: If a tensor is missing, unknown or has the wrong shape, or the heads do not fit the target.
+            UnsupportedModel: If the target does not implement `EmbeddingAndHead`.
         """
         if not isinstance(target, EmbeddingAndHead):
             raise UnsupportedModel(

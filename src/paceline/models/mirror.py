@@ -136,8 +136,8 @@ class Mirror:
         replies to finish.
 
         Raises:
-            SystemExit: Rank 0 has ended.
-            RankLost: The connection to another rank was lost.
+            SystemExit: If rank 0 has ended.
+            RankLost: If the connection to another rank was lost.
         """
         if self.outermost:
             return

@@ -35,7 +35,7 @@ def output_head(
         in float32 or wider.
 
     Raises:
-        CorruptModel: The tokens are not in the target's vocabulary, or the target's head has another width.
+        CorruptModel: If the tokens are not in the target's vocabulary, or the target's head has another width.
     """
     weights.skip("t2d")
     if "d2t" in weights or count < host.vocab_size:

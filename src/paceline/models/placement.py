@@ -31,7 +31,7 @@ def parse_map(given: DeviceMap) -> dict[str, int | None]:
         The number of layers of each device (None for all remaining layers); {} for "auto".
 
     Raises:
-        InvalidOption: The map is malformed.
+        InvalidOption: If the map is malformed.
     """
     if isinstance(given, Mapping):
         pairs = list(given.items())
@@ -83,7 +83,7 @@ def plan(sizes: Sequence[int], others: int, memory: Mapping[str, int]) -> Device
         The device of each layer.
 
     Raises:
-        OutOfMemory: The layers do not fit.
+        OutOfMemory: If the layers do not fit.
     """
     found: list[str] = []
     for name, free in memory.items():
@@ -118,7 +118,7 @@ def free_memory() -> dict[str, int]:
     """Return the free bytes of each GPU and then of the CPU, as accelerate reports them.
 
     Raises:
-        InvalidOption: accelerate is not installed.
+        InvalidOption: If accelerate is not installed.
     """
     if not find_spec("accelerate"):
         raise InvalidOption('device_map="auto" needs accelerate', f"Install it: {install_line('devices')}")

@@ -37,8 +37,8 @@ def refuse_other_kinds(raw: Raw, where: str | Path = "config.json", native: Cont
         native: Recurrent model types that are supported, because Paceline can restore their states.
 
     Raises:
-        UnsupportedModel: The model is multimodal, encoder-decoder or recurrent.
-        CorruptModel: The config has no model type.
+        UnsupportedModel: If the model is multimodal, encoder-decoder or recurrent.
+        CorruptModel: If the config has no model type.
     """
     check(where, raw, IDENTITY)
     if "model_type" not in raw:

@@ -200,8 +200,8 @@ def read_rope(scaling: Raw | None, raw: Raw, theta: float, head_dim: int) -> Rop
         head_dim: Elements of a head.
 
     Raises:
-        UnsupportedModel: The rule or one of its keys is unknown.
-        CorruptModel: A key is missing, or a value is out of range.
+        UnsupportedModel: If the rule or one of its keys is unknown.
+        CorruptModel: If a key is missing, or a value is out of range.
     """
     check_value("config.json", "rope scaling", scaling, OBJECT | NULL)
     check("rope scaling", scaling or {}, ROPE)

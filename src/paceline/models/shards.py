@@ -117,7 +117,7 @@ class RankTensors(Renamed):
         B is split by rows like W, A is split by columns like W.
 
         Raises:
-            AdapterMismatch: The adapter does not fit the model.
+            AdapterMismatch: If the adapter does not fit the model.
         """
         return Factors(adapter.name, {module: self._part(adapter, module) for module in adapter.factors})
 

@@ -61,7 +61,7 @@ class CausalLM:
                 0 is the model as given, with its active adapter.
 
         Raises:
-            UnsupportedModel: The model's cache cannot drop rejected tokens, or its results differ from its plain
+            UnsupportedModel: If the model's cache cannot drop rejected tokens, or its results differ from its plain
                 forward pass.
         """
         refuse(model)
@@ -212,7 +212,7 @@ def mixable(wrapper: Any) -> tuple[str, ...]:
     """Return the names of the adapters in a `PeftModel` that one pass can mix: LoRA without DoRA; () if there are none.
 
     Raises:
-        UnsupportedModel: The model has a learned prompt.
+        UnsupportedModel: If the model has a learned prompt.
     """
     configs = wrapper.peft_config
     if any(config.is_prompt_learning for config in configs.values()):
@@ -225,7 +225,7 @@ def check_config(path: Path) -> None:
     """Check the config in a folder, without reading weights and without messages from transformers.
 
     Raises:
-        UnsupportedModel: transformers has no causal language model for the config, or speculation cannot run on it.
+        UnsupportedModel: If transformers has no causal language model for the config, or speculation cannot run on it.
     """
     with _silence():
         with _refusing(path):
@@ -256,8 +256,8 @@ def from_pretrained(path: Path, dtype: torch.dtype, device: torch.device) -> Cau
     """Load a folder in Hugging Face layout.
 
     Raises:
-        UnsupportedModel: transformers cannot load it, or speculation cannot run on it.
-        CorruptModel: The weights lack a tensor. (transformers would initialise it randomly.)
+        UnsupportedModel: If transformers cannot load it, or speculation cannot run on it.
+        CorruptModel: If the weights lack a tensor. (transformers would initialise it randomly.)
     """
     with _refusing(path):
         model, found = AutoModelForCausalLM.from_pretrained(

@@ -44,7 +44,7 @@ class Weights:
             adapters: LoRA adapters, applied next to the products that they change instead of being merged.
 
         Raises:
-            InvalidOption: Quantisation with float64.
+            InvalidOption: If quantisation with float64.
         """
         self._adapters = adapters
         self._changes = {(adapter.name, module) for adapter in adapters for module in adapter.factors}
@@ -80,7 +80,7 @@ class Weights:
         """Take a tensor, on the model's device and in the given dtype (by default the model's).
 
         Raises:
-            CorruptModel: The tensor is missing or has another shape.
+            CorruptModel: If the tensor is missing or has another shape.
         """
         if name not in self._tensors:
             raise CorruptModel(f"the checkpoint lacks {name}", "Fetch the model again")
@@ -233,9 +233,9 @@ class Weights:
         """Check that every tensor and every change by an adapter was used.
 
         Raises:
-            CorruptModel: Tensors are left over, so the architecture is not the file's.
-            AdapterMismatch: An adapter changes a module that the model does not have.
-            UnsupportedModel: An adapter changes a module for which adapters must be merged.
+            CorruptModel: If tensors are left over, so the architecture is not the file's.
+            AdapterMismatch: If an adapter changes a module that the model does not have.
+            UnsupportedModel: If an adapter changes a module for which adapters must be merged.
         """
         for adapter, module in sorted(self._changes):
             if module + ".weight" in self._tensors:
