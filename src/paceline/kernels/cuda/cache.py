@@ -54,8 +54,8 @@ class DeviceCache(SharedSlabCache):
         return super().acquire(prompt, adapter, lag)
 
     def release(self, slot: int) -> None:
-        """Release a slot. The spare slot is never released, although an engine releases every slot that no request
-        holds after an error."""
+        """Release a slot. A call for the spare slot is ignored, because after an error an engine releases every slot
+        that no request holds."""
         if slot != self._spare:
             super().release(slot)
 
